@@ -1,0 +1,35 @@
+"""Coterie runs a society of LLM agents that people talk to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coterie.errors import CoterieError, Refused
+    from coterie.messages import Message, Receipt
+    from coterie.runtime import Society
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CoterieError": "coterie.errors",
+    "Message": "coterie.messages",
+    "Receipt": "coterie.messages",
+    "Refused": "coterie.errors",
+    "Society": "coterie.runtime",
+}
+
+__all__ = ["CoterieError", "Message", "Receipt", "Refused", "Society", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used, so that `import coterie` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

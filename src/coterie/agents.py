@@ -1,0 +1,26 @@
+"""Who can be written to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+AgentState = Literal["idle", "ready", "llm", "tools", "wait_approval", "wait_retry", "blocked", "paused", "terminated"]
+ACTIVE: frozenset[AgentState] = frozenset({"llm", "tools", "wait_approval", "wait_retry"})
+"""At work on a turn: what is sent now is an interjection."""
+
+ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """One agent, or the person, as the store knows it."""
+
+    id: str
+    name: str
+    kind: Literal["agent", "person"] = "agent"
+    state: AgentState = "idle"
+    waiting: int = 0
+    """Messages delivered and not yet taken."""
+    delayed: int = 0

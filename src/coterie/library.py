@@ -1,0 +1,69 @@
+"""The society's artifacts: bytes kept by content, described by the store, in that order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterable, AsyncIterator
+
+from coterie.artifacts import Artifact, Bytes, tidy_filename
+from coterie.clock import Clock
+from coterie.errors import Refused
+from coterie.filetype import sniff
+from coterie.ids import id_for, new_id
+from coterie.store import Retention, Store
+
+log = logging.getLogger(__name__)
+
+
+class Library:
+    def __init__(self, store: Store, kept: Bytes, clock: Clock, *, limit: int) -> None:
+        self._store, self._bytes, self._clock, self._limit = store, kept, clock, limit
+
+    async def put(self, chunks: AsyncIterable[bytes] | bytes, filename: str | None, key: str | None = None) -> Artifact:
+        """Keep a file. It is durable, and can be named in messages, when this returns.
+
+        Put again with the same `key`, it is the same artifact.
+        """
+        stored = await self._bytes.put(_one(chunks) if isinstance(chunks, bytes) else chunks, self._limit)
+        type_, mime_type = sniff(stored.head)
+        return await self._store.add_artifact(
+            Artifact(
+                ref=new_id() if key is None else id_for("artifact", key),
+                filename=tidy_filename(filename),
+                type=type_,
+                mime_type=mime_type,
+                size=stored.size,
+                sha256=stored.sha256,
+                created_at=self._clock.now(),
+            )
+        )
+
+    async def describe(self, ref: str) -> Artifact:
+        found = await self._store.artifacts([ref])
+        if ref not in found:
+            raise Refused("unknown_artifact", f"there is no artifact {ref!r}")
+        return found[ref]
+
+    async def open(self, ref: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+        """Its bytes, in pieces."""
+        artifact = await self.describe(ref)
+        async for piece in self._bytes.open(artifact.sha256, start, end):
+            yield piece
+
+    async def read(self, ref: str) -> bytes:
+        """All of it at once: for what is known to be small enough."""
+        return b"".join([piece async for piece in self.open(ref)])
+
+    async def tidy(self, retention: Retention) -> None:
+        """Let go of what nobody needs any more."""
+        while True:
+            pruned = await self._store.prune(retention)
+            for sha256 in pruned.bytes_to_delete:
+                await self._bytes.delete(sha256)
+            if not (pruned.messages or pruned.events or pruned.bytes_to_delete):
+                return
+            log.info("removed %d old messages and %d old events", pruned.messages, pruned.events)
+
+
+async def _one(data: bytes) -> AsyncIterator[bytes]:
+    yield data

@@ -1,0 +1,146 @@
+"""A society at work: the parts put together, opened and closed in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+from coterie.agents import Agent
+from coterie.bus import MessageBus
+from coterie.clock import Clock, SystemClock
+from coterie.config import Config, read_config
+from coterie.errors import StoreBroken, StoreUnusable
+from coterie.folder import SocietyFolder
+from coterie.library import Library
+from coterie.messages import PERSON, Message, Receipt
+from coterie.store import Limits, Retention
+from coterie.stores.folder import FolderBytes
+from coterie.stores.sqlite import SqliteStore
+
+log = logging.getLogger(__name__)
+
+TIDY_EVERY = timedelta(hours=1)
+BEHIND = timedelta(minutes=5)
+
+
+class Society:
+    """Use it as `async with Society.open(folder) as society`; leaving is a graceful stop."""
+
+    def __init__(self, config: Config, store: SqliteStore, artifacts: Library, clock: Clock) -> None:
+        self.config, self.store, self.artifacts = config, store, artifacts
+        self.bus = MessageBus(store, clock)
+        self._clock = clock
+        self._stopping = asyncio.Event()
+        self._tidier: asyncio.Task[None] | None = None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, folder: str | Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
+        """Run the society in `folder`, made with templates if missing. One process at a time."""
+        society = await cls.start(folder, clock=clock)
+        try:
+            yield society
+        finally:
+            await society.stop()
+
+    @classmethod
+    async def start(cls, folder: str | Path, *, clock: Clock | None = None) -> Self:
+        place, clock = SocietyFolder(Path(folder)), clock or SystemClock()
+        place.make()
+        config = read_config(place.path)
+        if config.store.url != "sqlite":
+            raise StoreUnusable(
+                'coterie.toml: store.url: PostgreSQL is not supported by this version yet: use "sqlite"'
+            )
+        limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
+        store = await SqliteStore.open(place.data, clock, limits=limits, durability=config.store.durability)
+        artifacts = Library(store, FolderBytes(place.artifacts), clock, limit=config.limits.upload_mb * 1_000_000)
+        society = cls(config, store, artifacts, clock)
+        await society._begin()
+        return society
+
+    async def send(
+        self,
+        *,
+        to: str,
+        text: str | None = None,
+        payload: dict[str, object] | None = None,
+        sender: str = PERSON,
+        delay_ms: float | None = None,
+        quick_replies: Sequence[str] | None = None,
+        attachments: Sequence[str] = (),
+        client_id: str | None = None,
+        in_reply_to: str | None = None,
+        option: int | None = None,
+    ) -> Receipt:
+        """A message from the person, durable when this returns."""
+        whole = dict(payload or {})
+        if text is not None:
+            whole["text"] = text
+        if attachments:
+            whole["attachments"] = [{"artifactRef": ref} for ref in attachments]
+        return await self.bus.send(
+            sender=sender,
+            to=to,
+            payload=whole,
+            delay_ms=delay_ms,
+            quick_replies=quick_replies,
+            client_id=client_id,
+            in_reply_to=in_reply_to,
+            option=option,
+        )
+
+    async def waiting(self, agent_id: str) -> Sequence[Message]:
+        """Delivered to the agent and not yet taken up, in order."""
+        return await self.store.waiting(agent_id)
+
+    @property
+    def broken(self) -> asyncio.Future[StoreBroken]:
+        """Set when the disk can no longer be trusted: the process must stop, its next start recovers."""
+        return self.store.broken
+
+    async def stop(self) -> int:
+        """The graceful stop: delayed messages are dealt with as configured. How many went out early."""
+        early = 0
+        if not self.broken.done():
+            await self._end_tidying()
+            early = await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
+        await self.store.close()
+        return early
+
+    async def abandon(self) -> None:
+        """The forced stop: say what stays behind; it is all in the store."""
+        await self._end_tidying()
+        await self.bus.abandon()
+        await self.store.close()
+
+    async def _begin(self) -> None:
+        for warning in self.store.info.warnings:
+            log.warning("%s", warning)
+        if self.store.info.unclean:
+            log.warning("the last run did not stop in order; the database was checked and is sound")
+        if self._clock.now() < self.store.info.last_seen - BEHIND:
+            log.warning("the clock is behind the last run by more than five minutes; times shown do not go back")
+        for problem in self.config.problems:
+            log.warning("%s", problem)
+        people = [Agent(id=PERSON, name="You", kind="person")]
+        agents = [Agent(id=entry.id, name=entry.name or entry.id) for entry in self.config.agents]
+        await self.store.add_agents(people + agents)
+        self.bus.start()
+        self._tidier = asyncio.create_task(self._tidy_now_and_then(), name="coterie-tidier")
+
+    async def _tidy_now_and_then(self) -> None:
+        keep = self.config.store.keep_days
+        retention = Retention(messages=timedelta(days=keep) if keep else None)
+        while not await self._clock.wait(self._stopping, TIDY_EVERY):
+            await self.artifacts.tidy(retention)
+
+    async def _end_tidying(self) -> None:
+        self._stopping.set()
+        if self._tidier:
+            await self._tidier

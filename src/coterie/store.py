@@ -1,0 +1,195 @@
+"""What a storage engine promises.
+
+The port speaks in transitions: each write method is one transaction, wholly done and durable when it returns, or not
+done at all. Time is the engine's own (the machine's clock for SQLite, the database's for PostgreSQL), so callers hand
+in and get back durations and never compare clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Protocol
+
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.clock import EPOCH
+from coterie.events import Event
+from coterie.messages import Envelope, Message, Receipt, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_hops: int = 32
+    mailbox: int = 10_000
+    """Messages that may wait for one agent."""
+    mailbox_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A delayed message that has just reached its recipient's mailbox."""
+
+    message_id: str
+    recipient: str
+    created_at: datetime
+    deliver_at: datetime
+    delivered_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promotion:
+    """What one round of delivering delayed messages did."""
+
+    delivered: Sequence[Delivery] = ()
+    dead: int = 0
+    """Those whose recipient is gone; their senders were told."""
+    next_due: timedelta | None = None
+    """Until the next one. None: nothing is delayed. Zero or less: more is due than one round takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How long what nobody needs any more is kept."""
+
+    messages: timedelta | None = None
+    """None: for ever."""
+    dead_letters: timedelta = timedelta(days=30)
+    events: timedelta = timedelta(days=7)
+    loose_artifacts: timedelta = timedelta(hours=24)
+    """Uploads that no message refers to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    messages: int = 0
+    events: int = 0
+    bytes_to_delete: Sequence[str] = ()
+    """Content hashes that no artifact names any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """Which part of a listing: newest first, `before` this `seq`."""
+
+    before: int | None = None
+    limit: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreInfo:
+    engine: str
+    version: str
+    log_id: str
+    """Names the event log, so that a place in it stays valid over restarts."""
+    last_seen: datetime = EPOCH
+    """The latest time anything in it was stamped with."""
+    unclean: bool = False
+    """The last owner did not close it."""
+    warnings: Sequence[str] = field(default_factory=tuple)
+
+
+class Store(Protocol):
+    @property
+    def info(self) -> StoreInfo: ...
+
+    @property
+    def healthy(self) -> bool:
+        """False while writes do not get through."""
+        ...
+
+    async def close(self) -> None: ...
+
+    # Agents
+
+    async def add_agents(self, agents: Sequence[Agent]) -> None:
+        """They exist and can be written to. Those known already keep their mail; a new name is taken over."""
+        ...
+
+    async def terminate(self, agent_id: str) -> None:
+        """It gets no more mail: what waited is dead, and its senders are told."""
+        ...
+
+    async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]: ...
+
+    async def agent(self, agent_id: str) -> Agent | None: ...
+
+    # Messages
+
+    async def send(self, envelope: Envelope) -> Receipt:
+        """Stored, in the recipient's mailbox or with its due time; `Refused` with nothing stored.
+
+        Sent again under the same id, the answer is the same and there is one message. Messages of one sender to one
+        recipient keep the order of the calls.
+        """
+        ...
+
+    async def promote(self, limit: int, *, early: bool = False) -> Promotion:
+        """Deliver up to `limit` delayed messages that are due (`early`: all of them), by due time, then send order."""
+        ...
+
+    async def until_next_due(self) -> timedelta | None: ...
+
+    async def withdraw(self, message_id: str, by: str) -> Message:
+        """It will never be taken. Again: the same. `Refused` once it was taken, or when it is not `by`'s to withdraw."""
+        ...
+
+    async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
+        """A delayed message gets a new due time, `delay` from now. `Refused` once it was delivered."""
+        ...
+
+    async def read(self, sender: str, upto: int) -> int:
+        """The person has seen all of `sender`'s messages up to `in_seq` `upto`; how many of them were new."""
+        ...
+
+    async def resend(self, message_id: str) -> Receipt:
+        """A dead letter goes out again as a new message."""
+        ...
+
+    async def forget(self, message_id: str) -> None:
+        """A dead letter is deleted."""
+        ...
+
+    async def message(self, message_id: str) -> Message | None: ...
+
+    async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
+        """Newest first; `agent`: sent by it or to it."""
+        ...
+
+    async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
+        """Delivered and not yet taken, in mailbox order."""
+        ...
+
+    async def delayed(
+        self, recipient: str | None = None, *, sender: str | None = None, after: Message | None = None, limit: int = 50
+    ) -> Sequence[Message]:
+        """By due time, then send order."""
+        ...
+
+    async def delayed_count(self, recipient: str | None = None) -> int: ...
+
+    # Artifacts
+
+    async def add_artifact(self, artifact: Artifact) -> Artifact:
+        """Its bytes are durable already. Again under the same ref: the first one stands."""
+        ...
+
+    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]: ...
+
+    # The log, and care
+
+    async def events(self, after: int, limit: int = 500) -> Sequence[Event]: ...
+
+    async def last_event(self) -> int: ...
+
+    async def prune(self, retention: Retention) -> Pruned: ...
+
+    def violations(self) -> AsyncIterator[str]:
+        """Every stored fact that contradicts an invariant, in words."""
+        ...
+
+    async def backup(self, target: Path) -> None:
+        """A consistent copy of everything but artifact bytes, durable at `target`; writers go on meanwhile."""
+        ...

@@ -1,0 +1,84 @@
+"""How a Coterie database is opened: one connection that writes, any number that only read."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+from typing import Literal
+
+from coterie.errors import StoreBroken, StoreError, StoreUnavailable, StoreUnusable
+
+Durability = Literal["full", "relaxed"]
+
+ADVISED = (3, 51, 3)
+"""Older libraries can damage a log that several connections checkpoint. Only our writer does, so this is advice."""
+
+_FULL = {sqlite3.SQLITE_FULL}
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
+_BROKEN = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=5)
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
+    _common(db)
+    return db
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """For reading only; it can neither write nor checkpoint."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5)
+    _common(db)
+    db.execute("PRAGMA query_only = ON")
+    return db
+
+
+def _common(db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA foreign_keys = ON")
+    db.execute("PRAGMA mmap_size = 0")
+    db.execute("PRAGMA trusted_schema = OFF")
+
+
+def translate(error: sqlite3.Error) -> StoreError:
+    """What a database error means for the caller."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in _FULL:
+        return StoreUnavailable(
+            "the disk is full: free some space; nothing was lost and no restart is needed", full=True
+        )
+    if code in _BUSY:
+        return StoreUnavailable("the database is locked by another program: close it, then try again")
+    if code in _BROKEN:
+        return StoreBroken(f"the database could not be written safely ({error}): check the disk, then start again")
+    if code == sqlite3.SQLITE_READONLY:
+        return StoreUnavailable("the database is read-only: make the data folder writable, then try again")
+    return StoreError(f"the database refused ({error})")
+
+
+def check_filesystem(folder: Path) -> None:
+    """SQLite's locks cannot be trusted over a network: better no start than a damaged society."""
+    if os.environ.get("COTERIE_ALLOW_NETWORK_FS") == "1":
+        return
+    kind = _filesystem_of(folder)
+    if kind in {"nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "ceph", "glusterfs", "afs"}:
+        raise StoreUnusable(
+            f"{folder} lies on a network filesystem ({kind}), where SQLite can be damaged: choose a local folder,"
+            " use a PostgreSQL store, or set COTERIE_ALLOW_NETWORK_FS=1 if you know that its locks work"
+        )
+
+
+def _filesystem_of(folder: Path) -> str:
+    try:
+        mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""  # no Linux: nothing to ask
+    place, best, kind = folder.resolve(), Path("/"), ""
+    for mount in mounts:
+        _, point, filesystem, *_ = mount.split()
+        where = Path(point.replace("\\040", " "))
+        if place.is_relative_to(where) and len(where.parts) >= len(best.parts):
+            best, kind = where, filesystem
+    return kind

@@ -1,0 +1,67 @@
+"""Numbered migrations: each is one transaction together with its number, so a crash leaves it done or not begun."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from importlib.resources import files
+
+from coterie.errors import StoreUnusable
+from coterie.failpoints import hit
+
+APPLICATION_ID = 0x436F7465  # "Cote", so that `file` and we can tell our databases
+
+
+def migrations() -> list[tuple[int, str]]:
+    folder = files(__package__) / "migrations"
+    scripts = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".sql"))
+    return [(int(name[:4]), (folder / name).read_text(encoding="utf-8")) for name in scripts]
+
+
+def migrate(db: sqlite3.Connection) -> None:
+    """Bring `db` to the newest schema; a schema newer than this code is refused untouched."""
+    known = migrations()
+    version = check_version(db)
+    for number, script in known:
+        if number > version:
+            _apply(db, number, script)
+
+
+def check_version(db: sqlite3.Connection) -> int:
+    """The schema's number; `StoreUnusable` if it is not ours to open."""
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    if version and application != APPLICATION_ID:
+        raise StoreUnusable("data/coterie.db is not a Coterie database: move it away, then start again")
+    newest = migrations()[-1][0]
+    if version > newest:
+        raise StoreUnusable(
+            f"this society was last run by a newer Coterie (schema {version}, this one knows {newest}):"
+            " install that version again, or restore a backup made before the change"
+        )
+    return version
+
+
+def _apply(db: sqlite3.Connection, number: int, script: str) -> None:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in _statements(script):
+            db.execute(statement)
+            hit("migrate.statement")
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {number}")
+        hit("migrate.before_commit")
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

@@ -1,0 +1,284 @@
+"""The post office of one transaction: takes envelopes in, moves messages on, and writes it all down at the end.
+
+Everything that touches a mailbox goes through here, so that sequence numbers, counters, wake-ups and events can never
+disagree with the messages they speak of. Rows are gathered and written as sets: that is what makes a batch of sends
+cheap.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from coterie.agents import ACTIVE
+from coterie.clock import from_ms
+from coterie.drafts import seal
+from coterie.errors import Refused
+from coterie.events import EventKind
+from coterie.failpoints import hit
+from coterie.messages import NEW_CHAIN_AFTER, SYSTEM, Envelope, Receipt
+from coterie.store import Delivery, Limits
+from coterie.stores.sqlite.bulk import insert
+
+_MESSAGES = (
+    "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
+    " in_reply_to, cause, replay_of, payload)"
+)
+_MAILBOX = """
+SELECT kind, state, runnable_at, next_in_seq, waiting, waiting_bytes, delayed FROM agents WHERE id = ?
+"""
+_SAVE_MAILBOX = """
+UPDATE agents SET state = ?, runnable_at = ?, next_in_seq = ?, waiting = ?, waiting_bytes = ?, delayed = ? WHERE id = ?
+"""
+_DELIVER = "UPDATE messages SET state = 'pending', in_seq = ?, delivered_at = ?, early = ? WHERE seq = ?"
+_BURY = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
+
+_MS = timedelta(milliseconds=1)
+NAMED_IN_NOTICE = 20
+
+
+@dataclass(slots=True)
+class Mailbox:
+    kind: str
+    state: str
+    runnable_at: int | None
+    next_in_seq: int
+    waiting: int
+    waiting_bytes: int
+    delayed: int
+
+    def deliver(self, size: int, now: int) -> int:
+        """One more message waits; the place it got. An idle agent wakes."""
+        place = self.next_in_seq
+        self.next_in_seq += 1
+        self.waiting += 1
+        self.waiting_bytes += size
+        if self.state == "idle" and self.kind == "agent":
+            self.state, self.runnable_at = "ready", now
+        return place
+
+    def remove(self, size: int) -> None:
+        """One that waited does not any more. With nothing left to do, a woken agent goes back to sleep."""
+        self.waiting -= 1
+        self.waiting_bytes -= size
+        if self.state == "ready" and not self.waiting:
+            self.state, self.runnable_at = "idle", None
+
+
+@dataclass(frozen=True, slots=True)
+class DueRow:
+    seq: int
+    id: str
+    sender: str
+    recipient: str
+    created_at: int
+    deliver_at: int
+    size: int
+
+
+class Post:
+    def __init__(self, db: sqlite3.Connection, *, now: int, stamp: int, limits: Limits) -> None:
+        self._db, self._limits = db, limits
+        self.now = now
+        """What due times are measured against."""
+        self.stamp = stamp
+        """What is written down as the time: `now`, but never earlier than anything stamped before."""
+        self._mailboxes: dict[str, Mailbox | None] = {}
+        self._new: list[tuple[Any, ...]] = []
+        self._attachments: list[tuple[str, int]] = []
+        self._events: list[tuple[int, EventKind, str]] = []
+        self._receipts: dict[str, Receipt] = {}
+        self._dead: dict[str, list[DueRow]] = {}
+        self._last_seq: int | None = None
+
+    def accept(self, envelope: Envelope, *, hops: int | None = None, replay_of: str | None = None) -> Receipt:
+        """Take in one message, or raise `Refused`."""
+        if envelope.retried and (known := self._known(envelope.id)):
+            return known
+        mailbox = self._check_recipient(envelope)
+        if hops is None:
+            hops = self._check_hops(envelope)
+        if envelope.in_reply_to is not None:
+            self._check_reply(envelope)
+        for ref in envelope.attachments:
+            self._check_artifact(ref)
+        seq = self._next_seq()
+        receipt = self._put(seq, envelope, mailbox, hops, replay_of)
+        self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
+        if envelope.retried:
+            self._receipts[envelope.id] = receipt
+        return receipt
+
+    def _put(self, seq: int, envelope: Envelope, mailbox: Mailbox, hops: int, replay_of: str | None) -> Receipt:
+        queued = mailbox.state in ACTIVE
+        in_seq = deliver_at = delivered_at = None
+        if envelope.delay:
+            deliver_at = self.now + envelope.delay // _MS
+            mailbox.delayed += 1
+        else:
+            in_seq, delivered_at = mailbox.deliver(len(envelope.payload_json), self.now), self.stamp
+        state = "delayed" if deliver_at else "pending"
+        self._new.append(
+            (seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
+             queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
+             envelope.payload_json)
+        )  # fmt: skip
+        self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
+        return _receipt(envelope.id, queued, deliver_at)
+
+    def deliver(self, due: Iterable[DueRow], *, early: bool) -> tuple[list[Delivery], int]:
+        """Move delayed messages into their mailboxes, in the order given; those of the departed become dead letters."""
+        moved, delivered, dead = [], [], 0
+        for row in due:
+            mailbox = self._mailbox(row.recipient)
+            assert mailbox is not None  # noqa: S101 - the foreign key holds
+            mailbox.delayed -= 1
+            if mailbox.state == "terminated":
+                self.bury(row, "recipient_terminated")
+                dead += 1
+                continue
+            is_early = early and row.deliver_at > self.now
+            moved.append((mailbox.deliver(row.size, self.now), self.stamp, is_early, row.seq))
+            self.tell("delayed.delivered", row.id)
+            delivered.append(
+                Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), from_ms(self.stamp))
+            )
+        self._db.executemany(_DELIVER, moved)
+        return delivered, dead
+
+    def bury(self, row: DueRow, reason: str) -> None:
+        """The message is dead; its sender will be told, once for all that died in this transaction."""
+        self._db.execute(_BURY, (reason, row.seq))
+        self.tell("message.updated", row.id)
+        if row.sender != SYSTEM:
+            self._dead.setdefault(row.sender, []).append(row)
+
+    def mailbox(self, agent_id: str) -> Mailbox:
+        """The mailbox of somebody who exists, to be changed and saved with the rest."""
+        mailbox = self._mailbox(agent_id)
+        if mailbox is None:
+            raise Refused("unknown_agent", f"there is no agent {agent_id!r}")
+        return mailbox
+
+    def tell(self, kind: EventKind, subject: str) -> None:
+        self._events.append((self.stamp, kind, subject))
+
+    def close(self) -> None:
+        """Write down everything gathered."""
+        self._send_notices()
+        hit("post.before_write")
+        insert(self._db, _MESSAGES, self._new)
+        hit("post.between")
+        insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
+        self._db.executemany(
+            _SAVE_MAILBOX,
+            [
+                (m.state, m.runnable_at, m.next_in_seq, m.waiting, m.waiting_bytes, m.delayed, who)
+                for who, m in self._mailboxes.items()
+                if m is not None
+            ],
+        )
+        insert(self._db, "events (at, kind, subject)", self._events)
+        hit("post.after_write")
+
+    def _send_notices(self) -> None:
+        for sender, rows in self._dead.items():
+            if (mailbox := self._mailbox(sender)) is None or mailbox.state == "terminated":
+                continue
+            envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(rows))
+            self._put(self._next_seq(), envelope, mailbox, 0, None)
+        self._dead.clear()
+
+    def _known(self, message_id: str) -> Receipt | None:
+        if receipt := self._receipts.get(message_id):
+            return receipt
+        row = self._db.execute("SELECT queued, deliver_at FROM messages WHERE id = ?", (message_id,)).fetchone()
+        return row and _receipt(message_id, bool(row[0]), row[1])
+
+    def _mailbox(self, agent_id: str) -> Mailbox | None:
+        try:
+            return self._mailboxes[agent_id]
+        except KeyError:
+            row = self._db.execute(_MAILBOX, (agent_id,)).fetchone()
+            mailbox = self._mailboxes[agent_id] = row and Mailbox(*row)
+            return mailbox
+
+    def _check_recipient(self, envelope: Envelope) -> Mailbox:
+        mailbox, limits = self._mailbox(envelope.to), self._limits
+        if mailbox is None:
+            raise Refused("unknown_recipient", f"there is no agent {envelope.to!r}: list_agents names those there are")
+        if mailbox.state == "terminated":
+            raise Refused("recipient_terminated", f"{envelope.to!r} was terminated and reads no more messages")
+        if mailbox.kind == "agent" and (
+            mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
+        ):
+            raise Refused(
+                "mailbox_full", f"{mailbox.waiting:,} messages wait for {envelope.to!r} already: try again later"
+            )
+        return mailbox
+
+    def _check_hops(self, envelope: Envelope) -> int:
+        if envelope.cause is None or envelope.delay >= NEW_CHAIN_AFTER:
+            return 0
+        row = self._db.execute("SELECT hops FROM messages WHERE id = ?", (envelope.cause,)).fetchone()
+        hops: int = row[0] + 1 if row else 0
+        if hops > self._limits.max_hops:
+            raise Refused(
+                "hop_limit",
+                f"this chain of messages is {hops - 1} long, the most is {self._limits.max_hops}: answer the person,"
+                " or start afresh with a message delayed by a minute or more",
+            )
+        return hops
+
+    def _check_reply(self, envelope: Envelope) -> None:
+        row = self._db.execute("SELECT payload FROM messages WHERE id = ?", (envelope.in_reply_to,)).fetchone()
+        if row is None:
+            raise Refused("inReplyTo_unknown", f"there is no message {envelope.in_reply_to!r} to reply to")
+        if envelope.option is None:
+            return
+        options = msgspec.json.decode(row[0]).get("quickReplies") or []
+        if envelope.option >= len(options):
+            raise Refused(
+                "option_invalid", f"that message offers {len(options)} quick replies, not {envelope.option + 1}"
+            )
+        if msgspec.json.decode(envelope.payload_json).get("text") != options[envelope.option]:
+            raise Refused("option_invalid", "payload.text must be the text of the chosen quick reply, unchanged")
+
+    def _check_artifact(self, ref: str) -> None:
+        if not self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,)).fetchone():
+            raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
+
+    def _next_seq(self) -> int:
+        # One writer, so the next number is known before the row is written; attachments need it.
+        if self._last_seq is None:
+            row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()
+            self._last_seq = row[0] if row else 0
+        self._last_seq += 1
+        return self._last_seq
+
+
+def undeliverable(rows: list[DueRow]) -> dict[str, Any]:
+    """What the sender of dead letters is told."""
+    recipients = ", ".join(sorted({row.recipient for row in rows}))
+    many = f"{len(rows)} messages" if len(rows) > 1 else "a message"
+    return {
+        "text": f"Not delivered: {many} to {recipients}, terminated before it could be read. Kept as a dead letter.",
+        "notice": {
+            "kind": "undeliverable",
+            "reason": "recipient_terminated",
+            "recipients": sorted({row.recipient for row in rows}),
+            "count": len(rows),
+            "messageIds": [row.id for row in rows[:NAMED_IN_NOTICE]],
+        },
+    }
+
+
+def _receipt(message_id: str, queued: bool, deliver_at: int | None) -> Receipt:
+    if deliver_at is not None:
+        return Receipt(message_id=message_id, state="delayed", scheduled_delivery_time=from_ms(deliver_at))
+    return Receipt(message_id=message_id, state="queued" if queued else "pending")

@@ -1,0 +1,71 @@
+"""Rows of the database as nouns."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+import msgspec
+
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.clock import from_ms
+from coterie.messages import Message
+
+MESSAGE = (
+    "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
+    " option, cause, hops, early, stopped, reason, replay_of"
+)
+AGENT = "id, name, kind, state, waiting, delayed"
+ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
+
+_decode = msgspec.json.decode
+
+
+def to_message(row: tuple[Any, ...]) -> Message:
+    (seq, id_, sender, to, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,
+     option, cause, hops, early, stopped, reason, replay_of) = row  # fmt: skip
+    return Message(
+        seq=seq,
+        id=id_,
+        sender=sender,
+        to=to,
+        payload=_decode(payload),
+        state=state,
+        created_at=from_ms(created_at),
+        deliver_at=None if deliver_at is None else from_ms(deliver_at),
+        delivered_at=None if delivered_at is None else from_ms(delivered_at),
+        taken_at=None if taken_at is None else from_ms(taken_at),
+        in_seq=in_seq,
+        in_reply_to=in_reply_to,
+        option=option,
+        cause=cause,
+        hops=hops,
+        early=bool(early),
+        stopped=bool(stopped),
+        reason=reason,
+        replay_of=replay_of,
+    )
+
+
+def to_agent(row: tuple[Any, ...]) -> Agent:
+    id_, name, kind, state, waiting, delayed = row
+    return Agent(id=id_, name=name, kind=kind, state=state, waiting=waiting, delayed=delayed)
+
+
+def to_artifact(row: tuple[Any, ...]) -> Artifact:
+    ref, filename, type_, mime_type, size, sha256, created_at = row
+    return Artifact(
+        ref=ref,
+        filename=filename,
+        type=type_,
+        mime_type=mime_type,
+        size=size,
+        sha256=sha256,
+        created_at=from_ms(created_at),
+    )
+
+
+def find_message(db: sqlite3.Connection, message_id: str) -> Message | None:
+    row = db.execute(f"SELECT {MESSAGE} FROM messages WHERE id = ?", (message_id,)).fetchone()
+    return row and to_message(row)

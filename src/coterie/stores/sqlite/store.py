@@ -1,0 +1,375 @@
+"""The store port on SQLite."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.clock import EPOCH, Clock, from_ms, to_ms
+from coterie.errors import Refused, StoreBroken, StoreError, StoreUnusable
+from coterie.events import Event
+from coterie.ids import new_id
+from coterie.invariants import INVARIANTS
+from coterie.messages import Envelope, Message, Receipt, State
+from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
+from coterie.stores.sqlite import transitions
+from coterie.stores.sqlite.connections import (
+    ADVISED,
+    Durability,
+    check_filesystem,
+    open_reader,
+    open_writer,
+    translate,
+)
+from coterie.stores.sqlite.lock import FolderLock
+from coterie.stores.sqlite.migrate import check_version, migrate
+from coterie.stores.sqlite.post import Post
+from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sqlite.writer import Writer
+
+T = TypeVar("T")
+DATABASE = "coterie.db"
+READERS = 2
+
+
+class SqliteStore:
+    def __init__(
+        self,
+        path: Path,
+        db: sqlite3.Connection | None,
+        info: StoreInfo,
+        clock: Clock,
+        limits: Limits,
+        lock: FolderLock | None = None,
+    ) -> None:
+        self.info = info
+        self._path, self._clock, self._limits = path, clock, limits
+        self._last_stamp = to_ms(info.last_seen)
+        self._db, self._lock = db, lock
+        self._outbox: list[tuple[Envelope, asyncio.Future[Receipt]]] = []
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
+        self._local = threading.local()
+        self._reading: list[sqlite3.Connection] = []
+        self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
+        """Set when writing can no longer be trusted and the process must stop."""
+        self._writer = Writer(db, self._on_broken) if db else None
+
+    @classmethod
+    async def open(
+        cls, folder: Path, clock: Clock, *, limits: Limits | None = None, durability: Durability = "full"
+    ) -> Self:
+        """Own the society's data in `folder`, made if missing. Only one process can."""
+        _make_private(folder)
+        check_filesystem(folder)
+        lock = FolderLock(folder)
+        try:
+            db, info = await asyncio.to_thread(_open, folder / DATABASE, durability)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(folder / DATABASE, db, info, clock, limits or Limits(), lock)
+
+    @classmethod
+    async def open_read_only(cls, folder: Path, clock: Clock) -> Self:
+        """Look at the society's data beside whoever owns it; every write is refused."""
+        path = folder / DATABASE
+        if not path.exists():
+            raise StoreUnusable(f"there is no society in {folder.parent}: make one with coterie init or coterie serve")
+        try:
+            db = open_reader(path)
+            check_version(db)
+            log_id = transitions.get_meta(db, "log_id") or ""
+            db.close()
+        except sqlite3.Error as error:
+            raise _unusable(error) from error
+        info = StoreInfo(engine="sqlite", version=sqlite3.sqlite_version, log_id=log_id)
+        return cls(path, None, info, clock, Limits())
+
+    @property
+    def healthy(self) -> bool:
+        return self._writer is not None and self._writer.healthy and not self.broken.done()
+
+    async def close(self) -> None:
+        if self._writer and not self.broken.done():
+            await self._write(transitions.end_boot)
+        if self._writer:
+            await self._writer.close()
+        self._readers.shutdown()
+        for connection in self._reading:
+            connection.close()
+        if self._db:
+            self._db.close()
+        if self._lock:
+            self._lock.release()
+            self._lock = None
+
+    # Agents
+
+    async def add_agents(self, agents: Sequence[Agent]) -> None:
+        await self._post(lambda db, post: transitions.add_agents(db, post, agents))
+
+    async def terminate(self, agent_id: str) -> None:
+        await self._post(lambda db, post: transitions.terminate(db, post, agent_id))
+
+    async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
+        rows = await self._query(f"SELECT {AGENT} FROM agents WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+        return [to_agent(row) for row in rows]
+
+    async def agent(self, agent_id: str) -> Agent | None:
+        rows = await self._query(f"SELECT {AGENT} FROM agents WHERE id = ?", agent_id)
+        return to_agent(rows[0]) if rows else None
+
+    # Messages
+
+    async def send(self, envelope: Envelope) -> Receipt:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Receipt] = loop.create_future()
+        if not self._outbox:
+            # Everyone who sends in this round of the event loop shares one set-based write.
+            loop.call_soon(self._hand_over)
+        self._outbox.append((envelope, answer))
+        return await answer
+
+    def _hand_over(self) -> None:
+        batch, self._outbox = self._outbox, []
+        job = asyncio.ensure_future(self._post(lambda _, post: _accept_all(post, batch)))
+        job.add_done_callback(lambda done: _answer_all(batch, done))
+
+    async def promote(self, limit: int, *, early: bool = False) -> Promotion:
+        return await self._post(lambda db, post: transitions.promote(db, post, limit, early))
+
+    async def until_next_due(self) -> timedelta | None:
+        rows = await self._query("SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1")
+        return from_ms(rows[0][0]) - self._clock.now() if rows else None
+
+    async def withdraw(self, message_id: str, by: str) -> Message:
+        return await self._post(lambda db, post: transitions.withdraw(db, post, message_id, by))
+
+    async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
+        return await self._post(lambda db, post: transitions.move(db, post, message_id, delay, by))
+
+    async def read(self, sender: str, upto: int) -> int:
+        return await self._post(lambda db, post: transitions.read(db, post, sender, upto))
+
+    async def resend(self, message_id: str) -> Receipt:
+        return await self._post(lambda db, post: transitions.resend(db, post, message_id))
+
+    async def forget(self, message_id: str) -> None:
+        await self._post(lambda db, post: transitions.forget(db, post, message_id))
+
+    async def message(self, message_id: str) -> Message | None:
+        return await self._read(lambda db: find_message(db, message_id))
+
+    async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
+        rows = await self._query(
+            f"SELECT {MESSAGE} FROM messages WHERE (?1 IS NULL OR seq < ?1) AND (?2 IS NULL OR ?2 IN (sender, recipient))"
+            " AND (?3 IS NULL OR state = ?3) ORDER BY seq DESC LIMIT ?4",
+            page.before, agent, state, page.limit,
+        )  # fmt: skip
+        return [to_message(row) for row in rows]
+
+    async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
+        rows = await self._query(
+            f"SELECT {MESSAGE} FROM messages WHERE recipient = ?1 AND state = 'pending'"
+            " AND in_seq > (SELECT taken_seq FROM agents WHERE id = ?1) ORDER BY in_seq LIMIT ?2",
+            recipient, limit,
+        )  # fmt: skip
+        return [to_message(row) for row in rows]
+
+    async def delayed(
+        self, recipient: str | None = None, *, sender: str | None = None, after: Message | None = None, limit: int = 50
+    ) -> Sequence[Message]:
+        place = (to_ms(after.deliver_at), after.seq) if after and after.deliver_at else (0, 0)
+        rows = await self._query(
+            f"SELECT {MESSAGE} FROM messages WHERE state = 'delayed' AND (deliver_at, seq) > (?1, ?2)"
+            " AND (?3 IS NULL OR recipient = ?3) AND (?4 IS NULL OR sender = ?4) ORDER BY deliver_at, seq LIMIT ?5",
+            *place, recipient, sender, limit,
+        )  # fmt: skip
+        return [to_message(row) for row in rows]
+
+    async def delayed_count(self, recipient: str | None = None) -> int:
+        rows = await self._query("SELECT coalesce(sum(delayed), 0) FROM agents WHERE ?1 IS NULL OR id = ?1", recipient)
+        return int(rows[0][0])
+
+    # Artifacts
+
+    async def add_artifact(self, artifact: Artifact) -> Artifact:
+        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact))
+
+    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]:
+        marks = ", ".join("?" * len(refs))
+        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+        return {row[0]: to_artifact(row) for row in rows}
+
+    # The log, and care
+
+    async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
+        rows = await self._query(
+            "SELECT seq, at, kind, subject FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after, limit
+        )
+        return [Event(seq, from_ms(at), kind, subject) for seq, at, kind, subject in rows]
+
+    async def last_event(self) -> int:
+        rows = await self._query("SELECT max(seq) FROM events")
+        return int(rows[0][0] or 0)
+
+    async def prune(self, retention: Retention) -> Pruned:
+        return await self._post(lambda db, post: transitions.prune(db, post, retention))
+
+    async def violations(self) -> AsyncIterator[str]:
+        for name, (sentence, sql) in INVARIANTS.items():
+            for row in await self._query(sql):
+                yield f"{name}: {sentence.format(*row)}"
+
+    async def backup(self, target: Path) -> None:
+        await self._read(lambda db: _copy(db, target))
+
+    # Plumbing
+
+    async def _write(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        if self._writer is None:
+            raise StoreError("this society was opened for reading only")
+        return await self._writer.write(run)
+
+    async def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+        """One transition, with a post office of its own."""
+
+        def work(db: sqlite3.Connection) -> T:
+            now = to_ms(self._clock.now())
+            self._last_stamp = max(self._last_stamp, now)
+            post = Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
+            result = run(db, post)
+            post.close()
+            return result
+
+        return await self._write(work)
+
+    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
+        return await self._read(lambda db: db.execute(sql, parameters).fetchall())
+
+    async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        def work() -> T:
+            try:
+                return run(self._reader())
+            except sqlite3.Error as error:
+                raise translate(error) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def _reader(self) -> sqlite3.Connection:
+        """This thread's own connection."""
+        db: sqlite3.Connection | None = getattr(self._local, "db", None)
+        if db is None:
+            db = self._local.db = open_reader(self._path)
+            self._reading.append(db)
+        return db
+
+    def _on_broken(self, error: StoreBroken) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+
+def _accept_all(post: Post, batch: list[tuple[Envelope, asyncio.Future[Receipt]]]) -> list[Receipt | Refused]:
+    outcomes: list[Receipt | Refused] = []
+    for envelope, _ in batch:
+        try:
+            outcomes.append(post.accept(envelope))
+        except Refused as refusal:
+            outcomes.append(refusal)
+    return outcomes
+
+
+def _answer_all(
+    batch: list[tuple[Envelope, asyncio.Future[Receipt]]], done: asyncio.Future[list[Receipt | Refused]]
+) -> None:
+    failure = done.exception()
+    outcomes = [failure] * len(batch) if failure else done.result()
+    for (_, answer), outcome in zip(batch, outcomes, strict=True):
+        if answer.done():  # its caller was cancelled
+            continue
+        if isinstance(outcome, Receipt):
+            answer.set_result(outcome)
+        else:
+            answer.set_exception(outcome)
+
+
+def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:
+    try:
+        db = open_writer(path, durability)
+    except sqlite3.Error as error:
+        raise _unusable(error) from error
+    try:
+        path.chmod(0o600)
+        check_version(db)
+        unclean = transitions.was_unclean(db)
+        if unclean:
+            _check_after_crash(db)
+        migrate(db)
+        transitions.begin_boot(db)
+        log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
+        last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
+    except sqlite3.Error as error:
+        db.close()
+        raise _unusable(error) from error
+    except BaseException:
+        db.close()
+        raise
+    info = StoreInfo(
+        engine="sqlite",
+        version=sqlite3.sqlite_version,
+        log_id=log_id,
+        last_seen=from_ms(last[0]) if last else EPOCH,
+        unclean=unclean,
+        warnings=_warnings(),
+    )
+    return db, info
+
+
+def _check_after_crash(db: sqlite3.Connection) -> None:
+    finding = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if finding != "ok":
+        raise StoreUnusable(f"data/coterie.db is damaged ({finding}): restore a backup with coterie restore FILE")
+
+
+def _unusable(error: sqlite3.Error) -> StoreError:
+    meaning = translate(error)
+    if isinstance(meaning, StoreBroken):
+        return StoreUnusable(f"data/coterie.db is damaged ({error}): restore a backup with coterie restore FILE")
+    if "unable to open" in str(error) or "readonly" in str(error):
+        return StoreUnusable(f"data/coterie.db cannot be opened ({error}): make the data folder readable and writable")
+    return meaning
+
+
+def _warnings() -> Sequence[str]:
+    if sqlite3.sqlite_version_info >= ADVISED:
+        return ()
+    advised = ".".join(map(str, ADVISED))
+    return (f"SQLite {sqlite3.sqlite_version} is older than {advised}, which is advised",)
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable")
+    except OSError as error:
+        raise StoreUnusable(
+            f"{folder} cannot be used ({error.strerror}): make it writable, or choose another with --dir"
+        ) from error
+
+
+def _copy(db: sqlite3.Connection, target: Path) -> None:
+    # VACUUM INTO reads one snapshot, so the copy is consistent while the owner goes on writing.
+    db.execute("VACUUM INTO ?", (str(target),))
+    with target.open("rb") as file:
+        os.fsync(file.fileno())

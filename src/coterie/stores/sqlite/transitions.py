@@ -1,0 +1,252 @@
+"""What can happen to stored messages, besides being sent: each function is the body of one transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from datetime import timedelta
+
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.clock import from_ms
+from coterie.errors import Refused
+from coterie.failpoints import hit
+from coterie.ids import new_id
+from coterie.messages import PERSON, Envelope, Message, Receipt
+from coterie.store import Promotion, Pruned, Retention
+from coterie.stores.sqlite.post import DueRow, Post
+from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
+
+_DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
+PRUNE_BATCH = 5_000
+_MS = timedelta(milliseconds=1)
+
+
+def add_agents(db: sqlite3.Connection, post: Post, agents: Sequence[Agent]) -> None:
+    db.executemany(
+        "INSERT INTO agents (id, kind, name, created_at) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT (id) DO UPDATE SET name = excluded.name",
+        [(agent.id, agent.kind, agent.name, post.stamp) for agent in agents],
+    )
+    for agent in agents:
+        post.tell("agent.upsert", agent.id)
+
+
+def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+    mailbox = post.mailbox(agent_id)
+    if mailbox.kind == "person":
+        raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
+    if mailbox.state == "terminated":
+        return
+    mailbox.state, mailbox.runnable_at, mailbox.waiting, mailbox.waiting_bytes = "terminated", None, 0, 0
+    waiting = db.execute(
+        f"SELECT {_DUE} FROM messages WHERE recipient = ?1 AND state = 'pending'"
+        " AND in_seq > (SELECT taken_seq FROM agents WHERE id = ?1) ORDER BY in_seq",
+        (agent_id,),
+    ).fetchall()
+    for row in waiting:
+        post.bury(DueRow(*row), "recipient_terminated")
+    post.tell("agent.state", agent_id)
+
+
+def promote(db: sqlite3.Connection, post: Post, limit: int, early: bool) -> Promotion:
+    until = "deliver_at <= ?1" if not early else "?1 = ?1"
+    due = db.execute(
+        f"SELECT {_DUE} FROM messages WHERE state = 'delayed' AND {until} ORDER BY deliver_at, seq LIMIT ?2",
+        (post.now, limit),
+    ).fetchall()
+    hit("promote.selected")
+    delivered, dead = post.deliver((DueRow(*row) for row in due), early=early)
+    hit("promote.moved")
+    left = db.execute("SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1").fetchone()
+    next_due = from_ms(left[0]) - from_ms(post.now) if left else None
+    return Promotion(delivered=delivered, dead=dead, next_due=next_due)
+
+
+def withdraw(db: sqlite3.Connection, post: Post, message_id: str, by: str) -> Message:
+    message = _owned(db, message_id, by)
+    if message.state == "withdrawn":
+        return message
+    if message.state not in ("delayed", "pending"):
+        raise Refused("already_taken", "too late to withdraw: the message was taken already")
+    mailbox = post.mailbox(message.to)
+    if message.state == "delayed":
+        mailbox.delayed -= 1
+    else:
+        mailbox.remove(_size(db, message.seq))
+        post.tell("queue.changed", message.to)
+    db.execute("UPDATE messages SET state = 'withdrawn' WHERE seq = ?", (message.seq,))
+    post.tell("delayed.withdrawn" if message.state == "delayed" else "message.updated", message.id)
+    return _again(db, message)
+
+
+def move(db: sqlite3.Connection, post: Post, message_id: str, delay: timedelta, by: str) -> Message:
+    message = _owned(db, message_id, by)
+    if message.state != "delayed":
+        raise Refused("already_delivered", f"too late to move: the message is {message.state}")
+    deliver_at = post.now + delay // _MS
+    db.execute("UPDATE messages SET deliver_at = ? WHERE seq = ?", (deliver_at, message.seq))
+    post.tell("delayed.moved", message.id)
+    return _again(db, message)
+
+
+def read(db: sqlite3.Connection, post: Post, sender: str, upto: int) -> int:
+    rows = db.execute(
+        "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = 'user' AND state = 'pending'"
+        " AND sender = ? AND in_seq <= ? RETURNING id, length(payload)",
+        (post.stamp, sender, upto),
+    ).fetchall()
+    mailbox = post.mailbox(PERSON)
+    for _, size in rows:
+        mailbox.remove(size)
+    if rows:
+        post.tell("read", sender)
+    return len(rows)
+
+
+def resend(db: sqlite3.Connection, post: Post, message_id: str) -> Receipt:
+    letter = _dead_letter(db, message_id)
+    payload, attachments = db.execute(
+        "SELECT payload, (SELECT json_group_array(artifact_ref) FROM attachments WHERE message_seq = seq)"
+        " FROM messages WHERE seq = ?",
+        (letter.seq,),
+    ).fetchone()
+    refs = tuple(row[0] for row in db.execute("SELECT value FROM json_each(?)", (attachments,)))
+    envelope = Envelope(
+        id=new_id(),
+        sender=letter.sender,
+        to=letter.to,
+        payload_json=payload,
+        in_reply_to=letter.in_reply_to,
+        cause=letter.cause,
+        attachments=refs,
+    )
+    return post.accept(envelope, hops=letter.hops, replay_of=letter.id)
+
+
+def forget(db: sqlite3.Connection, post: Post, message_id: str) -> None:
+    letter = _dead_letter(db, message_id)
+    db.execute("DELETE FROM messages WHERE seq = ?", (letter.seq,))
+    set_meta(db, "pruned", "1")
+    post.tell("message.updated", letter.id)
+
+
+def add_artifact(db: sqlite3.Connection, post: Post, artifact: Artifact) -> Artifact:
+    db.execute(
+        "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
+        (
+            artifact.ref,
+            artifact.filename,
+            artifact.type,
+            artifact.mime_type,
+            artifact.size,
+            artifact.sha256,
+            post.stamp,
+        ),
+    )
+    post.tell("artifact.created", artifact.ref)
+    row = db.execute(f"SELECT {ARTIFACT} FROM artifacts WHERE ref = ?", (artifact.ref,)).fetchone()
+    return to_artifact(row)
+
+
+def prune(db: sqlite3.Connection, post: Post, retention: Retention) -> Pruned:
+    """One bounded step; call it until nothing more goes."""
+    messages = _prune_dead(db, post.now - retention.dead_letters // _MS)
+    if retention.messages is not None:
+        messages += _prune_done(db, post.now - retention.messages // _MS)
+    if messages:
+        set_meta(db, "pruned", "1")  # from here on mailboxes may have gaps
+    # The newest event stays: it holds the highest time ever stamped.
+    events = db.execute(
+        "DELETE FROM events WHERE seq IN (SELECT seq FROM events WHERE at < ?"
+        " AND seq < (SELECT max(seq) FROM events) ORDER BY seq LIMIT ?)",
+        (post.now - retention.events // _MS, PRUNE_BATCH),
+    ).rowcount
+    return Pruned(
+        messages=messages,
+        events=events,
+        bytes_to_delete=_prune_artifacts(db, post.now - retention.loose_artifacts // _MS),
+    )
+
+
+def _prune_dead(db: sqlite3.Connection, before: int) -> int:
+    return db.execute(
+        "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages WHERE state = 'dead' AND created_at < ? LIMIT ?)",
+        (before, PRUNE_BATCH),
+    ).rowcount
+
+
+def _prune_done(db: sqlite3.Connection, before: int) -> int:
+    return db.execute(
+        "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages WHERE state IN ('taken', 'withdrawn')"
+        " AND created_at < ? ORDER BY seq LIMIT ?)",
+        (before, PRUNE_BATCH),
+    ).rowcount
+
+
+def _prune_artifacts(db: sqlite3.Connection, before: int) -> list[str]:
+    gone = db.execute(
+        "DELETE FROM artifacts WHERE created_at < ? AND NOT EXISTS"
+        " (SELECT 1 FROM attachments WHERE artifact_ref = ref) RETURNING sha256",
+        (before,),
+    ).fetchall()
+    kept = "SELECT 1 FROM artifacts WHERE sha256 = ?"
+    return [sha256 for (sha256,) in gone if not db.execute(kept, (sha256,)).fetchone()]
+
+
+# Who owns the file, and how the last owner left it
+
+
+def begin_boot(db: sqlite3.Connection) -> None:
+    set_meta(db, "boot_epoch", str(int(get_meta(db, "boot_epoch") or 0) + 1))
+    set_meta(db, "clean", "0")
+
+
+def end_boot(db: sqlite3.Connection) -> None:
+    set_meta(db, "clean", "1")
+
+
+def was_unclean(db: sqlite3.Connection) -> bool:
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
+        return False
+    return get_meta(db, "clean") == "0"
+
+
+def get_meta(db: sqlite3.Connection, key: str) -> str | None:
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return row[0] if row else None
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: str) -> str:
+    db.execute(
+        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (key, value),
+    )
+    return value
+
+
+def _owned(db: sqlite3.Connection, message_id: str, by: str) -> Message:
+    message = find_message(db, message_id)
+    if message is None:
+        raise Refused("unknown_message", f"there is no message {message_id!r}")
+    if by not in (PERSON, message.sender):
+        raise Refused("not_yours", f"only {message.sender!r} and the person may change this message")
+    return message
+
+
+def _dead_letter(db: sqlite3.Connection, message_id: str) -> Message:
+    message = find_message(db, message_id)
+    if message is None or message.state != "dead":
+        raise Refused("unknown_message", f"there is no dead letter {message_id!r}")
+    return message
+
+
+def _again(db: sqlite3.Connection, message: Message) -> Message:
+    changed = find_message(db, message.id)
+    assert changed is not None  # noqa: S101 - it was here a statement ago, in this transaction
+    return changed
+
+
+def _size(db: sqlite3.Connection, seq: int) -> int:
+    return int(db.execute("SELECT length(payload) FROM messages WHERE seq = ?", (seq,)).fetchone()[0])

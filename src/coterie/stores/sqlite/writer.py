@@ -1,0 +1,147 @@
+"""The one thread that writes, and its group commit.
+
+Durable commits cost a disk flush each. So the writer takes everything that has been handed in while it flushed, runs
+it in one transaction, flushes once, and only then answers all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from coterie.errors import CoterieError, StoreBroken, StoreError, StoreUnavailable
+from coterie.failpoints import FailpointHit, hit
+from coterie.stores.sqlite.connections import translate
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+BATCH = 256
+"""Jobs in one commit at most: bounds how long the first of them waits for the last."""
+BUSY_TRIES = 3
+
+
+@dataclass(slots=True)
+class Job:
+    run: Callable[[sqlite3.Connection], Any]
+    answer: asyncio.Future[Any]
+    outcome: Any = None
+    failed: BaseException | None = None
+
+
+class Writer:
+    def __init__(self, db: sqlite3.Connection, on_broken: Callable[[StoreBroken], None]) -> None:
+        self._db, self._on_broken = db, on_broken
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._closed: StoreError | None = None
+        self.healthy = True
+        self._thread = threading.Thread(target=self._work, name="coterie-writer", daemon=True)
+        self._thread.start()
+
+    async def write(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `run` in a transaction; returns when that is durable. If `run` raises, nothing it did stays."""
+        if self._closed:
+            raise self._closed
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put(Job(run, answer))
+        return await answer
+
+    async def close(self) -> None:
+        """After everything handed in so far."""
+        if self._closed is None:
+            self._closed = StoreUnavailable("the society is stopping: try again after its next start")
+            self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _work(self) -> None:
+        while job := self._jobs.get():
+            batch, last = self._gather(job)
+            self._commit(batch)
+            try:
+                self._loop.call_soon_threadsafe(_settle, batch)
+            except RuntimeError:  # the loop is gone, and with it everyone who waited
+                return
+            if last:
+                return
+
+    def _gather(self, first: Job) -> tuple[list[Job], bool]:
+        batch = [first]
+        while len(batch) < BATCH:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is None:
+                return batch, True
+            batch.append(job)
+        return batch, False
+
+    def _commit(self, batch: list[Job]) -> None:
+        try:
+            self._begin()
+            for job in batch:
+                self._run(job, alone=len(batch) == 1)
+            hit("commit.before")
+            self._db.execute("COMMIT")
+            hit("commit.after")
+            self.healthy = True
+        except (sqlite3.Error, FailpointHit) as error:
+            self._roll_back(batch, error)
+
+    def _begin(self) -> None:
+        for left in reversed(range(BUSY_TRIES)):
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or not left:
+                    raise
+                self.healthy = False
+
+    def _run(self, job: Job, *, alone: bool) -> None:
+        """One job of a batch, in a savepoint of its own when there are others."""
+        if not alone:
+            self._db.execute("SAVEPOINT job")
+        try:
+            job.outcome = job.run(self._db)
+        except Exception as error:
+            if isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError):
+                raise  # the engine's trouble, not this job's: the whole batch is undone
+            job.failed = error
+            if not isinstance(error, CoterieError):
+                log.exception("a transition failed; it was undone")
+            self._db.execute("ROLLBACK" if alone else "ROLLBACK TO job")
+            if alone:
+                self._db.execute("BEGIN")
+        if not alone:
+            self._db.execute("RELEASE job")
+
+    def _roll_back(self, batch: list[Job], error: Exception) -> None:
+        meaning = translate(error) if isinstance(error, sqlite3.Error) else error
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        for job in batch:
+            job.failed = meaning
+        self.healthy = False
+        log.error("the store could not commit: %s", meaning)
+        if isinstance(meaning, StoreBroken):
+            # A later flush that succeeds proves nothing about this one, so there is no going on.
+            self._closed = meaning
+            self._loop.call_soon_threadsafe(self._on_broken, meaning)
+
+
+def _settle(batch: list[Job]) -> None:
+    for job in batch:
+        if job.answer.done():  # its caller was cancelled
+            continue
+        if job.failed is not None:
+            job.answer.set_exception(job.failed)
+        else:
+            job.answer.set_result(job.outcome)

@@ -1,0 +1,45 @@
+"""One reader of the event log, with a bounded queue: it may be slow, but it makes nobody wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from coterie.errors import Lagged
+from coterie.events import Event
+from coterie.store import Store
+
+
+class Watcher:
+    def __init__(self, store: Store, seen: int, size: int) -> None:
+        self._store, self._seen, self._size = store, seen, size
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._lagged = False
+
+    async def catch_up(self) -> None:
+        """Queue what is new. A full queue is marked and left alone: the log keeps what does not fit."""
+        while not self._lagged:
+            events = await self._store.events(self._seen, self._size)
+            for event in events:
+                if self._queue.qsize() >= self._size:
+                    self._lagged = True
+                    self._queue.put_nowait(None)
+                    return
+                self._queue.put_nowait(event)
+                self._seen = event.seq
+            if len(events) < self._size:
+                return
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await self._queue.get()
+        if event is not None:
+            return event
+        if self._lagged:
+            raise Lagged(self._seen)
+        raise StopAsyncIteration
