@@ -49,7 +49,7 @@ class Bytes(Protocol):
     """Keeps bytes under their content hash. The same bytes twice are kept once."""
 
     async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBytes:
-        """Durable when it returns. More than `limit` bytes: `Refused("artifact_too_large")`, and nothing stays behind."""
+        """Durable when it returns. More than `limit` bytes are refused (`artifact_too_large`), and nothing stays."""
         ...
 
     def open(self, sha256: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:

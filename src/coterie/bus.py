@@ -36,6 +36,7 @@ class MessageBus:
         self._store, self._clock = store, clock
         self._rearm = asyncio.Event()
         self._wakes_at: float | None = None
+        self._ending = False
         self._timer: asyncio.Task[None] | None = None
         self._watchers: set[Watcher] = set()
         self._news = asyncio.Event()
@@ -107,7 +108,7 @@ class MessageBus:
 
     @contextlib.asynccontextmanager
     async def watch(self, after: int | None = None, queue: int = WATCHER_QUEUE) -> AsyncIterator[Watcher]:
-        """Events from now on, or from behind event `after`. A watcher that falls behind gets `Lagged`; nobody waits for it."""
+        """Events from now on, or from behind event `after`. Who falls behind gets `Lagged`; nobody waits for it."""
         seen = await self._store.last_event() if after is None else after
         watcher = Watcher(self._store, seen, queue)
         self._watchers.add(watcher)
@@ -126,7 +127,7 @@ class MessageBus:
         self._timer = asyncio.create_task(self._keep_time(), name="coterie-bus-timer")
 
     async def stop(self, *, deliver_delayed: bool) -> int:
-        """End the deliveries; with `deliver_delayed` everything still delayed goes out now, marked early. How many did."""
+        """End the deliveries. `deliver_delayed`: what is still delayed goes out now, marked early. How many did."""
         await self._end_tasks()
         count = await self._store.delayed_count()
         if not count:
@@ -147,11 +148,14 @@ class MessageBus:
             log.warning("forced exit: %d delayed messages were not delivered; they stay scheduled", count)
 
     async def _end_tasks(self) -> None:
-        for task in (self._timer, self._tail):
-            if task:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+        self._ending = True
+        self._rearm.set()
+        if self._timer:
+            await self._timer  # a delivery under way is finished and logged
+        if self._tail:
+            self._tail.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._tail
         self._timer = self._tail = None
         for watcher in self._watchers:
             watcher.end()
@@ -159,13 +163,18 @@ class MessageBus:
     # The timer: armed for the next due message, and looking every second whatever happens
 
     async def _keep_time(self) -> None:
-        while True:
+        wait = timedelta(0)
+        while not self._ending:
+            await self._clock.wait(self._rearm, wait)
             self._rearm.clear()
             try:
-                await self._clock.wait(self._rearm, await self._deliver_due())
+                wait = await self._deliver_due()
             except StoreError as error:
                 log.error("cannot deliver delayed messages for now: %s", error)
-                await self._clock.wait(self._rearm, SWEEP)
+                wait = SWEEP
+            except Exception:  # whatever it is, the next round may pass; without rounds nothing is ever delivered
+                log.exception("delivering delayed messages failed; trying again")
+                wait = SWEEP
             if step := self._clock.stepped():
                 log.warning("the wall clock was set by %+.1f s; due times do not move", step.total_seconds())
 
@@ -173,7 +182,7 @@ class MessageBus:
         """Everything that is due now; how long to wait for the next."""
         self._wakes_at = None
         next_due = await self._store.until_next_due()
-        while next_due is not None and next_due <= timedelta(0):
+        while next_due is not None and next_due <= timedelta(0) and not self._ending:
             next_due = (await self._promote()).next_due
         wait = SWEEP if next_due is None else min(SWEEP, next_due)
         self._wakes_at = self._clock.monotonic() + wait.total_seconds()

@@ -146,7 +146,7 @@ _SECTIONS: dict[str, type] = {
 
 
 def read_config(folder: Path) -> Config:
-    """The society's configuration, defaults where nothing is said. `ConfigError` names everything that stops a start."""
+    """The society's configuration, with defaults. `ConfigError` names everything that stops a start."""
     table, problems = _parse(folder / FILE), list[Problem]()
     sections: dict[str, Any] = {}
     for name, value in table.items():

@@ -71,14 +71,11 @@ def check_payload(payload: object) -> Payload:
 
 
 def encode_payload(payload: Payload) -> str:
-    try:
-        data = _encode(payload)
-    except OverflowError as error:
-        raise Refused("payload_invalid", "payload holds a whole number of more than 64 bits") from error
+    data = _encode(payload)
     if len(data) > MAX_PAYLOAD_BYTES:
         raise Refused(
             "payload_too_large",
-            f"the payload is {len(data):,} bytes, at most {MAX_PAYLOAD_BYTES:,} fit; send long content as an attachment",
+            f"the payload is {len(data):,} bytes, the most is {MAX_PAYLOAD_BYTES:,}: attach long content as a file",
         )
     return data.decode()
 
@@ -110,7 +107,7 @@ def check_delay(value: object) -> timedelta:
     if isinstance(value, float) and not math.isfinite(value):
         raise Refused("delayMs_invalid", f"delayMs must be a finite number, got {value}")
     if value > MAX_DELAY.total_seconds() * 1000:
-        raise Refused("delayMs_invalid", f"delayMs must be at most ten years, got {value:.0f}")
+        raise Refused("delayMs_invalid", "delayMs must be at most ten years")
     return timedelta(milliseconds=max(0, math.ceil(value)))
 
 
@@ -152,8 +149,12 @@ def _plain(value: object, place: str, depth: int) -> Any:
     """A copy made of JSON's own types only, with text that every engine can store."""
     if isinstance(value, str):
         return clean(value)
-    if value is None or isinstance(value, int):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        if -(2**63) <= value < 2**64:
+            return value
+        raise Refused("payload_invalid", f"{place} is a whole number of more than 64 bits, which few programs can read")
     if isinstance(value, float):
         if math.isfinite(value):
             return value

@@ -36,7 +36,7 @@ def _mime(head: bytes) -> str:
 
 
 def _certain(head: bytes) -> str | None:
-    """The types whose treatment differs, each by its full signature: a wrong answer here would reach a model or a page."""
+    """The types whose treatment differs, each by its full signature: a wrong answer would reach a model or a page."""
     match head:
         case _ if head.startswith(b"\x89PNG\r\n\x1a\n"):
             return "image/png"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def write_private(path: Path, data: bytes) -> None:
     """`path` holds `data`, mode 0600; whoever reads meanwhile sees the old content or the new, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         # Made with its final mode: a later chmod would leave a moment in which others could open it.

@@ -14,8 +14,9 @@ from coterie.agents import Agent
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import Config, read_config
-from coterie.errors import StoreBroken, StoreUnusable
+from coterie.errors import ConfigError, Problem, StoreBroken
 from coterie.folder import SocietyFolder
+from coterie.inspection import require_society
 from coterie.library import Library
 from coterie.messages import PERSON, Message, Receipt
 from coterie.store import Limits, Retention
@@ -49,20 +50,42 @@ class Society:
             await society.stop()
 
     @classmethod
+    @contextlib.asynccontextmanager
+    async def visit(cls, folder: str | Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
+        """Own the society in `folder` for one errand: what is sent is stored, but nothing is delivered or tidied up.
+
+        So leaving is no stop: whatever is delayed stays delayed.
+        """
+        society = await cls._put_together(require_society(Path(folder)), clock or SystemClock())
+        try:
+            yield society
+        finally:
+            await society.store.close()
+
+    @classmethod
     async def start(cls, folder: str | Path, *, clock: Clock | None = None) -> Self:
-        place, clock = SocietyFolder(Path(folder)), clock or SystemClock()
+        place = SocietyFolder(Path(folder))
         place.make()
+        society = await cls._put_together(place, clock or SystemClock())
+        society._begin()
+        return society
+
+    @classmethod
+    async def _put_together(cls, place: SocietyFolder, clock: Clock) -> Self:
+        """With its agents known to the store, and nothing moving yet."""
         config = read_config(place.path)
-        if config.store.url != "sqlite":
-            raise StoreUnusable(
-                'coterie.toml: store.url: PostgreSQL is not supported by this version yet: use "sqlite"'
-            )
+        check_engine(config)
         limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
         store = await SqliteStore.open(place.data, clock, limits=limits, durability=config.store.durability)
-        artifacts = Library(store, FolderBytes(place.artifacts), clock, limit=config.limits.upload_mb * 1_000_000)
-        society = cls(config, store, artifacts, clock)
-        await society._begin()
-        return society
+        try:
+            artifacts = Library(store, FolderBytes(place.artifacts), clock, limit=config.limits.upload_mb * 1_000_000)
+            people = [Agent(id=PERSON, name="You", kind="person")]
+            agents = [Agent(id=entry.id, name=entry.name or entry.id) for entry in config.agents]
+            await store.add_agents(people + agents)
+        except BaseException:
+            await store.close()
+            raise
+        return cls(config, store, artifacts, clock)
 
     async def send(
         self,
@@ -106,20 +129,21 @@ class Society:
 
     async def stop(self) -> int:
         """The graceful stop: delayed messages are dealt with as configured. How many went out early."""
-        early = 0
-        if not self.broken.done():
-            await self._end_tidying()
-            early = await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
-        await self.store.close()
-        return early
+        await self._end_tidying()
+        try:
+            return await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
+        finally:
+            await self.store.close()
 
     async def abandon(self) -> None:
         """The forced stop: say what stays behind; it is all in the store."""
         await self._end_tidying()
-        await self.bus.abandon()
-        await self.store.close()
+        try:
+            await self.bus.abandon()
+        finally:
+            await self.store.close()
 
-    async def _begin(self) -> None:
+    def _begin(self) -> None:
         for warning in self.store.info.warnings:
             log.warning("%s", warning)
         if self.store.info.unclean:
@@ -128,9 +152,6 @@ class Society:
             log.warning("the clock is behind the last run by more than five minutes; times shown do not go back")
         for problem in self.config.problems:
             log.warning("%s", problem)
-        people = [Agent(id=PERSON, name="You", kind="person")]
-        agents = [Agent(id=entry.id, name=entry.name or entry.id) for entry in self.config.agents]
-        await self.store.add_agents(people + agents)
         self.bus.start()
         self._tidier = asyncio.create_task(self._tidy_now_and_then(), name="coterie-tidier")
 
@@ -144,3 +165,9 @@ class Society:
         self._stopping.set()
         if self._tidier:
             await self._tidier
+
+
+def check_engine(config: Config) -> None:
+    if config.store.url != "sqlite":
+        sentence = 'PostgreSQL is not supported by this version yet: use "sqlite"'
+        raise ConfigError([Problem("coterie.toml: store.url", sentence, fatal=True)])

@@ -133,7 +133,7 @@ class Store(Protocol):
     async def until_next_due(self) -> timedelta | None: ...
 
     async def withdraw(self, message_id: str, by: str) -> Message:
-        """It will never be taken. Again: the same. `Refused` once it was taken, or when it is not `by`'s to withdraw."""
+        """It will never be taken; again: the same. `Refused` once it was taken, or when it is not `by`'s."""
         ...
 
     async def move(self, message_id: str, delay: timedelta, by: str) -> Message:

@@ -28,7 +28,7 @@ class FolderBytes:
         temporary = self._incoming / new_id()
         digest, size, head = hashlib.sha256(), 0, b""
         try:
-            with open(temporary, "xb", opener=_private) as file:
+            with await asyncio.to_thread(_create, temporary) as file:
                 async for chunk in chunks:
                     size += len(chunk)
                     if size > limit:
@@ -95,5 +95,6 @@ def _settle(temporary: Path, final: Path) -> None:
             os.close(handle)
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _create(path: Path) -> BinaryIO:
+    """A new file that only its owner can read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

@@ -22,7 +22,7 @@ class FakeClock:
         self._now = start
         self._sleepers: list[tuple[datetime, int, asyncio.Event]] = []
         self._count = itertools.count()
-        self._waiting: dict[asyncio.Task[Any], asyncio.Event] = {}
+        self._waiting: dict[asyncio.Task[Any], tuple[asyncio.Event, asyncio.Event]] = {}
         self._at_work: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._step: timedelta | None = None
@@ -45,7 +45,7 @@ class FakeClock:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101
         rang = self._alarm(timeout)
-        self._waiting[task] = event
+        self._waiting[task] = (event, rang)
         self._at_work.discard(task)
         self._changed.set()
         try:
@@ -72,12 +72,15 @@ class FakeClock:
 
     def _alarm(self, after: timedelta) -> asyncio.Event:
         rang = asyncio.Event()
-        heapq.heappush(self._sleepers, (self._now + max(after, timedelta(0)), next(self._count), rang))
+        if after <= timedelta(0):
+            rang.set()
+            return rang
+        heapq.heappush(self._sleepers, (self._now + after, next(self._count), rang))
         return rang
 
     async def _settle(self) -> None:
         await asyncio.sleep(0)  # whoever was woken just now gets to say so
-        while self._at_work or any(event.is_set() for event in self._waiting.values()):
+        while self._at_work or any(event.is_set() or rang.is_set() for event, rang in self._waiting.values()):
             self._changed.clear()
             await self._changed.wait()
             await asyncio.sleep(0)

@@ -14,13 +14,16 @@ Durability = Literal["full", "relaxed"]
 ADVISED = (3, 51, 3)
 """Older libraries can damage a log that several connections checkpoint. Only our writer does, so this is advice."""
 
+BUSY_SECONDS = 5.0
+"""How long a connection waits for another program's lock before it says so."""
+
 _FULL = {sqlite3.SQLITE_FULL}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _BROKEN = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=5)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=BUSY_SECONDS)
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
     _common(db)
@@ -30,7 +33,7 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
 def open_reader(path: Path) -> sqlite3.Connection:
     """For reading only; it can neither write nor checkpoint."""
     uri = f"{path.absolute().as_uri()}?mode=ro"
-    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5)
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_SECONDS)
     _common(db)
     db.execute("PRAGMA query_only = ON")
     return db

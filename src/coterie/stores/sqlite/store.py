@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sqlite3
 import threading
@@ -37,6 +38,8 @@ from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, t
 from coterie.stores.sqlite.writer import Writer
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 DATABASE = "coterie.db"
 READERS = 2
 
@@ -99,8 +102,15 @@ class SqliteStore:
         return self._writer is not None and self._writer.healthy and not self.broken.done()
 
     async def close(self) -> None:
-        if self._writer and not self.broken.done():
-            await self._write(transitions.end_boot)
+        try:
+            if self._writer and not self.broken.done():
+                await self._write(transitions.end_boot)
+        except StoreError as error:
+            log.warning("the orderly end could not be noted (%s): the next start checks the database", error)
+        finally:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
         if self._writer:
             await self._writer.close()
         self._readers.shutdown()
@@ -171,8 +181,8 @@ class SqliteStore:
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
         rows = await self._query(
-            f"SELECT {MESSAGE} FROM messages WHERE (?1 IS NULL OR seq < ?1) AND (?2 IS NULL OR ?2 IN (sender, recipient))"
-            " AND (?3 IS NULL OR state = ?3) ORDER BY seq DESC LIMIT ?4",
+            f"SELECT {MESSAGE} FROM messages WHERE (?1 IS NULL OR seq < ?1)"
+            " AND (?2 IS NULL OR ?2 IN (sender, recipient)) AND (?3 IS NULL OR state = ?3) ORDER BY seq DESC LIMIT ?4",
             page.before, agent, state, page.limit,
         )  # fmt: skip
         return [to_message(row) for row in rows]
@@ -231,7 +241,7 @@ class SqliteStore:
                 yield f"{name}: {sentence.format(*row)}"
 
     async def backup(self, target: Path) -> None:
-        await self._read(lambda db: _copy(db, target))
+        await asyncio.to_thread(_copy, self._path, target)
 
     # Plumbing
 
@@ -368,8 +378,15 @@ def _make_private(folder: Path) -> None:
         ) from error
 
 
-def _copy(db: sqlite3.Connection, target: Path) -> None:
-    # VACUUM INTO reads one snapshot, so the copy is consistent while the owner goes on writing.
-    db.execute("VACUUM INTO ?", (str(target),))
+def _copy(path: Path, target: Path) -> None:
+    db = open_reader(path)
+    try:
+        db.execute("PRAGMA query_only = OFF")  # the copy is a write, though not to us; the file stays opened read-only
+        # One snapshot is read, so the copy is consistent while the owner goes on writing.
+        db.execute("VACUUM INTO ?", (str(target),))
+    except sqlite3.Error as error:
+        raise translate(error) from error
+    finally:
+        db.close()
     with target.open("rb") as file:
         os.fsync(file.fileno())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from coterie.errors import CoterieError, StoreBroken, StoreError, StoreUnavailable
+from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sqlite.connections import translate
 
@@ -40,23 +40,26 @@ class Writer:
         self._db, self._on_broken = db, on_broken
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._closed: StoreError | None = None
+        self._closed = False
+        self._broken: StoreBroken | None = None
         self.healthy = True
         self._thread = threading.Thread(target=self._work, name="coterie-writer", daemon=True)
         self._thread.start()
 
     async def write(self, run: Callable[[sqlite3.Connection], T]) -> T:
         """Run `run` in a transaction; returns when that is durable. If `run` raises, nothing it did stays."""
+        if self._broken:
+            raise self._broken
         if self._closed:
-            raise self._closed
+            raise StoreUnavailable("the society is stopping: try again after its next start")
         answer: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put(Job(run, answer))
         return await answer
 
     async def close(self) -> None:
         """After everything handed in so far."""
-        if self._closed is None:
-            self._closed = StoreUnavailable("the society is stopping: try again after its next start")
+        if not self._closed:
+            self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -84,6 +87,9 @@ class Writer:
         return batch, False
 
     def _commit(self, batch: list[Job]) -> None:
+        if self._broken:  # these were handed in before anyone knew
+            _fail(batch, self._broken)
+            return
         try:
             self._begin()
             for job in batch:
@@ -125,16 +131,23 @@ class Writer:
 
     def _roll_back(self, batch: list[Job], error: Exception) -> None:
         meaning = translate(error) if isinstance(error, sqlite3.Error) else error
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-        for job in batch:
-            job.failed = meaning
+        try:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+        except sqlite3.Error as worse:
+            meaning = StoreBroken(f"what could not be written could not be undone either ({worse}): start again")
+        _fail(batch, meaning)
         self.healthy = False
         log.error("the store could not commit: %s", meaning)
         if isinstance(meaning, StoreBroken):
             # A later flush that succeeds proves nothing about this one, so there is no going on.
-            self._closed = meaning
+            self._broken = meaning
             self._loop.call_soon_threadsafe(self._on_broken, meaning)
+
+
+def _fail(batch: list[Job], error: Exception) -> None:
+    for job in batch:
+        job.failed = error
 
 
 def _settle(batch: list[Job]) -> None:

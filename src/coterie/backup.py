@@ -1,0 +1,201 @@
+"""A society in one file: the database, the artifacts it names and the owner's files, as a plain tar archive.
+
+    coterie-backup/data/coterie.db          first, so that a foreign file is known at once
+    coterie-backup/data/artifacts/ab/ab…    each under its content hash
+    coterie-backup/coterie.toml …           what the owner wrote
+    coterie-backup/manifest.json            last, so that a file cut short has none; with the hash of everything else
+
+Whoever holds a backup must not be able to speak for the society: the access token and the keys of services stay out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from coterie import __version__
+from coterie.clock import SystemClock, to_wire
+from coterie.config import read_config
+from coterie.errors import ConfigError, StoreUnusable
+from coterie.folder import SocietyFolder
+from coterie.inspection import Inspection, bytes_path, require_society, stored_bytes
+
+ROOT = "coterie-backup"
+FORMAT = 1
+DATABASE = "data/coterie.db"
+MANIFEST = "manifest.json"
+OWNERS_FILES = ("coterie.toml", "llmservices.json", "tools.py")
+OWNERS_FOLDERS = ("prompts", "tools")
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backup:
+    path: Path
+    size: int
+    artifacts: int
+    lost: tuple[str, ...]
+    """Content hashes that the database names and whose bytes are gone."""
+    outside: tuple[str, ...]
+    """Files that the configuration names and that lie outside the folder, so they are not in it."""
+
+
+def back_up(folder: Path, target: Path, tell: Tell) -> Backup:
+    """Write the backup `target`, complete or not at all. It blocks: an event loop calls it in a thread of its own."""
+    place = require_society(folder)
+    if target.exists():
+        raise StoreUnusable(f"{target} exists already: choose another name with --to, or move it away")
+    with _scratch(target) as scratch:
+        tell("Copying the database")
+        copy = scratch / "coterie.db"
+        asyncio.run(_copy_database(folder, copy))
+        draft = scratch / "backup.tar"
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            packer = _pack(place, copy, file, tell)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        draft.replace(target)
+        flush_folder(target.parent)
+    return Backup(
+        path=target,
+        size=size,
+        artifacts=packer.artifacts,
+        lost=tuple(packer.lost),
+        outside=tuple(name for name in _named_prompts(place) if not _inside(place, name)),
+    )
+
+
+def flush_folder(folder: Path) -> None:
+    """Names in `folder` are durable, too."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _scratch:  # noqa: N801 - used as a function
+    """A private folder beside `target`, gone afterwards."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __enter__(self) -> Path:
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix=f".{self._target.name}.", dir=self._target.parent))
+        except OSError as error:
+            raise StoreUnusable(
+                f"{self._target.parent} cannot be written ({error.strerror}): choose another place with --to"
+            ) from error
+        return self._folder
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _copy_database(folder: Path, target: Path) -> None:
+    async with Inspection.open(folder) as society:
+        await society.store.backup(target)
+
+
+def _pack(place: SocietyFolder, database: Path, file: IO[bytes], tell: Tell) -> _Packer:
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        packer = _Packer(tar)
+        packer.add(database, DATABASE)
+        for sha256, _ in stored_bytes(database):
+            packer.add_bytes(place, sha256)
+            tell(f"Packing artifacts: {packer.artifacts:,}")
+        for path, name in _owners_files(place):
+            packer.add(path, name)
+        packer.close()
+    return packer
+
+
+@dataclass(slots=True)
+class _Packer:
+    tar: tarfile.TarFile
+    hashes: dict[str, str] = field(default_factory=dict)
+    artifacts: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    def add(self, path: Path, name: str) -> None:
+        with path.open("rb") as file:
+            hashed = _Hashed(file)
+            self._write(name, hashed, os.fstat(file.fileno()))
+        self.hashes[name] = hashed.digest.hexdigest()
+
+    def add_bytes(self, place: SocietyFolder, sha256: str) -> None:
+        try:
+            with bytes_path(place, sha256).open("rb") as file:
+                self._write(f"data/artifacts/{sha256[:2]}/{sha256}", file, os.fstat(file.fileno()))
+            self.artifacts += 1
+        except FileNotFoundError:
+            self.lost.append(sha256)
+
+    def close(self) -> None:
+        manifest = {
+            "format": FORMAT,
+            "coterie": __version__,
+            "createdAt": to_wire(SystemClock().now()),
+            "artifacts": self.artifacts,
+            "lost": self.lost,
+            "files": self.hashes,
+        }
+        data = json.dumps(manifest, indent=1).encode()
+        info = tarfile.TarInfo(f"{ROOT}/{MANIFEST}")
+        info.size, info.mode = len(data), 0o600
+        self.tar.addfile(info, io.BytesIO(data))
+
+    def _write(self, name: str, file: IO[bytes] | _Hashed, status: os.stat_result) -> None:
+        info = tarfile.TarInfo(f"{ROOT}/{name}")
+        info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), status.st_mode & 0o777
+        self.tar.addfile(info, file)
+
+
+class _Hashed:
+    """A file that remembers the hash of what was read from it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.digest.update(data)
+        return data
+
+
+def _owners_files(place: SocietyFolder) -> Iterator[tuple[Path, str]]:
+    """What the owner wrote, each once, with its place in the folder."""
+    names = dict.fromkeys(name for name in OWNERS_FILES if (place.path / name).is_file())
+    for folder in OWNERS_FOLDERS:
+        for parent, folders, files in os.walk(place.path / folder):
+            folders[:] = sorted(name for name in folders if name != "__pycache__")
+            here = Path(parent).relative_to(place.path)
+            names |= dict.fromkeys((here / name).as_posix() for name in sorted(files) if Path(parent, name).is_file())
+    names |= dict.fromkeys(name for name in _named_prompts(place) if _inside(place, name))
+    for name in names:
+        yield place.path / name, name
+
+
+def _named_prompts(place: SocietyFolder) -> list[str]:
+    try:
+        return [os.path.normpath(agent.prompt_file) for agent in read_config(place.path).agents if agent.prompt_file]
+    except ConfigError:
+        return []  # the file itself is in the backup; what is wrong with it is for `coterie check` to say
+
+
+def _inside(place: SocietyFolder, name: str) -> bool:
+    top = Path(name).parts[0]
+    return top not in ("..", "data") and not Path(name).is_absolute() and (place.path / name).is_file()

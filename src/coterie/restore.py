@@ -1,0 +1,252 @@
+"""A society out of a backup: unpacked beside its place, checked there, and only then moved in."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import IO, Any
+
+from coterie.backup import DATABASE, FORMAT, MANIFEST, ROOT, Tell, flush_folder
+from coterie.errors import StoreUnusable
+from coterie.folder import TEMPLATES, SocietyFolder
+from coterie.ids import new_id
+from coterie.inspection import Inspection
+from coterie.stores.sqlite import transitions
+from coterie.stores.sqlite.connections import open_writer
+from coterie.stores.sqlite.lock import FolderLock
+from coterie.stores.sqlite.migrate import check_version, migrate
+
+PIECE = 1 << 20
+MAX_MANIFEST = 64 << 20
+STAGE = ".restoring-"
+_ARTIFACT = re.compile(r"data/artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    created_at: str
+    """When the backup was made, as it says itself."""
+    artifacts: int
+    lost: tuple[str, ...]
+    """Artifacts whose bytes were gone already when the backup was made."""
+
+
+def restore(archive: Path, folder: Path, tell: Tell) -> Restored:
+    """The society of `archive` is in `folder`, wholly or not at all. It blocks, like `back_up`."""
+    place = SocietyFolder(folder)
+    _refuse_data(place)
+    with archive.open("rb") as file, _stage(place) as stage:
+        tell("Unpacking the backup")
+        manifest = _unpack(archive, file, stage, tell)
+        tell("Checking what was unpacked")
+        _make_ready(archive, stage / DATABASE)
+        asyncio.run(_check(archive, stage, manifest, tell))
+        _move_in(stage, place)
+    return Restored(created_at=manifest["createdAt"], artifacts=manifest["artifacts"], lost=tuple(manifest["lost"]))
+
+
+def _refuse_data(place: SocietyFolder) -> None:
+    if any(place.data.glob("coterie.db*")) or place.artifacts.exists():
+        raise StoreUnusable(
+            f"{place.path} holds a society with data already: choose another folder with --dir, or move it away first"
+        )
+
+
+@contextmanager
+def _stage(place: SocietyFolder) -> Iterator[Path]:
+    """A folder inside the target, so that moving in is renaming; afterwards nothing is left that was not moved."""
+    missing = [path for path in (place.data, place.path, *place.path.parents) if not path.exists()]
+    try:
+        place.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FolderLock(place.data)
+        for left in place.path.glob(f"{STAGE}*"):  # by a restore that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=place.path))
+    except OSError as error:
+        _remove(missing)
+        raise StoreUnusable(
+            f"{place.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
+        ) from error
+    try:
+        yield stage
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        _remove(missing)
+        raise
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+        lock.release()
+
+
+def _remove(made: list[Path]) -> None:
+    if made:
+        shutil.rmtree(made[-1], ignore_errors=True)
+
+
+# Unpacking: what a stranger put into the file can only end up inside the stage, or be refused
+
+
+def _unpack(archive: Path, file: IO[bytes], stage: Path, tell: Tell) -> dict[str, Any]:
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            manifest, hashes = _unpack_all(archive, tar, stage, tell)
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+        if next(stage.iterdir(), None):
+            raise _cut_short(archive) from error
+        raise _foreign(archive) from error
+    if manifest is None:
+        raise _cut_short(archive) if hashes else _foreign(archive)
+    if manifest["files"] != hashes or DATABASE not in hashes:
+        raise _damaged(archive, "its content is not what its manifest says")
+    return manifest
+
+
+def _unpack_all(
+    archive: Path, tar: tarfile.TarFile, stage: Path, tell: Tell
+) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    hashes: dict[str, str] = {}
+    manifest, count = None, 0
+    for member in tar:
+        name = _safe_name(archive, member)
+        content = tar.extractfile(member)
+        assert content is not None  # noqa: S101 - it is a regular file
+        if name == MANIFEST:
+            manifest = _read_manifest(archive, content.read(MAX_MANIFEST))
+            continue
+        digest = _write(archive, content, stage / name, member)
+        if artifact := _ARTIFACT.fullmatch(name):
+            count += 1
+            tell(f"Unpacking artifacts: {count:,}")
+            if digest != artifact[2]:
+                raise _damaged(archive, f"artifact {artifact[2]} holds other bytes than its name says")
+        else:
+            hashes[name] = digest
+    return manifest, hashes
+
+
+def _safe_name(archive: Path, member: tarfile.TarInfo) -> str:
+    """Its path inside the society's folder."""
+    root, _, name = member.name.partition("/")
+    parts = name.split("/")
+    if not member.isreg() or member.issparse():
+        raise _foreign(archive)
+    if root != ROOT or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise _foreign(archive)
+    # In data/ only what a backup puts there: a token or keys from a file would let its author in.
+    if parts[0].lower() == "data" and name != DATABASE and not _ARTIFACT.fullmatch(name):
+        raise _foreign(archive)
+    return name
+
+
+def _read_manifest(archive: Path, data: bytes) -> dict[str, Any]:
+    manifest = json.loads(data)
+    if not isinstance(manifest, dict):
+        raise _foreign(archive)
+    if manifest.get("format") != FORMAT:
+        raise StoreUnusable(f"{archive} was made by a newer Coterie ({manifest.get('coterie')}): install that version")
+    kinds = {"createdAt": str, "artifacts": int, "lost": list, "files": dict}
+    if any(not isinstance(manifest.get(key), kind) for key, kind in kinds.items()):
+        raise _damaged(archive, "its manifest is incomplete")
+    return manifest
+
+
+def _write(archive: Path, content: IO[bytes], target: Path, member: tarfile.TarInfo) -> str:
+    """Durably; the hash of what was written."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    digest, size = hashlib.sha256(), 0
+    with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        while piece := content.read(PIECE):
+            digest.update(piece)
+            size += len(piece)
+            file.write(piece)
+        file.flush()
+        os.fchmod(file.fileno(), member.mode & 0o755 | 0o600)
+        os.fsync(file.fileno())
+    if size != member.size:
+        raise _cut_short(archive)
+    return digest.hexdigest()
+
+
+def _foreign(archive: Path) -> StoreUnusable:
+    return StoreUnusable(f"{archive} is not a Coterie backup: name a file that coterie backup wrote")
+
+
+def _cut_short(archive: Path) -> StoreUnusable:
+    return StoreUnusable(f"{archive} is cut short: copy it again from where it was made, or use another backup")
+
+
+def _damaged(archive: Path, how: str) -> StoreUnusable:
+    return StoreUnusable(f"{archive} is damaged ({how}): copy it again from where it was made, or use another backup")
+
+
+# Checking
+
+
+def _make_ready(archive: Path, database: Path) -> None:
+    """The copy of a running society, as one that nobody runs."""
+    try:
+        with closing(open_writer(database, "full")) as db:
+            check_version(db)
+            migrate(db)
+            transitions.end_boot(db)
+            # From here on other events follow than followed the backup: whoever has seen those must start anew.
+            transitions.set_meta(db, "log_id", new_id())
+    except sqlite3.Error as error:
+        raise _damaged(archive, str(error)) from error
+
+
+async def _check(archive: Path, stage: Path, manifest: dict[str, Any], tell: Tell) -> None:
+    async with Inspection.open(stage) as society:
+        found = [finding async for finding in society.findings(lost=manifest["lost"], tell=tell)]
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise _damaged(archive, f"{found[0]}{more}")
+
+
+# Moving in
+
+
+def _move_in(stage: Path, place: SocietyFolder) -> None:
+    moves = [(path, place.path / path.name) for path in sorted(stage.iterdir()) if path.name != "data"]
+    for source, goal in moves:
+        _refuse_loss(source, goal)
+    # The database last: with it the society is there.
+    for name in ("artifacts", "coterie.db"):
+        if (stage / "data" / name).exists():
+            moves.append((stage / "data" / name, place.data / name))
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for source, goal in moves:
+            source.rename(goal)
+            moved.append((source, goal))
+    except BaseException:
+        for source, goal in reversed(moved):
+            goal.rename(source)
+        raise
+    for folder in (place.data, place.path, place.path.parent):
+        flush_folder(folder)
+
+
+def _refuse_loss(source: Path, goal: Path) -> None:
+    """What `coterie init` wrote may be replaced, the owner's own work may not."""
+    if not goal.exists():
+        return
+    if source.is_file() and goal.is_file():
+        present = goal.read_bytes()
+        if present == source.read_bytes():
+            return
+        if goal.name in TEMPLATES and present == (files("coterie") / "templates" / goal.name).read_bytes():
+            return
+    raise StoreUnusable(f"{goal} exists and differs from the backup's: move it away first, or choose another --dir")
