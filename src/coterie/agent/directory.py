@@ -1,0 +1,49 @@
+"""Who the agents are and what their models can do. Descriptions, `find_agents` and tool contexts all ask here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from coterie.artifacts import ArtifactType
+from coterie.errors import Refused
+from coterie.llm.refusals import Refusals
+from coterie.llm.registry import Services
+from coterie.llm.service import NEEDS, Capabilities, Direction
+from coterie.llm.service_entry import ServiceEntry
+from coterie.text import one_line
+
+
+class Directory:
+    def __init__(self, services: Services, refusals: Refusals, agents: Mapping[str, str | None]) -> None:
+        """`agents`: the service each one uses; None: the first."""
+        self._services, self._refusals = services, refusals
+        self._agents = dict(agents)
+
+    def add(self, agent_id: str, service_id: str | None = None) -> None:
+        self._agents[agent_id] = service_id
+
+    def remove(self, agent_id: str) -> None:
+        """It is terminated: nobody is sent to it any more."""
+        self._agents.pop(agent_id, None)
+
+    def service_of(self, agent_id: str) -> ServiceEntry:
+        if agent_id not in self._agents:
+            raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')
+        return self._services.entry(self._agents[agent_id])
+
+    def capabilities_of(self, agent_id: str) -> Capabilities:
+        return self._refusals.left(self.service_of(agent_id))
+
+    async def with_capability(self, capability: str, direction: Direction = "input") -> Sequence[str]:
+        """The ids of the agents whose models have it."""
+        return [agent for agent in self._placed() if self.capabilities_of(agent).has(capability, direction)]
+
+    async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
+        """Those who can be sent a file of that kind and size and get it as it is."""
+        able = await self.with_capability(NEEDS[kind])
+        return [agent for agent in able if size <= self.service_of(agent).limits.of(kind)]
+
+    def _placed(self) -> list[str]:
+        """The agents whose service exists; the others can do nothing until their configuration is mended."""
+        known = {entry.id for entry in self._services}
+        return [agent for agent, service in self._agents.items() if known and (service is None or service in known)]

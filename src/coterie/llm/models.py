@@ -1,0 +1,180 @@
+"""The door to models: whoever asks one comes through here.
+
+It fits the request to the service, keeps to the service's limits, and asks another where the first cannot answer.
+Waiting and asking again after a passing failure is the caller's part, who may have better things to do meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from coterie.clock import Clock
+from coterie.llm.breaker import Breaker
+from coterie.llm.chat import Answer, Delta, Request
+from coterie.llm.refusals import Refusals
+from coterie.llm.registry import Services
+from coterie.llm.router import CapabilityRouter, uses
+from coterie.llm.service import LLMService, Local, Malformed, ServiceError, Terminal, Transient, Unsupported
+from coterie.llm.service_entry import ServiceEntry
+
+Stream = AsyncGenerator[Delta | Answer, None]
+MakeService = Callable[[ServiceEntry], LLMService]
+
+
+class Models:
+    def __init__(
+        self, services: Services, router: CapabilityRouter, refusals: Refusals, make: MakeService, clock: Clock
+    ) -> None:
+        self._services, self._router, self._refusals = services, router, refusals
+        self._make, self._clock = make, clock
+        self._lines: dict[ServiceEntry, _Line] = {}
+
+    async def ask(self, service_id: str, request: Request, *, reader: str) -> Stream:
+        """Text as it comes, then one `Answer`; or the `ServiceError` that the caller is to act on.
+
+        A service that cannot answer (wrong key, model or quota, a refused request, an open circuit) is replaced by its
+        `fallback`s in their order. Nobody is replaced after the first piece of text: half an answer of one model is
+        never followed by the answer of another. When all of them fail, the error is that of the first.
+        """
+        first = self._services.entry(service_id)
+        failure: ServiceError | None = None
+        for entry in (first, *map(self._services.entry, first.fallback)):
+            spoken = False
+            try:
+                async with aclosing(self._ask_one(entry, request, reader)) as pieces:
+                    async for piece in pieces:
+                        spoken = True
+                        yield piece
+                return
+            except ServiceError as error:
+                if spoken or not _another_may_help(error):
+                    raise
+                failure = failure or error
+        if failure:
+            raise failure
+
+    async def close(self) -> None:
+        while self._lines:
+            _, line = self._lines.popitem()
+            await line.service.close()
+
+    async def _ask_one(self, entry: ServiceEntry, request: Request, reader: str) -> Stream:
+        """Asks again, with less, each time the provider refuses a kind of content or tools."""
+        refused: set[str] = set()
+        while True:
+            fitted = await self._router.fit(request, entry, reader=reader)
+            spoken = False
+            try:
+                async with aclosing(self._speak(entry, fitted)) as pieces:
+                    async for piece in pieces:
+                        spoken = True
+                        yield piece
+                return
+            except Unsupported as error:
+                # Refusing what was not sent, or is sent no more, is no reason to ask the same thing again.
+                if spoken or error.what in refused or error.what not in uses(fitted):
+                    raise
+                refused.add(error.what)
+                self._refusals.note(entry, error.what, str(error))
+
+    async def _speak(self, entry: ServiceEntry, request: Request) -> Stream:
+        if entry.missing_key:
+            raise Terminal(_no_key(entry), category="auth")
+        async with self._line(entry) as line:
+            self._check(entry, line.breaker)
+            async with line.slots:
+                self._check(entry, line.breaker)  # it may have opened while we stood in the queue
+                pieces = _whole(line.service.generate(request), entry.id)
+                async with aclosing(self._judged(pieces, line.breaker)) as judged:
+                    async for piece in judged:
+                        yield piece
+
+    async def _judged(self, pieces: Stream, breaker: Breaker) -> Stream:
+        """The same pieces; how they end is told to the breaker."""
+        probe = breaker.enter()
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    if isinstance(piece, Answer):
+                        breaker.succeeded()
+                    yield piece
+        except (Transient, Malformed):
+            breaker.failed(self._clock.monotonic(), probe=probe)
+            raise
+        except ServiceError:
+            breaker.succeeded()  # it is there, and says no
+            raise
+        except BaseException:
+            breaker.left(probe=probe)
+            raise
+
+    def _check(self, entry: ServiceEntry, breaker: Breaker) -> None:
+        wait = breaker.wait(self._clock.monotonic())
+        if wait > 0:
+            message = f'service "{entry.id}" keeps failing; it is tried again in {math.ceil(wait)} s'
+            raise Local(message, retry_after=timedelta(seconds=wait))
+
+    @asynccontextmanager
+    async def _line(self, entry: ServiceEntry) -> AsyncIterator[_Line]:
+        line = self._lines.get(entry)
+        if line is None:
+            slots = asyncio.Semaphore(entry.max_concurrent_requests)
+            line = self._lines[entry] = _Line(self._make(entry), slots)
+        line.users += 1
+        try:
+            yield line
+        finally:
+            line.users -= 1
+            await self._close_unused()
+
+    async def _close_unused(self) -> None:
+        """Services whose entry was changed or removed are closed when their last request has ended."""
+        current = set(self._services)
+        unused = [entry for entry, line in self._lines.items() if not line.users and entry not in current]
+        for line in [self._lines.pop(entry) for entry in unused]:
+            await line.service.close()
+
+
+@dataclass(slots=True)
+class _Line:
+    """One entry's service, with its queue and its breaker. A changed entry gets a new one."""
+
+    service: LLMService
+    slots: asyncio.Semaphore
+    breaker: Breaker = field(default_factory=Breaker)
+    users: int = 0
+
+
+async def _whole(pieces: AsyncIterator[Delta | Answer], service_id: str) -> Stream:
+    """The pieces up to the answer, which is signed with the service's id; closing this closes them."""
+    try:
+        async for piece in pieces:
+            if isinstance(piece, Answer):
+                yield replace(piece, service=service_id)
+                return
+            yield piece
+        raise Malformed(f'service "{service_id}" ended its stream without an answer')
+    finally:
+        if isinstance(pieces, AsyncGenerator):
+            await pieces.aclose()
+
+
+def _another_may_help(error: ServiceError) -> bool:
+    match error:
+        case Terminal(category="content"):
+            return False  # what was said was refused, not who was asked
+        case Terminal() | Unsupported() | Local():
+            return True
+    return False
+
+
+def _no_key(entry: ServiceEntry) -> str:
+    return (
+        f'service "{entry.id}" has no key: set {entry.missing_key} in the environment, '
+        "or enter it on the setup page, then reload"
+    )

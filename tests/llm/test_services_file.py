@@ -1,0 +1,219 @@
+"""llmservices.json: what is wrong is reported with its place, and the rest works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError
+from coterie.llm.registry import Services
+from coterie.llm.services_file import MAX_BYTES, read_services
+
+from .written import KEY, entry, no_key, problems, read
+
+
+def test_invalid_capabilities_are_reported_with_their_place_and_the_rest_counts() -> None:
+    """003-1.4"""
+    services = read(
+        entry("a"),
+        7,
+        entry("b", capabilities={"input": ["text", 7, "vision", ""], "output": "text"}),
+        entry("c", capabilities=["vision"]),
+    )
+
+    assert problems(services) == [
+        "llmservices.json: services[1]: expected an object, got 7",
+        "llmservices.json: services[2].capabilities.input[1]: expected a non-empty string, got 7",
+        'llmservices.json: services[2].capabilities.input[3]: expected a non-empty string, got ""',
+        'llmservices.json: services[2].capabilities.output: expected an array, got "text"',
+        "llmservices.json: services[3].capabilities: expected an object, got an array",
+    ]
+    assert [one.id for one in services] == ["a", "b", "c"]
+    assert services.get_capabilities("b").input == {"text", "vision"}
+    assert services.get_capabilities("c").inferred
+    assert not any(problem.fatal for problem in services.problems)
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("visoin", "vision"),
+        ("visio", "vision"),
+        ("audios", "audio"),
+        ("tool-calling", "tool_calling"),
+        ("toolcalling", "tool_calling"),
+        ("structured_outputs", "structured_output"),
+        ("test", "text"),
+    ],
+)
+def test_a_name_one_typo_away_from_a_standard_one_is_taken_and_reported(typo: str, meant: str) -> None:
+    services = read(entry(capabilities={"input": ["text", typo]}))
+
+    assert services.has_capability("main", typo, "input")
+    [problem] = problems(services)
+    assert problem.startswith("llmservices.json: services[0].capabilities.input[1]: ")
+    assert f'did you mean "{meant}"?' in problem
+
+
+@pytest.mark.parametrize("name", ["Vision", "VISION", "two words", "a\nb", "x" * 65])
+def test_a_name_that_is_not_lower_case_is_left_out(name: str) -> None:
+    services = read(entry(capabilities={"input": ["text", name]}))
+
+    assert services.get_capabilities("main").input == {"text"}
+    assert len(services.problems) == 1
+
+
+@pytest.mark.parametrize("key", ["id", "baseURL", "model"])
+@pytest.mark.parametrize("value", [None, "", "  ", 7, [], {}])
+def test_without_what_is_required_only_that_entry_is_left_out(key: str, value: Any) -> None:
+    services = read(entry("a"), entry("b", **{key: value}), entry("c"))
+
+    assert [one.id for one in services] == ["a", "c"]
+    assert [problem.place for problem in services.problems] == [f"llmservices.json: services[1].{key}"]
+
+
+@pytest.mark.parametrize(
+    "value", ["127.0.0.1:1234", "ftp://host/v1", "http://", "http://[::1", "http://host:99999/v1", "http://a\x01b"]
+)
+def test_an_address_that_cannot_be_one_is_reported(value: str) -> None:
+    services = read(entry(baseURL=value))
+
+    assert len(services) == 0
+    assert problems(services) == [
+        "llmservices.json: services[0].baseURL: expected an address such as http://127.0.0.1:1234/v1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("timeout", "soon"),
+        ("timeout", 0),
+        ("timeout", True),
+        ("timeout", 1e3),
+        ("timeout", 10**40),
+        ("maxConcurrentRequests", 0),
+        ("maxTokens", -1),
+        ("contextTokens", "many"),
+        ("capabilityTags", "coding"),
+        ("description", 7),
+        ("name", []),
+        ("provider", {}),
+        ("limits", [1]),
+        ("fallback", "spare"),
+    ],
+)
+def test_a_wrong_optional_value_is_reported_and_takes_its_default(key: str, value: Any) -> None:
+    services = read(entry(**{key: value}))
+
+    assert [problem.place for problem in services.problems] == [f"llmservices.json: services[0].{key}"]
+    assert services.entry("main") == read(entry()).entry("main")
+
+
+def test_a_misspelt_key_is_reported_and_a_foreign_one_is_let_be() -> None:
+    services = read(entry(capabilites={"input": ["vision"]}, baseurl="x", team="blue"))
+
+    assert problems(services) == [
+        'llmservices.json: services[0].capabilites: is not known; did you mean "capabilities"?',
+    ]
+
+
+def test_of_two_equal_ids_the_first_wins_and_the_second_is_reported() -> None:
+    services = read(entry("main", model="first"), entry("main", model="second"))
+
+    assert [one.model for one in services] == ["first"]
+    assert problems(services) == [
+        'llmservices.json: services[1].id: "main" is the id of services[0] already; the first one counts'
+    ]
+
+
+def test_a_fallback_that_does_not_exist_is_reported_and_the_others_stay() -> None:
+    services = read(entry("main", fallback=["spre", "main", "spare", 7, "broken"]), entry("spare"), {"id": "broken"})
+
+    assert services.entry("main").fallback == ("spare",)
+    mine = [line for line in problems(services) if "fallback" in line]
+    assert mine == [
+        'llmservices.json: services[0].fallback[0]: there is no service "spre"; did you mean "spare"?',
+        "llmservices.json: services[0].fallback[1]: a service cannot stand in for itself",
+        "llmservices.json: services[0].fallback[3]: expected a non-empty string, got 7",
+        'llmservices.json: services[0].fallback[4]: there is no service "broken"',
+    ]
+
+
+# The file as a whole
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        (b'{"services": [\n  {"id": "a",}\n]}', "llmservices.json: line 2 column 14"),
+        (b"", "llmservices.json: line 1 column 1"),
+        (b'{\n"services": "\xff"}', "llmservices.json: line 2 column 14"),
+        (b"[" * 100_000, "llmservices.json"),
+        (b'{"services": [NaN]}', "llmservices.json"),
+        (b'{"services": ' + b"9" * 5_000 + b"}", "llmservices.json"),
+        (b" " * (MAX_BYTES + 1), "llmservices.json"),
+    ],
+)
+def test_a_file_that_cannot_be_read_at_all_is_fatal_and_says_where(tmp_path: Path, data: bytes, place: str) -> None:
+    (tmp_path / "llmservices.json").write_bytes(data)
+
+    with pytest.raises(ConfigError) as caught:
+        Services.load(tmp_path, {})
+    [problem] = caught.value.problems
+    assert problem.fatal
+    assert problem.place == place
+
+
+def test_a_byte_order_mark_does_no_harm() -> None:
+    entries, found = read_services(b"\xef\xbb\xbf" + json.dumps({"services": [entry()]}).encode(), no_key)
+
+    assert [one.id for one in entries] == ["main"]
+    assert not found
+
+
+@pytest.mark.parametrize("top", [[], 7, "x", None, {"services": {}}, {"service": []}])
+def test_a_file_of_another_shape_is_reported_and_has_no_services(top: object) -> None:
+    entries, found = read_services(json.dumps(top).encode(), no_key)
+
+    assert list(entries) == []
+    assert len(found) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+KEYS = st.sampled_from(
+    ["id", "name", "provider", "baseURL", "model", "apiKey", "capabilities", "limits", "fallback", "timeout"]
+)
+NEARLY = st.dictionaries(
+    KEYS, JSON | st.dictionaries(st.sampled_from(["input", "output"]), st.lists(JSON, max_size=4)), max_size=8
+)
+
+
+@given(junk=st.lists(JSON | NEARLY, max_size=5), place=st.integers(0, 5))
+def test_whatever_stands_beside_it_a_valid_entry_survives(junk: list[Any], place: int) -> None:
+    """003-1.4"""
+    good = entry("good", capabilities={"input": ["text", "vision"]}, apiKey="${GOOD}")
+    services = read(*junk[:place], good, *junk[place:], GOOD=KEY)
+
+    assert services.has_capability("good", "vision", "input")
+    assert all(problem.place.startswith("llmservices.json: services[") for problem in services.problems)
+    usable = {one.id for one in services}
+    assert all(set(one.fallback) <= usable for one in services)
+    json.dumps([one.to_wire() for one in services])
+
+
+@given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_no_file_content_makes_the_reader_crash(data: bytes) -> None:
+    try:
+        read_services(data, no_key)
+    except ConfigError as error:
+        assert [problem.fatal for problem in error.problems] == [True]
