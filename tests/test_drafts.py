@@ -129,9 +129,17 @@ def test_what_the_runtime_does_not_know_passes_through_untouched(payload: dict[s
 
 @pytest.mark.parametrize(
     "payload",
-    ["a string", None, 7, ["text"], {"text": 7}, {1: "x"}, {"x": math.nan}, {"x": math.inf}, {"x": {1, 2}}]
-    + [
-        {"x": datetime.now()},
+    [
+        "a string",
+        None,
+        7,
+        ["text"],
+        {"text": 7},
+        {1: "x"},
+        {"x": math.nan},
+        {"x": math.inf},
+        {"x": {1, 2}},
+        {"x": datetime(2030, 1, 1)},
         {"x": b"bytes"},
         {"x": 2**70},
         {"attachments": "a.png"},

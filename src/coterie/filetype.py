@@ -58,7 +58,17 @@ def _certain(head: bytes) -> str | None:
             return "audio/mp4"
         case _ if head.startswith(b"%PDF-"):
             return "application/pdf"
+        case _ if head.startswith(b"PK\x03\x04"):
+            return _archive(head)
     return None
+
+
+def _archive(head: bytes) -> str:
+    """A ZIP archive is an office document when it begins with the parts of one."""
+    for folder, kind in ((b"word/", "wordprocessingml.document"), (b"xl/", "spreadsheetml.sheet")):
+        if b"[Content_Types].xml" in head and folder in head:
+            return f"application/vnd.openxmlformats-officedocument.{kind}"
+    return "application/zip"
 
 
 def _is_text(head: bytes) -> bool:

@@ -19,7 +19,7 @@ def nearest(word: str, known: frozenset[str] | set[str]) -> str | None:
     """The known word that `word` was probably meant to be."""
     from difflib import get_close_matches  # 5 ms to import, needed only when something is wrong
 
-    return next(iter(get_close_matches(word, known, n=1, cutoff=0.7)), None)
+    return next(iter(get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
 def one_line(text: str, width: int = 80) -> str:

@@ -1,0 +1,78 @@
+"""The door to the time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from coterie.clock import SystemClock, from_ms, to_ms, to_wire
+from coterie.testing import FakeClock
+
+
+def test_instants_on_the_wire_are_rfc_3339_in_utc_with_milliseconds() -> None:
+    assert to_wire(datetime(2026, 1, 2, 3, 4, 5, 6000, tzinfo=UTC)) == "2026-01-02T03:04:05.006Z"
+    assert to_wire(datetime(2026, 1, 2, tzinfo=UTC)) == "2026-01-02T00:00:00.000Z"
+    assert to_wire(None) is None
+
+
+@pytest.mark.parametrize("milliseconds", [0, 1, 999, 1_767_322_645_006, 4_102_444_800_123])
+def test_an_instant_survives_the_way_to_the_store_and_back(milliseconds: int) -> None:
+    assert to_ms(from_ms(milliseconds)) == milliseconds
+
+
+def test_the_clock_starts_at_the_wall_clock_and_never_at_a_fraction_of_a_millisecond() -> None:
+    now = SystemClock().now()
+    assert abs(now - datetime.now(UTC)) < timedelta(seconds=1)
+    assert now.microsecond % 1000 == 0
+
+
+@pytest.mark.parametrize("step", [3600, -3600, -365 * 86400, 2.5])
+def test_a_step_of_the_wall_clock_moves_nothing_and_is_noticed_once(
+    monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    clock = SystemClock()
+    before, real = clock.now(), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + int(step * 1e9))
+    assert timedelta(0) <= clock.now() - before < timedelta(seconds=2)
+    noticed = clock.stepped()
+    assert noticed is not None and abs(noticed - timedelta(seconds=step)) < timedelta(seconds=1)
+    assert clock.stepped() is None
+
+
+def test_a_wall_clock_that_is_slewed_gently_is_not_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, real = SystemClock(), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 1_000_000_000)
+    assert clock.stepped() is None
+
+
+def test_time_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, real = SystemClock(), time.clock_gettime_ns
+    before = clock.now()
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda which: real(which) + 7200 * 10**9)
+    assert clock.now() - before >= timedelta(hours=2)
+
+
+async def test_waiting_ends_with_the_event_or_with_the_time() -> None:
+    clock, event = SystemClock(), asyncio.Event()
+    assert await clock.wait(event, timedelta(milliseconds=1)) is False
+    event.set()
+    assert await clock.wait(event, timedelta(hours=1)) is True
+
+
+async def test_the_clock_of_tests_rings_every_alarm_at_its_own_moment() -> None:
+    clock, rang = FakeClock(), list[datetime]()
+
+    async def sleeper(seconds: float) -> None:
+        await clock.sleep(timedelta(seconds=seconds))
+        rang.append(clock.now())
+
+    tasks = [asyncio.create_task(sleeper(seconds)) for seconds in (3, 1, 2)]
+    start = clock.now()
+    await clock.advance(seconds=2.5)
+    await asyncio.sleep(0)
+    assert rang == [start + timedelta(seconds=1), start + timedelta(seconds=2)]
+    await clock.advance(seconds=1)
+    await asyncio.gather(*tasks)
