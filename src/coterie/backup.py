@@ -19,12 +19,13 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from coterie import __version__
-from coterie.clock import SystemClock, to_wire
+from coterie.clock import SystemClock, to_ms, to_wire
 from coterie.config import read_config
 from coterie.errors import ConfigError, StoreUnusable
 from coterie.folder import SocietyFolder
@@ -86,23 +87,19 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-class _scratch:  # noqa: N801 - used as a function
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
     """A private folder beside `target`, gone afterwards."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-
-    def __enter__(self) -> Path:
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f".{self._target.name}.", dir=self._target.parent))
-        except OSError as error:
-            raise StoreUnusable(
-                f"{self._target.parent} cannot be written ({error.strerror}): choose another place with --to"
-            ) from error
-        return self._folder
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise StoreUnusable(
+            f"{target.parent} cannot be written ({error.strerror}): choose another place with --to"
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _copy_database(folder: Path, target: Path) -> None:
@@ -145,17 +142,18 @@ class _Packer:
             self.lost.append(sha256)
 
     def close(self) -> None:
+        now = SystemClock().now()
         manifest = {
             "format": FORMAT,
             "coterie": __version__,
-            "createdAt": to_wire(SystemClock().now()),
+            "createdAt": to_wire(now),
             "artifacts": self.artifacts,
             "lost": self.lost,
             "files": self.hashes,
         }
         data = json.dumps(manifest, indent=1).encode()
         info = tarfile.TarInfo(f"{ROOT}/{MANIFEST}")
-        info.size, info.mode = len(data), 0o600
+        info.size, info.mode, info.mtime = len(data), 0o600, to_ms(now) // 1000
         self.tar.addfile(info, io.BytesIO(data))
 
     def _write(self, name: str, file: IO[bytes] | _Hashed, status: os.stat_result) -> None:

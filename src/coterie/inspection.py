@@ -6,15 +6,15 @@ import asyncio
 import hashlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Self
 
 from coterie.clock import Clock, SystemClock
-from coterie.errors import StoreUnusable
+from coterie.errors import StoreBroken, StoreUnusable
 from coterie.folder import SocietyFolder
 from coterie.store import Store
-from coterie.stores.sqlite.connections import ADVISED, open_reader, translate
+from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
 from coterie.stores.sqlite.lock import owner_of
 from coterie.stores.sqlite.store import DATABASE, SqliteStore
 
@@ -44,8 +44,11 @@ class Inspection:
     ) -> AsyncIterator[str]:
         """Everything that contradicts a promise. `deep` reads all bytes again; those in `lost` are known to be gone."""
         tell("Checking the database file")
-        for finding in await asyncio.to_thread(_check_file, self._database, deep):
+        damage = await asyncio.to_thread(_check_file, self._database, deep)
+        for finding in damage:
             yield f"database file: {finding}"
+        if damage:
+            return  # whatever else it says cannot be trusted
         tell("Checking the invariants")
         async for violation in self.store.violations():
             yield violation
@@ -120,7 +123,7 @@ def stored_bytes(database: Path) -> Iterator[tuple[str, int]]:
 
 
 def _page_of_bytes(database: Path, after: tuple[str, int]) -> list[tuple[str, int]]:
-    with closing(open_reader(database)) as db:
+    with _reading(database) as db:
         return db.execute(
             "SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (?, ?) ORDER BY sha256, size LIMIT ?",
             (*after, PAGE),
@@ -128,17 +131,26 @@ def _page_of_bytes(database: Path, after: tuple[str, int]) -> list[tuple[str, in
 
 
 def _is_named(database: Path, sha256: str) -> bool:
-    with closing(open_reader(database)) as db:
+    with _reading(database) as db:
         return bool(db.execute("SELECT 1 FROM artifacts WHERE sha256 = ?", (sha256,)).fetchone())
 
 
 def _check_file(database: Path, deep: bool) -> list[str]:
+    with _reading(database) as db:
+        rows = db.execute(f"PRAGMA {'integrity' if deep else 'quick'}_check({FINDINGS})").fetchall()
+    return [str(row[0]) for row in rows if row[0] != "ok"]
+
+
+@contextmanager
+def _reading(database: Path) -> Iterator[sqlite3.Connection]:
     try:
         with closing(open_reader(database)) as db:
-            rows = db.execute(f"PRAGMA {'integrity' if deep else 'quick'}_check({FINDINGS})").fetchall()
-    except sqlite3.DatabaseError as error:
-        raise translate(error) from error
-    return [str(row[0]) for row in rows if row[0] != "ok"]
+            yield db
+    except DATABASE_ERRORS as error:
+        meaning = translate(error)
+        if isinstance(meaning, StoreBroken):
+            meaning = StoreUnusable(f"{database} is damaged ({error}): restore a backup with coterie restore FILE")
+        raise meaning from error
 
 
 def _sha256(path: Path) -> str:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -24,9 +23,9 @@ from coterie.folder import TEMPLATES, SocietyFolder
 from coterie.ids import new_id
 from coterie.inspection import Inspection
 from coterie.stores.sqlite import transitions
-from coterie.stores.sqlite.connections import open_writer
+from coterie.stores.sqlite.connections import DATABASE_ERRORS, open_writer
 from coterie.stores.sqlite.lock import FolderLock
-from coterie.stores.sqlite.migrate import check_version, migrate
+from coterie.stores.sqlite.migrate import migrate
 
 PIECE = 1 << 20
 MAX_MANIFEST = 64 << 20
@@ -69,30 +68,35 @@ def _stage(place: SocietyFolder) -> Iterator[Path]:
     """A folder inside the target, so that moving in is renaming; afterwards nothing is left that was not moved."""
     missing = [path for path in (place.data, place.path, *place.path.parents) if not path.exists()]
     try:
-        place.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(place)
         lock = FolderLock(place.data)
-        for left in place.path.glob(f"{STAGE}*"):  # by a restore that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=place.path))
+        try:
+            yield from _scratch(place)
+        finally:
+            lock.release()
+    except BaseException:
+        if missing:
+            shutil.rmtree(missing[-1], ignore_errors=True)
+        raise
+
+
+def _make(place: SocietyFolder) -> None:
+    try:
+        place.data.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        _remove(missing)
         raise StoreUnusable(
             f"{place.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
         ) from error
+
+
+def _scratch(place: SocietyFolder) -> Iterator[Path]:
+    for left in place.path.glob(f"{STAGE}*"):  # by a restore that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=place.path))
     try:
         yield stage
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        _remove(missing)
-        raise
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-        lock.release()
-
-
-def _remove(made: list[Path]) -> None:
-    if made:
-        shutil.rmtree(made[-1], ignore_errors=True)
 
 
 # Unpacking: what a stranger put into the file can only end up inside the stage, or be refused
@@ -125,7 +129,11 @@ def _unpack_all(
         if name == MANIFEST:
             manifest = _read_manifest(archive, content.read(MAX_MANIFEST))
             continue
-        digest = _write(archive, content, stage / name, member)
+        # The owner's files keep their mode, but for what only a system's owner grants.
+        mode = 0o600 if name.startswith("data/") else member.mode & 0o755 | 0o600
+        digest = _write(content, stage / name, mode)
+        if (stage / name).stat().st_size != member.size:
+            raise _cut_short(archive)
         if artifact := _ARTIFACT.fullmatch(name):
             count += 1
             tell(f"Unpacking artifacts: {count:,}")
@@ -162,20 +170,17 @@ def _read_manifest(archive: Path, data: bytes) -> dict[str, Any]:
     return manifest
 
 
-def _write(archive: Path, content: IO[bytes], target: Path, member: tarfile.TarInfo) -> str:
+def _write(content: IO[bytes], target: Path, mode: int) -> str:
     """Durably; the hash of what was written."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         while piece := content.read(PIECE):
             digest.update(piece)
-            size += len(piece)
             file.write(piece)
         file.flush()
-        os.fchmod(file.fileno(), member.mode & 0o755 | 0o600)
+        os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
-    if size != member.size:
-        raise _cut_short(archive)
     return digest.hexdigest()
 
 
@@ -198,12 +203,11 @@ def _make_ready(archive: Path, database: Path) -> None:
     """The copy of a running society, as one that nobody runs."""
     try:
         with closing(open_writer(database, "full")) as db:
-            check_version(db)
             migrate(db)
             transitions.end_boot(db)
             # From here on other events follow than followed the backup: whoever has seen those must start anew.
             transitions.set_meta(db, "log_id", new_id())
-    except sqlite3.Error as error:
+    except DATABASE_ERRORS as error:
         raise _damaged(archive, str(error)) from error
 
 

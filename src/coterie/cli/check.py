@@ -1,0 +1,128 @@
+"""`coterie check`: everything that is wrong with the society's files, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from coterie import __version__
+from coterie.cli.options import HOME, Dir, Json
+from coterie.cli.output import counted, say, say_json
+
+if TYPE_CHECKING:
+    from coterie.config import Config
+    from coterie.errors import Problem
+
+SHOWN = 10
+
+
+@dataclass
+class Report:
+    engine: str
+    engine_version: str
+    agents: list[str] | None = None
+    """None: the file that names them cannot be read."""
+    services: list[str] | None = None
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    owner: int | None = None
+    """Who runs the society now."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "engine": self.engine,
+            "engineVersion": self.engine_version,
+            "agents": self.agents,
+            "services": self.services,
+            "problems": [{"place": p.place, "message": p.message, "fatal": p.fatal} for p in self.problems],
+            "warnings": self.warnings,
+            "runningPid": self.owner,
+        }
+
+
+def check(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
+    """Look for mistakes in the society's files. Names every one with its file and place."""
+    report = _report(dir)
+    if json:
+        say_json(report.to_wire())
+    else:
+        _print(report, dir)
+    raise typer.Exit(1 if report.problems else 0)
+
+
+def _report(folder: Path) -> Report:
+    from coterie.inspection import engine_version, engine_warnings, owner, require_society
+
+    place = require_society(folder)
+    report = Report(engine="sqlite", engine_version=engine_version(), owner=owner(place))
+    report.warnings += engine_warnings()
+    config = _read_toml(folder, report)
+    _read_services(folder, report, config)
+    return report
+
+
+def _read_toml(folder: Path, report: Report) -> Config | None:
+    from coterie.config import read_config
+    from coterie.errors import ConfigError
+    from coterie.runtime import check_engine
+
+    try:
+        config = read_config(folder)
+        check_engine(config)
+    except ConfigError as error:
+        report.problems += error.problems
+        return None
+    report.problems += config.problems
+    report.agents = [agent.id for agent in config.agents]
+    return config
+
+
+def _read_services(folder: Path, report: Report, config: Config | None) -> None:
+    from coterie.errors import ConfigError
+    from coterie.llm.registry import Services
+
+    try:
+        services = Services.load(folder)
+    except ConfigError as error:
+        report.problems += error.problems
+        return
+    report.problems += services.problems
+    report.services = names = [service.id for service in services]
+    for agent in config.agents if config else ():
+        if agent.service is not None and agent.service not in services:
+            report.problems.append(_unknown_service(agent.id, agent.service, names))
+
+
+def _unknown_service(agent: str, service: str, known: list[str]) -> Problem:
+    from coterie.errors import Problem
+    from coterie.text import nearest
+
+    meant = nearest(service, set(known))
+    hint = f', did you mean "{meant}"?' if meant else ""
+    return Problem(
+        f"coterie.toml: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}'
+    )
+
+
+def _print(report: Report, folder: Path) -> None:
+    say(f"coterie {__version__} with {report.engine} {report.engine_version}, society in {folder}")
+    say(f"agents: {_listed(report.agents)}")
+    say(f"services: {_listed(report.services)}")
+    if report.owner:
+        say(f"running: process {report.owner}")
+    for warning in report.warnings:
+        say(f"Warning: {warning}")
+    for problem in report.problems:
+        say(f"Problem: {problem}")
+    say(f"{counted(len(report.problems), 'problem')} found." if report.problems else "No problems found.")
+
+
+def _listed(names: list[str] | None) -> str:
+    if names is None:
+        return "unknown"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more or "none"

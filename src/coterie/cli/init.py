@@ -1,0 +1,19 @@
+"""`coterie init`: a folder to begin with."""
+
+from __future__ import annotations
+
+from coterie.cli.options import HOME, MaybeDir, Place
+from coterie.cli.output import say
+
+
+def init(place: Place = None, dir: MaybeDir = None) -> None:  # noqa: A002
+    """Make a society's folder, with commented templates."""
+    from coterie.errors import StoreUnusable
+    from coterie.folder import SocietyFolder
+
+    folder = SocietyFolder(place or dir or HOME)
+    if folder.exists:
+        raise StoreUnusable(f"there is a society in {folder.path} already: run it with coterie serve {folder.path}")
+    for written in folder.make():
+        say(f"wrote {written}")
+    say(f"Next: name your model services in {folder.path / 'llmservices.json'}, then run: coterie serve {folder.path}")

@@ -1,0 +1,64 @@
+"""The log on standard error: lines for people on a terminal, JSON lines for whatever collects them elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+
+from coterie.cli.output import harmless
+from coterie.clock import to_wire
+
+
+def start() -> None:
+    """From now on everything Coterie logs is written; of other libraries, what they warn of."""
+    logging.raiseExceptions = False  # a log that cannot be written is no reason to write about it
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Lines() if sys.stderr.isatty() else JsonLines())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("coterie").setLevel(logging.DEBUG if _debugging() else logging.INFO)
+
+
+def stay_quiet() -> None:
+    """For a command that says itself what went wrong; with COTERIE_DEBUG=1 everything is written all the same."""
+    if _debugging():
+        start()
+    else:
+        logging.getLogger("coterie").addHandler(logging.NullHandler())
+        logging.getLogger("asyncio").addHandler(logging.NullHandler())
+
+
+def _debugging() -> bool:
+    return os.environ.get("COTERIE_DEBUG") == "1"
+
+
+class Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        lines = [f"{at} {level}{harmless(record.getMessage())}", *_error(self, record)]
+        return "\n    ".join(lines)
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": to_wire(datetime.fromtimestamp(record.created, UTC)),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": harmless(record.getMessage()),
+        }
+        if lines := _error(self, record):
+            line["error"] = "\n".join(lines)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _error(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    if not record.exc_info or record.exc_info[1] is None:
+        return []
+    if not _debugging():
+        error = record.exc_info[1]
+        return [harmless(f"{type(error).__name__}: {error}")]
+    return [harmless(line) for line in formatter.formatException(record.exc_info).splitlines()]

@@ -1,0 +1,34 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HOME = Path("coterie-home")
+_AS_JSON = "coterie.json"
+
+
+def _remember(context: typer.Context, wanted: bool) -> bool:
+    context.meta[_AS_JSON] = wanted
+    return wanted
+
+
+def wants_json(context: typer.Context) -> bool:
+    """Whoever reports a failure needs to know, too."""
+    return bool(context.meta.get(_AS_JSON))
+
+
+_dir = typer.Option(
+    "--dir",
+    envvar="COTERIE_DIR",
+    metavar="DIR",
+    help="The society's folder; ./coterie-home when not given.",
+    show_default=False,
+)
+Dir = Annotated[Path, _dir]
+MaybeDir = Annotated[Path | None, _dir]
+Place = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="The same as --dir.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", callback=_remember, help="Write JSON, for programs.")]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from coterie.inspection import Inspection
+from coterie.messages import Message
+from coterie.runtime import Society
+
+from .door import coterie
+
+DAY_MS = 86_400_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A new society of one agent, `assistant`."""
+    path = tmp_path / "society"
+    assert coterie("init", path).code == 0
+    return path
+
+
+def schedule(folder: Path, count: int) -> None:
+    """So many messages for the assistant, due tomorrow."""
+
+    async def send() -> None:
+        async with Society.visit(folder) as society:
+            await asyncio.gather(
+                *(society.send(to="assistant", text=f"{n}", delay_ms=DAY_MS + n) for n in range(count))
+            )
+
+    asyncio.run(send())
+
+
+def waiting(folder: Path) -> Sequence[Message]:
+    async def read() -> Sequence[Message]:
+        async with Inspection.open(folder) as society:
+            return await society.store.waiting("assistant", limit=1_000_000)
+
+    return asyncio.run(read())
+
+
+def delayed(folder: Path) -> Sequence[Message]:
+    async def read() -> Sequence[Message]:
+        async with Inspection.open(folder) as society:
+            return await society.store.delayed("assistant", limit=1_000_000)
+
+    return asyncio.run(read())

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import shutil
+import signal
+import sqlite3
+import tarfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from coterie.folder import SocietyFolder
+from coterie.inspection import Inspection, bytes_path, stored_bytes
+
+from .conftest import delayed, schedule, waiting
+from .door import Serving, coterie
+
+
+@pytest.fixture
+def full(folder: Path, tmp_path: Path) -> Path:
+    """A society with some of everything."""
+    (tmp_path / "note.txt").write_text("a note")
+    coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
+    schedule(folder, 3)
+    (folder / "coterie.toml").write_text('[agents.assistant]\nprompt_file = "roles/a.md"\n')
+    for name in ("prompts/deep/b.md", "roles/a.md", "tools.py", "tools/more.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"# {name}")
+    (folder / "data" / "token").write_text("the token")
+    (folder / "data" / "secrets.json").write_text('{"KEY": "the key"}')
+    return folder
+
+
+@pytest.fixture
+def archive(full: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "society.tar"
+    assert coterie("backup", "--dir", full, "--to", path).code == 0
+    return path
+
+
+def test_a_restored_society_is_the_one_that_was_backed_up(full: Path, archive: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+
+    done = coterie("restore", archive, "--dir", new)
+
+    assert done.code == 0
+    assert f"coterie serve {new}" in done.stdout
+    assert coterie("verify", "--dir", new, "--deep").code == 0
+    assert (waiting(new), delayed(new)) == (waiting(full), delayed(full))
+    for name in ("coterie.toml", "llmservices.json", "prompts/deep/b.md", "roles/a.md", "tools.py", "tools/more.py"):
+        assert (new / name).read_text() == (full / name).read_text()
+
+
+def test_a_backup_is_private_and_holds_no_keys(full: Path, archive: Path) -> None:
+    with tarfile.open(archive) as tar:
+        names = tar.getnames()
+
+    assert archive.stat().st_mode & 0o777 == 0o600
+    assert not [name for name in names if "token" in name or "secrets" in name]
+    assert b"the key" not in archive.read_bytes()
+    done = coterie("backup", "--dir", full, "--to", archive.with_name("second.tar"))
+    assert "Not in it: the access token and the keys of model services" in done.stdout
+
+
+def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp_path: Path) -> None:
+    with Serving(full) as society:
+        made = coterie("backup", "--dir", full, "--to", tmp_path, "--json").json
+        assert coterie("restore", made["file"], "--dir", tmp_path / "new").code == 0
+        assert society.stop() == 0
+
+    assert Path(made["file"]).name.startswith("society-20")
+    assert coterie("verify", "--dir", tmp_path / "new").code == 0
+    assert len(delayed(tmp_path / "new")) == 3
+    with Serving(tmp_path / "new") as restored:
+        assert restored.stop(signal.SIGTERM) == 0
+    assert not [line for line in restored.messages if "did not stop in order" in line]
+
+
+def test_a_restored_event_log_is_another_one(full: Path, archive: Path, tmp_path: Path) -> None:
+    coterie("restore", archive, "--dir", tmp_path / "new")
+
+    assert _log_id(full) != _log_id(tmp_path / "new")
+
+
+def test_an_existing_file_is_not_overwritten(full: Path, archive: Path) -> None:
+    before = archive.read_bytes()
+
+    assert "exists already" in coterie("backup", "--dir", full, "--to", archive).failure
+
+    assert archive.read_bytes() == before
+
+
+def test_a_backup_that_fails_leaves_nothing_behind(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", fail)
+
+    assert "No space left" in coterie("backup", "--dir", full, "--to", target / "a.tar").failure
+    assert list(target.iterdir()) == []
+
+
+def test_lost_bytes_are_told_but_do_not_stop_a_backup(full: Path, tmp_path: Path) -> None:
+    ((sha256, _),) = stored_bytes(full / "data" / "coterie.db")
+    bytes_path(SocietyFolder(full), sha256).unlink()
+
+    done = coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
+
+    assert done.code == 0
+    assert "1 artifact" in done.stderr
+    assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new").code == 0
+    assert len(waiting(tmp_path / "new")) == 1
+
+
+def test_a_society_with_data_is_not_restored_over(full: Path, archive: Path) -> None:
+    coterie("send", "assistant", "newer", "--dir", full)
+    before = waiting(full)
+
+    assert "holds a society with data already" in coterie("restore", archive, "--dir", full).failure
+
+    assert waiting(full) == before
+
+
+def test_a_log_without_its_database_counts_as_data(archive: Path, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    (target / "data").mkdir(parents=True)
+    (target / "data" / "coterie.db-wal").write_bytes(b"x")
+
+    assert "holds a society with data already" in coterie("restore", archive, "--dir", target).failure
+
+
+def test_a_folder_fresh_from_init_may_be_restored_into(archive: Path, tmp_path: Path) -> None:
+    coterie("init", tmp_path / "fresh")
+
+    assert coterie("restore", archive, "--dir", tmp_path / "fresh").code == 0
+    assert "prompt_file" in (tmp_path / "fresh" / "coterie.toml").read_text()
+
+
+def test_the_owners_own_work_is_not_overwritten(archive: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    coterie("init", target)
+    (target / "coterie.toml").write_text("# mine")
+
+    assert "differs from the backup's" in coterie("restore", archive, "--dir", target).failure
+
+    assert (target / "coterie.toml").read_text() == "# mine"
+    assert sorted(path.name for path in target.iterdir()) == ["coterie.toml", "data", "llmservices.json"]
+    assert not (target / "data" / "coterie.db").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.005, 0.02, 0.5, 0.9, 0.99, 0.999])
+def test_a_backup_cut_short_is_refused_and_leaves_nothing(archive: Path, tmp_path: Path, share: float) -> None:
+    with tarfile.open(archive) as tar:
+        whole = max(member.offset_data + member.size for member in tar)  # behind it there is only padding
+    cut = tmp_path / "cut.tar"
+    cut.write_bytes(archive.read_bytes()[: int(whole * share)])
+
+    sentence = coterie("restore", cut, "--dir", tmp_path / "deep" / "new").failure
+
+    assert "is cut short" in sentence or "is not a Coterie backup" in sentence
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_changed_byte_is_noticed_wherever_it_is(archive: Path, tmp_path: Path) -> None:
+    with tarfile.open(archive) as tar:
+        places = [member.offset_data + member.size // 2 for member in tar if member.size]
+    data = archive.read_bytes()
+    changed = tmp_path / "changed.tar"
+    for place in places:
+        changed.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert coterie("restore", changed, "--dir", tmp_path / "new").failure
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"\0" * 10_240, b"PK\x03\x04" * 500, b"\x1f\x8b" + b"z" * 2000])
+def test_a_foreign_file_is_no_backup(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "foreign").write_bytes(content)
+
+    assert "is not a Coterie backup" in coterie("restore", tmp_path / "foreign", "--dir", tmp_path / "new").failure
+    assert not (tmp_path / "new").exists()
+
+
+def _member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, 5 if kind == tarfile.REGTYPE else 0
+    return info
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        _member("/etc/hostile"),
+        _member("coterie-backup//etc/hostile"),
+        _member("coterie-backup/../hostile"),
+        _member("coterie-backup/prompts/../../../hostile"),
+        _member("coterie-backup/./hostile"),
+        _member("elsewhere/hostile"),
+        _member("coterie-backup/data/token"),
+        _member("coterie-backup/data/secrets.json"),
+        _member("coterie-backup/DATA/token"),
+        _member("coterie-backup/data"),
+        _member("coterie-backup/data/artifacts/ab/hostile"),
+        _member("coterie-backup/prompts/link", tarfile.SYMTYPE, "/etc/passwd"),
+        _member("coterie-backup/prompts/link", tarfile.LNKTYPE, "coterie-backup/data/coterie.db"),
+        _member("coterie-backup/prompts/device", tarfile.CHRTYPE),
+        _member("coterie-backup/prompts/pipe", tarfile.FIFOTYPE),
+        _member("coterie-backup/prompts", tarfile.DIRTYPE),
+    ],
+    ids=lambda info: f"{info.name}:{info.type.decode()}",
+)
+def test_what_no_backup_contains_is_refused_before_it_is_written(
+    archive: Path, tmp_path: Path, hostile: tarfile.TarInfo
+) -> None:
+    bad = _rebuilt(archive, tmp_path / "bad.tar", lambda tar: tar.addfile(hostile, io.BytesIO(b"12345")))
+    before = set(tmp_path.rglob("*"))
+
+    assert "is not a Coterie backup" in coterie("restore", bad, "--dir", tmp_path / "new").failure
+
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_name_that_comes_twice_is_refused(archive: Path, tmp_path: Path) -> None:
+    twice = _rebuilt(
+        archive,
+        tmp_path / "bad.tar",
+        lambda tar: tar.addfile(_member("coterie-backup/coterie.toml"), io.BytesIO(b"12345")),
+    )
+
+    assert coterie("restore", twice, "--dir", tmp_path / "new").failure
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_society_that_contradicts_itself_is_not_put_in_place(full: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(full / "data" / "coterie.db")) as db, db:
+        db.execute("UPDATE agents SET delayed = 7 WHERE id = 'assistant'")
+    coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
+
+    assert "counters: assistant" in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new").failure
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_restore_that_is_terminated_leaves_nothing(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.restore._make_ready", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    assert coterie("restore", archive, "--dir", tmp_path / "new").code == 143
+
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_restore_left_is_no_hindrance(archive: Path, tmp_path: Path) -> None:
+    left = tmp_path / "new" / ".restoring-x"
+    left.mkdir(parents=True)
+    shutil.copy(archive, left)
+
+    assert coterie("restore", archive, "--dir", tmp_path / "new").code == 0
+    assert not left.exists()
+
+
+def _rebuilt(archive: Path, target: Path, change: Callable[[tarfile.TarFile], None]) -> Path:
+    """The same members, and something more before the manifest."""
+    with tarfile.open(archive) as old, tarfile.open(target, "w") as new:
+        for member in old:
+            if member.name.endswith("manifest.json"):
+                change(new)
+            new.addfile(member, old.extractfile(member))
+    return target
+
+
+def _log_id(folder: Path) -> str:
+    async def read() -> str:
+        async with Inspection.open(folder) as society:
+            return society.store.info.log_id
+
+    return asyncio.run(read())

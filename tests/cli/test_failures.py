@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coterie as package
+from coterie.folder import SocietyFolder
+
+from .conftest import schedule
+from .door import coterie, coterie_process
+
+
+def test_the_version_is_told() -> None:
+    assert coterie("--version").stdout == f"coterie {package.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [("sedn",), ("send",), ("delayed", "--limit", "0"), ("check", "--nope")])
+def test_wrong_usage_exits_with_2_and_points_to_the_help(args: tuple[str, ...]) -> None:
+    done = coterie(*args)
+
+    assert done.code == 2
+    assert "--help" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_nobody_planned_for_is_one_sentence_with_an_incident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: SocietyFolder) -> list[Path]:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(SocietyFolder, "make", fail)
+
+    sentence = coterie("init", tmp_path / "x").failure
+
+    assert "incident" in sentence
+    assert "COTERIE_DEBUG=1" in sentence
+    assert "secret detail" not in sentence
+
+
+def test_debugging_shows_where_it_went_wrong(folder: Path) -> None:
+    done = coterie_process(
+        "send",
+        "assistant",
+        "x",
+        "--dir",
+        folder,
+        env={"COTERIE_DEBUG": "1", "COTERIE_FAILPOINTS": "commit.before:1:raise"},
+    )
+
+    assert done.code == 1
+    assert "FailpointHit" in done.stderr
+    assert "Traceback" in done.stderr
+
+
+def test_without_debugging_there_is_no_traceback(folder: Path) -> None:
+    done = coterie_process(
+        "send", "assistant", "x", "--dir", folder, env={"COTERIE_FAILPOINTS": "commit.before:1:raise"}
+    )
+
+    assert "FailpointHit" in done.failure
+
+
+# As for people: what is written is held back until there is enough of it.
+BUFFERED = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_reader_who_leaves_early_hears_no_complaint(folder: Path, form: tuple[str, ...]) -> None:
+    schedule(folder, 2000)
+    command = [sys.executable, "-m", "coterie", "delayed", "--limit", "2000", "--dir", str(folder), *form]
+    with subprocess.Popen(
+        command, env=BUFFERED, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+
+        assert process.stderr.read() == ""
+        assert process.wait() == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("environment", [BUFFERED, BUFFERED | {"PYTHONUNBUFFERED": "1"}])
+@pytest.mark.parametrize("args", [("--help",), ("check",)])
+def test_output_that_cannot_be_written_is_a_failure_in_one_sentence(
+    folder: Path, args: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "coterie", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | {"COTERIE_DIR": str(folder)},
+        )
+
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "No space left" in done.stderr
+
+
+def test_an_encoding_without_the_character_is_no_failure(folder: Path) -> None:
+    coterie("send", "assistant", "größer", "--delay", "1h", "--dir", folder)
+
+    done = coterie_process("delayed", "--dir", folder, env={"PYTHONIOENCODING": "ascii"})
+
+    assert done.code == 0
+    assert r"gr\xf6\xdfer" in done.stdout
+
+
+def test_importing_coterie_costs_next_to_nothing() -> None:
+    assert _loaded_by("import coterie") & {"asyncio", "msgspec", "sqlite3", "typer", "rich", "httpx"} == set()
+
+
+def test_help_waits_for_nothing_that_only_a_command_needs() -> None:
+    heavy = {"asyncio.events", "coterie.runtime", "httpx", "msgspec", "pydantic", "rich", "sqlite3", "tarfile"}
+
+    assert _loaded_by("import sys; sys.argv[1:] = ['--help']; from coterie.cli import main; main()") & heavy == set()
+
+
+def _loaded_by(code: str) -> set[str]:
+    script = f"{code}\nimport sys; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())

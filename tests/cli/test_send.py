@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coterie.inspection import Inspection, bytes_path
+from coterie.stores.sqlite.lock import FolderLock
+
+from .conftest import delayed, schedule, waiting
+from .door import coterie, coterie_process
+
+
+def test_a_message_is_stored_for_its_recipient(folder: Path) -> None:
+    done = coterie("send", "assistant", "hello", "--dir", folder)
+
+    (message,) = waiting(folder)
+    assert done.code == 0
+    assert message.id in done.stdout
+    assert (message.sender, message.payload) == ("user", {"text": "hello"})
+
+
+def test_a_delayed_message_comes_with_its_due_time(folder: Path) -> None:
+    receipt = coterie("send", "assistant", "later", "--delay", "2h", "--dir", folder, "--json").json
+
+    (message,) = delayed(folder)
+    assert receipt == {
+        "messageId": message.id,
+        "state": "delayed",
+        "scheduledDeliveryTime": message.to_wire()["deliverAt"],
+    }
+    assert message.deliver_at is not None
+    assert (message.deliver_at - message.created_at).total_seconds() == 7200
+
+
+def test_sending_delivers_nothing_else_early(folder: Path) -> None:
+    schedule(folder, 3)
+
+    assert coterie("send", "assistant", "now", "--dir", folder).code == 0
+
+    assert len(delayed(folder)) == 3
+    assert [m.payload["text"] for m in waiting(folder)] == ["now"]
+
+
+def test_a_typo_in_the_name_gets_a_hint(folder: Path) -> None:
+    assert 'did you mean "assistant"?' in coterie("send", "asistant", "hi", "--dir", folder).failure
+    assert "assistant, user" in coterie("send", "zork", "hi", "--dir", folder).failure
+
+
+def test_a_program_learns_the_code_of_a_refusal(folder: Path) -> None:
+    options = [f"--quick-reply={n}" for n in range(11)]
+
+    done = coterie("send", "assistant", "pick", *options, "--dir", folder, "--json")
+
+    assert done.json["error"] == "quickReplies_too_many"
+    assert done.json["message"] == done.failure
+
+
+def test_quick_replies_travel_in_their_order(folder: Path) -> None:
+    coterie("send", "assistant", "pick", "--quick-reply", "No", "--quick-reply", "Yes", "--dir", folder)
+
+    assert waiting(folder)[0].payload["quickReplies"] == ["No", "Yes"]
+
+
+def test_an_attached_file_is_kept_and_described_by_its_bytes(folder: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "chart.txt"
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+
+    assert coterie("send", "assistant", "look", "--attach", picture, "--dir", folder).code == 0
+
+    (attachment,) = waiting(folder)[0].payload["attachments"]
+    assert (attachment["filename"], attachment["type"], attachment["size"]) == ("chart.txt", "image", 108)
+    assert _bytes_of(folder, attachment["artifactRef"]) == picture.read_bytes()
+
+
+def test_a_missing_attachment_sends_nothing(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "here.txt").write_text("x")
+    files = ("--attach", tmp_path / "here.txt", "--attach", tmp_path / "gone.txt")
+
+    assert "gone.txt" in coterie("send", "assistant", "look", *files, "--dir", folder).failure
+
+    assert not (folder / "data" / "coterie.db").exists()
+
+
+@pytest.mark.parametrize("delay", ["10", "soon", "-5s"])
+def test_a_delay_that_is_no_duration_is_wrong_usage(folder: Path, delay: str) -> None:
+    done = coterie("send", "assistant", "hi", f"--delay={delay}", "--dir", folder)
+
+    assert done.code == 2
+    assert "500ms, 10s, 5m, 2h or 1d" in done.stderr
+
+
+def test_a_wrong_folder_is_named_and_not_made(tmp_path: Path) -> None:
+    assert "coterie init" in coterie("send", "assistant", "hi", "--dir", tmp_path / "typo").failure
+
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_society_that_runs_is_left_alone_and_its_process_named(folder: Path) -> None:
+    lock = FolderLock(folder / "data")
+    try:
+        # Another process, because a lock does not keep out its own.
+        assert f"process {_own_pid()}" in coterie_process("send", "assistant", "hi", "--dir", folder).failure
+    finally:
+        lock.release()
+
+
+def test_a_crash_before_the_commit_sends_nothing(folder: Path) -> None:
+    coterie("send", "assistant", "first", "--dir", folder)
+
+    killed = coterie_process(
+        "send", "assistant", "second", "--dir", folder, env={"COTERIE_FAILPOINTS": "commit.before:2:kill"}
+    )
+
+    assert killed.code == -9
+    assert [m.payload["text"] for m in waiting(folder)] == ["first"]
+
+
+def _own_pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def _bytes_of(folder: Path, ref: str) -> bytes:
+    async def read() -> bytes:
+        async with Inspection.open(folder) as society:
+            artifact = (await society.store.artifacts([ref]))[ref]
+            return bytes_path(society.place, artifact.sha256).read_bytes()
+
+    return asyncio.run(read())

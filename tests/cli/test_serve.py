@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import delayed, schedule, waiting
+from .door import Serving, coterie, coterie_process
+
+
+def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
+    with Serving(folder) as society:
+        banner = "".join(society.banner)
+
+        assert f"runs the society in {folder}" in banner
+        assert "sqlite" in banner
+        assert "assistant" in banner
+        assert f"kill {society.pid}" in banner
+        assert coterie("check", "--dir", folder, "--json").json["runningPid"] == society.pid
+
+
+def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
+    with Serving(tmp_path / "new") as society:
+        assert society.stop() == 0
+
+    assert "commented templates" in society.banner[0]
+    assert (tmp_path / "new" / "llmservices.json").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Path, number: signal.Signals) -> None:
+    schedule(folder, 3)
+
+    with Serving(folder) as society:
+        assert society.stop(number) == 0
+
+    assert "stopping: delivering 3 delayed messages early" in society.messages
+    assert delayed(folder) == []
+    assert [(m.payload["text"], m.early) for m in waiting(folder)] == [("0", True), ("1", True), ("2", True)]
+
+
+def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Path) -> None:
+    schedule(folder, 3)
+    with Serving(folder) as first:
+        first.stop()
+
+    with Serving(folder) as second:
+        assert coterie("verify", "--dir", folder).code == 0
+        assert [m.early for m in waiting(folder)] == [True] * 3
+        assert not [line for line in second.messages if "did not stop in order" in line]
+
+
+def test_a_stop_can_leave_the_schedule_as_it_is(folder: Path) -> None:
+    (folder / "coterie.toml").write_text('[shutdown]\ndelayed = "keep"\n')
+    schedule(folder, 2)
+    before = delayed(folder)
+
+    with Serving(folder) as society:
+        assert society.stop() == 0
+
+    assert delayed(folder) == before
+    assert "stopping: 2 delayed messages stay scheduled" in society.messages
+
+
+def test_after_kill_9_every_delayed_message_is_still_there(folder: Path) -> None:
+    schedule(folder, 5)
+    before = delayed(folder)
+    with Serving(folder) as society:
+        society.stop(signal.SIGKILL)
+
+    with Serving(folder) as again:
+        assert delayed(folder) == before
+        again.wait_for_log("did not stop in order")
+        assert coterie("verify", "--dir", folder).code == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once_and_counts_what_stays(folder: Path) -> None:
+    schedule(folder, 20_000)
+
+    with Serving(folder) as society:
+        society.tell(signal.SIGTERM)
+        society.wait_for_log("delivering 20000 delayed messages early")
+        asked = time.monotonic()
+        society.tell(signal.SIGTERM)
+        assert society.wait() == 1
+        assert time.monotonic() - asked < 1
+
+    left = len(delayed(folder))
+    assert left > 0
+    assert f"forced exit: {left} delayed messages were not delivered; they stay scheduled" in society.messages
+    assert left + len(waiting(folder)) == 20_000
+    assert coterie("verify", "--dir", folder).code == 0
+
+
+@pytest.mark.slow
+def test_a_long_stop_tells_every_second_how_much_is_left(folder: Path) -> None:
+    schedule(folder, 50_000)
+
+    with Serving(folder) as society:
+        society.tell(signal.SIGTERM)
+        society.wait_for_log("delayed messages left to deliver")
+        assert society.wait() == 0
+
+    assert len(waiting(folder)) == 50_000
+
+
+def test_a_second_process_is_turned_away_and_the_first_goes_on(folder: Path) -> None:
+    with Serving(folder) as first:
+        second = coterie_process("serve", folder)
+
+        assert f"process {first.pid}" in second.failure
+        assert second.stdout == ""
+        assert first.process.poll() is None
+        assert first.stop() == 0
+
+
+def test_configuration_that_stops_a_start_is_told_in_one_sentence(folder: Path) -> None:
+    (folder / "coterie.toml").write_text('[server]\nport = "x"\n[agents.ada]\nnmae = "Ada"\n')
+
+    assert "coterie.toml: server.port" in coterie_process("serve", folder).failure
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process can be set on Linux only")
+def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) -> None:
+    with Serving(folder):
+        pass  # the files exist from here on
+    coterie("send", "assistant", "soon", "--delay", "3s", "--dir", folder)
+
+    with Serving(folder) as society:
+        resource.prlimit(society.pid, resource.RLIMIT_FSIZE, (0, 0))
+        assert society.wait() == 1
+
+    assert society.log[-1]["level"] == "critical"
+    assert "check the disk, then start again" in society.log[-1]["message"]
+    assert len(delayed(folder)) == 1
+
+
+def test_the_log_on_a_terminal_is_for_people(folder: Path) -> None:
+    keyboard, screen = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "coterie", "serve", str(folder)], stdout=subprocess.PIPE, stderr=screen, text=True
+    ) as process:
+        os.close(screen)
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("Ready"):
+            pass
+        process.terminate()
+        assert process.wait() == 0
+    log = os.read(keyboard, 100_000).decode()
+    os.close(keyboard)
+
+    assert "stopped" in log
+    assert "{" not in log
