@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
@@ -34,15 +35,20 @@ class Clock(Protocol):
         ...
 
 
+def _boot_ns() -> int:
+    return time.clock_gettime_ns(_BOOT)
+
+
 class SystemClock:
     """The wall clock of the moment it was made, plus the time elapsed since."""
 
-    def __init__(self) -> None:
-        self._boot_offset = time.time_ns() - time.clock_gettime_ns(_BOOT)
-        self._seen_offset = self._boot_offset
+    def __init__(self, wall_ns: Callable[[], int] = time.time_ns, boot_ns: Callable[[], int] = _boot_ns) -> None:
+        """`wall_ns`, `boot_ns`: the machine's clocks."""
+        self._wall_ns, self._boot_ns = wall_ns, boot_ns
+        self._boot_offset = self._seen_offset = wall_ns() - boot_ns()
 
     def now(self) -> datetime:
-        return from_ms((time.clock_gettime_ns(_BOOT) + self._boot_offset) // 1_000_000)
+        return from_ms((self._boot_ns() + self._boot_offset) // 1_000_000)
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -57,7 +63,7 @@ class SystemClock:
         await asyncio.sleep(duration.total_seconds())
 
     def stepped(self) -> timedelta | None:
-        offset = time.time_ns() - time.clock_gettime_ns(_BOOT)
+        offset = self._wall_ns() - self._boot_ns()
         step = timedelta(microseconds=(offset - self._seen_offset) // 1000)
         self._seen_offset = offset
         return step if abs(step) > timedelta(seconds=2) else None

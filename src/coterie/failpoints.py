@@ -1,12 +1,14 @@
-"""Named places where a test can make this process fail: `COTERIE_FAILPOINTS="name:nth:kill|raise|pause,…"`.
+"""Named places where a test can make this process fail: `COTERIE_FAILPOINTS="name:nth:kill|raise|pause|hang,…"`.
 
-Without the variable a failpoint costs one truth test. `pause` stops the process as SIGSTOP would, for zombies.
+Without the variable a failpoint costs one truth test. `pause` stops the process as SIGSTOP would, for zombies; `hang`
+keeps this thread there for ever while the others go on, so that whatever they say too soon can be heard.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 
 _armed: dict[str, tuple[int, str]] = {}
@@ -43,5 +45,7 @@ def _strike(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "pause":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            threading.Event().wait()
         case _:
             raise FailpointHit(name)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
 
 from coterie.artifacts import Artifact, Bytes, tidy_filename
 from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.filetype import sniff
 from coterie.ids import id_for, new_id
-from coterie.store import Retention, Store
+from coterie.store import Pruned, Retention, Store
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +21,22 @@ log = logging.getLogger(__name__)
 class Library:
     def __init__(self, store: Store, kept: Bytes, clock: Clock, *, limit: int) -> None:
         self._store, self._bytes, self._clock, self._limit = store, kept, clock, limit
+        self._deleting = asyncio.Lock()
+        self._coming_in = 0
 
     async def put(self, chunks: AsyncIterable[bytes] | bytes, filename: str | None, key: str | None = None) -> Artifact:
         """Keep a file. It is durable, and can be named in messages, when this returns.
 
         Put again with the same `key`, it is the same artifact.
         """
+        async with self._deleting:
+            self._coming_in += 1
+        try:
+            return await self._take_in(chunks, filename, key)
+        finally:
+            self._coming_in -= 1
+
+    async def _take_in(self, chunks: AsyncIterable[bytes] | bytes, filename: str | None, key: str | None) -> Artifact:
         stored = await self._bytes.put(_one(chunks) if isinstance(chunks, bytes) else chunks, self._limit)
         type_, mime_type = sniff(stored.head)
         return await self._store.add_artifact(
@@ -57,12 +70,20 @@ class Library:
     async def tidy(self, retention: Retention) -> None:
         """Let go of what nobody needs any more."""
         while True:
-            pruned = await self._store.prune(retention)
-            for sha256 in pruned.bytes_to_delete:
-                await self._bytes.delete(sha256)
+            pruned = await self._tidy_once(retention)
             if not (pruned.messages or pruned.events or pruned.bytes_to_delete):
                 return
             log.info("removed %d old messages and %d old events", pruned.messages, pruned.events)
+
+    async def _tidy_once(self, retention: Retention) -> Pruned:
+        async with self._deleting:
+            if self._coming_in:
+                # The same bytes may be coming in again and be kept already, but not yet named: next time, then.
+                retention = replace(retention, loose_artifacts=timedelta.max)
+            pruned = await self._store.prune(retention)
+            for sha256 in pruned.bytes_to_delete:
+                await self._bytes.delete(sha256)
+        return pruned
 
 
 async def _one(data: bytes) -> AsyncIterator[bytes]:

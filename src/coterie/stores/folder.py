@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from coterie.artifacts import HEAD_BYTES, StoredBytes
-from coterie.errors import Refused, StoreUnavailable
+from coterie.errors import Refused, StoreUnavailable, StoreUnusable
 from coterie.failpoints import hit
 from coterie.ids import new_id
 
+T = TypeVar("T")
 PIECE = 256 * 1024
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FolderBytes:
     def __init__(self, folder: Path) -> None:
         self._folder, self._incoming = folder, folder / "incoming"
-        self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in self._incoming.iterdir():  # uploads that a crash cut off
-            left.unlink()
+        try:
+            for place in (folder, self._incoming):
+                place.mkdir(exist_ok=True, mode=0o700)
+            for left in self._incoming.iterdir():  # uploads that a crash cut off
+                left.unlink()
+        except OSError as error:
+            raise StoreUnusable(
+                f"{error.filename} cannot be used ({error.strerror}): make {folder} yours and writable"
+            ) from error
 
     async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBytes:
         temporary = self._incoming / new_id()
         digest, size, head = hashlib.sha256(), 0, b""
         try:
-            with await asyncio.to_thread(_create, temporary) as file:
+            with await _on_disk(_create, temporary) as file:
                 async for chunk in chunks:
                     size += len(chunk)
                     if size > limit:
@@ -37,14 +46,10 @@ class FolderBytes:
                         )
                     if len(head) < HEAD_BYTES:
                         head += chunk[: HEAD_BYTES - len(head)]
-                    await asyncio.to_thread(_take, file, digest, chunk)
-                await asyncio.to_thread(_flush, file)
+                    await _on_disk(_take, file, digest, chunk)
+                await _on_disk(_flush, file)
             hit("artifact.before_rename")
-            await asyncio.to_thread(_settle, temporary, self._path(digest.hexdigest()))
-        except OSError as error:
-            raise StoreUnavailable(
-                f"the file could not be kept ({error.strerror}): nothing of it stays", full=True
-            ) from error
+            await _on_disk(_settle, temporary, self._path(digest.hexdigest()))
         finally:
             temporary.unlink(missing_ok=True)
         return StoredBytes(sha256=digest.hexdigest(), size=size, head=head)
@@ -71,6 +76,16 @@ class FolderBytes:
 
     def _path(self, sha256: str) -> Path:
         return self._folder / sha256[:2] / sha256
+
+
+async def _on_disk(work: Callable[..., T], *arguments: object) -> T:
+    """In a thread. The disk's failures become ours here, and only those: a sender who hangs up is another matter."""
+    try:
+        return await asyncio.to_thread(work, *arguments)
+    except OSError as error:
+        raise StoreUnavailable(
+            f"the file could not be kept ({error.strerror}): nothing of it stays", full=error.errno in _FULL
+        ) from error
 
 
 def _take(file: BinaryIO, digest: hashlib._Hash, chunk: bytes) -> None:

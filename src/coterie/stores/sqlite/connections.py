@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from coterie.errors import StoreBroken, StoreError, StoreUnavailable, StoreUnusable
+from coterie.stores.sqlite.migrate import check_version
 
 Durability = Literal["full", "relaxed"]
 
@@ -23,10 +24,18 @@ _BROKEN = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=BUSY_SECONDS)
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
-    _common(db)
+    """For the one who writes. A database that is not ours is refused before anything in it changes."""
+    db = sqlite3.connect(
+        path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=BUSY_SECONDS
+    )
+    try:
+        check_version(db)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
+        _common(db)
+    except BaseException:
+        db.close()
+        raise
     return db
 
 
@@ -45,8 +54,14 @@ def _common(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA trusted_schema = OFF")
 
 
-def translate(error: sqlite3.Error) -> StoreError:
+DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""The second where damage has reached the words of the first."""
+
+
+def translate(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
     """What a database error means for the caller."""
+    if isinstance(error, UnicodeDecodeError):
+        return StoreBroken("the database is damaged: restore a backup with coterie restore FILE")
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in _FULL:
         return StoreUnavailable(

@@ -7,14 +7,19 @@ import fcntl
 import os
 from pathlib import Path
 
-from coterie.errors import StoreOwned
+from coterie.errors import StoreOwned, StoreUnusable
 
 
 class FolderLock:
     """The lock is the truth; the pid inside the file is only for the message to whoever comes second."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreUnusable(
+                f"{folder / 'lock'} cannot be opened ({error.strerror}): make it yours and writable"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -31,7 +31,8 @@ def check_version(db: sqlite3.Connection) -> int:
     """The schema's number; `StoreUnusable` if it is not ours to open."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     application = db.execute("PRAGMA application_id").fetchone()[0]
-    if version and application != APPLICATION_ID:
+    empty = not version and not db.execute("SELECT 1 FROM sqlite_schema").fetchone()
+    if application != APPLICATION_ID and not empty:
         raise StoreUnusable("data/coterie.db is not a Coterie database: move it away, then start again")
     newest = migrations()[-1][0]
     if version > newest:

@@ -10,7 +10,8 @@ import msgspec
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
-from coterie.messages import Message
+from coterie.errors import StoreUnusable
+from coterie.messages import Message, Payload
 
 MESSAGE = (
     "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
@@ -19,7 +20,7 @@ MESSAGE = (
 AGENT = "id, name, kind, state, waiting, delayed"
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
 
-_decode = msgspec.json.decode
+_decode = msgspec.json.Decoder(Payload).decode
 
 
 def to_message(row: tuple[Any, ...]) -> Message:
@@ -30,7 +31,7 @@ def to_message(row: tuple[Any, ...]) -> Message:
         id=id_,
         sender=sender,
         to=to,
-        payload=_decode(payload),
+        payload=_payload(id_, payload),
         state=state,
         created_at=from_ms(created_at),
         deliver_at=None if deliver_at is None else from_ms(deliver_at),
@@ -46,6 +47,15 @@ def to_message(row: tuple[Any, ...]) -> Message:
         reason=reason,
         replay_of=replay_of,
     )
+
+
+def _payload(message_id: str, stored: str) -> Payload:
+    try:
+        return _decode(stored)
+    except msgspec.DecodeError as error:
+        raise StoreUnusable(
+            f"the stored message {message_id} is damaged ({error}): restore a backup with coterie restore FILE"
+        ) from error
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:

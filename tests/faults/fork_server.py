@@ -1,0 +1,86 @@
+"""The other end of `harness.ForkServer`: run as a program, it does what each line of its input asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie import failpoints
+from coterie.stores.sqlite.migrate import migrations
+
+from . import kill_cycles, scenarios
+from .harness import PATIENCE, Child
+
+_held: dict[int, Child] = {}
+
+
+def run(scenario: str, folder: str, arm: str = "", uid: int | None = None, **arguments: Any) -> dict[str, Any]:
+    """One scenario in a fork of its own, with failpoints armed: how it ended, and what it returned or raised."""
+    child = Child(functools.partial(_perform, scenario, folder, arm, uid, arguments))
+    words = child.last_words()
+    status = child.end()
+    return {"status": status, "pid": child.pid, **(json.loads(words) if words else {})}
+
+
+def hold(folder: str) -> int:
+    """The pid of a fork that runs the society in `folder` until `kill`."""
+    child = Child(functools.partial(_perform_holding, folder))
+    assert child.said(PATIENCE) == b"open", "it did not open"
+    _held[child.pid] = child
+    return child.pid
+
+
+def kill(pid: int) -> int:
+    child = _held.pop(pid)
+    child.kill()
+    return child.end()
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "hold": hold, "kill": kill, "cycles": kill_cycles.run}
+
+
+def _perform(scenario: str, folder: str, arm: str, uid: int | None, arguments: dict[str, Any], pipe: int) -> None:
+    if uid is not None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    failpoints.arm(arm)
+    answer: dict[str, Any]
+    try:
+        answer = {"returned": asyncio.run(getattr(scenarios, scenario)(Path(folder), **arguments))}
+    except Exception as error:
+        answer = {
+            "raised": type(error).__name__,
+            "message": str(error),
+            "owner": getattr(error, "pid", None),
+            "traceback": traceback.format_exc(),
+        }
+    os.write(pipe, json.dumps(answer).encode())
+
+
+def _perform_holding(folder: str, pipe: int) -> None:
+    asyncio.run(scenarios.hold(Path(folder), pipe))
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    migrations()  # imports what reads package data, which a fork of another user may not be able to reach
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"result": COMMANDS[request["command"]](**request["arguments"])}
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

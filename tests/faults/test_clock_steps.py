@@ -1,0 +1,147 @@
+"""The wall clock is set or strobes, the machine sleeps: nothing is early, nothing is postponed, steps are logged."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from coterie.clock import SystemClock, to_ms
+from coterie.runtime import Society
+from coterie.testing import FakeClock
+
+from .scenarios import make_home
+
+YEAR = timedelta(days=365)
+
+
+class Machine(FakeClock):
+    """The real clock on a machine whose readings a test controls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_by = self._slept = timedelta(0)
+        self._system = SystemClock(wall_ns=self._wall_ns, boot_ns=self._boot_ns)
+
+    def set_wall(self, by: timedelta) -> None:
+        self._set_by += by
+
+    def suspend(self, length: timedelta) -> None:
+        """Nothing runs and no timer counts, but the clocks of the board do."""
+        self._slept += length
+
+    def now(self) -> datetime:
+        return self._system.now()
+
+    def stepped(self) -> timedelta | None:
+        return self._system.stepped()
+
+    def _boot_ns(self) -> int:
+        return (to_ms(self._now) - 1_800_000_000_000 + self._slept // timedelta(milliseconds=1)) * 1_000_000
+
+    def _wall_ns(self) -> int:
+        return self._boot_ns() + 1_800_000_000_000_000_000 + self._set_by // timedelta(microseconds=1) * 1000
+
+
+@pytest.fixture
+async def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+async def society(tmp_path: Path, machine: Machine) -> AsyncIterator[Society]:
+    make_home(tmp_path / "society")
+    async with Society.open(tmp_path / "society", clock=machine) as opened:
+        yield opened
+        assert [violation async for violation in opened.store.violations()] == []
+
+
+def steps_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "wall clock" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("by", "shown"), [(timedelta(hours=1), "+3600"), (-timedelta(hours=1), "-3600"), (-YEAR, "-31536000")], ids=str
+)
+async def test_a_step_of_the_wall_clock_neither_hurries_nor_postpones_a_delayed_message_and_is_logged(
+    by: timedelta, shown: str, society: Society, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "coterie")
+    await society.send(to="ada", text="in ten minutes", delay_ms=600_000)
+    await machine.advance(minutes=1)
+    machine.set_wall(by)
+
+    await machine.advance(minutes=9, milliseconds=-1)
+    assert await society.waiting("ada") == [], "early"
+    await machine.advance(milliseconds=1)
+    assert [message.payload["text"] for message in await society.waiting("ada")] == ["in ten minutes"]
+    (line,) = steps_logged(caplog)
+    assert shown in line
+
+
+async def test_a_strobing_wall_clock_moves_no_due_time(
+    society: Society, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "coterie")
+    for second in range(1, 21):
+        await society.send(to="ada", text=str(second), delay_ms=second * 1000)
+    for second in range(1, 21):
+        machine.set_wall(timedelta(seconds=4.1 if second % 2 else -4.1))
+        await machine.advance(milliseconds=999)
+        assert len(await society.waiting("ada")) == second - 1, "early"
+        await machine.advance(milliseconds=1)
+        assert len(await society.waiting("ada")) == second, "late"
+    assert len(steps_logged(caplog)) >= 10
+
+
+async def test_small_corrections_of_the_wall_clock_are_not_worth_a_line(
+    society: Society, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "coterie")
+    for _ in range(10):
+        machine.set_wall(timedelta(milliseconds=300))
+        await machine.advance(seconds=1)
+    assert steps_logged(caplog) == []
+
+
+async def test_time_asleep_counts_and_what_fell_due_is_delivered_within_a_second_of_waking(
+    society: Society, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "coterie")
+    await society.send(to="ada", text="in an hour", delay_ms=3_600_000)
+    await society.send(to="ada", text="in three hours", delay_ms=3 * 3_600_000)
+    await machine.advance(minutes=1)
+    assert await society.waiting("ada") == []
+
+    machine.suspend(timedelta(hours=2))
+    await machine.advance(seconds=1)
+
+    assert [message.payload["text"] for message in await society.waiting("ada")] == ["in an hour"]
+    assert steps_logged(caplog) == [], "sleeping is no step"
+
+
+async def test_after_a_restart_on_a_clock_set_back_a_year_times_shown_do_not_go_back_and_new_delays_still_work(
+    tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "coterie")
+    make_home(tmp_path / "society")
+    async with Society.open(tmp_path / "society", clock=machine) as society:
+        await society.send(to="ada", text="before")
+    earlier = Machine()
+    earlier.set_wall(-YEAR)
+    earlier._system = SystemClock(wall_ns=earlier._wall_ns, boot_ns=earlier._boot_ns)
+
+    async with Society.open(tmp_path / "society", clock=earlier) as society:
+        await society.send(to="ada", text="after")
+        await society.send(to="ada", text="delayed", delay_ms=5_000)
+        await earlier.advance(milliseconds=4_999)
+        assert await society.bus.delayed_count() == 1
+        await earlier.advance(milliseconds=1)
+        messages = await society.waiting("ada")
+        assert [message.payload["text"] for message in messages] == ["before", "after", "delayed"]
+        assert sorted(messages, key=lambda message: message.created_at) == list(messages)
+        assert [violation async for violation in society.store.violations()] == []
+    assert any("behind the last run" in record.getMessage() for record in caplog.records)

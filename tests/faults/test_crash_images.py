@@ -1,0 +1,184 @@
+"""Power cuts and bit rot, as pictures of the disk: each holds a state that was committed, or is said to be damaged."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from coterie.clock import Clock
+from coterie.errors import StoreError, StoreUnusable
+from coterie.store import Page
+from coterie.stores.sqlite import SqliteStore
+from coterie.testing import FakeClock
+
+from .examiner import open_database, unsound
+from .recording import PAGE, Content, Image, Recording, content
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return int(os.environ.get("COTERIE_FAULT_SEED") or random.randrange(1 << 32))
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Recording:
+    made = Recording(tmp_path_factory.mktemp("recorded") / "society", seed, 70)
+    assert len(made.moments) >= 50
+    assert made.checkpoints >= 3
+    return made
+
+
+def replay(seed: int) -> str:
+    return f"COTERIE_FAULT_SEED={seed} python -m pytest tests/faults/test_crash_images.py"
+
+
+async def found_in(image: Image, folder: Path, clock: Clock) -> Content:
+    """What the next start finds, having checked it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    image.write(folder / "data")
+    store = await SqliteStore.open(folder / "data", clock)
+    assert [violation async for violation in store.violations()] == []
+    await store.close()
+    with open_database(folder) as db:
+        return content(db)
+
+
+async def open_images(
+    recording: Recording, seed: int, folder: Path, clock: Clock, step: int, count: int
+) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    images = recording.images(random.Random(seed))
+    for image in islice(images, 0, count * step, step):
+        found = await found_in(image, folder / "image", clock)
+        assert found in image.allowed, f"{image.how}: neither what was committed before nor after; {replay(seed)}"
+        seen[image.how] += 1
+        seen["rolled back" if found == image.allowed[0] != image.allowed[-1] else "complete"] += 1
+    return seen
+
+
+async def test_a_power_cut_leaves_the_last_acknowledged_state_or_the_next_one_never_a_mixture(
+    recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
+) -> None:
+    seen = await open_images(recording, seed, quick_folder, clock, step=3, count=300)
+
+    assert min(seen[how] for how in ("log cut between frames", "log cut anywhere", "log written out of order")) >= 30
+    assert min(seen["rolled back"], seen["complete"]) >= 30, seen
+
+
+@pytest.mark.slow
+async def test_2000_power_cuts_leave_no_mixture(
+    recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
+) -> None:
+    seen = await open_images(recording, seed, quick_folder, clock, step=1, count=2_000)
+
+    assert sum(seen[how] for how in ("rolled back", "complete")) == 2_000
+    assert seen["checkpoint cut"] >= 20, seen
+    assert min(seen["rolled back"], seen["complete"]) >= 200, seen
+
+
+# Bit rot
+
+FLIPS = [40, pytest.param(400, marks=pytest.mark.slow)]
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """One bit is not what was written."""
+    image = bytearray(data)
+    image[rng.randrange(len(image))] ^= 1 << rng.randrange(8)
+    return bytes(image)
+
+
+async def told(folder: Path, clock: Clock) -> str:
+    """Who noticed the damage: the start, whoever reads, or a check of everything. Empty: nobody."""
+    try:
+        store = await SqliteStore.open(folder / "data", clock)
+    except StoreError as error:
+        assert "restore" in str(error) or "move it away" in str(error), error
+        return "the start"
+    try:
+        if [violation async for violation in store.violations()]:
+            return "the invariants"
+        page: Page | None = Page(limit=200)
+        while page and (some := await store.messages(page)):
+            page = Page(before=some[-1].seq, limit=200)
+    except StoreError:
+        return "whoever reads"
+    finally:
+        await store.close()
+    with open_database(folder) as db:
+        return "a check of the file" if unsound(db) else ""
+
+
+async def rot(image: Image, folder: Path, clock: Clock) -> tuple[str, Content]:
+    shutil.rmtree(folder, ignore_errors=True)
+    image.write(folder / "data")
+    noticed = await told(folder, clock)
+    if noticed:
+        return noticed, ()
+    with open_database(folder) as db:
+        return "", content(db)
+
+
+def differing_values(one: Content, other: Content) -> int:
+    if len(one) != len(other):
+        return abs(len(one) - len(other)) * 100
+    return sum(a != b for row, twin in zip(one, other, strict=True) for a, b in zip(row, twin, strict=True))
+
+
+@pytest.mark.parametrize("flips", FLIPS)
+async def test_a_flipped_bit_in_the_log_is_noticed_or_leaves_an_earlier_committed_state(
+    flips: int, recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
+) -> None:
+    # The log ends for SQLite at the first frame whose sum is wrong, so rot there costs what came after it. Each sum
+    # covers all before it: what is left is always a state that once was.
+    rng = random.Random(seed)
+    committed = {moment.content for moment in recording.moments} | {()}
+    for _ in range(flips):
+        moment = rng.choice(recording.moments)
+        image = Image("bit rot", moment.db, flipped(moment.wal, rng), ())
+        noticed, found = await rot(image, quick_folder / "image", clock)
+        assert noticed or found in committed, f"a state that never was; {replay(seed)}"
+
+
+@pytest.mark.parametrize("stopped", ["in order", "by a crash"])
+@pytest.mark.parametrize("flips", FLIPS)
+async def test_a_flipped_bit_in_the_database_is_noticed_or_changes_no_more_than_the_one_value_it_is_in(
+    flips: int, stopped: str, recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
+) -> None:
+    rng, seen = random.Random(seed), Counter[str]()
+    last = recording.moments[-1]
+    for _ in range(flips):
+        if stopped == "in order":
+            image = Image("bit rot", flipped(recording.closed, rng), b"", ())
+        else:
+            image = Image("bit rot", flipped(last.db, rng), last.wal, ())
+        noticed, found = await rot(image, quick_folder / "image", clock)
+        seen[noticed] += 1
+        assert noticed or differing_values(found, last.content) <= 1, f"silently another society; {replay(seed)}"
+
+    assert flips - seen[""] >= flips // 40, f"hardly any flip was noticed: {seen}"
+
+
+async def test_damage_in_the_middle_of_the_messages_refuses_the_start_after_a_crash_and_says_how_to_restore(
+    recording: Recording, quick_folder: Path, clock: FakeClock
+) -> None:
+    data = quick_folder / "data"
+    Image("damage", recording.closed, b"", ()).write(data)
+    with open_database(quick_folder) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'messages'").fetchone()
+        db.execute("UPDATE meta SET value = '0' WHERE key = 'clean'")
+        db.commit()
+    damaged = bytearray((data / "coterie.db").read_bytes())
+    damaged[(page - 1) * PAGE + PAGE // 2 : page * PAGE] = bytes(PAGE // 2)
+    (data / "coterie.db").write_bytes(damaged)
+
+    with pytest.raises(StoreUnusable, match=r"damaged.*coterie restore"):
+        await SqliteStore.open(data, clock)
+
+    assert (data / "coterie.db").read_bytes() == damaged

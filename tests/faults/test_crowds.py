@@ -1,0 +1,95 @@
+"""Many at once on the bus: watchers that never read, and clients that ask fifty times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coterie.errors import Lagged
+from coterie.events import Event
+from coterie.runtime import Society
+from coterie.testing import FakeClock
+from coterie.watcher import Watcher
+
+from .examiner import open_database
+from .scenarios import make_home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    make_home(tmp_path / "society")
+    return tmp_path / "society"
+
+
+@pytest.fixture
+async def society(home: Path, clock: FakeClock) -> AsyncIterator[Society]:
+    async with Society.open(home, clock=clock) as opened:
+        yield opened
+
+
+async def read(watcher: Watcher, count: int) -> list[Event]:
+    async with asyncio.timeout(10):
+        return [await anext(watcher) for _ in range(count)]
+
+
+async def test_watchers_that_never_read_hold_a_bounded_number_of_events_and_hinder_nobody(society: Society) -> None:
+    async with (
+        society.bus.watch(queue=16) as stalled,
+        society.bus.watch(queue=16) as stalled_too,
+        society.bus.watch(queue=16) as reader,
+    ):
+        for number in range(100):
+            sent = [await society.send(to="ada", text=f"{number} {n}") for n in range(5)]
+            seen = await read(reader, 5)
+            assert [event.subject for event in seen] == [receipt.message_id for receipt in sent]
+
+        assert stalled._queue.qsize() <= 17
+        assert stalled_too._queue.qsize() <= 17
+
+
+async def test_a_watcher_that_fell_behind_is_told_where_to_go_on_and_misses_nothing_there(society: Society) -> None:
+    async with society.bus.watch(queue=16) as slow, society.bus.watch(queue=1_000) as quick:
+        sent = [(await society.send(to="ada", text=str(number))).message_id for number in range(200)]
+        assert [event.subject for event in await read(quick, 200)] == sent
+
+        got: list[str] = []
+        with pytest.raises(Lagged) as lagged:
+            async with asyncio.timeout(10):
+                async for event in slow:
+                    got.append(event.subject)
+
+    async with society.bus.watch(after=lagged.value.seq, queue=1_000) as again:
+        rest = await read(again, 200 - len(got))
+    assert got + [event.subject for event in rest] == sent
+
+
+@pytest.mark.parametrize("delay_ms", [None, 60_000])
+async def test_fifty_parallel_sends_under_one_client_id_are_one_message_with_one_answer(
+    delay_ms: int | None, society: Society, home: Path
+) -> None:
+    asks = [society.send(to="ada", text="once", client_id="same", delay_ms=delay_ms) for _ in range(50)]
+    receipts = await asyncio.gather(*asks)
+    receipts += [await society.send(to="ada", text="once", client_id="same", delay_ms=delay_ms)]
+
+    assert all(receipt == receipts[0] for receipt in receipts)
+    with open_database(home) as db:
+        assert db.execute("SELECT count(*) FROM messages").fetchone() == (1,)
+        assert db.execute("SELECT count(*) FROM events WHERE subject = ?", (receipts[0].message_id,)).fetchone() == (1,)
+
+
+async def test_the_same_client_id_in_separate_commits_and_after_a_restart_is_still_one_message(
+    home: Path, clock: FakeClock
+) -> None:
+    receipts = []
+    for _ in range(3):
+        async with Society.open(home, clock=clock) as society:
+            for _ in range(3):
+                receipts.append(await society.send(to="ada", text="once", client_id="same", delay_ms=60_000))
+        await clock.advance(seconds=1)
+
+    assert all(receipt == receipts[0] for receipt in receipts)
+    with open_database(home) as db:
+        assert db.execute("SELECT count(*) FROM messages").fetchone() == (1,)

@@ -1,0 +1,134 @@
+"""Every failpoint in the code, killed at and raised at: what was acknowledged stays, all else can be asked again."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import coterie
+from coterie.stores.sqlite.migrate import migrations
+
+from .examiner import open_database, unsound
+from .harness import ForkServer
+from .scenarios import make_home
+from .witness import read_notes
+
+SENT = {"first": "pending", "second": "pending", "file": "pending", "late": "pending", "gone": "withdrawn"}
+"""What `every_door` sends, and what becomes of it."""
+
+
+NO_DOOR_YET = ("turn.",)
+"""Failpoints of what the store can do and nobody asks it for; a walk that meets one of them tests it."""
+
+
+def modules_of_a_running_society() -> set[Path]:
+    """Every module of ours that the runtime imports, directly or not: only what is loaded can be hit."""
+    root, found = Path(coterie.__file__).parent, set[Path]()
+    wanted = ["coterie.runtime"]
+    while wanted:
+        place = root.parent.joinpath(*wanted.pop().split("."))
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if file in found or not file.exists():
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("coterie"):
+                wanted += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def names_in_the_code() -> list[str]:
+    names = set()
+    for file in modules_of_a_running_society():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "hit":
+                (name,) = node.args
+                assert isinstance(name, ast.Constant), f"{file.name}:{node.lineno}: a failpoint's name is written out"
+                names.add(str(name.value))
+    return sorted(names)
+
+
+NAMES = names_in_the_code()
+
+
+@pytest.fixture(scope="module")
+def meetings(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """How often each failpoint is met on a walk through every door."""
+    home = tmp_path_factory.mktemp("dry") / "society"
+    make_home(home)
+    counted = fork_server.run("every_door", home, arm=",".join(f"{name}:1000000:kill" for name in NAMES))
+    hits: dict[str, int] = counted["returned"]["hits"]
+    return hits
+
+
+def chosen(meetings: dict[str, int], name: str) -> list[int]:
+    """The first meeting, one in the middle and the last."""
+    met = meetings.get(name, 0)
+    if not met and name.startswith(NO_DOOR_YET):
+        pytest.skip("a running society has no door that leads there yet")
+    assert met, f"no door leads past the failpoint {name!r}: extend scenarios.every_door"
+    return sorted({1, (met + 1) // 2, met})
+
+
+def state_of(home: Path) -> dict[str, Any]:
+    with open_database(home) as db:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if version < migrations()[-1][0]:
+            assert version or not db.execute("SELECT * FROM sqlite_schema").fetchall(), "half a migration"
+            return {}
+        assert unsound(db) == []
+        return dict(db.execute("SELECT json_extract(payload, '$.text'), state FROM messages"))
+
+
+def assert_all_arrived_once(home: Path) -> None:
+    with open_database(home) as db:
+        assert unsound(db) == []
+        rows = db.execute("SELECT json_extract(payload, '$.text'), state FROM messages ORDER BY seq").fetchall()
+    assert sorted(rows) == sorted(SENT.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_a_kill_everything_acknowledged_is_there_and_everything_can_be_asked_again(
+    name: str, fork_server: ForkServer, meetings: dict[str, int], tmp_path: Path
+) -> None:
+    for nth in chosen(meetings, name):
+        home = tmp_path / str(nth) / "society"
+        make_home(home)
+
+        killed = fork_server.run("every_door", home, arm=f"{name}:{nth}:kill")
+        assert killed["status"] == -9, killed
+
+        acknowledged = {note["acked"] for note in read_notes(home.parent / "witness") if "acked" in note}
+        assert acknowledged <= state_of(home).keys()
+
+        again = fork_server.run("every_door", home)
+        assert again["returned"]["violations"] == []
+        assert_all_arrived_once(home)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_an_error_nobody_planned_for_the_same_process_goes_on_and_asking_again_succeeds(
+    name: str, fork_server: ForkServer, meetings: dict[str, int], tmp_path: Path
+) -> None:
+    for nth in chosen(meetings, name):
+        home = tmp_path / str(nth) / "society"
+        make_home(home)
+
+        walked = fork_server.run("every_door", home, arm=f"{name}:{nth}:raise", tries=2)
+
+        assert walked["status"] == 0, walked
+        assert "returned" in walked, walked["traceback"]
+        assert walked["returned"]["hits"][name] >= nth
+        assert walked["returned"]["violations"] == []
+        assert_all_arrived_once(home)
+
+
+def test_the_failpoints_of_the_store_are_found_in_the_code() -> None:
+    assert {
+        *("open.checked", "migrate.statement", "migrate.before_commit", "commit.before", "commit.after"),
+        *("post.before_write", "post.between", "post.after_write", "promote.selected", "promote.moved"),
+        "artifact.before_rename",
+    } <= set(NAMES)

@@ -1,0 +1,115 @@
+"""Very many messages due in one millisecond, or while nobody ran: in order, in bounded steps, others not shut out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coterie.bus import PROMOTE_BATCH
+from coterie.runtime import Society
+from coterie.testing import FakeClock
+
+from .examiner import open_database, unsound
+from .scenarios import make_home
+
+AT_ONCE = 500
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """One line a delivery is right; a hundred thousand kept by the test runner are not."""
+    logging.getLogger("coterie.bus").setLevel(logging.WARNING)
+    yield
+    logging.getLogger("coterie.bus").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    make_home(tmp_path / "society")
+    return tmp_path / "society"
+
+
+async def delay_many(society: Society, count: int, delay_ms: int) -> None:
+    for start in range(0, count, AT_ONCE):
+        numbers = range(start, min(start + AT_ONCE, count))
+        await asyncio.gather(*(society.send(to="ada", text=str(n), delay_ms=delay_ms) for n in numbers))
+
+
+def assert_delivered_in_order(home: Path, count: int) -> None:
+    with open_database(home) as db:
+        assert unsound(db) == []
+        texts = db.execute(
+            "SELECT json_extract(payload, '$.text') FROM messages WHERE recipient = 'ada' ORDER BY in_seq"
+        ).fetchall()
+    assert [int(text) for (text,) in texts] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    "count", [5_000, pytest.param(20_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.slow)]
+)
+async def test_messages_due_in_the_same_millisecond_arrive_in_send_order_and_let_others_through_between_batches(
+    count: int, home: Path, clock: FakeClock
+) -> None:
+    async with Society.open(home, clock=clock) as society:
+        await delay_many(society, count, delay_ms=60_000)
+        assert await society.bus.delayed_count("ada") == count
+        due = asyncio.create_task(clock.advance(minutes=1))
+
+        bystanders = 0
+        while await society.bus.delayed_count("ada"):
+            await society.send(to="bob", text="let me through")
+            bystanders += 1
+        await due
+
+    assert_delivered_in_order(home, count)
+    with open_database(home) as db:
+        kinds = db.execute(
+            "SELECT kind FROM events WHERE seq > (SELECT max(seq) FROM events WHERE kind = 'delayed.scheduled')"
+            " AND kind IN ('delayed.delivered', 'message.created') ORDER BY seq"
+        ).fetchall()
+    runs = longest_runs([kind for (kind,) in kinds], "delayed.delivered")
+    assert bystanders >= 2
+    assert max(runs) <= 2 * PROMOTE_BATCH, "somebody who sent had to wait for more than the batch under way"
+
+
+def longest_runs(kinds: list[str], kind: str) -> list[int]:
+    runs, length = [0], 0
+    for each in kinds:
+        length = length + 1 if each == kind else 0
+        runs.append(length)
+    return runs
+
+
+async def test_messages_that_fell_due_while_nobody_ran_are_delivered_at_the_start_in_the_order_of_their_times(
+    home: Path, clock: FakeClock
+) -> None:
+    count = 3_000
+    async with Society.open(home, clock=clock) as society:
+        sends = (society.send(to="ada", text=str(n), delay_ms=60_000 + n // 10) for n in reversed(range(count)))
+        await asyncio.gather(*sends)
+        last = await society.send(to="ada", text=str(count), delay_ms=7_200_000)
+    later = FakeClock(clock.now())
+    await later.advance(hours=1)
+
+    async with Society.open(home, clock=later) as society:
+        await later.advance(milliseconds=1)
+        assert await society.bus.delayed_count() == 1
+        waiting = await society.waiting("ada")
+        assert all(message.delivered_at and message.deliver_at for message in waiting)
+        await society.bus.withdraw(last.message_id)
+
+    with open_database(home) as db:
+        assert unsound(db) == []
+        texts = [
+            int(text)
+            for (text,) in db.execute(
+                "SELECT json_extract(payload, '$.text') FROM messages WHERE in_seq IS NOT NULL AND recipient = 'ada'"
+                " ORDER BY in_seq"
+            )
+        ]
+    # Due times rise with the number, ten to a millisecond; among equals the later number was sent first.
+    assert texts == [n for tens in range(count // 10) for n in reversed(range(tens * 10, tens * 10 + 10))]

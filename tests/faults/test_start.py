@@ -1,0 +1,216 @@
+"""Starting: after a crash, during one, beside another owner, on a database not ours, in a folder we may not use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .examiner import open_database, unsound
+from .harness import ForkServer
+from .scenarios import make_home
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    make_home(tmp_path / "society")
+    return tmp_path / "society"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What is kept there; not the scratch memory that readers of the database share."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not file.name.endswith("-shm")]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+# Again and again
+
+
+@pytest.mark.parametrize("name", ["open.checked", "commit.before", "commit.after"])
+def test_a_start_that_is_killed_each_time_still_succeeds_in_the_end_and_has_lost_nothing(
+    name: str, home: Path, fork_server: ForkServer
+) -> None:
+    fork_server.call("kill", pid=fork_server.call("hold", folder=str(home)))
+    for _ in range(5):
+        assert fork_server.run("open_and_close", home, arm=f"{name}:1:kill")["status"] == -9
+
+    opened = fork_server.run("open_and_close", home)
+
+    assert opened["returned"] == {"unclean": True, "violations": []}
+    with open_database(home) as db:
+        assert unsound(db) == []
+        assert db.execute("SELECT state FROM messages").fetchall() == [("pending",)]
+
+
+@pytest.mark.parametrize(
+    "place", ["migrate.statement:1", "migrate.statement:4", "migrate.statement:9", "migrate.before_commit:1"]
+)
+def test_a_migration_killed_in_the_middle_leaves_nothing_of_itself_and_runs_again(
+    place: str, home: Path, fork_server: ForkServer
+) -> None:
+    for _ in range(2):
+        assert fork_server.run("open_and_close", home, arm=f"{place}:kill")["status"] == -9
+        with open_database(home) as db:
+            assert db.execute("SELECT name FROM sqlite_schema").fetchall() == []
+            assert db.execute("PRAGMA user_version").fetchone() == (0,)
+
+    assert "returned" in fork_server.run("send", home, text="hello")
+
+
+# Beside another owner
+
+
+def test_a_second_start_is_refused_with_the_owners_pid_and_leaves_the_first_untouched(
+    home: Path, fork_server: ForkServer
+) -> None:
+    owner = fork_server.call("hold", folder=str(home))
+    before = contents(home / "data")
+
+    second = fork_server.run("open_and_close", home)
+
+    assert second["raised"] == "StoreOwned"
+    assert second["owner"] == owner
+    assert str(owner) in second["message"]
+    assert contents(home / "data") == before
+    assert fork_server.call("kill", pid=owner) == -9, "the first was still at work"
+
+
+def test_after_kill_9_of_its_owner_a_folder_opens_at_once_with_everything_in_it(
+    home: Path, fork_server: ForkServer
+) -> None:
+    for _ in range(3):
+        fork_server.call("kill", pid=fork_server.call("hold", folder=str(home)))
+
+    opened = fork_server.run("open_and_close", home)
+
+    assert opened["returned"] == {"unclean": True, "violations": []}
+    with open_database(home) as db:
+        assert db.execute("SELECT count(*) FROM messages").fetchone() == (3,)
+
+
+# Not ours
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("PRAGMA user_version = 9999", ["newer Coterie", "9999", "restore"]),
+        ("PRAGMA application_id = 42", ["not a Coterie database"]),
+    ],
+)
+def test_a_database_that_is_not_for_this_version_is_refused_and_not_touched(
+    statement: str, words: list[str], home: Path, fork_server: ForkServer
+) -> None:
+    fork_server.run("send", home, text="precious")
+    with open_database(home) as db:
+        db.execute(statement)
+        db.commit()
+    before = contents(home / "data")
+
+    refused = fork_server.run("open_and_close", home)
+
+    assert refused["raised"] == "StoreUnusable"
+    assert all(word in refused["message"] for word in words)
+    assert contents(home / "data") == before
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_somebody_elses_database_in_our_place_is_refused_and_not_touched(
+    version: int, home: Path, fork_server: ForkServer
+) -> None:
+    (home / "data").mkdir()
+    with open_database(home) as db:
+        db.execute("CREATE TABLE theirs (x)")
+        db.execute(f"PRAGMA user_version = {version}")
+        db.commit()
+    before = (home / "data" / "coterie.db").read_bytes()
+
+    refused = fork_server.run("open_and_close", home)
+
+    assert refused["raised"] == "StoreUnusable"
+    assert "not a Coterie database" in refused["message"]
+    assert (home / "data" / "coterie.db").read_bytes() == before
+
+
+# Not allowed
+
+
+@pytest.fixture
+def shared_home() -> Iterator[Path]:
+    """A society's folder that any user can reach, unlike pytest's own."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    make_home(place / "society")
+    yield place / "society"
+    shutil.rmtree(place)
+
+
+def start_as_stranger(fork_server: ForkServer, home: Path) -> dict[str, Any]:
+    """As somebody whom file modes bind: root is not, so its fork becomes nobody first."""
+    return fork_server.run("open_and_close", home, uid=NOBODY if os.geteuid() == 0 else None)
+
+
+def give_to_stranger(*paths: Path) -> None:
+    if os.geteuid() == 0:
+        for path in paths:
+            os.chown(path, NOBODY, NOBODY)
+
+
+def test_in_a_read_only_folder_the_start_is_refused_and_nothing_is_made(
+    shared_home: Path, fork_server: ForkServer
+) -> None:
+    shared_home.chmod(0o555)
+
+    refused = start_as_stranger(fork_server, shared_home)
+
+    assert refused["raised"] == "StoreUnusable", refused
+    assert "choose another" in refused["message"]
+    assert set(contents(shared_home)) == {"coterie.toml"}
+    shared_home.chmod(0o755)
+
+
+@pytest.mark.parametrize("unreachable", ["lock", "coterie.db", "artifacts"])
+def test_where_a_part_belongs_to_somebody_else_the_start_is_refused_and_nothing_changes(
+    unreachable: str, shared_home: Path, fork_server: ForkServer
+) -> None:
+    assert "returned" in fork_server.run("send", shared_home, text="precious")
+    data = shared_home / "data"
+    give_to_stranger(shared_home, data, *data.rglob("*"))
+    part = data / unreachable
+    if os.geteuid() == 0:
+        os.chown(part, 0, 0)
+    part.chmod(0o500 if part.is_dir() else 0o400)
+    before = contents(shared_home)
+
+    refused = start_as_stranger(fork_server, shared_home)
+
+    assert refused["raised"] == "StoreUnusable", refused
+    assert "writable" in refused["message"]
+    if unreachable != "artifacts":  # they are looked at once the database is open, which counts its openings
+        assert contents(shared_home) == before
+    part.chmod(0o700 if part.is_dir() else 0o600)
+    with open_database(shared_home) as db:
+        assert unsound(db) == []
+        assert db.execute("SELECT json_extract(payload, '$.text') FROM messages").fetchall() == [("precious",)]
+
+
+def test_a_data_folder_of_somebody_else_is_refused_and_nothing_changes(
+    shared_home: Path, fork_server: ForkServer
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a folder that belongs to somebody else")
+    assert "returned" in fork_server.run("send", shared_home, text="precious")
+    (shared_home / "data").chmod(0o755)
+    before = contents(shared_home)
+
+    refused = start_as_stranger(fork_server, shared_home)
+
+    assert refused["raised"] == "StoreUnusable", refused
+    assert contents(shared_home) == before
