@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from coterie.agent.directory import Directory
+from coterie.agent.profile import Profile
 from coterie.artifacts import Artifact, StoredBytes
 from coterie.filetype import sniff
 from coterie.llm.adapter import ContentAdapter
@@ -129,7 +130,8 @@ class Room:
         self.clock = FakeClock()
         self.services = Services(entries)
         self.refusals = Refusals(self.clock)
-        self.directory = Directory(self.services, self.refusals, agents or {})
+        profiles = [Profile(id=agent, service=service) for agent, service in (agents or {}).items()]
+        self.directory = Directory(self.services, self.refusals, profiles)
         self.shelf = Shelf()
         self.adapter = ContentAdapter(self.directory)
         self.router = CapabilityRouter(self.shelf, self.shelf.bytes, self.adapter, self.refusals)

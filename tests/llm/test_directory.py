@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coterie.agent.profile import Profile
 from coterie.agent.tool_context import ToolContext
 from coterie.errors import Refused
 from coterie.library import Library
@@ -53,7 +54,7 @@ async def test_a_terminated_agent_is_found_no_more() -> None:
 
 async def test_an_agent_added_while_it_runs_is_found() -> None:
     directory = room().directory
-    directory.add("newcomer", "seeing")
+    directory.add(Profile(id="newcomer", service="seeing"))
 
     assert "newcomer" in await directory.with_capability("vision")
 
@@ -64,7 +65,7 @@ def test_an_agent_without_a_service_of_its_own_uses_the_first() -> None:
 
 async def test_an_agent_whose_service_does_not_exist_is_in_nobodys_way() -> None:
     here = room()
-    here.directory.add("lost", "nowhere")
+    here.directory.add(Profile(id="lost", service="nowhere"))
 
     assert "lost" not in await here.directory.with_capability("text")
     with pytest.raises(UnknownService, match="nowhere"):

@@ -18,10 +18,12 @@ _SHOWN = 4
 class Secret:
     """A key. Nothing that prints, logs or encodes it sees it; who needs it says `reveal()`."""
 
-    __slots__ = ("_value",)
+    __slots__ = ("_value", "name")
 
-    def __init__(self, value: str) -> None:
+    def __init__(self, value: str, name: str = "") -> None:
         self._value = value
+        self.name = name
+        """Where it came from: an error about the key can say what to set."""
 
     def reveal(self) -> str:
         return self._value

@@ -153,7 +153,7 @@ def _key(node: Node, find_key: FindKey) -> tuple[Secret | None, str | None]:
     if not (key.isascii() and key.isprintable()):
         node.wrong(f"the key in {name} holds characters that no key has; copy it again")
         return None, name
-    return Secret(key), None
+    return Secret(key, name if reference else ""), None
 
 
 def _capabilities(node: Node) -> Capabilities:

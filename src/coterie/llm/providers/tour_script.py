@@ -1,0 +1,136 @@
+"""What the tour says, in English and in Chinese."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    en: str
+    zh: str
+
+    def to(self, chinese: bool) -> str:
+        return self.zh if chinese else self.en
+
+
+NONE = Words("", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    option: Words = NONE
+    """The quick reply that asks for it."""
+    cue: re.Pattern[str] | None = None
+    """What else asks for it."""
+    says: Words = NONE
+    """Spoken before the tool is called. An ellipsis is a long pause."""
+    tool: str = ""
+    """Called first; a scene whose tool the agent does not have goes without."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    then: Words
+    """Sent to the person at the end, with the scenes that are left as quick replies."""
+
+
+WELCOME = Scene(
+    then=Words(
+        "Hello! I am the guide, a small script inside Coterie and no real model: I know only what is on my buttons. "
+        "This message came with quick replies. Press one, or write to me in your own words.",
+        "你好！我是导览，只是 Coterie 自带的一小段脚本，不是真正的模型：我只懂按钮上的这些事。"
+        "这条消息带着快捷回复。点一个试试，也可以随便写点什么。",
+    )
+)
+UNKNOWN = Scene(
+    then=Words(
+        "I am scripted and did not understand that; a real model would. Here is what I can show:",
+        "我只是脚本，没听懂这句话；换成真正的模型就能懂。我能演示这些：",
+    )
+)
+DELAY = Scene(
+    option=Words("Send me something later", "过一会儿再发一条"),
+    cue=re.compile(r"\b(delay(ed)?|later|remind)\b|延迟|稍后|提醒", re.I),
+    says=Words("I send you a message that arrives in ten seconds.", "我发一条十秒后才到的消息。"),
+    tool="send_message",
+    arguments={
+        "to": "user",
+        "payload": {"text": Words("Ten seconds have passed: here I am.", "十秒到了：我来了。")},
+        "delayMs": 10_000,
+    },
+    then=Words(
+        "It is on its way. It would arrive even if Coterie were restarted meanwhile. What next?",
+        "已经上路了。中途重启 Coterie 它也会到。接下来看什么？",
+    ),
+)
+TOOL = Scene(
+    option=Words("Use a tool", "用一个工具"),
+    cue=re.compile(r"\btools?\b|工具", re.I),
+    says=Words("I ask who is here.", "我查一下都有谁在。"),
+    tool="list_agents",
+    then=Words(
+        "That was a tool run: you can unfold it above and see what I asked and what came back. What next?",
+        "刚才运行了一个工具：在上面展开就能看到我问了什么、得到了什么。接下来看什么？",
+    ),
+)
+INTERJECTION = Scene(
+    option=Words("Let me interrupt you", "让我插一句话"),
+    cue=re.compile(r"\binterrupt|interject|插话|打断", re.I),
+    says=Words(
+        "I count to ten, then I use a tool. Write something while I count. "
+        "One… two… three… four… five… six… seven… eight… nine… ten.",
+        "我数到十，然后用一个工具。趁我数的时候写点什么。 一… 二… 三… 四… 五… 六… 七… 八… 九… 十。",
+    ),
+    tool="list_agents",
+    then=Words(
+        "You let me finish, so I used the tool. Ask again and write while I count. What next?",
+        "你让我数完了，所以我用了工具。再来一次，趁我数的时候说话。接下来看什么？",
+    ),
+)
+INTERRUPTED = Scene(
+    then=Words(
+        "You spoke while I was at work. I dropped what I had planned, kept what was already done, and read you first: "
+        "nothing you say gets lost. What next?",
+        "你在我忙的时候说话了。我放下没做的计划，留下已经做完的，先读你的话：你说的都不会丢。接下来看什么？",
+    ),
+)
+ATTACHMENT = Scene(
+    option=Words("What about pictures?", "图片怎么办？"),
+    cue=re.compile(r"\b(picture|image|photo|attach|file)|图片|照片|附件|文件", re.I),
+    then=Words(
+        "Attach a picture and send it to me. I cannot see: I get a description and pass it on to an agent who can see.",
+        "附上一张图片发给我。我看不见，只会收到它的说明，然后转给看得见的智能体。",
+    ),
+)
+SETUP = Scene(
+    option=Words("Set up a real model", "设置真正的模型"),
+    cue=re.compile(r"\b(set ?up|real model|api.?key|configure)\b|设置|配置|密钥", re.I),
+    then=Words(
+        "Open the setup page, or write your service into llmservices.json: id, baseURL and model are enough, as in "
+        '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:11434/v1", "model": "…"}]}. '
+        "Once one works, the tour can be removed with a click.",
+        "打开设置页，或者把服务写进 llmservices.json：有 id、baseURL 和 model 就够了，例如 "
+        '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:11434/v1", "model": "…"}]}。'
+        "有了能用的服务，点一下就能移除导览。",
+    ),
+)
+SCENES = (DELAY, TOOL, INTERJECTION, ATTACHMENT, SETUP)
+
+PASSES_ON = Words(
+    "I cannot read {filename} ({mimeType}, {size} bytes), but {agent} can. I pass it on.",
+    "我读不了 {filename}（{mimeType}，{size} 字节），但 {agent} 可以。我转过去。",
+)
+PASSED_ON = Words("I will tell you what {agent} says.", "等 {agent} 回话，我就告诉你。")
+PLEASE_LOOK = Words("Please tell me what this is.", "请告诉我这是什么。")
+NOBODY = Words(
+    "I cannot read {filename} ({mimeType}, {size} bytes), and nobody here can: set up a model that does.",
+    "我读不了 {filename}（{mimeType}，{size} 字节），这里也没有谁可以：请设置一个能读的模型。",
+)
+SEES = Words("This is what I see: {}. I am scripted, so that is all.", "这是我看到的：{}。我只是脚本，只能说这么多。")
+SEEN = re.compile(r"(?:This is what I see:|这是我看到的：)\s*([^\"\n]*)")
+RELAYS = Words("Here is the answer: {}", "回话来了：{}")
+NOTHING_TO_SEE = Words(
+    "I am the one who sees, a script like the guide. Send me a picture.",
+    "我是看得见的那个，和导览一样是脚本。发张图片给我吧。",
+)

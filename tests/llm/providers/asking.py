@@ -1,0 +1,69 @@
+"""How tests ask a provider."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from coterie.llm.chat import Answer, Call, Delta, Request, SystemSaid, Text, ToolSpec, UserSaid
+from coterie.llm.providers.deadlines import Deadlines
+from coterie.llm.providers.openai import OpenAIService
+from coterie.llm.service import LLMService, ServiceError
+
+KEY = "sk-canary-0123456789abcdef"
+LOOK_UP = ToolSpec(name="look_up", description="Weather.", parameters={"type": "object"})
+HELLO = Request(said=(SystemSaid("Be brief."), UserSaid((Text("Hello"),))), tools=(LOOK_UP,))
+SHORT = Deadlines(
+    connect=timedelta(milliseconds=80),
+    first_byte=timedelta(milliseconds=200),
+    idle=timedelta(milliseconds=150),
+    total=timedelta(milliseconds=300),
+)
+PATIENT = Deadlines.within(timedelta(seconds=8))
+"""For what is not about time, so that a busy machine changes nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    answer: Answer | None
+    error: ServiceError | None
+    deltas: tuple[str, ...]
+    seconds: float
+
+
+def service(base_url: str, **more: Any) -> OpenAIService:
+    given: dict[str, Any] = {"id": "main", "model": "m", "api_key": KEY, "key_name": "MAIN_API_KEY"}
+    return OpenAIService(base_url=base_url, **(given | more))
+
+
+async def ask(one: LLMService, request: Request = HELLO) -> Outcome:
+    """One request to its end, whatever that is."""
+    started, deltas, answer, error = time.monotonic(), [], None, None
+    pieces: AsyncIterator[Delta | Answer] = one.generate(request)
+    try:
+        async for piece in pieces:
+            assert answer is None, "nothing comes after the answer"
+            if isinstance(piece, Delta):
+                deltas.append(piece.text)
+            else:
+                answer = piece
+    except ServiceError as failed:
+        error = failed
+    return Outcome(answer, error, tuple(deltas), time.monotonic() - started)
+
+
+async def say(one: LLMService, request: Request = HELLO) -> Answer:
+    outcome = await ask(one, request)
+    assert outcome.answer, outcome.error
+    return outcome.answer
+
+
+def user(*texts: str) -> UserSaid:
+    return UserSaid(tuple(map(Text, texts)))
+
+
+def call(call_id: str, name: str = "look_up", **arguments: Any) -> Call:
+    return Call(id=call_id, name=name, arguments=arguments)

@@ -1,0 +1,130 @@
+"""Other vendors by way of any-llm, against the stand-in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from coterie.llm.chat import AssistantSaid, Request, ToolSaid
+from coterie.llm.providers.any_llm import AnyLLMService
+from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient, Unsupported
+from coterie.testing import model_faults
+from coterie.testing.model_server import Calls, ModelServer, Reply, Says, Status
+
+from .asking import HELLO, KEY, LOOK_UP, PATIENT, SHORT, ask, call, say, user
+
+installed = pytest.mark.skipif(find_spec("any_llm") is None, reason="the extra coterie[providers] is not installed")
+
+
+def service(base_url: str, **more: Any) -> AnyLLMService:
+    given: dict[str, Any] = {
+        "id": "main",
+        "provider": "openai",
+        "model": "m",
+        "api_key": KEY,
+        "key_name": "MAIN_API_KEY",
+    }
+    return AnyLLMService(base_url=base_url, **(given | {"deadlines": PATIENT} | more))
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer(api_key=KEY) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def main(server: ModelServer, request: pytest.FixtureRequest) -> AsyncIterator[AnyLLMService]:
+    opened = service(server.base_url, deadlines=SHORT if "F33" in request.node.name else PATIENT, max_bytes=1_000_000)
+    yield opened
+    await opened.close()
+
+
+async def test_without_the_extra_it_says_in_one_sentence_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "any_llm", None)
+    main = service("http://127.0.0.1:1/v1", provider="anthropic")
+
+    error = (await ask(main)).error
+
+    assert isinstance(error, Terminal) and error.category == "request"
+    assert str(error) == (
+        'service "main" needs a package for provider "anthropic" that is not installed: '
+        'run pip install "coterie[providers]", or change provider in llmservices.json'
+    )
+    await main.close()
+
+
+@installed
+async def test_text_calls_and_usage_come_through(server: ModelServer, main: AnyLLMService) -> None:
+    server.script(Says("Let me see.", (Calls("look_up", {"city": "Oslo"}, "a"),)))
+
+    outcome = await ask(main)
+
+    assert outcome.answer, outcome.error
+    assert "".join(outcome.deltas) == outcome.answer.text == "Let me see."
+    assert outcome.answer.calls == (call("a", city="Oslo"),)
+    assert outcome.answer.usage.input_tokens > 0
+
+
+@installed
+async def test_a_history_with_calls_is_taken_by_a_strict_service(server: ModelServer, main: AnyLLMService) -> None:
+    plan = AssistantSaid("", (call("a"), call("b")))
+    said = (user("One"), user("Two"), plan, ToolSaid("a", "1"), ToolSaid("b", "2"), user("Three"))
+
+    assert (await say(main, Request(said=said, tools=(LOOK_UP,)))).text == "ok"
+    assert server.refused == []
+
+
+@installed
+@pytest.mark.parametrize(
+    ("name", "reply", "outcome"),
+    [
+        ("F30", Status(429, "slow", {"retry-after": "7"}), Transient),
+        ("F31 503", Status(503, "busy"), Transient),
+        (
+            "F31 in the stream",
+            model_faults.error_in_stream({"message": "Overloaded", "type": "overloaded_error"}),
+            Transient,
+        ),
+        ("F32 reset", model_faults.reset(), Transient),
+        ("F32 reset in the middle", model_faults.reset(after=2), Transient),
+        ("F33 no first byte", model_faults.no_first_byte(), Transient),
+        ("F33 stall", model_faults.stall(), Transient),
+        ("F33 never ending", model_faults.never_ending(), Transient),
+        ("F34", model_faults.cut_in_arguments(), Transient),
+        ("F35 garbage in the stream", model_faults.events("{oops}"), Malformed),
+        ("F36 no name", Says(calls=(Calls(""),)), Malformed),
+        ("F38", Status(400, "maximum context length is 10", code="context_length_exceeded"), TooLong),
+        ("F39 401", Status(401, f"bad key {KEY}"), Terminal),
+        ("F39 404", Status(404, "The model `m` does not exist", code="model_not_found"), Terminal),
+        ("F39 400", Status(400, "no"), Terminal),
+        ("no tools", Status(400, "m does not support tools"), Unsupported),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_fault_is_the_error_it_is_everywhere(
+    name: str, reply: Reply, outcome: type[ServiceError], server: ModelServer, main: AnyLLMService
+) -> None:
+    server.script(reply)
+    server.default = Status(418, "asked again")
+
+    got = await ask(main)
+
+    assert type(got.error) is outcome, got.error
+    assert KEY not in str(got.error) and got.error.__cause__ is None
+    assert got.seconds < main.deadlines.total.total_seconds() + 1
+    assert len(server.requests) == 1
+
+
+@installed
+async def test_a_provider_that_any_llm_does_not_know_is_named(server: ModelServer) -> None:
+    main = service(server.base_url, provider="nobody")
+
+    error = (await ask(main)).error
+
+    assert isinstance(error, Terminal) and "nobody" in str(error)
+    assert HELLO.tools

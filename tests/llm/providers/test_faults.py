@@ -1,0 +1,610 @@
+"""The fault matrix, F30 to F40: whatever a service does, the outcome is the right one, in time, and asked for once."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+
+from coterie.llm.chat import Answer, AssistantSaid, Call, Request, ToolSaid
+from coterie.llm.providers.assembly import MAX_CALLS
+from coterie.llm.providers.deadlines import Deadlines, Watch
+from coterie.llm.providers.openai import OpenAIService
+from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient
+from coterie.testing import FakeClock, model_faults
+from coterie.testing.clock import START
+from coterie.testing.model_server import Calls, ModelServer, Plays, Reply, Says, Status
+from coterie.testing.replies import call_chunks, chunk
+from coterie.testing.wire import Wire
+
+from .asking import HELLO, KEY, PATIENT, SHORT, Outcome, ask, call, service, user
+
+MAX_BYTES = 8_000_000
+GRACE = 1.0
+"""Seconds past its deadline at which a request counts as hung."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One case: what the service does, and what must come of it."""
+
+    name: str
+    reply: Reply
+    outcome: type[ServiceError]
+    words: str = ""
+    """A pattern that the sentence matches."""
+    category: str | None = None
+    retry_after: float | None = None
+
+
+def cases(*faults: Fault) -> list[Any]:
+    names = [fault.name for fault in faults]
+    assert len(set(names)) == len(names)
+    return [pytest.param(fault, id=fault.name) for fault in faults]
+
+
+def in_(seconds: float) -> str:
+    return format_datetime(START + timedelta(seconds=seconds), usegmt=True)
+
+
+def busy(**headers: str) -> Status:
+    return Status(429, "slow down", {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer(api_key=KEY) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def main(server: ModelServer, request: pytest.FixtureRequest) -> AsyncIterator[OpenAIService]:
+    """Impatient only where time is what the test is about."""
+    opened = service(server.base_url, deadlines=_deadlines(request), clock=FakeClock(), max_bytes=MAX_BYTES)
+    yield opened
+    await opened.close()
+
+
+def _deadlines(request: pytest.FixtureRequest) -> Deadlines:
+    return SHORT if re.search("F33|f40", request.node.name) else PATIENT
+
+
+async def ask_once(server: ModelServer, main: OpenAIService, reply: Reply, request: Request = HELLO) -> Outcome:
+    server.script(reply)
+    server.default = Status(418, "asked again")
+    outcome = await ask(main, request)
+    assert len(server.requests) == 1, "asked in a hot loop"
+    assert server.refused == []
+    assert outcome.seconds < main.deadlines.total.total_seconds() + GRACE
+    assert KEY not in str(outcome.error) and KEY not in repr(outcome.error)
+    return outcome
+
+
+FAILURES = cases(
+    Fault("F30 429 without a header", busy(), Transient),
+    Fault("F30 429 seconds", busy(retry_after="7"), Transient, retry_after=7),
+    Fault("F30 429 part of a second", busy(retry_after="0.5"), Transient, retry_after=0.5),
+    Fault("F30 429 date", busy(retry_after=in_(90)), Transient, retry_after=90),
+    Fault("F30 429 date in the past", busy(retry_after=in_(-90)), Transient, retry_after=0),
+    Fault("F30 429 date in a year", busy(retry_after=in_(3e7)), Transient, retry_after=600),
+    Fault("F30 429 negative", busy(retry_after="-5"), Transient, retry_after=0),
+    Fault("F30 429 a billion seconds", busy(retry_after="1000000000"), Transient, retry_after=600),
+    Fault("F30 429 more digits than a float has", busy(retry_after="9" * 400), Transient, retry_after=600),
+    Fault("F30 429 no number", busy(retry_after="soon"), Transient),
+    Fault("F30 429 not a number", busy(retry_after="nan"), Transient),
+    Fault("F30 503 seconds", Status(503, "busy", {"retry-after": "3"}), Transient, retry_after=3),
+    Fault(
+        "F30 429 quota by the minute",
+        Status(429, "exceeded your current quota", {"retry-after": "9"}),
+        Transient,
+        retry_after=9,
+    ),
+    Fault("F31 500", Status(500, "oops"), Transient, "not able to answer"),
+    Fault("F31 502 HTML", Status(502, b"<html><h1>Bad gateway</h1></html>"), Transient, "Bad gateway"),
+    Fault("F31 503 empty", Status(503, b""), Transient),
+    Fault("F31 504", Status(504, "timeout"), Transient),
+    Fault("F31 524", Status(524, b"a timeout occurred"), Transient),
+    Fault("F31 529", Status(529, "Overloaded"), Transient),
+    Fault("F31 408", Status(408, "timeout"), Transient),
+    Fault("F31 409", Status(409, "conflict"), Transient),
+    Fault("F31 425", Status(425, "too early"), Transient),
+    Fault(
+        "F31 overload in the stream",
+        model_faults.error_in_stream({"type": "overloaded_error", "message": "Overloaded"}),
+        Transient,
+    ),
+    Fault("F31 502 in the stream", model_faults.error_in_stream({"code": 502, "message": "upstream"}), Transient),
+    Fault(
+        "F31 bare words in the stream", model_faults.error_in_stream("something broke"), Transient, "something broke"
+    ),
+    Fault(
+        "F31 an error that is no event",
+        Plays(lambda wire: _broken_stream(wire, b'{"error": {"message": "gone", "code": 503}}\n')),
+        Transient,
+        "gone",
+    ),
+    Fault(
+        "F31 refused content in the stream",
+        model_faults.error_in_stream({"code": "content_filter", "message": "no"}),
+        Terminal,
+        category="content",
+    ),
+    Fault(
+        "F31 bad request in the stream",
+        model_faults.error_in_stream({"type": "invalid_request_error", "message": "no such thing"}),
+        Terminal,
+        category="request",
+    ),
+    Fault("F31 overload in a 200 document", model_faults.document(b'{"error": {"message": "Overloaded"}}'), Transient),
+    Fault("F32 reset without a word", model_faults.reset(), Transient, "connection reset|cannot be reached"),
+    Fault("F32 reset in the middle", model_faults.reset(after=2), Transient, "broke off"),
+    Fault("F32 closed without a word", model_faults.cut(after=0), Transient, "cannot be reached"),
+    Fault("F32 no HTTP at all", Plays(lambda wire: wire.send(b"SSH-2.0-nope\r\n")), Transient, "cannot be reached"),
+    Fault("F32 closed in the head", Plays(lambda wire: wire.send(b"HTTP/1.1 200 OK\r\ncontent-")), Transient),
+    Fault("F33 no first byte", model_faults.no_first_byte(), Transient, "did not begin to answer within 0.2 s"),
+    Fault("F33 a head and no more", model_faults.head_and_nothing(), Transient, "did not begin to answer"),
+    Fault("F33 a stall between chunks", model_faults.stall(), Transient, "fell silent for 0.15 s"),
+    Fault("F33 one byte now and then", model_faults.drip(0.05), Transient, "did not finish within 0.3 s"),
+    Fault("F33 one byte after another", model_faults.drip(0.001), Transient, "did not finish"),
+    Fault("F33 never ending", model_faults.never_ending(), Transient, "did not finish"),
+    Fault("F33 never ending, no pause", model_faults.never_ending(0), Transient, "did not finish"),
+    Fault("F33 an unending refusal", Plays(lambda wire: _unending_refusal(wire)), Terminal, category="request"),
+    Fault("F34 cut in the arguments", model_faults.cut_in_arguments(), Transient, "broke off"),
+    Fault("F34 cut in the text", model_faults.cut(), Transient, "broke off"),
+    Fault(
+        "F34 ended in good order, unfinished", model_faults.said({"content": "Hel"}, finish=None, done=False), Transient
+    ),
+    Fault("F34 cut in an event", Plays(lambda wire: _broken_stream(wire, b'data: {"choices": [{"del')), Transient),
+    Fault("F34 cut between calls", model_faults.events(*list(call_chunks((Calls("a"), Calls("b"))))[:3]), Transient),
+    Fault("F35 HTML", model_faults.html(), Malformed, "no JSON"),
+    Fault("F35 garbage", model_faults.document(bytes(range(256)) * 50), Malformed),
+    Fault("F35 empty", model_faults.document(b""), Transient, "empty answer"),
+    Fault("F35 nothing but space", model_faults.document(b" \n\n"), Transient, "empty answer"),
+    Fault("F35 an empty stream", model_faults.events(), Transient, "empty answer"),
+    Fault("F35 204", Status(204, b""), Transient, "empty answer"),
+    Fault("F35 50 MB", model_faults.huge(50_000_000), Malformed, "too large"),
+    Fault("F35 a flood of comments", model_faults.flood(), Malformed, "too large"),
+    Fault("F35 100,000 deep", model_faults.nested(100_000), Malformed),
+    Fault("F35 100,000 deep in an event", model_faults.events("[" * 100_000, "[DONE]"), Malformed),
+    Fault("F35 an array", model_faults.document(b"[1, 2]"), Malformed),
+    Fault("F35 a number", model_faults.document(b"7"), Malformed),
+    Fault("F35 null", model_faults.document(b"null"), Malformed),
+    Fault("F35 no choices", model_faults.document(b'{"choices": []}'), Malformed, "no choices"),
+    Fault("F35 choices that are none", model_faults.document(b'{"choices": "many"}'), Malformed, "no choices"),
+    Fault("F35 nothing but the end", model_faults.events("[DONE]"), Malformed, "no choices"),
+    Fault("F35 an event that is no JSON", model_faults.events("{oops}", "[DONE]"), Malformed, "no JSON"),
+    Fault("F35 compressed unasked", Status(200, b"\x1f\x8b" + bytes(60), {"content-encoding": "gzip"}), Malformed),
+    Fault(
+        "F36 500 calls", Says(calls=tuple(Calls("look_up") for _ in range(500))), Malformed, f"more than {MAX_CALLS}"
+    ),
+    Fault("F36 no name", Says(calls=(Calls(None),)), Malformed, "no name"),
+    Fault("F36 an empty name", Says(calls=(Calls(""),)), Malformed, "no name"),
+    Fault("F36 a call that is a string", model_faults.said({"tool_calls": ["look_up"]}), Malformed, "no object"),
+    Fault(
+        "F38 too long by code",
+        Status(400, "This model's maximum context length is 8192 tokens", code="context_length_exceeded"),
+        TooLong,
+        "too long",
+    ),
+    Fault("F38 too long in words", Status(400, "the request exceeds the available context size"), TooLong),
+    Fault("F38 too long as a server error", Status(500, "prompt is too long: 250000 tokens"), TooLong),
+    Fault("F38 413", Status(413, b"<h1>Payload Too Large</h1>"), TooLong),
+    Fault("F38 too long in the stream", model_faults.error_in_stream({"code": "context_length_exceeded"}), TooLong),
+    Fault(
+        "F39 401",
+        Status(401, f"bad key {KEY}"),
+        Terminal,
+        "refused the key .401.: set MAIN_API_KEY or edit apiKey",
+        "auth",
+    ),
+    Fault("F39 403", Status(403, "not allowed"), Terminal, "refused the key .403.", "auth"),
+    Fault("F39 403 content", Status(403, "flagged by moderation"), Terminal, category="content"),
+    Fault(
+        "F39 404 model",
+        Status(404, "The model `m` does not exist", code="model_not_found"),
+        Terminal,
+        'the model "m".*check model and baseURL in llmservices.json',
+        "model",
+    ),
+    Fault("F39 404 page", Status(404, b"<h1>Not found</h1>"), Terminal, "check model and baseURL", "model"),
+    Fault("F39 400 model", Status(400, "Model 'm' not found"), Terminal, category="model"),
+    Fault("F39 402", Status(402, "pay"), Terminal, "no quota left", "quota"),
+    Fault("F39 429 quota", Status(429, "check your billing", code="insufficient_quota"), Terminal, category="quota"),
+    Fault("F39 400", Status(400, "temperature must be positive"), Terminal, "temperature must be positive", "request"),
+    Fault("F39 405", Status(405, b""), Terminal, category="request"),
+    Fault(
+        "F39 redirect", Status(307, b"", {"location": "http://127.0.0.1:1/"}), Terminal, "another address", "request"
+    ),
+    Fault("F39 content", Status(400, "no", code="content_policy_violation"), Terminal, category="content"),
+    Fault("F39 all filtered", Says("", finish="content_filter"), Terminal, "content filter", "content"),
+    Fault("F39 the key echoed", Status(400, f"header was Bearer {KEY}, really"), Terminal, r"\*\*\*", "request"),
+    Fault(
+        "F39 half of the key echoed", Status(400, f"you sent {KEY[:20]}..."), Terminal, r"you sent \*\*\*", "request"
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", FAILURES)
+async def test_a_fault_ends_in_time_as_the_error_it_is(fault: Fault, server: ModelServer, main: OpenAIService) -> None:
+    outcome = await ask_once(server, main, fault.reply)
+
+    assert outcome.answer is None, "nothing was said"
+    assert type(outcome.error) is fault.outcome, outcome.error
+    assert re.search(fault.words, str(outcome.error)), outcome.error
+    assert "\n" not in str(outcome.error) and str(outcome.error).startswith('service "main" ')
+    assert getattr(outcome.error, "category", None) == fault.category
+    wait = getattr(outcome.error, "retry_after", None)
+    assert wait == (None if fault.retry_after is None else timedelta(seconds=fault.retry_after))
+
+
+@dataclass(frozen=True)
+class Oddity:
+    """One case in which something of use can be made of a bad answer."""
+
+    name: str
+    reply: Reply
+    check: Callable[[Answer], bool]
+
+
+def only(answer: Answer) -> Call:
+    (one,) = answer.calls
+    return one
+
+
+def unreadable(raw: str) -> Callable[[Answer], bool]:
+    return lambda answer: (only(answer).arguments, only(answer).raw) == ({}, raw)
+
+
+def distinct(count: int) -> Callable[[Answer], bool]:
+    return lambda answer: len({one.id for one in answer.calls}) == count == len(answer.calls)
+
+
+DEEP = '{"a":' * 200 + "1" + "}" * 200
+ODDITIES = [
+    Oddity(
+        "F31 an error after the end",
+        model_faults.events(chunk({"content": "ok"}, "stop"), "[DONE]", {"error": "x"}),
+        lambda a: a.text == "ok",
+    ),
+    Oddity(
+        "F32 reset after the finish", Plays(lambda wire: _finished_then(wire, wire.reset)), lambda a: a.text == "ok"
+    ),
+    Oddity(
+        "F33 a stall after the finish", Plays(lambda wire: _finished_then(wire, wire.silence)), lambda a: a.text == "ok"
+    ),
+    Oddity("F34 no [DONE]", model_faults.said({"content": "ok"}, done=False), lambda a: a.text == "ok"),
+    Oddity("F34 no finish reason", model_faults.said({"content": "ok"}, finish=None), lambda a: a.finish == "stop"),
+    Oddity(
+        "F35 a document for a stream",
+        model_faults.document(b'{"choices":[{"message":{"content":"ok"}}]}'),
+        lambda a: a.text == "ok",
+    ),
+    Oddity(
+        "F35 a document on many lines",
+        model_faults.document(b'{\n "choices": [\n  {"message":\n {"content": "ok"}}]}'),
+        lambda a: a.text == "ok",
+    ),
+    Oddity("F35 a stream that calls itself JSON", Plays(lambda wire: _mislabelled(wire)), lambda a: a.text == "ok"),
+    Oddity(
+        "F35 bad UTF-8",
+        Plays(
+            lambda wire: _broken_stream(
+                wire, b'data: {"choices":[{"delta":{"content":"o\xffk"},"finish_reason":"stop"}]}\n\n'
+            )
+        ),
+        lambda a: a.text == "Hello" + "o\ufffdk",
+    ),
+    Oddity("F36 arguments that are no JSON", Says(calls=(Calls("look_up", "{city: Oslo"),)), unreadable("{city: Oslo")),
+    Oddity("F36 arguments that are an array", Says(calls=(Calls("look_up", "[1, 2]"),)), unreadable("[1, 2]")),
+    Oddity("F36 arguments that are a string", Says(calls=(Calls("look_up", '"Oslo"'),)), unreadable('"Oslo"')),
+    Oddity("F36 arguments that are null", Says(calls=(Calls("look_up", "null"),)), unreadable("null")),
+    Oddity("F36 arguments with NaN", Says(calls=(Calls("look_up", '{"a": NaN}'),)), unreadable('{"a": NaN}')),
+    Oddity("F36 arguments beyond numbers", Says(calls=(Calls("look_up", '{"a": 1e999}'),)), unreadable('{"a": 1e999}')),
+    Oddity("F36 arguments 200 deep", Says(calls=(Calls("look_up", DEEP),)), unreadable(DEEP)),
+    Oddity(
+        "F36 arguments 100,000 deep", Says(calls=(Calls("look_up", "[" * 100_000),)), lambda a: only(a).raw is not None
+    ),
+    Oddity(
+        "F36 arguments cut by the length",
+        Says(calls=(Calls("look_up", '{"a'),), finish="length"),
+        lambda a: only(a).raw == '{"a' and a.finish == "length",
+    ),
+    Oddity(
+        "F36 no arguments",
+        Says(calls=(Calls("look_up", ""),)),
+        lambda a: (only(a).arguments, only(a).raw) == ({}, None),
+    ),
+    Oddity(
+        "F36 arguments as an object",
+        model_faults.said(
+            {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "look_up", "arguments": {"a": 1}}}]}
+        ),
+        lambda a: only(a).arguments == {"a": 1},
+    ),
+    Oddity("F36 an unknown tool", Says(calls=(Calls("fly"),)), lambda a: only(a).name == "fly"),
+    Oddity("F36 a name that is no name", Says(calls=(Calls("look up!\n"),)), lambda a: only(a).name == "look up!\n"),
+    Oddity("F36 a name of 1,000 letters", Says(calls=(Calls("x" * 1000),)), lambda a: only(a).name == "x" * 256),
+    Oddity("F36 duplicate ids", Says(calls=(Calls("a", id="c"), Calls("b", id="c"))), distinct(2)),
+    Oddity("F36 missing ids", Says(calls=(Calls("a", id=None), Calls("b", id=None))), distinct(2)),
+    Oddity("F36 empty ids", Says(calls=(Calls("a", id=""), Calls("b", id=""))), distinct(2)),
+    Oddity("F36 an id from the history", Says(calls=(Calls("look_up", id="old"),)), lambda a: only(a).id != "old"),
+    Oddity("F36 an id of 500 letters", Says(calls=(Calls("look_up", id="x" * 500),)), lambda a: len(only(a).id) <= 64),
+    Oddity(
+        "F36 an id with a line break", Says(calls=(Calls("look_up", id="a\nb"),)), lambda a: only(a).id.isprintable()
+    ),
+    Oddity(
+        "F36 one index for all",
+        model_faults.said(
+            {"tool_calls": [{"index": 0, "id": name, "function": {"name": name, "arguments": "{}"}} for name in "abc"]}
+        ),
+        distinct(3),
+    ),
+    Oddity(
+        "F36 no index",
+        model_faults.said(
+            {"tool_calls": [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "abc"]}
+        ),
+        distinct(3),
+    ),
+    Oddity("F36 64 calls", Says(calls=tuple(Calls("look_up") for _ in range(MAX_CALLS))), distinct(MAX_CALLS)),
+    Oddity("F37 NUL in the text", Says("a\x00b"), lambda a: a.text == "a\ufffdb"),
+    Oddity("F37 lone surrogates in the text", Says("a\ud800b\udfff"), lambda a: a.text == "a\ufffdb\ufffd"),
+    Oddity("F37 a whole pair in the text", Says("a😀b"), lambda a: a.text == "a😀b"),
+    Oddity("F37 bidi overrides in the text", Says("a\u202eb"), lambda a: a.text == "a\u202eb"),
+    Oddity(
+        "F37 a million combining marks",
+        Says("a" + "\u0301" * 1_000_000, token_size=100_000),
+        lambda a: len(a.text) == 1_000_001,
+    ),
+    Oddity(
+        "F37 NUL in the arguments",
+        Says(calls=(Calls("look_up", {"a\x00": "b\x00"}),)),
+        lambda a: only(a).arguments == {"a\ufffd": "b\ufffd"},
+    ),
+    Oddity(
+        "F37 surrogates in the arguments",
+        Says(calls=(Calls("look_up", {"a\ud800": ["\udc00"]}),)),
+        lambda a: only(a).arguments == {"a\ufffd": ["\ufffd"]},
+    ),
+    Oddity("F37 NUL in bad arguments", Says(calls=(Calls("look_up", "{\x00"),)), unreadable("{\ufffd")),
+    Oddity(
+        "F37 NUL and surrogates in a name",
+        Says(calls=(Calls("a\x00\ud800"),)),
+        lambda a: only(a).name == "a\ufffd\ufffd",
+    ),
+    Oddity("F38 cut at the limit", Says("half", finish="length"), lambda a: (a.text, a.finish) == ("half", "length")),
+    Oddity("F39 filtered in the middle", Says("half", finish="content_filter"), lambda a: a.finish == "content_filter"),
+]
+
+
+@pytest.mark.parametrize("oddity", [pytest.param(oddity, id=oddity.name) for oddity in ODDITIES])
+async def test_what_can_be_understood_of_a_bad_answer_is(
+    oddity: Oddity, server: ModelServer, main: OpenAIService
+) -> None:
+    told = (*HELLO.said, _assistant(call("old")), _result("old"), user("And now?"))
+
+    outcome = await ask_once(server, main, oddity.reply, Request(said=told, tools=HELLO.tools))
+
+    assert outcome.answer, outcome.error
+    assert oddity.check(outcome.answer), outcome.answer
+    assert "".join(outcome.deltas) == outcome.answer.text
+    await _can_go_on(server, main, (*told, _assistant(*outcome.answer.calls, text=outcome.answer.text)))
+
+
+async def test_f32_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        outcome = await _ask_at(f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
+
+    assert isinstance(outcome.error, Transient)
+    assert "connection refused" in str(outcome.error) and "baseURL in llmservices.json" in str(outcome.error)
+
+
+async def test_f32_no_such_host() -> None:
+    outcome = await _ask_at("http://nobody.invalid/v1", PATIENT)
+
+    assert isinstance(outcome.error, Transient)
+    # Where there is no network at all, a resolver may also be silent.
+    assert re.search(r"cannot be reached at http://nobody.invalid/v1 \((no such host|timed out)\)", str(outcome.error))
+
+
+async def test_f32_no_tls_where_tls_was_asked_for() -> None:
+    async with _Listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        outcome = await _ask_at(f"https://127.0.0.1:{port}/v1", PATIENT)
+
+    assert isinstance(outcome.error, Transient)
+    assert "the secure connection failed" in str(outcome.error)
+
+
+async def test_f32_a_tls_handshake_that_never_ends() -> None:
+    async with _Listening(b"") as port:
+        outcome = await _ask_at(f"https://127.0.0.1:{port}/v1")
+
+    assert isinstance(outcome.error, Transient)
+
+
+@pytest.mark.parametrize("address", ["", "main", "ftp://127.0.0.1/v1", "http://", "http://[::1"])
+async def test_f32_an_address_that_is_none(address: str) -> None:
+    outcome = await _ask_at(address)
+
+    assert isinstance(outcome.error, Terminal) and outcome.error.category == "request"
+    assert "baseURL in llmservices.json must begin with http" in str(outcome.error)
+
+
+@pytest.mark.parametrize("key", ["with space", "line\nbreak", "schlüssel", "nul\x00"])
+async def test_f39_a_key_that_no_header_can_carry_is_never_shown(key: str, server: ModelServer) -> None:
+    one = service(server.base_url, api_key=key)
+
+    outcome = await ask(one)
+
+    assert isinstance(outcome.error, Terminal) and outcome.error.category == "auth"
+    assert key not in str(outcome.error) and outcome.error.__cause__ is None
+    assert server.requests == []
+    await one.close()
+
+
+async def test_f38_a_service_counts_tokens() -> None:
+    async with ModelServer(context_tokens=500) as server:
+        main = service(server.base_url)
+        assert (await ask(main)).answer
+        outcome = await ask(main, Request(said=(user("word " * 1000),)))
+
+        assert isinstance(outcome.error, TooLong)
+        await main.close()
+
+
+async def test_f40_an_answer_that_nobody_waits_for_is_dropped_with_its_connection(
+    server: ModelServer, main: OpenAIService
+) -> None:
+    gone = asyncio.Event()
+
+    async def talk(wire: Wire) -> None:
+        await wire.begin()
+        await wire.event(chunk({"content": "Hello"}))
+        await wire.silence()
+        gone.set()
+
+    server.script(Plays(talk))
+    pieces = main.generate(HELLO)
+    await anext(pieces)
+    await pieces.aclose()  # type: ignore[attr-defined]
+
+    async with asyncio.timeout(GRACE):
+        await gone.wait()
+    assert len(server.requests) == 1
+
+
+async def test_f40_cancelling_while_waiting_ends_the_request_and_stays_a_cancellation(
+    server: ModelServer, main: OpenAIService
+) -> None:
+    server.script(model_faults.no_first_byte())
+    asking = asyncio.create_task(ask(main))
+    await server.asked()
+
+    asking.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_f40_a_caller_that_thinks_makes_no_service_late(server: ModelServer, main: OpenAIService) -> None:
+    server.script("one two three four")
+
+    pieces = main.generate(HELLO)
+    first = await anext(pieces)
+    await asyncio.sleep(SHORT.idle.total_seconds() + 0.05)  # real time: the deadline that must not count runs in it
+    rest = [piece async for piece in pieces]
+
+    assert isinstance(rest[-1], Answer) and rest[-1].text == "one two three four"
+    assert first
+
+
+async def test_f40_a_deadline_that_passed_leaves_the_asking_task_as_it_was(
+    server: ModelServer, main: OpenAIService
+) -> None:
+    server.script(model_faults.stall())
+    task = asyncio.current_task()
+    assert task
+
+    async with asyncio.timeout(5):
+        assert isinstance((await ask(main)).error, Transient)
+
+    assert task.cancelling() == 0
+
+
+async def test_f40_a_cancellation_that_meets_a_deadline_stays_a_cancellation() -> None:
+    watch = Watch(SHORT)
+    waiting = asyncio.create_task(watch.first(asyncio.Event().wait))
+    await asyncio.sleep(0)
+    watch._due = 0
+    watch._ring()
+
+    waiting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert waiting.cancelling() == 1
+
+
+def test_the_matrix_is_large_enough() -> None:
+    assert len(FAILURES) + len(ODDITIES) >= 80
+
+
+def _assistant(*calls: Call, text: str = "") -> AssistantSaid:
+    return AssistantSaid(text, calls)
+
+
+def _result(call_id: str) -> ToolSaid:
+    return ToolSaid(call_id, "{}")
+
+
+async def _can_go_on(server: ModelServer, main: OpenAIService, said: tuple[Any, ...]) -> None:
+    """The history with that answer in it, every call closed, is one that a strict service takes."""
+    server.default = "fine"
+    results = [_result(one.id) for one in said[-1].calls]
+    outcome = await ask(main, Request(said=(*said, *results, user("Go on.")), tools=HELLO.tools))
+    assert outcome.answer, outcome.error
+
+
+async def _ask_at(address: str, deadlines: Deadlines = SHORT) -> Outcome:
+    one = service(address, deadlines=deadlines)
+    outcome = await ask(one)
+    assert outcome.answer is None
+    assert outcome.seconds < deadlines.total.total_seconds() + GRACE
+    await one.close()
+    return outcome
+
+
+async def _broken_stream(wire: Wire, last: bytes) -> None:
+    await wire.begin()
+    await wire.event(chunk({"content": "Hello"}))
+    await wire.send(last)
+    await wire.end()
+
+
+async def _finished_then(wire: Wire, then: Callable[[], Any]) -> None:
+    await wire.begin()
+    await wire.event(chunk({"content": "ok"}, "stop"))
+    if waits := then():
+        await waits
+
+
+async def _mislabelled(wire: Wire) -> None:
+    await wire.begin(content_type="application/json")
+    await wire.event(chunk({"content": "ok"}, "stop"))
+    await wire.end()
+
+
+async def _unending_refusal(wire: Wire) -> None:
+    await wire.begin(400)
+    while True:
+        await wire.send(b"no " * 1000)
+
+
+class _Listening:
+    """A port that says the same to everybody and then no more."""
+
+    def __init__(self, greeting: bytes) -> None:
+        self._greeting = greeting
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> int:
+        self._server = await asyncio.start_server(self._greet, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def _greet(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        writer.write(self._greeting)
+
+    async def __aexit__(self, *exception: object) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._server.close()
+        await self._server.wait_closed()

@@ -1,0 +1,478 @@
+"""The provider for OpenAI-compatible chat completions, asked over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import shutil
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coterie.llm.chat import (
+    AssistantSaid,
+    Attachment,
+    Call,
+    Delta,
+    Inline,
+    Request,
+    SystemSaid,
+    Text,
+    ToolSaid,
+    ToolSpec,
+    Usage,
+    UserSaid,
+)
+from coterie.llm.providers.openai import OpenAIService
+from coterie.llm.providers.sockets import AsyncioBackend
+from coterie.llm.service import Terminal, Transient, Unsupported
+from coterie.testing import model_faults
+from coterie.testing.model_server import Calls, ModelServer, Says, Status
+
+from .asking import HELLO, KEY, LOOK_UP, ask, call, say, service, user
+
+PNG = Inline(type="image", filename="a.png", mime_type="image/png", data=b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+MP3 = Inline(type="audio", filename="a.mp3", mime_type="audio/mpeg", data=b"ID3" + bytes(64))
+PDF = Inline(type="file", filename="a.pdf", mime_type="application/pdf", data=b"%PDF-1.7 ")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def main(server: ModelServer) -> AsyncIterator[OpenAIService]:
+    opened = service(server.base_url)
+    yield opened
+    await opened.close()
+
+
+async def sent(server: ModelServer, main: OpenAIService, *said: Any, tools: tuple[ToolSpec, ...] = (LOOK_UP,)) -> Any:
+    """The messages as they went over the wire for a request that was taken."""
+    outcome = await ask(main, Request(said=said, tools=tools))
+    assert outcome.answer, outcome.error
+    return server.requests[-1].messages
+
+
+async def test_text_streams_as_it_comes_and_the_answer_is_all_of_it(server: ModelServer, main: OpenAIService) -> None:
+    gate = asyncio.Event()
+    server.script(Says("One two three", gate=gate))
+    pieces = main.generate(HELLO)
+    asking = asyncio.ensure_future(anext(pieces))
+    await server.asked()
+    assert not asking.done()
+
+    gate.set()
+    deltas = [await asking] + [piece async for piece in pieces]
+
+    answer = deltas.pop()
+    assert "".join(piece.text for piece in deltas if isinstance(piece, Delta)) == "One two three"
+    assert (answer.text, answer.service, answer.finish) == ("One two three", "main", "stop")  # type: ignore[union-attr]
+
+
+async def test_tool_calls_are_put_together_from_their_pieces(server: ModelServer, main: OpenAIService) -> None:
+    arguments = {"city": "São Paulo", "days": [1, 2, 3], "note": "x" * 100}
+    server.script(Says("Let me see.", (Calls("look_up", arguments, "a"), Calls("look_up", {}, "b"))))
+
+    answer = await say(main)
+
+    assert answer.text == "Let me see."
+    assert answer.calls == (
+        Call(id="a", name="look_up", arguments=arguments),
+        Call(id="b", name="look_up", arguments={}),
+    )
+    assert answer.finish == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_is_the_same_streamed_or_whole(stream: bool, server: ModelServer) -> None:
+    main = service(server.base_url, stream=stream)
+    server.script(Says("Hello there", (Calls("look_up", {"city": "Oslo"}, "a"),)))
+
+    answer = await say(main)
+
+    assert server.requests[0].body.get("stream", False) is stream
+    assert (answer.text, answer.calls) == ("Hello there", (call("a", city="Oslo"),))
+    assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 0
+    await main.close()
+
+
+async def test_usage_is_read_from_the_stream(server: ModelServer, main: OpenAIService) -> None:
+    usage = {"prompt_tokens": 12, "completion_tokens": 34}
+    server.script(
+        model_faults.events({"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}, {"usage": usage})
+    )
+
+    assert (await say(main)).usage == Usage(input_tokens=12, output_tokens=34)
+
+
+@pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": -1}, {"prompt_tokens": "7"}, {"prompt_tokens": 10**30}])
+async def test_usage_that_is_none_counts_as_nothing(usage: object, server: ModelServer, main: OpenAIService) -> None:
+    server.script(
+        model_faults.events({"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}], "usage": usage})
+    )
+
+    assert (await say(main)).usage == Usage()
+
+
+async def test_what_users_say_in_a_row_is_one_message(server: ModelServer, main: OpenAIService) -> None:
+    messages = await sent(server, main, SystemSaid("Be brief."), user("One"), user("Two", "three"))
+
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One\n\nTwo\n\nthree"},
+    ]
+
+
+async def test_empty_words_are_left_out(server: ModelServer, main: OpenAIService) -> None:
+    messages = await sent(server, main, user("One"), AssistantSaid(" \n"), user("", "Two"))
+
+    assert messages == [{"role": "user", "content": "One\n\nTwo"}]
+
+
+async def test_calls_and_results_keep_their_order_and_ids(server: ModelServer, main: OpenAIService) -> None:
+    plan = AssistantSaid("", (call("a", city="Oslo"), call("b", city="Rome")))
+
+    messages = await sent(
+        server, main, user("Weather?"), plan, ToolSaid("a", "cold"), ToolSaid("b", ""), user("Thanks")
+    )
+
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user"]
+    assert messages[1]["content"] is None
+    assert [one["id"] for one in messages[1]["tool_calls"]] == ["a", "b"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "look_up", "arguments": '{"city":"Oslo"}'}
+    assert messages[3] == {"role": "tool", "tool_call_id": "b", "content": ""}
+
+
+async def test_attachments_go_out_as_the_providers_own_parts_byte_for_byte(
+    server: ModelServer, main: OpenAIService
+) -> None:
+    (message,) = await sent(server, main, UserSaid((Text("Look:"), PNG, MP3, PDF)))
+
+    text, image, audio, file = message["content"]
+    assert text == {"type": "text", "text": "Look:"}
+    assert image == {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(PNG)}"}}
+    assert audio == {"type": "input_audio", "input_audio": {"data": _base64(MP3), "format": "mp3"}}
+    assert file["file"] == {"filename": "a.pdf", "file_data": f"data:application/pdf;base64,{_base64(PDF)}"}
+
+
+async def test_a_reference_that_nobody_routed_is_a_mistake_of_the_caller(main: OpenAIService) -> None:
+    reference = Attachment(artifact_ref="r", type="image", filename="a.png", mime_type="image/png", size=1)
+
+    with pytest.raises(TypeError, match="router"):
+        await ask(main, Request(said=(UserSaid((reference,)),)))
+
+
+async def test_calls_of_the_past_are_told_in_words_where_no_tools_are_offered(
+    server: ModelServer, main: OpenAIService
+) -> None:
+    plan = AssistantSaid("I look.", (call("a", city="Oslo"),))
+
+    messages = await sent(server, main, user("Weather?"), plan, ToolSaid("a", "cold"), user("Thanks"), tools=())
+
+    assert messages == [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": 'I look.\n\n[called look_up with {"city":"Oslo"}]'},
+        {"role": "user", "content": "[look_up answered: cold]\n\nThanks"},
+    ]
+
+
+async def test_a_name_the_dialect_does_not_allow_is_changed_on_the_wire_and_back(
+    server: ModelServer, main: OpenAIService
+) -> None:
+    tool = ToolSpec(name="files.read file", description="", parameters={"type": "object"})
+    server.script(Says(calls=(Calls("files_read_file"), Calls("天气"))))
+
+    answer = await say(main, Request(said=(user("Read."),), tools=(tool,)))
+
+    assert [one.name for one in answer.calls] == ["files.read file", "天气"]
+    results = [ToolSaid(one.id, "?") for one in answer.calls]
+    messages = await sent(server, main, user("Read."), AssistantSaid("", answer.calls), *results, tools=(tool,))
+    assert [one["function"]["name"] for one in messages[1]["tool_calls"]] == ["files_read_file", "__"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "request_", "what"),
+    [
+        ("vision", Request(said=(UserSaid((Text("?"), PNG)),)), "vision"),
+        ("audio", Request(said=(UserSaid((Text("?"), MP3)),)), "audio"),
+        ("file", Request(said=(UserSaid((Text("?"), PDF)),)), "file"),
+        ("tool_calling", HELLO, "tool_calling"),
+    ],
+)
+async def test_a_service_that_refuses_a_kind_of_content_says_which(
+    capability: str, request_: Request, what: str
+) -> None:
+    able = {"vision", "audio", "file", "tool_calling"} - {capability}
+    async with ModelServer(capabilities=able) as server:
+        main = service(server.base_url)
+
+        error = (await ask(main, request_)).error
+
+        assert isinstance(error, Unsupported) and error.what == what
+        assert len(server.requests) == 1
+        await main.close()
+
+
+SEES = Request(said=(UserSaid((Text("?"), PNG)),), tools=(LOOK_UP,))
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "request_", "what"),
+    [
+        (400, "registry.ollama.ai/library/gemma:2b does not support tools", SEES, "tool_calling"),
+        (400, '"auto" tool choice requires --enable-auto-tool-choice to be set', HELLO, "tool_calling"),
+        (404, "No endpoints found that support tool use", HELLO, "tool_calling"),
+        (404, "No endpoints found that support image input", SEES, "vision"),
+        (422, "messages[0]: unknown variant `image_url`, expected `text`", SEES, "vision"),
+        (500, "image input is not supported - hint: you may need to provide the mmproj", SEES, "vision"),
+        (400, "messages[0].content must be a string", SEES, "vision"),
+        (415, "Unsupported Media Type", SEES, "vision"),
+    ],
+)
+async def test_real_words_of_refusal_are_understood(
+    status: int, words: str, request_: Request, what: str, server: ModelServer, main: OpenAIService
+) -> None:
+    server.script(Status(status, words))
+
+    error = (await ask(main, request_)).error
+
+    assert isinstance(error, Unsupported) and error.what == what, error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "image input is not supported",
+        "Invalid schema for function 'look_up': 'pattern' is not supported in tools[0]",
+        "tool_call_id is not allowed here",
+    ],
+)
+async def test_a_refusal_of_what_was_not_sent_or_of_one_tool_is_a_bad_request(
+    words: str, server: ModelServer, main: OpenAIService
+) -> None:
+    server.script(Status(400, words))
+
+    error = (await ask(main, HELLO)).error
+
+    assert isinstance(error, Terminal) and error.category == "request"
+
+
+@pytest.mark.parametrize("refused", ["stream_options"])
+async def test_a_service_that_does_not_know_usage_in_streams_is_asked_without_from_then_on(refused: str) -> None:
+    async with ModelServer(unknown_keys={refused}) as server:
+        main = service(server.base_url)
+
+        assert (await say(main)).text == (await say(main)).text == "ok"
+
+        assert [refused in one.body for one in server.requests] == [True, False, False]
+        await main.close()
+
+
+async def test_a_service_with_a_newer_name_for_the_limit_is_asked_by_that_name(server: ModelServer) -> None:
+    main = service(server.base_url, max_tokens=77)
+    server.script(Status(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."))
+
+    await say(main)
+
+    assert [one.body.get("max_tokens") for one in server.requests] == [77, None]
+    assert server.requests[1].body["max_completion_tokens"] == 77
+    await main.close()
+
+
+async def test_a_service_that_keeps_complaining_is_not_asked_for_ever(server: ModelServer, main: OpenAIService) -> None:
+    server.default = Status(400, "stream_options max_completion_tokens roles must alternate, system role not supported")
+
+    assert isinstance((await ask(main)).error, Terminal)
+
+    assert len(server.requests) == 5  # once, and once for each thing it may want differently
+
+
+async def test_a_service_that_demands_strict_turns_gets_them() -> None:
+    said = (
+        SystemSaid("Be brief."),
+        AssistantSaid("Welcome."),
+        user("Weather?"),
+        AssistantSaid("", (call("a"),)),
+        ToolSaid("a", "cold"),
+        user("Never mind."),
+        AssistantSaid("All right."),
+        AssistantSaid("Anything else?"),
+    )
+    async with ModelServer(alternate=True) as server:
+        main = service(server.base_url)
+
+        await say(main, Request(said=said, tools=(LOOK_UP,)))
+        await say(main, Request(said=said, tools=(LOOK_UP,)))
+
+        assert len(server.requests) == 3, "it is learnt once"
+        roles = [message["role"] for message in server.requests[-1].messages]
+        assert roles == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+            "user",
+            "assistant",
+            "user",
+        ]
+        await main.close()
+
+
+async def test_a_service_without_a_system_role_hears_it_from_the_user(server: ModelServer, main: OpenAIService) -> None:
+    server.script(Status(400, "System role not supported"))
+
+    await say(main)
+
+    assert server.requests[1].messages == [{"role": "user", "content": "Be brief.\n\nHello"}]
+
+
+async def test_the_key_goes_into_its_header_and_nowhere_else(
+    server: ModelServer, main: OpenAIService, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    await say(main)
+
+    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+    assert KEY not in caplog.text and KEY not in repr(main) and KEY.encode() not in server.requests[0].raw
+
+
+async def test_a_service_that_wants_a_key_and_got_none_says_where_it_goes(server: ModelServer) -> None:
+    main = service(server.base_url, api_key="", key_name="")
+    server.script(Status(401, "no key"))
+
+    assert str((await ask(main)).error) == 'service "main" wants a key (401): edit apiKey in llmservices.json'
+    assert "authorization" not in server.requests[0].headers
+    await main.close()
+
+
+async def test_a_wrong_key_a_dead_address_and_a_wrong_model_each_say_in_a_sentence_what_to_mend() -> None:
+    async with ModelServer(api_key="right", models={"good"}) as server:
+        wrong_key = service(server.base_url, api_key="wrong-key-wrong")
+        wrong_model = service(server.base_url, api_key="right", model="bad")
+        key, model = (await ask(wrong_key)).error, (await ask(wrong_model)).error
+        await wrong_key.close()
+        await wrong_model.close()
+        url = server.base_url
+    dead = service(url)
+    address = (await ask(dead)).error
+    await dead.close()
+
+    assert str(key) == 'service "main" refused the key (401): set MAIN_API_KEY or edit apiKey in llmservices.json'
+    assert str(model) == (
+        f'service "main" does not know the model "bad" at {url} (404) saying "The model `bad` does not exist": '
+        "check model and baseURL in llmservices.json"
+    )
+    assert str(address) == (
+        f'service "main" cannot be reached at {url} (connection refused): '
+        "check that it runs, and baseURL in llmservices.json"
+    )
+
+
+async def test_an_address_may_carry_a_query(server: ModelServer) -> None:
+    main = service(f"{server.base_url}/?api-version=7")
+
+    await ask(main)
+
+    assert server.requests[0].path == "/v1/chat/completions?api-version=7"
+    await main.close()
+
+
+async def test_what_may_be_secret_in_an_address_is_not_shown() -> None:
+    main = service("http://user:hunter2@127.0.0.1:1/v1?key=hunter3")
+
+    assert "hunter" not in str((await ask(main)).error)
+    await main.close()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """One that nobody has signed, with its key in the same file."""
+    openssl = shutil.which("openssl")
+    if not openssl:
+        pytest.skip("there is no openssl to make a certificate with")
+    made, name = tmp_path / "both.pem", "subjectAltName=IP:127.0.0.1"
+    command = [openssl, "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    more = ["-subj", "/CN=x", "-addext", name, "-keyout", str(made), "-out", str(tmp_path / "cert.pem")]
+    subprocess.run([*command, *more], check=True, capture_output=True)
+    made.write_text(made.read_text() + (tmp_path / "cert.pem").read_text())
+    return made
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_a_service_behind_tls_is_asked_only_if_its_certificate_is_trusted(
+    trusted: bool, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'{"choices": [{"message": {"content": "hush"}}]}'
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setattr("coterie.llm.providers.openai._trusted", httpx.create_ssl_context)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as listening:
+        main = service(f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1")
+
+        outcome = await ask(main)
+
+        await main.close()
+    if trusted:
+        assert outcome.answer and outcome.answer.text == "hush"
+    else:
+        assert isinstance(outcome.error, Transient) and "CERTIFICATE_VERIFY_FAILED" in str(outcome.error)
+
+
+async def test_connections_are_read_without_detours(main: OpenAIService) -> None:
+    client = main._connect()
+
+    assert isinstance(client._transport._pool._network_backend, AsyncioBackend)  # type: ignore[attr-defined]
+    await client.aclose()
+
+
+async def test_a_connection_that_the_server_closed_is_not_used_again(server: ModelServer, main: OpenAIService) -> None:
+    server.script(Says("first"), Says("second"))
+    await say(main)
+    await server.hang_up()
+
+    assert (await say(main)).text == "second"
+
+
+async def test_a_connection_serves_again(server: ModelServer, main: OpenAIService) -> None:
+    for _ in range(3):
+        await say(main)
+
+    assert server.connections == 1
+
+
+async def test_many_requests_share_a_service(server: ModelServer, main: OpenAIService) -> None:
+    answers = await asyncio.gather(*(say(main) for _ in range(150)))
+
+    assert {answer.text for answer in answers} == {"ok"}
+
+
+async def test_a_closed_service_opens_again_when_it_is_asked(server: ModelServer, main: OpenAIService) -> None:
+    await say(main)
+    await main.close()
+    await main.close()
+
+    assert (await say(main)).text == "ok"
+
+
+def _base64(part: Inline) -> str:
+    return base64.b64encode(part.data).decode()

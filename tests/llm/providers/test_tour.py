@@ -1,0 +1,249 @@
+"""The tour: what a person sees before any model is set up."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from coterie.llm.chat import (
+    Answer,
+    AssistantSaid,
+    Call,
+    Delta,
+    Inline,
+    Request,
+    Said,
+    SystemSaid,
+    Text,
+    ToolSaid,
+    ToolSpec,
+    UserSaid,
+)
+from coterie.llm.providers import tour_script as script
+from coterie.llm.providers.openai_dialect import Dialect
+from coterie.llm.providers.tour import Tour
+from coterie.llm.providers.tour_script import Scene
+from coterie.testing import FakeClock
+from coterie.testing.dialects import check_openai_chat
+
+from .asking import say, user
+
+TOOLS = tuple(
+    ToolSpec(name=name, description="", parameters={"type": "object"}) for name in ("send_message", "list_agents")
+)
+CANCELLED = '{"status":"cancelled","executed":false,"reason":"interrupted_by_new_message"}'
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(8) + (640).to_bytes(4) + (480).to_bytes(4)
+
+
+def tour(**more: Any) -> Tour:
+    return Tour(pace=timedelta(0), **more)
+
+
+class Talk:
+    """A conversation with the guide in which every tool succeeds."""
+
+    def __init__(self, tools: tuple[ToolSpec, ...] = TOOLS) -> None:
+        self.tools = tools
+        self.said: list[Said] = [SystemSaid("You are the guide.")]
+        self.texts: list[str] = []
+        self.calls: list[Call] = []
+
+    async def hears(self, *parts: str) -> None:
+        """One whole turn."""
+        self.said.append(user(*parts))
+        self.texts, self.calls = [], []
+        while (answer := await self.asks()).calls:
+            self.said += [ToolSaid(call.id, "{}") for call in answer.calls]
+
+    async def asks(self) -> Answer:
+        answer = await say(tour(), Request(said=tuple(self.said), tools=self.tools))
+        self.said.append(AssistantSaid(answer.text, answer.calls))
+        self.texts.append(answer.text)
+        self.calls += answer.calls
+        assert len(self.said) < 100, "a turn ends"
+        return answer
+
+    @property
+    def menu(self) -> dict[str, Any]:
+        return dict(self.calls[-1].arguments)
+
+
+def described(capable: list[str]) -> str:
+    about = {"artifactRef": "ref", "contentType": "image", "filename": "a.png", "mimeType": "image/png", "size": 12}
+    return json.dumps(
+        {"attachment": {**about, "unsupported": "vision", "capableAgents": capable, "suggestion": "转发"}}
+    )
+
+
+async def test_it_welcomes_with_quick_replies_and_says_that_it_is_scripted() -> None:
+    talk = Talk()
+
+    await talk.hears("Hi")
+
+    assert [call.name for call in talk.calls] == ["send_message"]
+    assert talk.menu["to"] == "user"
+    assert "script" in talk.menu["payload"]["text"] and "no real model" in talk.menu["payload"]["text"]
+    assert talk.menu["quickReplies"] == [scene.option.en for scene in script.SCENES]
+    assert len(talk.menu["quickReplies"]) <= 10
+    assert talk.texts[-1] == ""
+
+
+@pytest.mark.parametrize("scene", script.SCENES, ids=lambda scene: scene.option.en)
+@pytest.mark.parametrize("chinese", [False, True])
+async def test_every_button_leads_to_its_scene_in_its_language(scene: Scene, chinese: bool) -> None:
+    talk = Talk()
+    await talk.hears("你好" if chinese else "Hi")
+
+    await talk.hears(scene.option.to(chinese))
+
+    assert talk.menu["payload"]["text"] == scene.then.to(chinese)
+    assert scene.option.to(chinese) not in talk.menu["quickReplies"]
+    assert check_openai_chat(Dialect().messages(_request(talk)), [_wire(tool) for tool in TOOLS]) is None
+
+
+async def test_when_all_was_shown_there_are_no_more_buttons() -> None:
+    talk = Talk()
+    for scene in script.SCENES:
+        await talk.hears(scene.option.en)
+
+    assert "quickReplies" not in talk.menu
+
+
+async def test_it_sends_a_message_that_comes_ten_seconds_later() -> None:
+    talk = Talk()
+
+    await talk.hears("Can you remind me later?")
+
+    delayed = talk.calls[0]
+    assert delayed.name == "send_message" and delayed.arguments["delayMs"] == 10_000
+    assert delayed.arguments["to"] == "user"
+
+
+async def test_it_runs_a_tool() -> None:
+    talk = Talk()
+
+    await talk.hears("用一个工具")
+
+    assert talk.calls[0].name == "list_agents"
+
+
+async def test_it_leaves_time_to_interrupt_and_takes_an_interjection_before_the_tool_ran() -> None:
+    talk = Talk()
+    talk.said += [user(script.INTERJECTION.option.en), user("Stop counting!")]
+
+    answer = await talk.asks()
+
+    assert answer.calls[0].arguments["payload"]["text"] == script.INTERRUPTED.then.en
+    assert script.INTERJECTION.says.en.count("…") >= 5
+
+
+async def test_it_takes_an_interjection_after_the_tool_was_called() -> None:
+    talk = Talk()
+    talk.said.append(user(script.INTERJECTION.option.zh))
+    plan = await talk.asks()
+    talk.said += [*(ToolSaid(call.id, CANCELLED) for call in plan.calls), user("等等！")]
+
+    answer = await talk.asks()
+
+    assert answer.calls[0].arguments["payload"]["text"] == script.INTERRUPTED.then.zh
+
+
+async def test_it_passes_on_what_it_cannot_read_to_one_who_can() -> None:
+    talk = Talk()
+
+    await talk.hears("What is this?", described(["seer", "other"]))
+
+    (call,) = talk.calls
+    assert call.name == "send_message" and call.arguments["to"] == "seer"
+    assert call.arguments["payload"]["attachments"] == [{"artifactRef": "ref"}]
+    assert "a.png" in talk.texts[0] and talk.texts[-1] == "I will tell you what seer says."
+
+
+async def test_it_says_so_when_nobody_can_read_it() -> None:
+    talk = Talk()
+
+    await talk.hears(described([]))
+
+    assert talk.calls == [] and "nobody here can" in talk.texts[0]
+
+
+async def test_what_the_one_who_sees_answers_is_told_to_the_person() -> None:
+    picture = Inline(type="image", filename="a.png", mime_type="image/png", data=PNG)
+    seen = await say(tour(sees=True), Request(said=(UserSaid((Text("请告诉我这是什么。"), picture)),)))
+    assert seen.text == "这是我看到的：a.png (image/png, 24 bytes, 640 × 480)。我只是脚本，只能说这么多。"
+    talk = Talk()
+
+    await talk.hears("看图", described(["seer"]))
+    await talk.hears(seen.text)
+
+    assert talk.calls == [] and "640 × 480" in talk.texts[0] and talk.texts[0].startswith("回话来了")
+
+
+async def test_the_one_who_sees_asks_for_a_picture() -> None:
+    answer = await say(tour(sees=True), Request(said=(user("Hi"),)))
+
+    assert answer.text == script.NOTHING_TO_SEE.en
+
+
+async def test_it_tells_how_to_set_up_a_real_model() -> None:
+    talk = Talk()
+
+    await talk.hears("How do I configure an API key?")
+
+    assert "llmservices.json" in talk.menu["payload"]["text"] and "setup page" in talk.menu["payload"]["text"]
+
+
+async def test_what_it_does_not_understand_it_says_it_does_not() -> None:
+    talk = Talk()
+    await talk.hears("Hi")
+
+    await talk.hears("What is the meaning of life?")
+
+    assert talk.menu["payload"]["text"] == script.UNKNOWN.then.en
+
+
+async def test_without_tools_it_speaks_in_plain_text() -> None:
+    talk = Talk(tools=())
+
+    await talk.hears(script.TOOL.option.en)
+
+    assert talk.calls == [] and talk.texts[0].startswith(script.TOOL.then.en)
+
+
+@pytest.mark.parametrize(
+    "said", [(), (SystemSaid("x"),), (AssistantSaid("x"),), (user(),), (user('{"attachment": 7}'),)]
+)
+async def test_any_request_gets_an_answer(said: tuple[Said, ...]) -> None:
+    for sees in (False, True):
+        assert await say(tour(sees=sees), Request(said=said, tools=TOOLS))
+
+
+async def test_its_call_ids_never_repeat() -> None:
+    ids = set()
+    for _ in range(50):
+        talk = Talk()
+        await talk.hears("Hi")
+        ids |= {call.id for call in talk.calls}
+
+    assert len(ids) == 50
+
+
+async def test_it_speaks_word_by_word_in_its_own_time() -> None:
+    clock = FakeClock()
+    pieces = Tour(clock=clock, pace=timedelta(seconds=1), sees=True).generate(Request(said=(user("Hi"),)))
+
+    first = await anext(pieces)
+
+    assert isinstance(first, Delta) and first.text == "I"
+    await pieces.aclose()  # type: ignore[attr-defined]
+
+
+def _request(talk: Talk) -> Request:
+    return Request(said=tuple(talk.said), tools=TOOLS)
+
+
+def _wire(tool: ToolSpec) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
