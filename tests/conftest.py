@@ -53,5 +53,5 @@ async def society(tmp_path: Path, clock: FakeClock) -> AsyncIterator[Society]:
     folder = tmp_path / "home"
     folder.mkdir()
     (folder / "coterie.toml").write_text('[agents.ada]\nname = "Ada"\n[agents.bob]\nname = "Bob"\n')
-    async with Society.open(folder, clock=clock) as opened:
+    async with Society.open(folder, clock=clock, work=False) as opened:
         yield opened

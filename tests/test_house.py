@@ -30,9 +30,9 @@ FLOORS = [
     ],
     ["artifacts", "filetype", "store", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "llm"],
-    ["agent"],
+    ["agent", "turns"],
     ["stores", "llm.providers"],
-    ["config", "folder", "runtime", "inspection", "backup", "restore", "testing"],
+    ["config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
     ["cli", "web", "__main__"],
 ]
 

@@ -15,7 +15,7 @@ HOUR = 3_600_000
 
 
 async def test_a_new_folder_gets_templates_and_a_private_data_folder(tmp_path: Path) -> None:
-    async with Society.open(tmp_path / "new") as society:
+    async with Society.open(tmp_path / "new", work=False) as society:
         assert [agent.id for agent in await society.store.agents()] == ["assistant", "user"]
     assert (tmp_path / "new/coterie.toml").exists() and (tmp_path / "new/llmservices.json").exists()
     assert (tmp_path / "new/data").stat().st_mode & 0o777 == 0o700
@@ -23,7 +23,7 @@ async def test_a_new_folder_gets_templates_and_a_private_data_folder(tmp_path: P
 
 async def test_what_the_owner_wrote_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "coterie.toml").write_text("[agents.ada]\n")
-    async with Society.open(tmp_path):
+    async with Society.open(tmp_path, work=False):
         pass
     assert (tmp_path / "coterie.toml").read_text() == "[agents.ada]\n"
     assert not (tmp_path / "llmservices.json").exists()
@@ -33,10 +33,10 @@ async def test_messages_and_schedule_survive_a_restart_when_the_owner_keeps_them
     tmp_path: Path, clock: FakeClock
 ) -> None:
     (tmp_path / "coterie.toml").write_text('[shutdown]\ndelayed = "keep"\n')
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         await society.send(to="assistant", text="now")
         await society.send(to="assistant", text="later", delay_ms=HOUR)
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         assert [m.payload["text"] for m in await society.waiting("assistant")] == ["now"]
         await clock.advance(hours=1)
         (_, later) = await society.waiting("assistant")
@@ -47,19 +47,19 @@ async def test_what_fell_due_while_nobody_ran_is_delivered_at_the_next_start_in_
     tmp_path: Path, clock: FakeClock
 ) -> None:
     (tmp_path / "coterie.toml").write_text('[shutdown]\ndelayed = "keep"\n')
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         for text, delay in (("b", 2000), ("a", 1000), ("c", 2000)):
             await society.send(to="assistant", text=text, delay_ms=delay)
     await clock.jump(days=3)
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         await clock.advance()
         assert [m.payload["text"] for m in await society.waiting("assistant")] == ["a", "b", "c"]
 
 
 async def test_by_default_leaving_delivers_what_was_delayed_marked_early(tmp_path: Path, clock: FakeClock) -> None:
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         receipt = await society.send(to="assistant", text="friday", delay_ms=HOUR)
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         (message,) = await society.waiting("assistant")
         assert message.early and message.deliver_at == receipt.scheduled_delivery_time
 
@@ -67,7 +67,7 @@ async def test_by_default_leaving_delivers_what_was_delayed_marked_early(tmp_pat
 async def test_a_second_runtime_on_the_same_folder_is_told_who_has_it(tmp_path: Path) -> None:
     import os
 
-    async with Society.open(tmp_path) as society:
+    async with Society.open(tmp_path, work=False) as society:
         with pytest.raises(StoreOwned, match=f"in use by process {os.getpid()}"):
             await Society.start(tmp_path)
         await society.send(to="assistant", text="still works")
@@ -78,7 +78,7 @@ async def test_a_wrong_configuration_stops_the_start_and_leaves_the_folder_free(
     with pytest.raises(ConfigError):
         await Society.start(tmp_path)
     (tmp_path / "coterie.toml").write_text("")
-    async with Society.open(tmp_path):
+    async with Society.open(tmp_path, work=False):
         pass
 
 
@@ -91,9 +91,9 @@ async def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> N
 async def test_times_shown_never_go_back_when_the_clock_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     await clock.advance(days=1)
-    async with Society.open(tmp_path, clock=clock) as society:
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
         first = await society.send(to="assistant", text="tomorrow")
-    async with Society.open(tmp_path, clock=FakeClock()) as society:
+    async with Society.open(tmp_path, clock=FakeClock(), work=False) as society:
         second = await society.send(to="assistant", text="yesterday")
         messages = [await society.store.message(receipt.message_id) for receipt in (first, second)]
     assert messages[0] and messages[1] and messages[0].created_at <= messages[1].created_at
@@ -103,14 +103,14 @@ async def test_times_shown_never_go_back_when_the_clock_does(tmp_path: Path, cap
 async def test_an_unclean_stop_is_checked_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import sqlite3
 
-    async with Society.open(tmp_path) as society:
+    async with Society.open(tmp_path, work=False) as society:
         await society.send(to="assistant", text="x")
     db = sqlite3.connect(tmp_path / "data/coterie.db")
     db.execute("UPDATE meta SET value = '0' WHERE key = 'clean'")
     db.commit()
     db.close()
     caplog.set_level(logging.WARNING)
-    async with Society.open(tmp_path) as society:
+    async with Society.open(tmp_path, work=False) as society:
         assert society.store.info.unclean
     assert "the last run did not stop in order" in caplog.text
 

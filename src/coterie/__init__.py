@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coterie.agent.tool_context import ToolContext
+    from coterie.agent.tools import tool
     from coterie.errors import CoterieError, Refused
     from coterie.messages import Message, Receipt
     from coterie.runtime import Society
@@ -17,9 +19,11 @@ _HOMES = {
     "Receipt": "coterie.messages",
     "Refused": "coterie.errors",
     "Society": "coterie.runtime",
+    "ToolContext": "coterie.agent.tool_context",
+    "tool": "coterie.agent.tools",
 }
 
-__all__ = ["CoterieError", "Message", "Receipt", "Refused", "Society", "__version__"]
+__all__ = ["CoterieError", "Message", "Receipt", "Refused", "Society", "ToolContext", "__version__", "tool"]
 
 
 def __getattr__(name: str) -> Any:

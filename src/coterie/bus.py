@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,8 @@ class MessageBus:
         self._wakes_at: float | None = None
         self._ending = False
         self._timer: asyncio.Task[None] | None = None
+        self.listeners: list[Callable[[], None]] = []
+        """Called when there may be new mail somewhere."""
         self._watchers: set[Watcher] = set()
         self._news = asyncio.Event()
         self._tail: asyncio.Task[None] | None = None
@@ -76,10 +78,14 @@ class MessageBus:
         if envelope.attachments:
             envelope = await self._describe_attachments(envelope)
         receipt = await self._store.send(envelope)
-        if envelope.delay:
-            self._arm(envelope.delay)
-        self._news.set()
+        self.stored(envelope)
         return receipt
+
+    def stored(self, envelope: Envelope | None) -> None:
+        """Something was written, perhaps this message: whoever waits for news or for a due time shall look."""
+        if envelope and envelope.delay:
+            self._arm(envelope.delay)
+        self._announce()
 
     # Delayed messages
 
@@ -93,7 +99,7 @@ class MessageBus:
     async def withdraw(self, message_id: str, by: str = PERSON) -> Message:
         """Until it is taken. Withdrawing twice is the same as once."""
         message = await self._store.withdraw(message_id, by)
-        self._news.set()
+        self._announce()
         return message
 
     async def move(self, message_id: str, delay_ms: object, by: str = PERSON) -> Message:
@@ -101,7 +107,7 @@ class MessageBus:
         delay = check_delay(delay_ms)
         message = await self._store.move(message_id, delay, by)
         self._arm(delay)
-        self._news.set()
+        self._announce()
         return message
 
     # Watching
@@ -201,8 +207,13 @@ class MessageBus:
             )
         if promotion.dead:
             log.warning("%d delayed messages are dead: their recipients were terminated", promotion.dead)
-        self._news.set()
+        self._announce()
         return promotion
+
+    def _announce(self) -> None:
+        self._news.set()
+        for listener in self.listeners:
+            listener()
 
     def _arm(self, delay: timedelta) -> None:
         if self._wakes_at is None or self._clock.monotonic() + delay.total_seconds() < self._wakes_at:

@@ -13,6 +13,7 @@ CoterieError
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,10 @@ class Refused(CoterieError):
 
     def to_wire(self) -> dict[str, str]:
         return {"error": self.code, "message": self.message}
+
+    def to_json(self) -> str:
+        """What a model is told."""
+        return json.dumps(self.to_wire(), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

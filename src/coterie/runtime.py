@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from coterie.agents import Agent
+from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import Config, read_config
-from coterie.errors import ConfigError, Problem, StoreBroken
+from coterie.errors import ConfigError, CoterieError, Lagged, Problem, StoreBroken
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
 from coterie.library import Library
@@ -22,6 +23,12 @@ from coterie.messages import PERSON, Message, Receipt
 from coterie.store import Limits, Retention
 from coterie.stores.folder import FolderBytes
 from coterie.stores.sqlite import SqliteStore
+
+if TYPE_CHECKING:
+    from coterie.agent.directory import Directory
+    from coterie.crew import Crew
+    from coterie.llm.registry import Services
+    from coterie.llm.router import CapabilityRouter
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +39,22 @@ BEHIND = timedelta(minutes=5)
 class Society:
     """Use it as `async with Society.open(folder) as society`; leaving is a graceful stop."""
 
-    def __init__(self, config: Config, store: SqliteStore, artifacts: Library, clock: Clock) -> None:
+    def __init__(self, config: Config, store: SqliteStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
         self.config, self.store, self.artifacts = config, store, artifacts
         self.bus = MessageBus(store, clock)
-        self._clock = clock
+        self._kept, self._clock = kept, clock
+        self._crew: Crew | None = None
         self._stopping = asyncio.Event()
         self._tidier: asyncio.Task[None] | None = None
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, folder: str | Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
-        """Run the society in `folder`, made with templates if missing. One process at a time."""
-        society = await cls.start(folder, clock=clock)
+    async def open(cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True) -> AsyncIterator[Self]:
+        """Run the society in `folder`, made with templates if missing. One process at a time.
+
+        Without `work` messages are taken in and delivered, but no agent answers.
+        """
+        society = await cls.start(folder, clock=clock, work=work)
         try:
             yield society
         finally:
@@ -63,11 +74,16 @@ class Society:
             await society.store.close()
 
     @classmethod
-    async def start(cls, folder: str | Path, *, clock: Clock | None = None) -> Self:
+    async def start(cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True) -> Self:
         place = SocietyFolder(Path(folder))
         place.make()
         society = await cls._put_together(place, clock or SystemClock())
-        society._begin()
+        try:
+            crew = society._hire(place) if work else None
+        except BaseException:
+            await society.store.close()
+            raise
+        society._begin(crew)
         return society
 
     @classmethod
@@ -78,14 +94,20 @@ class Society:
         limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
         store = await SqliteStore.open(place.data, clock, limits=limits, durability=config.store.durability)
         try:
-            artifacts = Library(store, FolderBytes(place.artifacts), clock, limit=config.limits.upload_mb * 1_000_000)
+            kept = FolderBytes(place.artifacts)
+            artifacts = Library(store, kept, clock, limit=config.limits.upload_mb * 1_000_000)
             people = [Agent(id=PERSON, name="You", kind="person")]
             agents = [Agent(id=entry.id, name=entry.name or entry.id) for entry in config.agents]
             await store.add_agents(people + agents)
         except BaseException:
             await store.close()
             raise
-        return cls(config, store, artifacts, clock)
+        return cls(config, store, artifacts, kept, clock)
+
+    def _hire(self, place: SocietyFolder) -> Crew:
+        from coterie.crew import Crew  # models and tools take a while to import, and an errand needs none of them
+
+        return Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock)
 
     async def send(
         self,
@@ -118,6 +140,47 @@ class Society:
             option=option,
         )
 
+    async def inbox(self, who: str = PERSON) -> AsyncGenerator[Message, None]:
+        """What reaches `who` and was not read yet, then whatever comes, in order; for ever."""
+        seen, lagged = 0, True
+        while lagged:
+            lagged = False
+            async with self.bus.watch() as watcher:
+                try:
+                    while True:
+                        for message in await self.store.waiting(who):
+                            if (message.in_seq or 0) > seen:
+                                seen = message.in_seq or 0
+                                yield message
+                        await anext(watcher)
+                except Lagged:
+                    lagged = True  # the mailbox has it all
+                except StopAsyncIteration:
+                    return
+
+    def stop_turn(self, agent_id: str) -> bool:
+        """End what the agent is doing now. Its mail is kept, and begins the next turn. False: it was doing nothing."""
+        return self._at_work().stop_turn(agent_id)
+
+    @property
+    def services(self) -> Services:
+        """The model services, and what each can do."""
+        return self._at_work().services
+
+    @property
+    def agents(self) -> Directory:
+        """Who the agents are, and who can do what."""
+        return self._at_work().directory
+
+    @property
+    def router(self) -> CapabilityRouter:
+        return self._at_work().router
+
+    def _at_work(self) -> Crew:
+        if self._crew is None:
+            raise CoterieError("this society was opened without its agents: leave out work=False")
+        return self._crew
+
     async def waiting(self, agent_id: str) -> Sequence[Message]:
         """Delivered to the agent and not yet taken up, in order."""
         return await self.store.waiting(agent_id)
@@ -128,10 +191,17 @@ class Society:
         return self.store.broken
 
     async def stop(self) -> int:
-        """The graceful stop: delayed messages are dealt with as configured. How many went out early."""
+        """The graceful stop: delayed messages are dealt with as configured. How many went out early. Once is enough."""
+        if self._stopping.is_set():
+            return 0
         await self._end_tidying()
         try:
-            return await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
+            if self._crew:
+                await self._crew.stop_claiming()
+            early = await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
+            if self._crew:
+                await self._crew.stop(timedelta(seconds=self.config.shutdown.drain_seconds))
+            return early
         finally:
             await self.store.close()
 
@@ -139,11 +209,14 @@ class Society:
         """The forced stop: say what stays behind; it is all in the store."""
         await self._end_tidying()
         try:
+            if self._crew:
+                await self._crew.stop_claiming()
+                await self._crew.stop(timedelta(0))
             await self.bus.abandon()
         finally:
             await self.store.close()
 
-    def _begin(self) -> None:
+    def _begin(self, crew: Crew | None) -> None:
         for warning in self.store.info.warnings:
             log.warning("%s", warning)
         if self.store.info.unclean:
@@ -153,6 +226,9 @@ class Society:
         for problem in self.config.problems:
             log.warning("%s", problem)
         self.bus.start()
+        if crew:
+            crew.start()
+        self._crew = crew
         self._tidier = asyncio.create_task(self._tidy_now_and_then(), name="coterie-tidier")
 
     async def _tidy_now_and_then(self) -> None:

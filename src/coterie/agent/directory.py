@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from coterie.agent.profile import Profile
 from coterie.artifacts import ArtifactType
 from coterie.errors import Refused
 from coterie.llm.refusals import Refusals
@@ -14,22 +15,28 @@ from coterie.text import one_line
 
 
 class Directory:
-    def __init__(self, services: Services, refusals: Refusals, agents: Mapping[str, str | None]) -> None:
-        """`agents`: the service each one uses; None: the first."""
+    def __init__(self, services: Services, refusals: Refusals, agents: Iterable[Profile]) -> None:
         self._services, self._refusals = services, refusals
-        self._agents = dict(agents)
+        self._agents = {profile.id: profile for profile in agents}
 
-    def add(self, agent_id: str, service_id: str | None = None) -> None:
-        self._agents[agent_id] = service_id
+    def add(self, profile: Profile) -> None:
+        self._agents[profile.id] = profile
 
     def remove(self, agent_id: str) -> None:
         """It is terminated: nobody is sent to it any more."""
         self._agents.pop(agent_id, None)
 
-    def service_of(self, agent_id: str) -> ServiceEntry:
+    def __iter__(self) -> Iterator[str]:
+        """The agents that can work."""
+        return iter(self._placed())
+
+    def profile(self, agent_id: str) -> Profile:
         if agent_id not in self._agents:
             raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')
-        return self._services.entry(self._agents[agent_id])
+        return self._agents[agent_id]
+
+    def service_of(self, agent_id: str) -> ServiceEntry:
+        return self._services.entry(self.profile(agent_id).service)
 
     def capabilities_of(self, agent_id: str) -> Capabilities:
         return self._refusals.left(self.service_of(agent_id))
@@ -46,4 +53,5 @@ class Directory:
     def _placed(self) -> list[str]:
         """The agents whose service exists; the others can do nothing until their configuration is mended."""
         known = {entry.id for entry in self._services}
-        return [agent for agent, service in self._agents.items() if known and (service is None or service in known)]
+        agents = self._agents.values()
+        return [agent.id for agent in agents if known and (agent.service is None or agent.service in known)]

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from coterie.bus import MessageBus
-from coterie.drafts import MAX_QUICK_REPLIES
+from coterie.drafts import MAX_QUICK_REPLIES, seal
 from coterie.errors import Refused
 from coterie.llm.chat import ToolSpec
+from coterie.messages import Envelope, Receipt
 
 SEND_MESSAGE = ToolSpec(
     name="send_message",
@@ -49,17 +50,27 @@ async def send_message(
     `from` and whatever else a model may add is ignored: the runtime says who speaks.
     """
     try:
-        receipt = await bus.send(
-            sender=sender,
-            to=arguments.get("to"),
-            payload=arguments.get("payload"),
-            delay_ms=arguments.get("delayMs"),
-            quick_replies=arguments.get("quickReplies"),
-            client_id=key,
-            cause=cause,
-        )
+        receipt = await bus.post(seal_call(sender, arguments, key=key, cause=cause))
     except Refused as refusal:
         return refusal.to_wire()
-    told = receipt.to_wire()
-    del told["state"]
-    return told
+    return told(receipt)
+
+
+def seal_call(sender: str, arguments: Mapping[str, Any], *, key: str | None, cause: str | None) -> Envelope:
+    """A call of the tool as an envelope; the same `key` is the same message, however often the call runs."""
+    return seal(
+        sender=sender,
+        to=arguments.get("to"),
+        payload=arguments.get("payload"),
+        delay_ms=arguments.get("delayMs"),
+        quick_replies=arguments.get("quickReplies"),
+        client_id=key,
+        cause=cause,
+    )
+
+
+def told(receipt: Receipt) -> dict[str, Any]:
+    """What the model hears of a message that was sent."""
+    wire = receipt.to_wire()
+    del wire["state"]
+    return wire

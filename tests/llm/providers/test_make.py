@@ -21,7 +21,8 @@ KEY = "sk-right-0123456789abcdef"
 async def ask(services: Services, service_id: str) -> Answer:
     service = make_service(services.entry(service_id), SystemClock())
     try:
-        return [piece async for piece in service.generate(HELLO) if isinstance(piece, Answer)][0]
+        (answer,) = [piece async for piece in service.generate(HELLO) if isinstance(piece, Answer)]
+        return answer
     finally:
         await service.close()
 

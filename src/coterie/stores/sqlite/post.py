@@ -21,13 +21,13 @@ from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
-from coterie.messages import NEW_CHAIN_AFTER, SYSTEM, Envelope, Receipt
+from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sqlite.bulk import insert
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
-    " in_reply_to, cause, replay_of, payload)"
+    " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload)"
 )
 _MAILBOX = """
 SELECT kind, state, runnable_at, next_in_seq, waiting, waiting_bytes, delayed FROM agents WHERE id = ?
@@ -52,14 +52,17 @@ class Mailbox:
     waiting_bytes: int
     delayed: int
 
-    def deliver(self, size: int, now: int) -> int:
-        """One more message waits; the place it got. An idle agent wakes."""
+    def deliver(self, size: int, now: int, sender: str = "") -> int:
+        """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
         place = self.next_in_seq
         self.next_in_seq += 1
         self.waiting += 1
         self.waiting_bytes += size
-        if self.state == "idle" and self.kind == "agent":
-            self.state, self.runnable_at = "ready", now
+        if self.kind == "agent":
+            if self.state == "idle":
+                self.state, self.runnable_at = "ready", now
+            elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):
+                self.runnable_at = now
         return place
 
     def remove(self, size: int) -> None:
@@ -96,8 +99,8 @@ class Post:
         self._dead: dict[str, list[DueRow]] = {}
         self._last_seq: int | None = None
 
-    def accept(self, envelope: Envelope, *, hops: int | None = None, replay_of: str | None = None) -> Receipt:
-        """Take in one message, or raise `Refused`."""
+    def accept(self, envelope: Envelope, *, hops: int | None = None, **marks: Any) -> Receipt:
+        """Take in one message, or raise `Refused`. `marks` are columns that only the runtime may set."""
         if envelope.retried and (known := self._known(envelope.id)):
             return known
         mailbox = self._check_recipient(envelope)
@@ -108,25 +111,37 @@ class Post:
         for ref in envelope.attachments:
             self._check_artifact(ref)
         seq = self._next_seq()
-        receipt = self._put(seq, envelope, mailbox, hops, replay_of)
+        receipt = self._put(seq, envelope, mailbox, hops, **marks)
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
         if envelope.retried:
             self._receipts[envelope.id] = receipt
         return receipt
 
-    def _put(self, seq: int, envelope: Envelope, mailbox: Mailbox, hops: int, replay_of: str | None) -> Receipt:
+    def _put(
+        self,
+        seq: int,
+        envelope: Envelope,
+        mailbox: Mailbox,
+        hops: int,
+        *,
+        replay_of: str | None = None,
+        automatic: bool = False,
+        stopped: bool = False,
+        plan: str | None = None,
+    ) -> Receipt:
         queued = mailbox.state in ACTIVE
         in_seq = deliver_at = delivered_at = None
         if envelope.delay:
             deliver_at = self.now + envelope.delay // _MS
             mailbox.delayed += 1
         else:
-            in_seq, delivered_at = mailbox.deliver(len(envelope.payload_json), self.now), self.stamp
+            in_seq = mailbox.deliver(len(envelope.payload_json), self.now, envelope.sender)
+            delivered_at = self.stamp
         state = "delayed" if deliver_at else "pending"
         self._new.append(
             (seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
              queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
-             envelope.payload_json)
+             automatic, stopped, plan, None, envelope.payload_json)
         )  # fmt: skip
         self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
         return _receipt(envelope.id, queued, deliver_at)
@@ -143,7 +158,7 @@ class Post:
                 dead += 1
                 continue
             is_early = early and row.deliver_at > self.now
-            moved.append((mailbox.deliver(row.size, self.now), self.stamp, is_early, row.seq))
+            moved.append((mailbox.deliver(row.size, self.now, row.sender), self.stamp, is_early, row.seq))
             self.tell("delayed.delivered", row.id)
             delivered.append(
                 Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), from_ms(self.stamp))
@@ -157,6 +172,16 @@ class Post:
         self.tell("message.updated", row.id)
         if row.sender != SYSTEM:
             self._dead.setdefault(row.sender, []).append(row)
+
+    def bury_unsent(self, envelope: Envelope, reason: str) -> None:
+        """An answer that its recipient cannot get is stored as dead from the start."""
+        if self._mailbox(envelope.to) is None:
+            return  # nobody to keep it for
+        self._new.append(
+            (self._next_seq(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None, None, False,
+             0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json)
+        )  # fmt: skip
+        self.tell("message.updated", envelope.id)
 
     def mailbox(self, agent_id: str) -> Mailbox:
         """The mailbox of somebody who exists, to be changed and saved with the rest."""
@@ -191,7 +216,7 @@ class Post:
             if (mailbox := self._mailbox(sender)) is None or mailbox.state == "terminated":
                 continue
             envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(rows))
-            self._put(self._next_seq(), envelope, mailbox, 0, None)
+            self._put(self._next_seq(), envelope, mailbox, 0)
         self._dead.clear()
 
     def _known(self, message_id: str) -> Receipt | None:

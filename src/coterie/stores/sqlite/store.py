@@ -13,18 +13,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from coterie.agent.turn import Event as TurnEvent
+from coterie.agent.turn import Rules
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import EPOCH, Clock, from_ms, to_ms
 from coterie.errors import Refused, StoreBroken, StoreError, StoreUnusable
 from coterie.events import Event
+from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
 from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
-from coterie.stores.sqlite import transitions
+from coterie.stores.sqlite import transitions, turns
 from coterie.stores.sqlite.connections import (
     ADVISED,
+    DATABASE_ERRORS,
     Durability,
     check_filesystem,
     open_reader,
@@ -36,6 +40,8 @@ from coterie.stores.sqlite.migrate import check_version, migrate
 from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.stores.sqlite.writer import Writer
+from coterie.text import one_line
+from coterie.turns import Claim, HistoryRow
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -92,7 +98,7 @@ class SqliteStore:
             check_version(db)
             log_id = transitions.get_meta(db, "log_id") or ""
             db.close()
-        except sqlite3.Error as error:
+        except DATABASE_ERRORS as error:
             raise _unusable(error) from error
         info = StoreInfo(engine="sqlite", version=sqlite3.sqlite_version, log_id=log_id)
         return cls(path, None, info, clock, Limits())
@@ -210,6 +216,17 @@ class SqliteStore:
         rows = await self._query("SELECT coalesce(sum(delayed), 0) FROM agents WHERE ?1 IS NULL OR id = ?1", recipient)
         return int(rows[0][0])
 
+    # Turns
+
+    async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
+        return await self._post(lambda db, post: turns.claim(db, post, worker, rules, limit))
+
+    async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
+        return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends))
+
+    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
+        return await self._read(lambda db: turns.history(db, agent_id, after))
+
     # Artifacts
 
     async def add_artifact(self, artifact: Artifact) -> Artifact:
@@ -270,7 +287,7 @@ class SqliteStore:
         def work() -> T:
             try:
                 return run(self._reader())
-            except sqlite3.Error as error:
+            except DATABASE_ERRORS as error:
                 raise translate(error) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
@@ -315,19 +332,19 @@ def _answer_all(
 def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:
     try:
         db = open_writer(path, durability)
-    except sqlite3.Error as error:
+    except DATABASE_ERRORS as error:
         raise _unusable(error) from error
     try:
         path.chmod(0o600)
-        check_version(db)
         unclean = transitions.was_unclean(db)
         if unclean:
             _check_after_crash(db)
         migrate(db)
+        hit("open.checked")
         transitions.begin_boot(db)
         log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
         last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
-    except sqlite3.Error as error:
+    except DATABASE_ERRORS as error:
         db.close()
         raise _unusable(error) from error
     except BaseException:
@@ -345,12 +362,12 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
 
 
 def _check_after_crash(db: sqlite3.Connection) -> None:
-    finding = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    finding = one_line(db.execute("PRAGMA quick_check(1)").fetchone()[0])
     if finding != "ok":
         raise StoreUnusable(f"data/coterie.db is damaged ({finding}): restore a backup with coterie restore FILE")
 
 
-def _unusable(error: sqlite3.Error) -> StoreError:
+def _unusable(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
     meaning = translate(error)
     if isinstance(meaning, StoreBroken):
         return StoreUnusable(f"data/coterie.db is damaged ({error}): restore a backup with coterie restore FILE")

@@ -199,6 +199,8 @@ def _prune_artifacts(db: sqlite3.Connection, before: int) -> list[str]:
 
 
 def begin_boot(db: sqlite3.Connection) -> None:
+    # Whoever worked on a turn is gone with the last boot: those agents can be claimed at once.
+    db.execute("UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')")
     set_meta(db, "boot_epoch", str(int(get_meta(db, "boot_epoch") or 0) + 1))
     set_meta(db, "clean", "0")
 

@@ -1,0 +1,73 @@
+"""History -> request: what an agent's model is shown, and who said each part of it.
+
+Every message stands between two lines that carry its own id, which nobody knew before it was sent. So nothing inside a
+message can end it early, or pose as another sender or as the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from coterie.clock import to_wire
+from coterie.llm.chat import AssistantSaid, Attachment, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
+from coterie.messages import PERSON, SYSTEM, Message
+from coterie.turns import HistoryRow
+
+SET_ASIDE = "[This message was set aside: working on it brought the runtime down.]"
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+def build_request(prompt: str, history: Sequence[HistoryRow], tools: Sequence[ToolSpec]) -> Request:
+    return Request(said=(SystemSaid(prompt), *map(_said, history)), tools=tuple(tools))
+
+
+def _said(row: HistoryRow) -> Said:
+    match row.role:
+        case "assistant":
+            return AssistantSaid(row.text, tuple(row.calls))
+        case "tool":
+            return ToolSaid(row.call_id or "", row.text)
+    if row.hidden or row.message is None:
+        return UserSaid((Text(SET_ASIDE),))
+    return UserSaid(letter(row.message))
+
+
+def letter(message: Message) -> tuple[Text | Attachment, ...]:
+    """A message as its recipient's model reads it."""
+    payload = dict(message.payload)
+    text = payload.pop("text", "")
+    attachments = payload.pop("attachments", [])
+    lines = [f"<message {message.id} {_encode(_envelope(message)).decode()}>", text]
+    if payload:
+        lines.append(_encode(payload).decode())
+    lines.append(f"</message {message.id}>")
+    return (Text("\n".join(line for line in lines if line)), *map(_attachment, attachments))
+
+
+def _envelope(message: Message) -> dict[str, Any]:
+    """What the runtime knows of it; no sender can write any of this."""
+    known: dict[str, Any] = {"from": message.sender, "kind": _kind(message.sender), "sent": to_wire(message.created_at)}
+    if message.in_reply_to:
+        known["inReplyTo"] = message.in_reply_to
+    if message.deliver_at:
+        known["dueAt"] = to_wire(message.deliver_at)
+    if message.early:
+        known["early"] = "delivered before its time, because the runtime stopped"
+    return known
+
+
+def _kind(sender: str) -> str:
+    return {PERSON: "person", SYSTEM: "runtime"}.get(sender, "agent")
+
+
+def _attachment(item: dict[str, Any]) -> Attachment:
+    return Attachment(
+        artifact_ref=item["artifactRef"],
+        type=item.get("type", "file"),
+        filename=item.get("filename", "file"),
+        mime_type=item.get("mimeType", "application/octet-stream"),
+        size=item.get("size", 0),
+    )

@@ -1,0 +1,36 @@
+"""What becomes of a turn whose model gave no answer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from coterie.agent.turn import ModelFailed
+from coterie.llm.service import Local, Malformed, ServiceError, Terminal, TooLong, Transient
+
+TRIES = 10
+MALFORMED_TRIES = 2
+FIRST_WAIT = timedelta(seconds=1)
+LONGEST_WAIT = timedelta(seconds=60)
+
+
+def told(error: ServiceError, retries: int, luck: float) -> ModelFailed:
+    """`retries`: how often in a row it failed before; `luck`: 0 to 1, so that many agents do not come back together."""
+    match error:
+        case Transient() | Local() if retries < TRIES:
+            wait = error.retry_after if error.retry_after is not None else _backoff(retries, luck)
+            return ModelFailed(words=str(error), then="retry", after=wait)
+        case Malformed() if retries < MALFORMED_TRIES:
+            return ModelFailed(words=str(error), then="retry", after=_backoff(retries, luck))
+        case Terminal(category="content"):
+            return ModelFailed(words=str(error), then="give_up")
+        case TooLong():
+            return ModelFailed(
+                words=f"{error}. Clear the conversation, or use a model with a larger window.", then="block"
+            )
+    return ModelFailed(words=f"{error}. Mend it, then write to me again.", then="block")
+
+
+def _backoff(retries: int, luck: float) -> timedelta:
+    """Full jitter: anywhere up to a limit that doubles with every failure, but never nothing at all."""
+    limit = min(LONGEST_WAIT, FIRST_WAIT * (1 << retries))
+    return max(timedelta(milliseconds=50), limit * luck)

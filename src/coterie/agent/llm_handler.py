@@ -1,0 +1,183 @@
+"""LlmHandler drives a turn: it does what `turn.py` decided, and tells it what came of it.
+
+The loop in `work` is all there is to it. What a message that arrives meanwhile changes is decided in `turn.reduce`,
+inside the transaction that `advance` makes; nothing here looks at the mail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import timedelta
+
+from coterie.agent.context import build_request
+from coterie.agent.directory import Directory
+from coterie.agent.failures import told
+from coterie.agent.profile import Profile
+from coterie.agent.prompt import system_prompt
+from coterie.agent.send_message import SEND_MESSAGE, seal_call
+from coterie.agent.tool_context import ToolContext
+from coterie.agent.toolbox import Toolbox
+from coterie.agent.turn import Answered, Ask, Event, ModelFailed, PlannedCall, Ran, Rest, Rules, Run, Stopped
+from coterie.bus import MessageBus
+from coterie.clock import Clock
+from coterie.errors import Refused, StoreUnavailable
+from coterie.llm.chat import Answer, Call, Request
+from coterie.llm.models import Models
+from coterie.llm.service import ServiceError
+from coterie.messages import Envelope
+from coterie.turns import Claim, StaleOwner, TurnStore
+
+log = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=1)
+ContextMaker = Callable[[Profile, str, str | None], ToolContext]
+"""What a tool is given: whose call it is, the key of that call, and the message it was made for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an effect."""
+
+    event: Event
+    sends: Envelope | None = None
+    """A message that the call wants to send: stored together with its result, or not at all."""
+
+
+@dataclass(slots=True)
+class Work:
+    """A turn under way, and how to stop it."""
+
+    task: asyncio.Task[Outcome] | None = None
+    said: str = ""
+    """What the model has said so far."""
+    stopping: bool = False
+
+
+class LlmHandler:
+    def __init__(
+        self,
+        store: TurnStore,
+        bus: MessageBus,
+        models: Models,
+        directory: Directory,
+        toolbox: Toolbox,
+        context: ContextMaker,
+        clock: Clock,
+        rules: Rules,
+    ) -> None:
+        self._store, self._bus, self._models, self._directory = store, bus, models, directory
+        self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
+        self._work: dict[str, Work] = {}
+
+    async def work(self, claim: Claim) -> None:
+        """Until there is nothing more to do for this agent, or somebody else has taken it over."""
+        work = self._work[claim.agent_id] = Work()
+        try:
+            while not isinstance(claim.effect, Rest):
+                claim = await self._advance(claim, await self._perform(claim, work))
+        except StaleOwner as stale:
+            log.warning("%s; its last step here counts for nothing", stale)
+        finally:
+            del self._work[claim.agent_id]
+
+    async def _advance(self, claim: Claim, outcome: Outcome) -> Claim:
+        """Written down, however long the store takes to come back: what was done must not be forgotten."""
+        while True:
+            try:
+                claim = await self._store.advance(claim, outcome.event, self._rules, sends=outcome.sends)
+            except StoreUnavailable as error:
+                log.warning("%s waits for the store: %s", claim.agent_id, error)
+                await self._clock.sleep(PATIENCE)
+                continue
+            self._bus.stored(outcome.sends)
+            return claim
+
+    def stop(self, agent_id: str) -> bool:
+        """End the agent's turn now: the model call or tool is cancelled. False when it has none here."""
+        if (work := self._work.get(agent_id)) is None:
+            return False
+        work.stopping = True
+        if work.task:
+            work.task.cancel()
+        return True
+
+    async def _perform(self, claim: Claim, work: Work) -> Outcome:
+        """The effect, as a task of its own, so that a stop can end it and nothing else."""
+        if not work.stopping:
+            work.said = ""
+            work.task = asyncio.create_task(self._do(claim, work))
+            try:
+                return await work.task
+            except asyncio.CancelledError:
+                if not work.stopping:
+                    work.task.cancel()
+                    raise
+        work.stopping, work.task = False, None
+        return Outcome(event=Stopped(work.said))
+
+    async def _do(self, claim: Claim, work: Work) -> Outcome:
+        profile = self._directory.profile(claim.agent_id)
+        if isinstance(claim.effect, Ask):
+            return Outcome(event=await self._ask(claim, profile, work))
+        assert isinstance(claim.effect, Run) and claim.call is not None  # noqa: S101
+        return await self._run(claim, claim.effect.index, claim.call.call, profile)
+
+    # The model
+
+    async def _ask(self, claim: Claim, profile: Profile, work: Work) -> Event:
+        try:
+            answer = await self._answer(claim, profile, work)
+        except ServiceError as error:
+            log.warning("%s got no answer: %s", claim.agent_id, error)
+            return told(error, claim.retries, random.random())
+        except Exception:
+            # Whatever it is, it must not leave the agent at work for ever.
+            log.exception("%s cannot ask its model", claim.agent_id)
+            return ModelFailed(words="something went wrong inside the runtime; the log has the details", then="give_up")
+        return Answered(text=answer.text, calls=tuple(self._planned(call, profile) for call in answer.calls))
+
+    async def _answer(self, claim: Claim, profile: Profile, work: Work) -> Answer:
+        service = self._directory.service_of(claim.agent_id).id
+        request = await self._request(profile)
+        async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Answer):
+                    return piece
+                work.said += piece.text
+        raise AssertionError("the door to models ends with an answer or an error")
+
+    async def _request(self, profile: Profile) -> Request:
+        history = await self._store.history(profile.id)
+        tools = [SEND_MESSAGE, *self._toolbox.specs(profile.tools)]
+        return build_request(system_prompt(profile, self._directory), history, tools)
+
+    # The tools
+
+    def _planned(self, call: Call, profile: Profile) -> PlannedCall:
+        tool = self._toolbox.find(call.name, profile.tools)
+        if tool is None:  # send_message, and names that mean nothing: neither has an effect outside the store
+            return PlannedCall(call=call, effect="idempotent")
+        return PlannedCall(call=call, effect=tool.effect, gated=tool.approval)
+
+    async def _run(self, claim: Claim, index: int, call: Call, profile: Profile) -> Outcome:
+        key = f"{claim.agent_id}/{claim.plan_key}/{index}"
+        if call.raw is not None:
+            words = "the arguments are no JSON object; send the call again with valid arguments"
+            return Outcome(event=Ran(index=index, ok=False, result=words))
+        if call.name == SEND_MESSAGE.name:
+            return self._send(claim, index, call, key)
+        context = self._context(profile, key, claim.cause)
+        result = await self._toolbox.call(call.name, call.arguments, context, patterns=profile.tools)
+        return Outcome(event=Ran(index=index, ok=result.ok, result=result.text))
+
+    def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:
+        try:
+            envelope = seal_call(claim.agent_id, call.arguments, key=key, cause=claim.cause)
+        except Refused as refusal:
+            return Outcome(event=Ran(index=index, ok=False, result=refusal.to_json()))
+        return Outcome(event=Ran(index=index, ok=True, result=""), sends=envelope)

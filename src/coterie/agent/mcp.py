@@ -1,0 +1,337 @@
+"""MCP servers as tools: `[mcp.files]` in coterie.toml makes the tools `files__read`, `files__write` and so on.
+
+A server is connected when the society starts. One that went away is started again by the next call; one that does not
+come back is an error result, and is left in peace for a while before it is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import mimetypes
+import re
+import sys
+from base64 import b64decode
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coterie.agent.tool_context import ToolContext
+from coterie.agent.tools import Effect, OnLoop, Tool, ToolResult, failed
+from coterie.clock import Clock
+from coterie.errors import CoterieError, Problem
+from coterie.ids import id_for
+from coterie.llm.chat import ToolSpec
+from coterie.text import clean, one_line
+
+if TYPE_CHECKING:  # a second to import, needed only where servers are configured
+    import mcp
+
+log = logging.getLogger(__name__)
+
+START = timedelta(seconds=30)
+"""A server that has not told its tools by then counts as absent; the first start of one may fetch a package."""
+LONGEST_REST = timedelta(minutes=1)
+_LEAVING_SECONDS = 10.0
+_MAX_PAGES = 100
+_UNSAFE_CHARACTER = re.compile(r"[^a-zA-Z0-9_-]")
+_MAX_NAME = 64
+_LOST = -32000
+"""What the SDK reports when the connection ended before the answer."""
+
+Adopt = Callable[[str, Iterable[Tool]], object]
+"""Takes the tools that a source offers from now on: `Toolbox.adopt`."""
+
+
+class Entry(Protocol):
+    """How to reach a server: a command to run, or the address of one that runs."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def command(self) -> str | None: ...
+    @property
+    def args(self) -> tuple[str, ...]: ...
+    @property
+    def env(self) -> Mapping[str, str] | None: ...
+    @property
+    def url(self) -> str | None: ...
+
+
+class Absent(CoterieError):
+    """The server is not there, and was not asked."""
+
+
+class McpServers:
+    def __init__(self, entries: Iterable[Entry], clock: Clock, adopt: Adopt, *, start: timedelta = START) -> None:
+        self._servers = [McpServer(entry, clock, adopt, start=start) for entry in entries]
+
+    async def connect(self) -> list[Problem]:
+        """Try all that are not there, at once; the problems are those that still are not. To be repeated at will."""
+        found = await asyncio.gather(*(server.try_connect() for server in self._servers))
+        return [problem for problem in found if problem]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+
+class McpServer:
+    def __init__(self, entry: Entry, clock: Clock, adopt: Adopt, *, start: timedelta = START) -> None:
+        self._entry, self._clock, self._adopt, self._start = entry, clock, adopt, start
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._failures = 0
+        self._why = ""
+        self._not_before = 0.0
+
+    async def try_connect(self) -> Problem | None:
+        try:
+            await self._connected()
+        except Absent as absent:
+            log.warning("%s", absent)
+            return Problem(f"coterie.toml: mcp.{self._entry.id}", str(absent))
+        return None
+
+    async def close(self) -> None:
+        self._drop()
+        if self._leaving:
+            _, late = await asyncio.wait(self._leaving, timeout=_LEAVING_SECONDS)
+            for task in late:
+                task.cancel()
+
+    # The connection
+
+    async def _connected(self) -> mcp.Client:
+        """`Absent` when there is none and none can be made, or when it was tried a moment ago."""
+        async with self._connecting:
+            if self._connection and self._connection.client and not self._connection.gone.is_set():
+                return self._connection.client
+            rest = self._not_before - self._clock.monotonic()
+            if rest > 0:
+                raise Absent(f"the MCP server {self._entry.id} is not there ({self._why}); next try in {rest:.0f} s")
+            self._drop()
+            self._connection = connection = _Connection(self._entry)
+            self._leaving.add(connection.task)
+            connection.task.add_done_callback(self._leaving.discard)
+            try:
+                client, offered = await connection.ready(self._start)
+            except asyncio.CancelledError:
+                connection.task.cancel()
+                raise
+            except Exception as error:
+                raise self._absent(error) from error
+            self._failures = 0
+            self._adopt(f"mcp.{self._entry.id}", self._tools(offered))
+            return client
+
+    def _absent(self, error: Exception) -> Absent:
+        self._drop()
+        rest = min(timedelta(seconds=2**self._failures), LONGEST_REST)
+        self._failures = min(self._failures + 1, 10)
+        self._not_before = self._clock.monotonic() + rest.total_seconds()
+        self._why = _words(error)
+        return Absent(f"the MCP server {self._entry.id} cannot be reached: {self._why}")
+
+    def _drop(self) -> None:
+        if self._connection:
+            self._connection.end()
+            self._connection = None
+
+    # Its tools
+
+    def _tools(self, offered: Iterable[mcp.Tool]) -> list[Tool]:
+        tools: dict[str, Tool] = {}
+        for one in offered:
+            made = self._tool(one, tool_name(self._entry.id, one.name, tools))
+            tools[made.name] = made
+        return list(tools.values())
+
+    def _tool(self, offered: mcp.Tool, name: str) -> Tool:
+        effect = _effect(offered)
+
+        async def run(arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
+            return await self._call(offered.name, arguments, ctx, again=effect != "unsafe")
+
+        return Tool(
+            name=name,
+            spec=ToolSpec(
+                name=name,
+                description=clean(offered.description or ""),
+                parameters={"type": "object"} | offered.input_schema,
+            ),
+            effect=effect,
+            accept=lambda arguments, ctx: {"arguments": dict(arguments), "ctx": ctx},
+            run=OnLoop(run),
+        )
+
+    async def _call(self, name: str, arguments: dict[str, Any], ctx: ToolContext, *, again: bool) -> ToolResult:
+        """`again`: it does no harm to ask once more when the connection is lost on the way."""
+        try:
+            client = await self._connected()
+        except Absent as absent:
+            return failed("mcp_unavailable", str(absent))
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception as error:
+            if not _is_lost(error):
+                return failed("mcp_error", f"the MCP server {self._entry.id} refused: {_words(error)}")
+            self._drop()
+            if again:
+                return await self._call(name, arguments, ctx, again=False)
+            return failed(
+                "mcp_lost",
+                f"the MCP server {self._entry.id} went away during the call, so nobody knows whether it took effect:"
+                " verify before repeating it. The next call starts the server again",
+            )
+        return await told(result, name, ctx)
+
+
+class _Connection:
+    """One connection, from its start to its end. A task of its own holds it, since its scopes belong to one task."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.client: mcp.Client | None = None
+        self.gone = asyncio.Event()
+        self._entry = entry
+        self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(self._hold(), name=f"coterie-mcp-{entry.id}")
+
+    async def ready(self, within: timedelta) -> tuple[mcp.Client, list[mcp.Tool]]:
+        await asyncio.wait({self._ready}, timeout=within.total_seconds())
+        if not self._ready.done():
+            raise TimeoutError(f"it did not tell its tools within {within.total_seconds():g} s")
+        offered = self._ready.result()
+        assert self.client  # noqa: S101
+        return self.client, offered
+
+    def end(self) -> None:
+        self.gone.set()
+        if not self._ready.done():
+            self._ready.cancel()
+            self.task.cancel()
+
+    async def _hold(self) -> None:
+        try:
+            sdk = await asyncio.to_thread(importlib.import_module, "mcp")  # off the loop: it takes a second
+            async with sdk.Client(self._transport()) as client:
+                offered = await _list(client)
+                self.client = client
+                if not self._ready.done():
+                    self._ready.set_result(offered)
+                await self.gone.wait()
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            else:
+                log.warning("the connection to the MCP server %s broke: %s", self._entry.id, _words(error))
+        finally:
+            self.gone.set()
+
+    def _transport(self) -> Any:
+        if self._entry.url:
+            from mcp.client.streamable_http import streamable_http_client
+
+            return streamable_http_client(self._entry.url)
+        if not self._entry.command:
+            raise Absent("the entry names neither a command nor a url")
+        return self._process()
+
+    @contextlib.asynccontextmanager
+    async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
+        """A server as a child; `gone` is set when it stops talking, so that the next call need not find out."""
+        import anyio
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        assert self._entry.command  # noqa: S101
+        started = StdioServerParameters(
+            command=self._entry.command, args=list(self._entry.args), env=dict(self._entry.env or {})
+        )
+        said, heard = anyio.create_memory_object_stream[Any](0)
+
+        async def pass_on() -> None:
+            with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                async with said:
+                    async for message in read:
+                        await said.send(message)
+            self.gone.set()
+
+        async with (
+            stdio_client(started, errlog=sys.__stderr__ or sys.stderr) as (read, write),
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(pass_on)
+            yield heard, write
+            tasks.cancel_scope.cancel()
+
+
+def tool_name(server: str, tool: str, taken: Collection[str] = ()) -> str:
+    """`<server>__<tool>` in the characters and the length that every model service takes."""
+    safe = _UNSAFE_CHARACTER.sub("_", f"{server}__{tool}")
+    if len(safe) <= _MAX_NAME and safe not in taken:
+        return safe
+    return f"{safe[: _MAX_NAME - 9]}_{id_for(server, tool)[:8]}"
+
+
+async def told(result: mcp.types.CallToolResult, name: str, ctx: ToolContext) -> ToolResult:
+    """Its texts as they are; pictures, sound and files as artifacts, one JSON object each."""
+    parts = [await _part(block, name, number, ctx) for number, block in enumerate(result.content)]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    return ToolResult(ok=not result.is_error, text="\n".join(parts))
+
+
+async def _part(block: mcp.types.ContentBlock, name: str, number: int, ctx: ToolContext) -> str:
+    match block.type:
+        case "text":
+            return block.text
+        case "image" | "audio":
+            return await _kept(block.data, block.mime_type, name, number, ctx)
+        case "resource":
+            if text := getattr(block.resource, "text", None):
+                return str(text)
+            data = getattr(block.resource, "blob", "")
+            return await _kept(data, block.resource.mime_type or "", name, number, ctx)
+    return json.dumps({"resource": str(block.uri), "name": block.name}, ensure_ascii=False)
+
+
+async def _kept(data: str, mime_type: str, name: str, number: int, ctx: ToolContext) -> str:
+    try:
+        filename = name + (mimetypes.guess_extension(mime_type) or "")
+        artifact = await ctx.artifacts.put(b64decode(data), filename, key=f"{ctx.idempotency_key}/{number}")
+    except (ValueError, CoterieError, OSError) as error:
+        return json.dumps({"notKept": clean(str(error)), "mimeType": mime_type}, ensure_ascii=False)
+    return json.dumps(artifact.to_wire(), ensure_ascii=False)
+
+
+async def _list(client: mcp.Client) -> list[mcp.Tool]:
+    tools: list[mcp.Tool] = []
+    cursor = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        if (cursor := page.next_cursor) is None:
+            break
+    return tools
+
+
+def _effect(offered: mcp.Tool) -> Effect:
+    hints = offered.annotations
+    if hints and hints.read_only_hint:
+        return "pure"
+    return "idempotent" if hints and hints.idempotent_hint else "unsafe"
+
+
+def _is_lost(error: Exception) -> bool:
+    """What the server itself answered has another code; what is no answer at all came of the connection."""
+    code = getattr(error, "code", _LOST)
+    return code == _LOST or str(error) == "Session terminated"
+
+
+def _words(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return one_line(clean(str(error)), 300) or type(error).__name__

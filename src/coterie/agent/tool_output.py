@@ -1,0 +1,80 @@
+"""What a tool returned, as text for the model: any value, of any size; what is too long is kept as an artifact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from coterie.agent.tool_context import ToolContext
+from coterie.agent.tools import Tool, ToolResult, failed
+from coterie.errors import CoterieError, Refused
+from coterie.text import clean
+
+HEAD, TAIL = 8 << 10, 4 << 10
+"""Characters shown of what is longer."""
+MAX_ERROR = 4_000
+
+
+class NoResult(CoterieError):
+    """A tool returned something that nothing can be made of."""
+
+
+def encode(value: object) -> str | bytes | ToolResult:
+    """Text and bytes as they are, all else as JSON; `NoResult` when it is none."""
+    match value:
+        case str() | ToolResult():
+            return value
+        case bytes() | bytearray() | memoryview():
+            return bytes(value)
+    try:
+        return json.dumps(msgspec.to_builtins(value, str_keys=True), ensure_ascii=False, allow_nan=False)
+    except RecursionError as error:
+        raise NoResult("it returned something that contains itself, or is nested too deeply for JSON") from error
+    except Exception as error:  # the value is the owner's, and may hold code of its own
+        what = "NaN or an infinity" if "float" in str(error) else f"a {type(value).__name__} ({error})"
+        raise NoResult(f"it returned {what}, which JSON cannot carry") from error
+
+
+async def fit(tool: Tool, encoded: str | bytes | ToolResult, ctx: ToolContext) -> ToolResult:
+    """As a result that a model can be shown, and every store can hold."""
+    if isinstance(encoded, bytes):
+        return await _fit_bytes(tool.name, encoded, ctx)
+    result = encoded if isinstance(encoded, ToolResult) else ToolResult(ok=True, text=encoded)
+    # An empty tool message is refused by some services.
+    text = clean(result.text) or '""'
+    if len(text) <= tool.max_text // 4 or len(data := text.encode()) <= tool.max_text:
+        return ToolResult(ok=result.ok, text=text, artifact_ref=result.artifact_ref)
+    shown: dict[str, Any] = {"tooLong": True, "size": len(data), "head": text[:HEAD], "tail": text[-TAIL:]}
+    try:
+        artifact = await ctx.artifacts.put(data, f"{tool.name}.txt", key=ctx.idempotency_key)
+    except (CoterieError, OSError) as error:
+        return _with(shown, {"notKept": clean(str(error))}, ok=result.ok)
+    return _with(shown, artifact.to_wire(), ok=result.ok)
+
+
+def raised(name: str, error: BaseException) -> ToolResult:
+    """What a model is told of an exception."""
+    if isinstance(error, Refused):
+        return failed(error.code, error.message)
+    try:
+        words = str(error)
+    except Exception:  # an exception's own words can fail too
+        words = ""
+    kind = type(error).__name__
+    return failed("tool_failed", f"{name} failed: {clean(f'{kind}: {words}' if words else kind)[:MAX_ERROR]}")
+
+
+async def _fit_bytes(name: str, data: bytes, ctx: ToolContext) -> ToolResult:
+    try:
+        artifact = await ctx.artifacts.put(data, name, key=ctx.idempotency_key)
+    except (CoterieError, OSError) as error:
+        return failed("artifact_failed", f"{name} returned {len(data):,} bytes, which could not be kept: {error}")
+    return _with({}, artifact.to_wire(), ok=True)
+
+
+def _with(shown: Mapping[str, Any], more: Mapping[str, Any], *, ok: bool) -> ToolResult:
+    text = json.dumps({**more, **shown}, ensure_ascii=False)
+    return ToolResult(ok=ok, text=text, artifact_ref=more.get("artifactRef"))

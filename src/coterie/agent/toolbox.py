@@ -1,0 +1,223 @@
+"""The tools of a society: who reaches which, and calls that always come to a result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from typing import Any
+
+from coterie.agent.send_message import SEND_MESSAGE
+from coterie.agent.tool_context import ToolContext
+from coterie.agent.tool_output import NoResult, encode, fit, raised
+from coterie.agent.tool_parameters import BadArguments
+from coterie.agent.tool_spawn import run_in_process
+from coterie.agent.tools import InProcess, InThread, OnLoop, Tool, ToolResult, failed
+from coterie.errors import Problem
+from coterie.llm.chat import ToolSpec
+from coterie.text import nearest, one_line
+
+log = logging.getLogger(__name__)
+
+DEADLINE = timedelta(seconds=120)
+MAX_ABANDONED = 32
+"""Calls that never came back and could not be stopped; past that no more are started that might join them."""
+_RESERVED = frozenset({SEND_MESSAGE.name})
+"""What the runtime does itself, in the transaction of the result."""
+_GRACE = 0.5
+"""Seconds that an async tool has to end once it is cancelled."""
+
+
+class Toolbox:
+    def __init__(
+        self, tools: Iterable[Tool] = (), *, deadline: timedelta = DEADLINE, max_abandoned: int = MAX_ABANDONED
+    ) -> None:
+        self._deadline, self._max_abandoned = deadline, max_abandoned
+        self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
+        self._tools: dict[str, Tool] = {}
+        self._reach: dict[tuple[str, ...], dict[str, Tool]] = {}
+        self._abandoned: set[asyncio.Future[Any]] = set()
+        self._sort()
+
+    # Which tools there are
+
+    def adopt(self, source: str, tools: Iterable[Tool]) -> list[Problem]:
+        """`source` offers these from now on, and no others. A name that an earlier source has stays that one's."""
+        self._sources[source] = tuple(tools)
+        return [problem for problem in self._sort() if problem.place == source]
+
+    def find(self, name: str, patterns: Sequence[str]) -> Tool | None:
+        return self._within(patterns).get(name)
+
+    def specs(self, patterns: Sequence[str]) -> tuple[ToolSpec, ...]:
+        """What an agent with that list can be offered."""
+        return tuple(tool.spec for tool in self._within(patterns).values())
+
+    def _sort(self) -> list[Problem]:
+        self._tools, problems = {}, list[Problem]()
+        for source, tools in self._sources.items():
+            for tool in tools:
+                if tool.name in _RESERVED or self._tools.setdefault(tool.name, tool) is not tool:
+                    problems.append(Problem(source, f"the tool {tool.name} is left out: there is one of that name"))
+        self._reach.clear()
+        return problems
+
+    def _within(self, patterns: Sequence[str]) -> dict[str, Tool]:
+        key = tuple(patterns)
+        if key not in self._reach:
+            self._reach[key] = {
+                name: tool for name, tool in self._tools.items() if any(fnmatchcase(name, pattern) for pattern in key)
+            }
+        return self._reach[key]
+
+    # Calling one
+
+    @property
+    def abandoned(self) -> int:
+        """Calls that are past their deadline, cannot be stopped and are still running."""
+        return len(self._abandoned)
+
+    async def call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        ctx: ToolContext,
+        deadline: timedelta | None = None,
+        *,
+        patterns: Sequence[str],
+    ) -> ToolResult:
+        """Always a result, whatever the tool does; only the cancellation of the calling task passes through.
+
+        `deadline`: the society's, which a tool's own replaces. It is real time, since tools live in it.
+        """
+        tool = self.find(name, patterns)
+        if tool is None:
+            return _unknown(name, self._within(patterns))
+        if self.abandoned >= self._max_abandoned and not isinstance(tool.run, InProcess):
+            return failed("tools_stuck", f"{self.abandoned} earlier calls never came back: the society needs a restart")
+        allowed = tool.deadline or deadline or self._deadline
+        try:
+            return await fit(tool, await self._run(tool, arguments, ctx, allowed.total_seconds()), ctx)
+        except BadArguments as error:
+            return failed("bad_arguments", f"{name} was not called: {error}")
+        except NoResult as error:
+            return failed("no_result", f"{name}: {error}")
+        except _Late as late:
+            log.warning("the tool %s did not end within %s; it was %s", name, allowed, late)
+            return failed("tool_timeout", f"{name} did not end within {allowed.total_seconds():g} s and was {late}")
+        except _Raised as error:
+            log.warning("the tool %s failed", name, exc_info=error.cause)
+            return raised(name, error.cause)
+        except Exception as error:
+            log.exception("the tool %s could not be run", name)
+            return raised(name, error)
+
+    async def close(self) -> None:
+        """Tell what still runs to stop. Threads cannot be told; they end with the process."""
+        for call in tuple(self._abandoned):
+            call.cancel()
+        await asyncio.sleep(0)
+
+    async def _run(
+        self, tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext, seconds: float
+    ) -> str | bytes | ToolResult:
+        accepted = tool.accept(arguments, ctx)
+        match tool.run:
+            case OnLoop(function):
+                return encode(await self._within_time(asyncio.ensure_future(_guarded(function(**accepted))), seconds))
+            case InThread(function):
+                return encode(await self._within_time(_in_thread(lambda: function(**accepted)), seconds))
+            case InProcess() as run:
+                timer = asyncio.timeout(seconds)
+                try:
+                    async with timer:
+                        return await run_in_process(run, arguments, ctx)
+                except TimeoutError:
+                    if timer.expired():
+                        raise _Late("killed") from None
+                    raise
+
+    async def _within_time(self, call: asyncio.Future[Any], seconds: float) -> Any:
+        try:
+            await asyncio.wait({call}, timeout=seconds)
+        except asyncio.CancelledError:
+            await self._stop(call)
+            raise
+        if not call.done():
+            raise _Late(await self._stop(call))
+        if call.cancelled():
+            raise NoResult("it was cancelled from within")
+        return call.result()
+
+    async def _stop(self, call: asyncio.Future[Any]) -> str:
+        """Cancel it; what does not listen is left behind, and counted until it ends after all."""
+        self._abandoned.add(call)
+        call.add_done_callback(self._ended)
+        if isinstance(call, asyncio.Task):
+            call.cancel()
+            await asyncio.wait({call}, timeout=_GRACE)
+        return "stopped" if call.done() else "left behind, for it cannot be stopped"
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._abandoned.discard(call)
+        if not call.cancelled():
+            call.exception()  # looked at, so that nobody warns of it
+
+
+class _Late(Exception):
+    """The deadline has passed; the message says what became of the call."""
+
+
+class _Raised(Exception):
+    """The tool's own exception, kept apart from ours: one of them might end the event loop, or pose as a timeout."""
+
+    def __init__(self, cause: BaseException) -> None:
+        self.cause = cause
+        super().__init__()
+
+
+async def _guarded(work: Awaitable[object]) -> object:
+    try:
+        return await work
+    except (asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # SystemExit in a task would end the event loop
+        raise _Raised(error) from None
+
+
+def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
+    """A thread of its own, that nobody waits for at exit: one that hangs takes no place in a pool from others."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[object] = loop.create_future()
+
+    def settle(value: object, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(_Raised(error))
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as raised:  # SystemExit is an answer like any other
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever asked
+            loop.call_soon_threadsafe(settle, value, error)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="coterie-tool", daemon=True).start()
+    return future
+
+
+def _unknown(name: str, reached: Mapping[str, Tool]) -> ToolResult:
+    meant = nearest(name, set(reached))
+    hint = f", did you mean {meant}?" if meant else ""
+    return failed("unknown_tool", f'you have no tool "{one_line(name)}"{hint}')

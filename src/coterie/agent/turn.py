@@ -1,0 +1,409 @@
+"""A turn as a pure function: `reduce(turn, event) -> Step`. No clock, no disk, no chance.
+
+Together with `llm_handler.py`, which does what the effects say, this is the only place where anything is decided about
+interruptions. The store calls `reduce` inside the transaction that writes its outcome, with the mail that waits at that
+very moment. So a message is either seen by this decision or by the next one, and never lost between two.
+
+How an interruption is handled, in the words of the requirements:
+
+* The mail is looked at before every tool call (`Answered` with calls, `Ran`) and when the model has finished
+  (`Answered` without calls), nowhere else.
+* Before the first call has run, the plan is withdrawn: the assistant's message was never appended, so there is nothing
+  to delete. A record of it stays, outside the prompt.
+* After k >= 1 calls have run, their results must stay. So the message stays whole, and the calls that did not run are
+  closed with a result that says so. Every provider accepts that, and the model knows what happened and what did not.
+* All waiting mail is taken at once, in order, and the model is asked again.
+* Agents that talk without pause could keep another from ever acting. After `max_withdrawals` plans in a row withdrawn
+  by agents' messages, the next plan runs, and their mail follows it. A person's message always withdraws the plan.
+* A plan is not interrupted by its own echo: what the agent sent itself, or an answer to what this plan just sent, waits
+  until the plan is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Literal
+
+from coterie.llm.chat import Call
+
+Effect = Literal["pure", "idempotent", "unsafe"]
+CallState = Literal["planned", "gated", "started", "done", "failed", "cancelled", "unknown"]
+OVER: frozenset[CallState] = frozenset({"done", "failed", "cancelled", "unknown"})
+
+NOT_EXECUTED = '{"status":"cancelled","executed":false,"reason":"interrupted_by_new_message"}'
+STOPPED = '{"status":"cancelled","executed":false,"reason":"stopped"}'
+DENIED = '{"status":"denied","executed":false,"reason":"the person did not approve this call"}'
+UNKNOWN = (
+    '{"status":"unknown","reason":"the runtime stopped while this call ran: it may or may not have happened,'
+    ' verify before repeating it"}'
+)
+
+
+# What is known when something happens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A message that waits for the agent."""
+
+    id: str
+    in_seq: int
+    from_person: bool = False
+    echo: bool = False
+    """The agent sent it to itself, or it answers something that the running plan has sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCall:
+    call: Call
+    effect: Effect = "unsafe"
+    gated: bool = False
+    """The person must approve it before it runs."""
+    state: CallState = "planned"
+    result: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """An assistant's message whose calls are being run; history gets it when they all have a result."""
+
+    text: str
+    calls: tuple[PlannedCall, ...]
+
+    def having(self, index: int, state: CallState, result: str = "") -> Plan:
+        changed = replace(self.calls[index], state=state, result=result or self.calls[index].result)
+        return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
+
+    def closed(self, result: str) -> Plan:
+        """Calls that have not ended get `result`: they were not executed."""
+        ended = [
+            one if one.state in OVER else replace(one, state="cancelled" if one.state != "started" else "unknown",
+                                                  result=result if one.state != "started" else UNKNOWN)
+            for one in self.calls
+        ]  # fmt: skip
+        return replace(self, calls=tuple(ended))
+
+    def next(self) -> int | None:
+        return next((index for index, one in enumerate(self.calls) if one.state in ("planned", "gated")), None)
+
+    def started(self) -> int | None:
+        return next((index for index, one in enumerate(self.calls) if one.state == "started"), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    max_withdrawals: int = 3
+    """0: no limit."""
+    max_rounds: int = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    mail: tuple[Letter, ...] = ()
+    plan: Plan | None = None
+    withdrawals: int = 0
+    """Plans in a row that agents' messages withdrew."""
+    rounds: int = 0
+    """Answers of the model in this turn."""
+    rules: Rules = field(default_factory=Rules)
+
+
+# What can happen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The model spoke."""
+
+    text: str
+    calls: tuple[PlannedCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A call has ended."""
+
+    index: int
+    ok: bool
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Somebody else worked on this turn and is gone, or a wait is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The person decided on the gated call."""
+
+    approved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A person, or a parent, wants the turn to end now."""
+
+    said_so_far: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFailed:
+    """No answer: to be tried again after a while, to wait for somebody who mends it, or not to be had at all."""
+
+    words: str
+    then: Literal["retry", "block", "give_up"]
+    after: timedelta = timedelta(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Poisoned:
+    """Working on this turn has killed the runtime again and again."""
+
+    words: str
+
+
+Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned
+
+
+# What follows
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """What follows belongs to other askers: rounds and withdrawals begin at nought."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeMail:
+    """All waiting mail becomes part of the history, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """The assistant's text becomes part of the history."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGroup:
+    """The assistant's message with its calls and all their results becomes part of the history, as one piece."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPlan:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A call of the open plan."""
+
+    index: int
+    state: CallState
+    result: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlan:
+    """A plan that never began is kept as a record, outside the prompt."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The text goes to whoever asked."""
+
+    text: str
+    stopped: bool = False
+    trouble: bool = False
+    """It tells of a failure, and comes from the runtime."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskApproval:
+    """The person is asked whether this call may run. Asking twice is asking once."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """What was said in this turn is shown to people, but no more to the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Become:
+    state: Literal["idle", "llm", "tools", "wait_approval", "wait_retry", "blocked"]
+    after: timedelta | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    withdrawals: int
+    rounds: int
+
+
+Write = (
+    NextTurn
+    | TakeMail
+    | Say
+    | CloseGroup
+    | OpenPlan
+    | Change
+    | DropPlan
+    | Reply
+    | AskApproval
+    | Quarantine
+    | Become
+    | Count
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run this call of the plan."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Nothing more to do for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    writes: tuple[Write, ...]
+    effect: Ask | Run | Rest
+
+
+def reduce(turn: Turn, event: Event) -> Step:
+    match event:
+        case Answered(calls=()):
+            return _finish(turn, Say(event.text), Reply(event.text))
+        case Answered():
+            return _begin_plan(turn, Plan(text=event.text, calls=event.calls))
+        case Ran(index=index):
+            return _go_on(turn, Change(index, "done" if event.ok else "failed", event.result))
+        case Judged(approved=approved):
+            return _judged(turn, approved)
+        case Resumed():
+            return _resume(turn)
+        case Stopped(said_so_far=text):
+            return _stop(turn, text)
+        case Poisoned(words=words):
+            return _abort(turn, words)
+        case ModelFailed():
+            return _failed(turn, event)
+
+
+def interrupts(turn: Turn) -> bool:
+    """Whether the waiting mail withdraws the plan."""
+    speech = [letter for letter in turn.mail if not letter.echo]
+    if any(letter.from_person for letter in speech):
+        return True
+    patience = turn.rules.max_withdrawals
+    return bool(speech) and not (patience and turn.withdrawals >= patience)
+
+
+def _begin_plan(turn: Turn, plan: Plan) -> Step:
+    """T3 with calls: the check before the first of them."""
+    if interrupts(turn):
+        by_person = any(letter.from_person for letter in turn.mail)
+        withdrawals = 0 if by_person else turn.withdrawals + 1
+        return Step((DropPlan(plan), TakeMail(), Count(withdrawals=withdrawals, rounds=turn.rounds + 1)), Ask())
+    if turn.rounds + 1 >= turn.rules.max_rounds:
+        words = f"I stopped after {turn.rules.max_rounds} rounds without coming to an end. Shall I go on?"
+        return _finish(turn, DropPlan(plan), Say(words), Reply(words))
+    return _start_next(plan, OpenPlan(plan), Count(withdrawals=turn.withdrawals, rounds=turn.rounds + 1))
+
+
+def _go_on(turn: Turn, change: Change) -> Step:
+    """T5, and with more calls to come T4: the check before the next of them."""
+    assert turn.plan is not None  # noqa: S101 - a call ran, so there is a plan
+    plan = turn.plan.having(change.index, change.state, change.result)
+    if plan.next() is None:
+        return _close(turn, plan, change)
+    if interrupts(turn):
+        return _close(turn, plan.closed(NOT_EXECUTED), change)
+    return _start_next(plan, change)
+
+
+def _start_next(plan: Plan, *before: Write) -> Step:
+    index = plan.next()
+    assert index is not None  # noqa: S101
+    if plan.calls[index].gated:
+        return Step((*before, Change(index, "gated"), AskApproval(index), Become(state="wait_approval")), Rest())
+    return Step((*before, Change(index, "started"), Become(state="tools")), Run(index))
+
+
+def _close(turn: Turn, plan: Plan, *before: Write) -> Step:
+    """The group goes into the history whole; mail that came meanwhile stands right behind it."""
+    mail = (TakeMail(),) if turn.mail else ()
+    acted = Count(withdrawals=0, rounds=turn.rounds)
+    return Step((*before, CloseGroup(plan), *mail, acted, Become(state="llm")), Ask())
+
+
+def _judged(turn: Turn, approved: bool) -> Step:
+    assert turn.plan is not None  # noqa: S101
+    index = turn.plan.next()
+    assert index is not None  # noqa: S101
+    if approved:
+        return Step((Change(index, "started"), Become(state="tools")), Run(index))
+    return _go_on(turn, Change(index, "cancelled", DENIED))
+
+
+def _finish(turn: Turn, *last: Write) -> Step:
+    """The turn is over. Whoever asked has the answer before the mail that came meanwhile begins the next."""
+    if turn.mail:
+        return Step((*last, NextTurn(), TakeMail(), Become(state="llm")), Ask())
+    return Step((*last, Become(state="idle")), Rest())
+
+
+def _resume(turn: Turn) -> Step:
+    if turn.plan is None:
+        mail = (TakeMail(),) if turn.mail else ()
+        return Step((*mail, Become(state="llm")), Ask())
+    index = turn.plan.started()
+    if index is None:
+        # It waits for the person's word on a call; anything else that is said meanwhile withdraws what is left.
+        return _close(turn, turn.plan.closed(NOT_EXECUTED)) if interrupts(turn) else _start_next(turn.plan)
+    if turn.plan.calls[index].effect == "unsafe":
+        # It may have happened. Running it again could make it happen twice, so the model is told, and decides.
+        return _go_on(turn, Change(index, "unknown", UNKNOWN))
+    return Step((Become(state="tools"),), Run(index))
+
+
+def _stop(turn: Turn, said_so_far: str) -> Step:
+    if turn.plan is not None:
+        return _finish(turn, CloseGroup(turn.plan.closed(STOPPED)))
+    if said_so_far:
+        return _finish(turn, Say(said_so_far), Reply(said_so_far, stopped=True))
+    return _finish(turn)
+
+
+def _abort(turn: Turn, words: str) -> Step:
+    group = (CloseGroup(turn.plan.closed(NOT_EXECUTED)),) if turn.plan else ()
+    return _finish(turn, *group, Say(f"[turn aborted: {words}]"), Quarantine(), Reply(words, trouble=True))
+
+
+def _failed(turn: Turn, failure: ModelFailed) -> Step:
+    match failure.then:
+        case "retry":
+            return Step((Become(state="wait_retry", after=failure.after, why=failure.words),), Rest())
+        case "block":
+            return Step((Reply(failure.words, trouble=True), Become(state="blocked", why=failure.words)), Rest())
+        case "give_up":
+            return _finish(turn, Say(f"[no answer: {failure.words}]"), Reply(failure.words, trouble=True))

@@ -1,0 +1,65 @@
+-- What an agent is working on.
+ALTER TABLE agents ADD COLUMN turn_no INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE agents ADD COLUMN next_hist_seq INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE agents ADD COLUMN rounds INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE agents ADD COLUMN withdrawals INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE agents ADD COLUMN retries INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE agents ADD COLUMN why TEXT;
+-- Who works on it, and how often that ended in a crash at the same step.
+ALTER TABLE agents ADD COLUMN worker TEXT;
+ALTER TABLE agents ADD COLUMN crash_step INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE agents ADD COLUMN crashes INTEGER NOT NULL DEFAULT 0;
+
+-- Sent as the answer at the end of a turn; it is never answered in the same way.
+ALTER TABLE messages ADD COLUMN automatic INTEGER NOT NULL DEFAULT 0;
+-- The plan whose call sent it: "turn/step" of the sender.
+ALTER TABLE messages ADD COLUMN plan TEXT;
+
+-- Append-only, in closed groups: an assistant's message with calls is followed by exactly their results.
+CREATE TABLE history (
+    agent_id   TEXT NOT NULL REFERENCES agents (id),
+    seq        INTEGER NOT NULL,
+    turn_no    INTEGER NOT NULL,
+    role       TEXT NOT NULL CHECK (role IN ('user', 'assistant', 'tool')),
+    -- A user row is the message it stands for.
+    message_id TEXT UNIQUE,
+    content    TEXT,
+    calls      TEXT,
+    call_id    TEXT,
+    hidden     INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (agent_id, seq)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX history_turn ON history (agent_id, turn_no) WHERE message_id IS NOT NULL;
+
+CREATE TABLE plans (
+    agent_id TEXT NOT NULL REFERENCES agents (id),
+    turn_no  INTEGER NOT NULL,
+    step_no  INTEGER NOT NULL,
+    text     TEXT NOT NULL,
+    outcome  TEXT NOT NULL CHECK (outcome IN ('open', 'closed', 'withdrawn')),
+    at       INTEGER NOT NULL,
+    PRIMARY KEY (agent_id, turn_no, step_no)
+) STRICT, WITHOUT ROWID;
+
+CREATE UNIQUE INDEX plans_open ON plans (agent_id) WHERE outcome = 'open';
+
+CREATE TABLE calls (
+    agent_id   TEXT NOT NULL,
+    turn_no    INTEGER NOT NULL,
+    step_no    INTEGER NOT NULL,
+    idx        INTEGER NOT NULL,
+    call_id    TEXT NOT NULL,
+    name       TEXT NOT NULL,
+    arguments  TEXT NOT NULL,
+    raw        TEXT,
+    effect     TEXT NOT NULL CHECK (effect IN ('pure', 'idempotent', 'unsafe')),
+    gated      INTEGER NOT NULL,
+    state      TEXT NOT NULL CHECK (state IN (
+                   'planned', 'gated', 'started', 'done', 'failed', 'cancelled', 'unknown')),
+    result     TEXT NOT NULL DEFAULT '',
+    started_at INTEGER,
+    ended_at   INTEGER,
+    PRIMARY KEY (agent_id, turn_no, step_no, idx),
+    FOREIGN KEY (agent_id, turn_no, step_no) REFERENCES plans (agent_id, turn_no, step_no)
+) STRICT, WITHOUT ROWID;

@@ -1,0 +1,70 @@
+"""What a storage engine promises about turns: the part of the store that agents at work use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from coterie.agent.turn import Ask, Event, PlannedCall, Rest, Rules, Run
+from coterie.errors import StoreError
+from coterie.llm.chat import Call
+from coterie.messages import Envelope, Message
+
+
+class StaleOwner(StoreError):
+    """Somebody else has taken this agent over: whatever was decided here counts for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The right to work on one agent's turn. It holds for exactly one more step."""
+
+    agent_id: str
+    epoch: int
+    step_no: int
+    turn_no: int
+    effect: Ask | Run | Rest
+    """What is to be done."""
+    plan_key: str = ""
+    """Names the open plan: what its calls send or keep is named after it, so that running again does nothing twice."""
+    call: PlannedCall | None = None
+    """The call to run."""
+    cause: str | None = None
+    """The newest message of this turn."""
+    retries: int = 0
+    """How often in a row the model has failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """One row of an agent's history."""
+
+    seq: int
+    turn_no: int
+    role: str
+    message: Message | None = None
+    """The message that a user row stands for."""
+    text: str = ""
+    calls: Sequence[Call] = ()
+    call_id: str | None = None
+    hidden: bool = False
+
+
+class TurnStore(Protocol):
+    async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
+        """Take up to `limit` agents that have something to do; from now on nobody else's step for them counts.
+
+        A ready agent's waiting mail is in its history when this returns.
+        """
+        ...
+
+    async def advance(self, claim: Claim, event: Event, rules: Rules, *, sends: Envelope | None = None) -> Claim:
+        """Decide what follows from `event` with the mail that waits now, and write it, as one transaction.
+
+        `sends` is the message that the call just run is to send: it exists exactly when the call's result does.
+        `StaleOwner` when the claim no longer holds; then nothing was written.
+        """
+        ...
+
+    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]: ...

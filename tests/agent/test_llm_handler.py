@@ -1,0 +1,249 @@
+"""Agents at work: one sequence per agent, speech at any moment, and every history the services accept."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from coterie.testing import Calls, Says, Status
+from tests.agent.stage import Bell, stage
+
+
+def calls(*names: str, tool: str = "ring") -> tuple[Calls, ...]:
+    return tuple(Calls(tool, {"name": name}) for name in names)
+
+
+async def test_who_speaks_to_an_agent_gets_an_answer_and_the_agent_rests(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script("Good morning!")
+        asked = await here.say("hello")
+        (answer,) = await here.heard()
+        assert (answer.sender, answer.payload, answer.in_reply_to) == ("ada", {"text": "Good morning!"}, asked)
+        await here.state("ada", "idle")
+        assert await here.history() == [("user", "hello"), ("assistant", "Good morning!")]
+
+
+async def test_two_messages_during_one_model_call_cost_exactly_one_more(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        gate = asyncio.Event()
+        here.server.script(Says("first", gate=gate), "to both")
+        await here.say("one")
+        await here.server.asked(1)
+        receipt = await here.society.send(to="ada", text="two")
+        await here.say("three")
+        gate.set()
+        assert receipt.state == "queued"
+        assert await here.texts(2) == ["first", "to both"]
+        assert len(here.server.requests) == 2
+        assert await here.history() == [
+            ("user", "one"), ("assistant", "first"), ("user", "two"), ("user", "three"), ("assistant", "to both"),
+        ]  # fmt: skip
+
+
+async def test_a_message_before_the_first_call_withdraws_the_plan(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        gate = asyncio.Event()
+        here.server.script(Says("I will ring", calls=calls("a", "b"), gate=gate), "as you wish")
+        await here.say("ring!")
+        await here.server.asked(1)
+        await here.say("no, do not")
+        gate.set()
+        assert await here.texts() == ["as you wish"]
+        assert Bell.rings == []
+        assert here.roles_asked(1) == ["user"]  # both messages, and no trace of the plan
+        assert await here.history() == [("user", "ring!"), ("user", "no, do not"), ("assistant", "as you wish")]
+
+
+async def test_a_message_after_the_first_call_keeps_its_result_and_cancels_the_rest(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        Bell.may_end.clear()
+        here.server.script(Says(calls=calls("a", "b", "c")), "stopped in time")
+        await here.say("ring them all")
+        await Bell.rang.wait()
+        await here.say("enough")
+        Bell.may_end.set()
+        assert await here.texts() == ["stopped in time"]
+        assert Bell.rings == ["a"]
+        roles = [role for role, _ in await here.history()]
+        assert roles == ["user", "assistant", "tool", "tool", "tool", "user", "assistant"]
+        results = [text for role, text in await here.history() if role == "tool"]
+        assert results[0] == "a rang" and all('"executed":false' in text for text in results[1:])
+
+
+async def test_a_delayed_message_that_falls_due_interrupts_like_any_other(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        Bell.may_end.clear()
+        here.server.script(Says(calls=calls("a", "b")), "heard")
+        await here.say("ring")
+        await Bell.rang.wait()
+        await here.say("later", delay_ms=1)
+
+        async def waits() -> bool:
+            return len(await here.society.waiting("ada")) == 1
+
+        await here.until(waits)
+        Bell.may_end.set()
+        assert await here.texts() == ["heard"]
+        assert Bell.rings == ["a"]
+
+
+async def test_answers_unwind_to_whoever_asked_first(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        to_bob = Calls("send_message", {"to": "bob", "payload": {"text": "what is the time?"}})
+        here.server.script(Says(calls=(to_bob,)), "I asked bob", "noon", "it is noon")
+        asked = await here.say("what is the time?")
+        first, second = await here.heard(2)
+        assert (first.payload["text"], second.payload["text"]) == ("I asked bob", "it is noon")
+        assert first.in_reply_to == second.in_reply_to == asked
+        assert await here.history("bob") == [("user", "what is the time?"), ("assistant", "noon")]
+
+
+async def test_a_plan_is_not_interrupted_by_the_answers_to_its_own_questions(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="[agents.ada]\n[agents.bob]\n[agents.eve]\n") as here:
+        asks = [Calls("send_message", {"to": who, "payload": {"text": "?"}}) for who in ("bob", "eve")]
+        here.server.default = "fine"
+        here.server.script(Says(calls=(asks[0], *calls("x"), asks[1])))
+        Bell.may_end.clear()
+        await here.say("ask around")
+        await Bell.rang.wait()
+
+        async def answered() -> bool:
+            return len(await here.society.waiting("ada")) == 1
+
+        await here.until(answered)
+        Bell.may_end.set()
+        await here.heard(1)
+        await here.state("eve", "idle")
+        assert await here.history("eve") == [("user", "?"), ("assistant", "fine")]
+
+
+async def test_a_wrong_key_reaches_the_person_in_words_and_their_next_message_tries_again(tmp_path: Path) -> None:
+    async with stage(tmp_path, apiKey="wrong") as here:
+        here.server.script(Status(401), "now it works")
+        await here.say("hello")
+        (trouble,) = await here.heard()
+        assert trouble.sender == "system" and "llmservices.json" in trouble.payload["text"]
+        await here.state("ada", "blocked")
+        await here.say("again?")
+        assert (await here.texts(2))[1] == "now it works"
+        assert len(here.server.requests) == 2
+
+
+async def test_a_passing_failure_is_tried_again_and_nobody_is_bothered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.random", lambda: 0.0)
+    async with stage(tmp_path) as here:
+        here.server.script(Status(503), Status(429), "there you are")
+        await here.say("hello")
+        assert await here.texts() == ["there you are"]
+        assert len(here.server.requests) == 3
+
+
+async def test_a_call_that_makes_no_sense_is_a_result_the_model_reads(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        wrong = (Calls("no_such_tool", {}), Calls("ring", {"nmae": "x"}), Calls("ring", "not json"))
+        here.server.script(Says(calls=wrong), "sorry")
+        await here.say("try")
+        assert await here.texts() == ["sorry"]
+        results = [text for role, text in await here.history() if role == "tool"]
+        assert "no tool" in results[0] and "nmae" in results[1] and "JSON" in results[2]
+        assert Bell.rings == []
+
+
+async def test_stopping_a_turn_keeps_what_was_said_and_the_mail_begins_the_next(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        gate = asyncio.Event()
+        here.server.script(Says("one two three", gate=gate), "next")
+        await here.say("count")
+        await here.server.asked(1)
+        await here.say("and then?")
+        assert here.society.stop_turn("ada") is True
+        assert await here.texts() == ["next"]
+        gate.set()
+        assert here.society.stop_turn("ada") is False
+        assert await here.history() == [("user", "count"), ("user", "and then?"), ("assistant", "next")]
+
+
+async def test_a_stopped_tool_may_or_may_not_have_happened_and_the_model_is_told(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        Bell.may_end.clear()
+        here.server.script(Says(calls=calls("a", "b")))
+        await here.say("ring")
+        await Bell.rang.wait()
+        here.society.stop_turn("ada")
+        await here.state("ada", "idle")
+        results = [text for role, text in await here.history() if role == "tool"]
+        assert '"unknown"' in results[0] and '"stopped"' in results[1]
+
+
+@pytest.mark.parametrize(("option", "rings"), [(0, ["x"]), (1, [])])
+async def test_a_dangerous_call_runs_only_when_the_person_says_so(
+    tmp_path: Path, option: int, rings: list[str]
+) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Says(calls=calls("x", tool="dangerous")), "that was that")
+        await here.say("do it")
+        (question,) = await here.heard()
+        assert question.payload["approval"]["arguments"] == {"name": "x"}
+        options = question.payload["quickReplies"]
+        await here.say(options[option], in_reply_to=question.id, option=option)
+        assert (await here.texts(2))[1] == "that was that"
+        assert Bell.rings == rings
+        assert [role for role, _ in await here.history()] == ["user", "assistant", "tool", "user", "assistant"]
+
+
+async def test_any_other_word_voids_the_question_and_the_call(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Says(calls=calls("x", tool="dangerous")), "I left it")
+        await here.say("do it")
+        (question,) = await here.heard()
+        await here.say("wait, what is this?")
+        assert (await here.texts(2))[1] == "I left it"
+        await here.say(question.payload["quickReplies"][0], in_reply_to=question.id, option=0)
+        await here.heard(3)
+        assert Bell.rings == []
+
+
+async def test_two_agents_cannot_talk_for_ever(tmp_path: Path) -> None:
+    agents = "[limits]\nmax_hops = 5\n[agents.ada]\n[agents.bob]\n"
+    async with stage(tmp_path, agents=agents) as here:
+
+        def pass_on(request: object) -> Says | str:
+            body = request.body  # type: ignore[attr-defined]
+            if body["messages"][-1]["role"] == "tool":
+                return "" if "messageId" in body["messages"][-1]["content"] else "I give up"
+            other = "bob" if "id: ada" in body["messages"][0]["content"] else "ada"
+            return Says(calls=(Calls("send_message", {"to": other, "payload": {"text": "your turn"}}),))
+
+        here.server.default = pass_on
+        await here.say("play")
+        await here.state("ada", "idle")
+
+        async def quiet() -> bool:
+            agents = await here.society.store.agents()
+            return all(agent.state == "idle" for agent in agents)
+
+        await here.until(quiet)
+        assert len(here.server.requests) <= 2 * 7
+
+
+async def test_a_turn_that_a_restart_cut_off_goes_on_and_its_pure_calls_run_again(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="[shutdown]\ndrain_seconds = 0\n[agents.ada]\n") as here:
+        Bell.may_end.clear()
+        here.server.script(Says(calls=(*calls("a"), *calls("b", tool="look"))))
+        await here.say("go")
+        await Bell.rang.wait()
+        await here.society.abandon()
+        Bell.reset()
+        from coterie import Society
+
+        here.server.script("done after all")
+        async with Society.open(tmp_path) as again:
+            here.society = again
+            assert await here.texts() == ["done after all"]
+            results = [text for role, text in await here.history() if role == "tool"]
+            assert '"unknown"' in results[0] and results[1] == "b rang"
+            assert Bell.rings == ["b"]
