@@ -24,3 +24,7 @@ class Agent:
     waiting: int = 0
     """Messages delivered and not yet taken."""
     delayed: int = 0
+    parent: str | None = None
+    """The agent that made it."""
+    profile: str = ""
+    """What was said when it was made, as JSON; empty for those that the owner's file describes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,7 +11,9 @@ from coterie.agent.builtins import built_in_tools
 from coterie.agent.directory import Directory
 from coterie.agent.llm_handler import LlmHandler
 from coterie.agent.owner_tools import load_owner_tools
+from coterie.agent.people_tools import people_tools
 from coterie.agent.profile import Profile
+from coterie.agent.registrar import Registrar
 from coterie.agent.scheduler import Scheduler
 from coterie.agent.send_message import SEND_MESSAGE
 from coterie.agent.tool_context import ToolContext
@@ -55,8 +58,9 @@ class Crew:
         self.directory = Directory(self.services, refusals, [_profile(entry, place) for entry in config.agents])
         self.router = CapabilityRouter(store, kept, ContentAdapter(self.directory), refusals)
         self._models = Models(self.services, self.router, refusals, lambda entry: make_service(entry, clock), clock)
+        self._registrar = Registrar(store, self.directory)
         self._toolbox = Toolbox(
-            built_in_tools(self.directory, bus, store),
+            (*built_in_tools(self.directory, bus, store), *people_tools(self._registrar)),
             deadline=timedelta(seconds=config.limits.tool_seconds),
         )
         self.problems = (*self.services.problems, *self._adopt_owner_tools(place))
@@ -64,11 +68,22 @@ class Crew:
             max_withdrawals=config.interruption.max_withdrawals,
             max_rounds=config.limits.max_rounds,
         )
-        self._handler = LlmHandler(store, bus, self._models, self.directory, self._toolbox, self._context, clock, rules)
+        self._handler = LlmHandler(
+            store,
+            bus,
+            self._models,
+            self.directory,
+            self._toolbox,
+            self._context,
+            clock,
+            rules,
+            tokens_per_day=config.limits.tokens_per_day,
+        )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id())
         bus.listeners.append(self._scheduler.wake.set)
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        await self._registrar.recall()
         for problem in self.problems:
             log.warning("%s", problem)
         self._scheduler.start()
@@ -91,11 +106,20 @@ class Crew:
         return (*owned.problems, *self._toolbox.adopt("tools", owned.tools))
 
     def _context(self, profile: Profile, key: str, cause: str | None) -> ToolContext:
+        sent = itertools.count()
+
         async def send(
             to: str, payload: Payload, *, delay_ms: float | None = None, quick_replies: list[str] | None = None
         ) -> Receipt:
             return await self._bus.send(
-                sender=profile.id, to=to, payload=payload, delay_ms=delay_ms, quick_replies=quick_replies, cause=cause
+                sender=profile.id,
+                to=to,
+                payload=payload,
+                delay_ms=delay_ms,
+                quick_replies=quick_replies,
+                # The n-th message of this very call: run again, it is the same one.
+                client_id=f"{key}/{next(sent)}",
+                cause=cause,
             )
 
         return ToolContext(

@@ -79,11 +79,10 @@ class Society:
         place.make()
         society = await cls._put_together(place, clock or SystemClock())
         try:
-            crew = society._hire(place) if work else None
+            await society._begin(society._hire(place) if work else None)
         except BaseException:
             await society.store.close()
             raise
-        society._begin(crew)
         return society
 
     @classmethod
@@ -216,7 +215,7 @@ class Society:
         finally:
             await self.store.close()
 
-    def _begin(self, crew: Crew | None) -> None:
+    async def _begin(self, crew: Crew | None) -> None:
         for warning in self.store.info.warnings:
             log.warning("%s", warning)
         if self.store.info.unclean:
@@ -227,7 +226,7 @@ class Society:
             log.warning("%s", problem)
         self.bus.start()
         if crew:
-            crew.start()
+            await crew.start()
         self._crew = crew
         self._tidier = asyncio.create_task(self._tidy_now_and_then(), name="coterie-tidier")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from coterie.agent.turn import Ask, Event, PlannedCall, Rest, Rules, Run
@@ -51,6 +52,13 @@ class HistoryRow:
     hidden: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    summary: str
+    """What was said before `rows`; empty: nothing."""
+    rows: Sequence[HistoryRow]
+
+
 class TurnStore(Protocol):
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
         """Take up to `limit` agents that have something to do; from now on nobody else's step for them counts.
@@ -67,4 +75,18 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]: ...
+    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
+        """All of it, from behind row `after`."""
+        ...
+
+    async def view(self, agent_id: str) -> View:
+        """What the model is shown: the rows behind the last summary."""
+        ...
+
+    async def summarise(self, claim: Claim, upto: int, text: str) -> None:
+        """From now on `text` stands for everything up to row `upto`, which stays stored. Fenced like a step."""
+        ...
+
+    async def tokens_since(self, start: datetime) -> int:
+        """What all answers of models cost since `start`."""
+        ...

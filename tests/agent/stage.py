@@ -104,10 +104,16 @@ def spoken(row: HistoryRow) -> str:
 
 @contextlib.asynccontextmanager
 async def stage(
-    folder: Path, *, agents: str = "[agents.ada]\n[agents.bob]\n", clock: Clock | None = None, **entry: Any
+    folder: Path,
+    *,
+    agents: str = "[agents.ada]\n[agents.bob]\n",
+    clock: Clock | None = None,
+    window: int | None = None,
+    **entry: Any,
 ) -> AsyncIterator[Stage]:
+    """`window`: how many tokens the model takes; `entry`: more of its entry in llmservices.json."""
     Bell.reset()
-    async with ModelServer() as server:
+    async with ModelServer(context_tokens=window) as server:
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"} | entry]
         (folder / "coterie.toml").write_text(agents)
         (folder / "llmservices.json").write_text(json.dumps({"services": services}))

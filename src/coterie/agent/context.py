@@ -14,14 +14,16 @@ import msgspec
 from coterie.clock import to_wire
 from coterie.llm.chat import AssistantSaid, Attachment, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
 from coterie.messages import PERSON, SYSTEM, Message
-from coterie.turns import HistoryRow
+from coterie.turns import HistoryRow, View
 
 SET_ASIDE = "[This message was set aside: working on it brought the runtime down.]"
+EARLIER = "[The runtime's summary of what was said before the messages below]\n"
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def build_request(prompt: str, history: Sequence[HistoryRow], tools: Sequence[ToolSpec]) -> Request:
-    return Request(said=(SystemSaid(prompt), *map(_said, history)), tools=tuple(tools))
+def build_request(prompt: str, view: View, tools: Sequence[ToolSpec]) -> Request:
+    earlier = [UserSaid((Text(EARLIER + view.summary),))] if view.summary else []
+    return Request(said=(SystemSaid(prompt), *earlier, *map(_said, view.rows)), tools=tuple(tools))
 
 
 def _said(row: HistoryRow) -> Said:

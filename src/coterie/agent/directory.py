@@ -30,6 +30,15 @@ class Directory:
         """The agents that can work."""
         return iter(self._placed())
 
+    def everybody(self) -> list[Profile]:
+        """Also those whose service is not there."""
+        return list(self._agents.values())
+
+    def check_service(self, service: str | None) -> None:
+        """`UnknownService` when there is none of that id."""
+        if service is not None:
+            self._services.entry(service)
+
     def profile(self, agent_id: str) -> Profile:
         if agent_id not in self._agents:
             raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')

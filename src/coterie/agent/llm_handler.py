@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
 
+from coterie.agent.compaction import cut, digest, fits, summary_request
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
 from coterie.agent.failures import told
@@ -28,7 +29,7 @@ from coterie.clock import Clock
 from coterie.errors import Refused, StoreUnavailable
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
-from coterie.llm.service import ServiceError
+from coterie.llm.service import ServiceError, Terminal, TooLong
 from coterie.messages import Envelope
 from coterie.turns import Claim, StaleOwner, TurnStore
 
@@ -69,9 +70,12 @@ class LlmHandler:
         context: ContextMaker,
         clock: Clock,
         rules: Rules,
+        tokens_per_day: int = 0,
     ) -> None:
+        """`tokens_per_day`: 0 is no limit."""
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
+        self._tokens_per_day = tokens_per_day
         self._work: dict[str, Work] = {}
 
     async def work(self, claim: Claim) -> None:
@@ -139,11 +143,28 @@ class LlmHandler:
             # Whatever it is, it must not leave the agent at work for ever.
             log.exception("%s cannot ask its model", claim.agent_id)
             return ModelFailed(words="something went wrong inside the runtime; the log has the details", then="give_up")
-        return Answered(text=answer.text, calls=tuple(self._planned(call, profile) for call in answer.calls))
+        return Answered(
+            text=answer.text,
+            calls=tuple(self._planned(call, profile) for call in answer.calls),
+            usage=answer.usage,
+            service=answer.service,
+        )
 
     async def _answer(self, claim: Claim, profile: Profile, work: Work) -> Answer:
-        service = self._directory.service_of(claim.agent_id).id
+        """The model's answer. A history that has outgrown its window is summarised, once, and shown again."""
+        await self._check_budget()
+        service = self._directory.service_of(claim.agent_id)
         request = await self._request(profile)
+        if not fits(request, service.context_tokens) and await self._compact(claim, service.id):
+            request = await self._request(profile)
+        try:
+            return await self._ask_model(service.id, request, claim, work)
+        except TooLong:
+            if not await self._compact(claim, service.id):
+                raise
+        return await self._ask_model(service.id, await self._request(profile), claim, work)
+
+    async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work) -> Answer:
         async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
@@ -152,9 +173,32 @@ class LlmHandler:
         raise AssertionError("the door to models ends with an answer or an error")
 
     async def _request(self, profile: Profile) -> Request:
-        history = await self._store.history(profile.id)
         tools = [SEND_MESSAGE, *self._toolbox.specs(profile.tools)]
-        return build_request(system_prompt(profile, self._directory), history, tools)
+        return build_request(system_prompt(profile, self._directory), await self._store.view(profile.id), tools)
+
+    async def _compact(self, claim: Claim, service: str) -> bool:
+        """Whether there was something to leave out."""
+        view = await self._store.view(claim.agent_id)
+        if (upto := cut(view.rows)) is None:
+            return False
+        older = [row for row in view.rows if row.seq <= upto]
+        try:
+            answer = await self._ask_model(service, summary_request(older), claim, Work())
+            text = answer.text.strip() or digest(older)
+        except ServiceError as error:
+            log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
+            text = digest(older)
+        await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip())
+        log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
+        return True
+
+    async def _check_budget(self) -> None:
+        if not self._tokens_per_day:
+            return
+        today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
+        if await self._store.tokens_since(today) >= self._tokens_per_day:
+            limit = f"{self._tokens_per_day:,} tokens"
+            raise Terminal(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
 
     # The tools
 

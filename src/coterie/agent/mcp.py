@@ -39,8 +39,8 @@ _LEAVING_SECONDS = 10.0
 _MAX_PAGES = 100
 _UNSAFE_CHARACTER = re.compile(r"[^a-zA-Z0-9_-]")
 _MAX_NAME = 64
-_LOST = -32000
-"""What the SDK reports when the connection ended before the answer."""
+_GONE = -32000
+"""What the SDK reports when the connection ended before the answer; a server may mean anything else by it."""
 
 Adopt = Callable[[str, Iterable[Tool]], object]
 """Takes the tools that a source offers from now on: `Toolbox.adopt`."""
@@ -74,12 +74,18 @@ class McpServers:
         found = await asyncio.gather(*(server.try_connect() for server in self._servers))
         return [problem for problem in found if problem]
 
+    @property
+    def connected(self) -> list[str]:
+        """The ids of those that are there now."""
+        return [server.id for server in self._servers if server.connected]
+
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
 class McpServer:
     def __init__(self, entry: Entry, clock: Clock, adopt: Adopt, *, start: timedelta = START) -> None:
+        self.id = entry.id
         self._entry, self._clock, self._adopt, self._start = entry, clock, adopt, start
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
@@ -88,12 +94,16 @@ class McpServer:
         self._why = ""
         self._not_before = 0.0
 
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and self._connection.client is not None
+
     async def try_connect(self) -> Problem | None:
         try:
             await self._connected()
         except Absent as absent:
             log.warning("%s", absent)
-            return Problem(f"coterie.toml: mcp.{self._entry.id}", str(absent))
+            return Problem(f"coterie.toml: mcp.{self.id}", str(absent))
         return None
 
     async def close(self) -> None:
@@ -105,28 +115,28 @@ class McpServer:
 
     # The connection
 
-    async def _connected(self) -> mcp.Client:
+    async def _connected(self) -> _Connection:
         """`Absent` when there is none and none can be made, or when it was tried a moment ago."""
         async with self._connecting:
-            if self._connection and self._connection.client and not self._connection.gone.is_set():
-                return self._connection.client
+            if self._connection and self._connection.client:
+                return self._connection
             rest = self._not_before - self._clock.monotonic()
             if rest > 0:
-                raise Absent(f"the MCP server {self._entry.id} is not there ({self._why}); next try in {rest:.0f} s")
+                raise Absent(f"the MCP server {self.id} is not there ({self._why}); next try in {rest:.0f} s")
             self._drop()
             self._connection = connection = _Connection(self._entry)
             self._leaving.add(connection.task)
             connection.task.add_done_callback(self._leaving.discard)
             try:
-                client, offered = await connection.ready(self._start)
+                offered = await connection.ready(self._start)
             except asyncio.CancelledError:
                 connection.task.cancel()
                 raise
             except Exception as error:
                 raise self._absent(error) from error
             self._failures = 0
-            self._adopt(f"mcp.{self._entry.id}", self._tools(offered))
-            return client
+            self._adopt(f"mcp.{self.id}", self._tools(offered))
+            return connection
 
     def _absent(self, error: Exception) -> Absent:
         self._drop()
@@ -134,7 +144,7 @@ class McpServer:
         self._failures = min(self._failures + 1, 10)
         self._not_before = self._clock.monotonic() + rest.total_seconds()
         self._why = _words(error)
-        return Absent(f"the MCP server {self._entry.id} cannot be reached: {self._why}")
+        return Absent(f"the MCP server {self.id} cannot be reached: {self._why}")
 
     def _drop(self) -> None:
         if self._connection:
@@ -146,7 +156,7 @@ class McpServer:
     def _tools(self, offered: Iterable[mcp.Tool]) -> list[Tool]:
         tools: dict[str, Tool] = {}
         for one in offered:
-            made = self._tool(one, tool_name(self._entry.id, one.name, tools))
+            made = self._tool(one, tool_name(self.id, one.name, tools))
             tools[made.name] = made
         return list(tools.values())
 
@@ -171,21 +181,21 @@ class McpServer:
     async def _call(self, name: str, arguments: dict[str, Any], ctx: ToolContext, *, again: bool) -> ToolResult:
         """`again`: it does no harm to ask once more when the connection is lost on the way."""
         try:
-            client = await self._connected()
+            connection = await self._connected()
         except Absent as absent:
             return failed("mcp_unavailable", str(absent))
         try:
-            result = await client.call_tool(name, arguments)
+            result = await connection.call(name, arguments)
         except Exception as error:
-            if not _is_lost(error):
-                return failed("mcp_error", f"the MCP server {self._entry.id} refused: {_words(error)}")
-            self._drop()
+            if not connection.lost_by(error):
+                return failed("mcp_error", f"the MCP server {self.id} says: {_words(error)}")
+            connection.end()
             if again:
                 return await self._call(name, arguments, ctx, again=False)
             return failed(
                 "mcp_lost",
-                f"the MCP server {self._entry.id} went away during the call, so nobody knows whether it took effect:"
-                " verify before repeating it. The next call starts the server again",
+                f"the MCP server {self.id} went away during the call ({_words(error)}), so nobody knows whether it took"
+                " effect: verify before repeating it. The next call starts the server again",
             )
         return await told(result, name, ctx)
 
@@ -195,21 +205,33 @@ class _Connection:
 
     def __init__(self, entry: Entry) -> None:
         self.client: mcp.Client | None = None
-        self.gone = asyncio.Event()
+        """None: not yet, or not any more."""
+        self._gone = asyncio.Event()
         self._entry = entry
         self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._hold(), name=f"coterie-mcp-{entry.id}")
 
-    async def ready(self, within: timedelta) -> tuple[mcp.Client, list[mcp.Tool]]:
+    async def ready(self, within: timedelta) -> list[mcp.Tool]:
         await asyncio.wait({self._ready}, timeout=within.total_seconds())
         if not self._ready.done():
             raise TimeoutError(f"it did not tell its tools within {within.total_seconds():g} s")
-        offered = self._ready.result()
-        assert self.client  # noqa: S101
-        return self.client, offered
+        return self._ready.result()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> mcp.types.CallToolResult:
+        if self.client is None:
+            raise ConnectionError("the connection has just ended")
+        return await self.client.call_tool(name, arguments)
+
+    def lost_by(self, error: Exception) -> bool:
+        """Whether the call met the end of the connection, and not an answer that says no."""
+        if self.client is None or isinstance(error, OSError):
+            return True
+        # Over HTTP the SDK speaks for a server that has gone, before the connection has noticed.
+        code, words = getattr(error, "code", None), str(error)
+        return self._entry.url is not None and (code == _GONE or words == "Session terminated")
 
     def end(self) -> None:
-        self.gone.set()
+        self._lost()
         if not self._ready.done():
             self._ready.cancel()
             self.task.cancel()
@@ -222,14 +244,18 @@ class _Connection:
                 self.client = client
                 if not self._ready.done():
                     self._ready.set_result(offered)
-                await self.gone.wait()
+                await self._gone.wait()
         except Exception as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
                 log.warning("the connection to the MCP server %s broke: %s", self._entry.id, _words(error))
         finally:
-            self.gone.set()
+            self._lost()
+
+    def _lost(self) -> None:
+        self.client = None
+        self._gone.set()
 
     def _transport(self) -> Any:
         if self._entry.url:
@@ -242,7 +268,7 @@ class _Connection:
 
     @contextlib.asynccontextmanager
     async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
-        """A server as a child; `gone` is set when it stops talking, so that the next call need not find out."""
+        """A server as a child. When it stops talking, the connection is lost: the next call need not find out."""
         import anyio
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -254,12 +280,14 @@ class _Connection:
 
         async def pass_on() -> None:
             with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                async with said:
-                    async for message in read:
-                        await said.send(message)
-            self.gone.set()
+                async for message in read:
+                    await said.send(message)
+            said.close()
+            self._lost()
 
         async with (
+            said,
+            heard,
             stdio_client(started, errlog=sys.__stderr__ or sys.stderr) as (read, write),
             anyio.create_task_group() as tasks,
         ):
@@ -323,12 +351,6 @@ def _effect(offered: mcp.Tool) -> Effect:
     if hints and hints.read_only_hint:
         return "pure"
     return "idempotent" if hints and hints.idempotent_hint else "unsafe"
-
-
-def _is_lost(error: Exception) -> bool:
-    """What the server itself answered has another code; what is no answer at all came of the connection."""
-    code = getattr(error, "code", _LOST)
-    return code == _LOST or str(error) == "Session terminated"
 
 
 def _words(error: BaseException) -> str:

@@ -16,3 +16,5 @@ class Profile:
     """Names or patterns of the tools it may use."""
     parent: str | None = None
     """The agent that made it, and may end it."""
+    made_by: str = ""
+    """The call that made it: when that runs again, there is nothing more to make."""

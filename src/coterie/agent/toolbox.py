@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import logging
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ MAX_ABANDONED = 32
 """Calls that never came back and could not be stopped; past that no more are started that might join them."""
 _RESERVED = frozenset({SEND_MESSAGE.name})
 """What the runtime does itself, in the transaction of the result."""
+_MAX_FRAMES = 10
 _GRACE = 0.5
 """Seconds that an async tool has to end once it is cancelled."""
 
@@ -111,8 +113,10 @@ class Toolbox:
             log.warning("the tool %s did not end within %s; it was %s", name, allowed, late)
             return failed("tool_timeout", f"{name} did not end within {allowed.total_seconds():g} s and was {late}")
         except _Raised as error:
-            log.warning("the tool %s failed", name, exc_info=error.cause)
-            return raised(name, error.cause)
+            result = raised(name, error.cause)
+            frames = "".join(traceback.format_tb(error.cause.__traceback__, limit=-_MAX_FRAMES))
+            log.warning("%s\n%s", result.text, frames)
+            return result
         except Exception as error:
             log.exception("the tool %s could not be run", name)
             return raised(name, error)
@@ -152,6 +156,8 @@ class Toolbox:
             raise _Late(await self._stop(call))
         if call.cancelled():
             raise NoResult("it was cancelled from within")
+        if error := call.exception():
+            raise error if isinstance(error, _Raised) else _Raised(error)
         return call.result()
 
     async def _stop(self, call: asyncio.Future[Any]) -> str:

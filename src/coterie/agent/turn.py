@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
-from coterie.llm.chat import Call
+from coterie.llm.chat import Call, Usage
 
 Effect = Literal["pure", "idempotent", "unsafe"]
 CallState = Literal["planned", "gated", "started", "done", "failed", "cancelled", "unknown"]
@@ -87,6 +87,10 @@ class Plan:
     def next(self) -> int | None:
         return next((index for index, one in enumerate(self.calls) if one.state in ("planned", "gated")), None)
 
+    def awaited(self) -> str:
+        """The id of the call that waits for the person's word; empty if none does."""
+        return next((one.call.id for one in self.calls if one.state == "gated"), "")
+
     def started(self) -> int | None:
         return next((index for index, one in enumerate(self.calls) if one.state == "started"), None)
 
@@ -118,6 +122,8 @@ class Answered:
 
     text: str
     calls: tuple[PlannedCall, ...] = ()
+    usage: Usage = field(default_factory=Usage)
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +170,12 @@ class Poisoned:
     words: str
 
 
-Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """The agent is terminated in the middle of this turn."""
+
+
+Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned | Dismissed
 
 
 # What follows
@@ -239,7 +250,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Become:
-    state: Literal["idle", "llm", "tools", "wait_approval", "wait_retry", "blocked"]
+    state: Literal["idle", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
     after: timedelta | None = None
     why: str = ""
 
@@ -307,6 +318,8 @@ def reduce(turn: Turn, event: Event) -> Step:
             return _abort(turn, words)
         case ModelFailed():
             return _failed(turn, event)
+        case Dismissed():
+            return _dismiss(turn)
 
 
 def interrupts(turn: Turn) -> bool:
@@ -321,13 +334,17 @@ def interrupts(turn: Turn) -> bool:
 def _begin_plan(turn: Turn, plan: Plan) -> Step:
     """T3 with calls: the check before the first of them."""
     if interrupts(turn):
-        by_person = any(letter.from_person for letter in turn.mail)
-        withdrawals = 0 if by_person else turn.withdrawals + 1
-        return Step((DropPlan(plan), TakeMail(), Count(withdrawals=withdrawals, rounds=turn.rounds + 1)), Ask())
+        count = Count(withdrawals=_withdrawals(turn), rounds=turn.rounds + 1)
+        return Step((DropPlan(plan), TakeMail(), count), Ask())
     if turn.rounds + 1 >= turn.rules.max_rounds:
         words = f"I stopped after {turn.rules.max_rounds} rounds without coming to an end. Shall I go on?"
         return _finish(turn, DropPlan(plan), Say(words), Reply(words))
     return _start_next(plan, OpenPlan(plan), Count(withdrawals=turn.withdrawals, rounds=turn.rounds + 1))
+
+
+def _withdrawals(turn: Turn) -> int:
+    """How many plans in a row agents' messages have withdrawn, with the one that is withdrawn now."""
+    return 0 if any(letter.from_person for letter in turn.mail) else turn.withdrawals + 1
 
 
 def _go_on(turn: Turn, change: Change) -> Step:
@@ -349,20 +366,29 @@ def _start_next(plan: Plan, *before: Write) -> Step:
     return Step((*before, Change(index, "started"), Become(state="tools")), Run(index))
 
 
-def _close(turn: Turn, plan: Plan, *before: Write) -> Step:
+def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0) -> Step:
     """The group goes into the history whole; mail that came meanwhile stands right behind it."""
     mail = (TakeMail(),) if turn.mail else ()
-    acted = Count(withdrawals=0, rounds=turn.rounds)
-    return Step((*before, CloseGroup(plan), *mail, acted, Become(state="llm")), Ask())
+    count = Count(withdrawals=withdrawals, rounds=turn.rounds)
+    return Step((*before, CloseGroup(plan), *mail, count, Become(state="llm")), Ask())
 
 
 def _judged(turn: Turn, approved: bool) -> Step:
     assert turn.plan is not None  # noqa: S101
     index = turn.plan.next()
     assert index is not None  # noqa: S101
+    if interrupts(turn):
+        return _void(turn, turn.plan)
     if approved:
         return Step((Change(index, "started"), Become(state="tools")), Run(index))
     return _go_on(turn, Change(index, "cancelled", DENIED))
+
+
+def _void(turn: Turn, plan: Plan) -> Step:
+    """Somebody spoke while a call waited for the person's word: what has not run does not run any more."""
+    closed = plan.closed(NOT_EXECUTED)
+    acted = any(one.state != "cancelled" for one in closed.calls)
+    return _close(turn, closed, withdrawals=0 if acted else _withdrawals(turn))
 
 
 def _finish(turn: Turn, *last: Write) -> Step:
@@ -379,7 +405,7 @@ def _resume(turn: Turn) -> Step:
     index = turn.plan.started()
     if index is None:
         # It waits for the person's word on a call; anything else that is said meanwhile withdraws what is left.
-        return _close(turn, turn.plan.closed(NOT_EXECUTED)) if interrupts(turn) else _start_next(turn.plan)
+        return _void(turn, turn.plan) if interrupts(turn) else _start_next(turn.plan)
     if turn.plan.calls[index].effect == "unsafe":
         # It may have happened. Running it again could make it happen twice, so the model is told, and decides.
         return _go_on(turn, Change(index, "unknown", UNKNOWN))
@@ -397,6 +423,13 @@ def _stop(turn: Turn, said_so_far: str) -> Step:
 def _abort(turn: Turn, words: str) -> Step:
     group = (CloseGroup(turn.plan.closed(NOT_EXECUTED)),) if turn.plan else ()
     return _finish(turn, *group, Say(f"[turn aborted: {words}]"), Quarantine(), Reply(words, trouble=True))
+
+
+def _dismiss(turn: Turn) -> Step:
+    """Nobody will go on here: what is open is closed, and whoever asked is told. Mail that waits is not taken."""
+    group = (CloseGroup(turn.plan.closed(STOPPED)),) if turn.plan else ()
+    told = Reply("It was terminated before it could answer.", trouble=True)
+    return Step((*group, told, Become(state="terminated")), Rest())
 
 
 def _failed(turn: Turn, failure: ModelFailed) -> Step:

@@ -47,7 +47,7 @@ class Call:
     name: str
     arguments: Mapping[str, Any]
     raw: str | None = None
-    """What the model wrote, where that was no JSON object; `arguments` is then empty and the call is to be answered with an error."""
+    """What the model wrote, where that was no JSON object. `arguments` is empty then, and the answer is an error."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class Post:
         self._attachments: list[tuple[str, int]] = []
         self._events: list[tuple[int, EventKind, str]] = []
         self._receipts: dict[str, Receipt] = {}
-        self._dead: dict[str, list[DueRow]] = {}
+        self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        """Per sender and reason, the messages that died, with their recipients."""
         self._last_seq: int | None = None
 
     def accept(self, envelope: Envelope, *, hops: int | None = None, **marks: Any) -> Receipt:
@@ -170,11 +171,10 @@ class Post:
         """The message is dead; its sender will be told, once for all that died in this transaction."""
         self._db.execute(_BURY, (reason, row.seq))
         self.tell("message.updated", row.id)
-        if row.sender != SYSTEM:
-            self._dead.setdefault(row.sender, []).append(row)
+        self._dead.setdefault((row.sender, reason), []).append((row.id, row.recipient))
 
     def bury_unsent(self, envelope: Envelope, reason: str) -> None:
-        """An answer that its recipient cannot get is stored as dead from the start."""
+        """An answer that its recipient cannot get is stored as dead from the start, and its sender is told."""
         if self._mailbox(envelope.to) is None:
             return  # nobody to keep it for
         self._new.append(
@@ -182,6 +182,7 @@ class Post:
              0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json)
         )  # fmt: skip
         self.tell("message.updated", envelope.id)
+        self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
 
     def mailbox(self, agent_id: str) -> Mailbox:
         """The mailbox of somebody who exists, to be changed and saved with the rest."""
@@ -212,11 +213,12 @@ class Post:
         hit("post.after_write")
 
     def _send_notices(self) -> None:
-        for sender, rows in self._dead.items():
-            if (mailbox := self._mailbox(sender)) is None or mailbox.state == "terminated":
+        for (sender, reason), dead in self._dead.items():
+            if sender == SYSTEM or (mailbox := self._mailbox(sender)) is None or mailbox.state == "terminated":
                 continue
-            envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(rows))
-            self._put(self._next_seq(), envelope, mailbox, 0)
+            envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(dead, reason))
+            # A chain that was too long must not go on by way of the notice.
+            self._put(self._next_seq(), envelope, mailbox, self._limits.max_hops if reason == "hop_limit" else 0)
         self._dead.clear()
 
     def _known(self, message_id: str) -> Receipt | None:
@@ -287,18 +289,26 @@ class Post:
         return self._last_seq
 
 
-def undeliverable(rows: list[DueRow]) -> dict[str, Any]:
+_WHY = {
+    "recipient_terminated": "terminated before it could be read",
+    "hop_limit": "since this chain of messages is too long already",
+    "mailbox_full": "whose mailbox is full",
+}
+
+
+def undeliverable(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
     """What the sender of dead letters is told."""
-    recipients = ", ".join(sorted({row.recipient for row in rows}))
-    many = f"{len(rows)} messages" if len(rows) > 1 else "a message"
+    recipients = sorted({recipient for _, recipient in dead})
+    many = f"{len(dead)} messages" if len(dead) > 1 else "a message"
+    why = _WHY.get(reason, f"refused as {reason}")
     return {
-        "text": f"Not delivered: {many} to {recipients}, terminated before it could be read. Kept as a dead letter.",
+        "text": f"Not delivered: {many} to {', '.join(recipients)}, {why}. Kept as a dead letter.",
         "notice": {
             "kind": "undeliverable",
-            "reason": "recipient_terminated",
-            "recipients": sorted({row.recipient for row in rows}),
-            "count": len(rows),
-            "messageIds": [row.id for row in rows[:NAMED_IN_NOTICE]],
+            "reason": reason,
+            "recipients": recipients,
+            "count": len(dead),
+            "messageIds": [message_id for message_id, _ in dead[:NAMED_IN_NOTICE]],
         },
     }
 

@@ -17,7 +17,7 @@ MESSAGE = (
     "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
     " option, cause, hops, early, stopped, reason, replay_of"
 )
-AGENT = "id, name, kind, state, waiting, delayed"
+AGENT = "id, name, kind, state, waiting, delayed, parent, profile"
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
 
 _decode = msgspec.json.Decoder(Payload).decode
@@ -59,8 +59,17 @@ def _payload(message_id: str, stored: str) -> Payload:
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:
-    id_, name, kind, state, waiting, delayed = row
-    return Agent(id=id_, name=name, kind=kind, state=state, waiting=waiting, delayed=delayed)
+    id_, name, kind, state, waiting, delayed, parent, profile = row
+    return Agent(
+        id=id_,
+        name=name,
+        kind=kind,
+        state=state,
+        waiting=waiting,
+        delayed=delayed,
+        parent=parent,
+        profile=profile,
+    )
 
 
 def to_artifact(row: tuple[Any, ...]) -> Artifact:

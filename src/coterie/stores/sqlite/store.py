@@ -9,7 +9,7 @@ import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -41,7 +41,7 @@ from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.stores.sqlite.writer import Writer
 from coterie.text import one_line
-from coterie.turns import Claim, HistoryRow
+from coterie.turns import Claim, HistoryRow, View
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -136,6 +136,12 @@ class SqliteStore:
     async def terminate(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.terminate(db, post, agent_id))
 
+    async def put_role(self, name: str, profile: str) -> None:
+        await self._post(lambda db, post: transitions.put_role(db, post, name, profile))
+
+    async def roles(self) -> Mapping[str, str]:
+        return dict(await self._query("SELECT name, profile FROM roles ORDER BY name"))
+
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
         rows = await self._query(f"SELECT {AGENT} FROM agents WHERE id > ? ORDER BY id LIMIT ?", after, limit)
         return [to_agent(row) for row in rows]
@@ -226,6 +232,15 @@ class SqliteStore:
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: turns.history(db, agent_id, after))
+
+    async def view(self, agent_id: str) -> View:
+        return await self._read(lambda db: turns.view(db, agent_id))
+
+    async def summarise(self, claim: Claim, upto: int, text: str) -> None:
+        await self._post(lambda db, post: turns.summarise(db, post, claim, upto, text))
+
+    async def tokens_since(self, start: datetime) -> int:
+        return await self._read(lambda db: turns.tokens_since(db, to_ms(start)))
 
     # Artifacts
 

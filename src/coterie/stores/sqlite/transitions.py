@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from datetime import timedelta
 
+from coterie.agent.turn import Rules
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
@@ -16,6 +17,7 @@ from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
 from coterie.stores.sqlite.post import DueRow, Post
 from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
+from coterie.stores.sqlite.turns import TurnDesk
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
 PRUNE_BATCH = 5_000
@@ -24,12 +26,20 @@ _MS = timedelta(milliseconds=1)
 
 def add_agents(db: sqlite3.Connection, post: Post, agents: Sequence[Agent]) -> None:
     db.executemany(
-        "INSERT INTO agents (id, kind, name, created_at) VALUES (?, ?, ?, ?)"
-        " ON CONFLICT (id) DO UPDATE SET name = excluded.name",
-        [(agent.id, agent.kind, agent.name, post.stamp) for agent in agents],
+        "INSERT INTO agents (id, kind, name, parent, profile, created_at) VALUES (?, ?, ?, ?, ?, ?)"
+        " ON CONFLICT (id) DO UPDATE SET name = excluded.name, parent = excluded.parent, profile = excluded.profile",
+        [(agent.id, agent.kind, agent.name, agent.parent, agent.profile, post.stamp) for agent in agents],
     )
     for agent in agents:
         post.tell("agent.upsert", agent.id)
+
+
+def put_role(db: sqlite3.Connection, post: Post, name: str, profile: str) -> None:
+    db.execute(
+        "INSERT INTO roles (name, profile) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET profile = excluded.profile",
+        (name, profile),
+    )
+    post.tell("agent.upsert", name)
 
 
 def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
@@ -38,6 +48,7 @@ def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
         raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
     if mailbox.state == "terminated":
         return
+    TurnDesk(db, post, agent_id, Rules()).dismiss()
     mailbox.state, mailbox.runnable_at, mailbox.waiting, mailbox.waiting_bytes = "terminated", None, 0, 0
     waiting = db.execute(
         f"SELECT {_DUE} FROM messages WHERE recipient = ?1 AND state = 'pending'"

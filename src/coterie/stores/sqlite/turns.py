@@ -12,11 +12,13 @@ import msgspec
 
 from coterie.agent.send_message import told
 from coterie.agent.turn import (
+    Answered,
     AskApproval,
     Become,
     Change,
     CloseGroup,
     Count,
+    Dismissed,
     DropPlan,
     Event,
     Judged,
@@ -39,6 +41,7 @@ from coterie.agent.turn import (
     Write,
     reduce,
 )
+from coterie.agents import ACTIVE
 from coterie.drafts import check_payload, encode_payload
 from coterie.errors import Refused
 from coterie.failpoints import hit
@@ -49,7 +52,8 @@ from coterie.stores.sqlite.answers import answer
 from coterie.stores.sqlite.bulk import insert
 from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import find_message
-from coterie.turns import Claim, HistoryRow, StaleOwner
+from coterie.text import clean
+from coterie.turns import Claim, HistoryRow, StaleOwner, View
 
 _MS = timedelta(milliseconds=1)
 CRASHES = 3
@@ -76,7 +80,7 @@ class TurnDesk:
         self._rounds, self._withdrawals, self._retries = row[7:]
         self._rows: list[tuple[Any, ...]] = []
 
-    # The two ways a transaction begins
+    # The ways a transaction begins
 
     def claim(self, worker: str) -> Claim:
         """A new owner: whatever an earlier one still wants to write is void from here on."""
@@ -92,6 +96,12 @@ class TurnDesk:
         self._db.execute("UPDATE agents SET epoch = ?, worker = ? WHERE id = ?", (self.epoch, worker, self._agent))
         return self.step(event)
 
+    def dismiss(self) -> None:
+        """The agent is to be no more: whoever works on it is turned away, and an open turn is closed."""
+        self._db.execute("UPDATE agents SET epoch = epoch + 1 WHERE id = ?", (self._agent,))
+        if self.state in (*ACTIVE, "blocked"):
+            self.step(Dismissed())
+
     def fence(self, claim: Claim) -> None:
         if (self.epoch, self.step_no) != (claim.epoch, claim.step_no):
             raise StaleOwner(f"{self._agent} was taken over by another worker")
@@ -103,6 +113,9 @@ class TurnDesk:
             event = self._send(event, sends)
         turn = self._turn()
         step = self._reduce(turn, event)
+        if isinstance(event, Answered):
+            self._retries = 0
+            self._note_usage(event, withdrawn=any(isinstance(write, DropPlan) for write in step.writes))
         for write in step.writes:
             self._write(write)
         insert(self._db, "history (agent_id, seq, turn_no, role, message_id, content, calls, call_id)", self._rows)
@@ -124,7 +137,7 @@ class TurnDesk:
 
     def _mail(self, plan: tuple[str, Plan] | None) -> tuple[Letter, ...]:
         rows = self._db.execute(
-            "SELECT id, in_seq, sender, cause, in_reply_to FROM messages"
+            "SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages"
             " WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
             " ORDER BY in_seq",
             (self._agent, self._taken),
@@ -134,9 +147,9 @@ class TurnDesk:
                 id=id_,
                 in_seq=in_seq,
                 from_person=sender == PERSON,
-                echo=self._is_verdict(in_reply_to, plan) or self._is_echo(sender, cause, plan),
+                echo=self._is_verdict(sender, in_reply_to, option, plan) or self._is_echo(sender, cause, plan),
             )
-            for id_, in_seq, sender, cause, in_reply_to in rows
+            for id_, in_seq, sender, cause, in_reply_to, option in rows
         )
 
     def _verdict(self) -> bool | None:
@@ -146,12 +159,17 @@ class TurnDesk:
         row = self._db.execute(
             "SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?"
             " AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1",
-            (self._agent, self._taken, PERSON, question_id(self._agent, plan[1])),
+            (self._agent, self._taken, PERSON, question_id(self._agent, plan[1].awaited())),
         ).fetchone()
         return row[0] == APPROVE if row else None
 
-    def _is_verdict(self, in_reply_to: str | None, plan: tuple[str, Plan] | None) -> bool:
-        return in_reply_to is not None and plan is not None and in_reply_to == question_id(self._agent, plan[1])
+    def _is_verdict(
+        self, sender: str, in_reply_to: str | None, option: int | None, plan: tuple[str, Plan] | None
+    ) -> bool:
+        """A button pressed on a question of this plan. It stays in the mail until the plan is done."""
+        if plan is None or sender != PERSON or option is None:
+            return False
+        return any(in_reply_to == question_id(self._agent, one.call.id) for one in plan[1].calls if one.gated)
 
     def _is_echo(self, sender: str, cause: str | None, plan: tuple[str, Plan] | None) -> bool:
         if sender == self._agent:
@@ -256,10 +274,11 @@ class TurnDesk:
     def _change(self, change: Change) -> None:
         ended = change.state not in ("planned", "gated", "started")
         self._db.execute(
-            f"UPDATE calls SET state = ?, result = ?, {'ended_at' if ended else 'started_at'} = ?"
-            " WHERE agent_id = ? AND idx = ? AND (turn_no, step_no) ="
-            " (SELECT turn_no, step_no FROM plans WHERE agent_id = ?4 AND outcome = 'open')",
-            (change.state, change.result, self._post.stamp, self._agent, change.index),
+            "UPDATE calls SET state = ?1, result = ?2, ended_at = CASE WHEN ?3 THEN ?4 END,"
+            " started_at = CASE WHEN ?3 THEN started_at ELSE ?4 END"
+            " WHERE agent_id = ?5 AND idx = ?6 AND (turn_no, step_no) ="
+            " (SELECT turn_no, step_no FROM plans WHERE agent_id = ?5 AND outcome = 'open')",
+            (change.state, change.result, ended, self._post.stamp, self._agent, change.index),
         )
 
     def _close(self, plan: Plan) -> None:
@@ -293,7 +312,7 @@ class TurnDesk:
         }
         self._post.accept(
             Envelope(
-                id=question_id(self._agent, found[1]),
+                id=question_id(self._agent, call.id),
                 sender=self._agent,
                 to=PERSON,
                 payload_json=encode_payload(check_payload(question)),
@@ -317,6 +336,14 @@ class TurnDesk:
         except Refused as refusal:
             return replace(ran, ok=False, result=refusal.to_json())
         return replace(ran, ok=True, result=msgspec.json.encode(told(receipt)).decode())
+
+    def _note_usage(self, answer: Answered, *, withdrawn: bool) -> None:
+        self._db.execute(
+            "INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (self._agent, self.turn_no, self.step_no, answer.service, answer.usage.input_tokens,
+             answer.usage.output_tokens, "withdrawn" if withdrawn else "used", self._post.stamp),
+        )  # fmt: skip
 
     def _append(self, role: str, **columns: Any) -> None:
         self._rows.append(
@@ -382,10 +409,9 @@ class TurnDesk:
         )
 
 
-def question_id(agent_id: str, plan: Plan) -> str:
-    """Names the question about the plan's gated call: an answer to it speaks of that very call, and of no other."""
-    waits = next((one.call.id for one in plan.calls if one.state == "gated"), "")
-    return id_for("approval", agent_id, waits)
+def question_id(agent_id: str, call_id: str) -> str:
+    """Names the question about a gated call: an answer to it speaks of that very call, and of no other."""
+    return id_for("approval", agent_id, call_id)
 
 
 def _call(
@@ -441,3 +467,22 @@ def _history_row(
         call_id=call_id,
         hidden=bool(hidden),
     )
+
+
+def view(db: sqlite3.Connection, agent_id: str) -> View:
+    row = db.execute("SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1", (agent_id,))
+    upto, text = row.fetchone() or (0, "")
+    return View(text, history(db, agent_id, upto))
+
+
+def summarise(db: sqlite3.Connection, post: Post, claim: Claim, upto: int, text: str) -> None:
+    TurnDesk(db, post, claim.agent_id, Rules()).fence(claim)
+    db.execute(
+        "INSERT INTO summaries (agent_id, upto, text, at) VALUES (?, ?, ?, ?)",
+        (claim.agent_id, upto, clean(text), post.stamp),
+    )
+
+
+def tokens_since(db: sqlite3.Connection, start: int) -> int:
+    row = db.execute("SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= ?", (start,))
+    return int(row.fetchone()[0])

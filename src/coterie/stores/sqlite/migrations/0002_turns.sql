@@ -5,6 +5,9 @@ ALTER TABLE agents ADD COLUMN rounds INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE agents ADD COLUMN withdrawals INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE agents ADD COLUMN retries INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE agents ADD COLUMN why TEXT;
+-- Who it is, when nobody wrote that into a file: made at run time by another agent, or by a program.
+ALTER TABLE agents ADD COLUMN profile TEXT NOT NULL DEFAULT '';
+ALTER TABLE agents ADD COLUMN parent TEXT;
 -- Who works on it, and how often that ended in a crash at the same step.
 ALTER TABLE agents ADD COLUMN worker TEXT;
 ALTER TABLE agents ADD COLUMN crash_step INTEGER NOT NULL DEFAULT 0;
@@ -62,4 +65,33 @@ CREATE TABLE calls (
     ended_at   INTEGER,
     PRIMARY KEY (agent_id, turn_no, step_no, idx),
     FOREIGN KEY (agent_id, turn_no, step_no) REFERENCES plans (agent_id, turn_no, step_no)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE roles (
+    name    TEXT PRIMARY KEY,
+    profile TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
+-- What every answer of a model cost.
+CREATE TABLE llm_calls (
+    agent_id      TEXT NOT NULL,
+    turn_no       INTEGER NOT NULL,
+    step_no       INTEGER NOT NULL,
+    service       TEXT NOT NULL,
+    input_tokens  INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    outcome       TEXT NOT NULL CHECK (outcome IN ('used', 'withdrawn')),
+    at            INTEGER NOT NULL,
+    PRIMARY KEY (agent_id, turn_no, step_no)
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX llm_calls_at ON llm_calls (at);
+
+-- The older part of a long history, in a few words; the rows themselves stay.
+CREATE TABLE summaries (
+    agent_id TEXT NOT NULL REFERENCES agents (id),
+    upto     INTEGER NOT NULL,
+    text     TEXT NOT NULL,
+    at       INTEGER NOT NULL,
+    PRIMARY KEY (agent_id, upto)
 ) STRICT, WITHOUT ROWID;

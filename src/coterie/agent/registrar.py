@@ -1,0 +1,116 @@
+"""Makes and ends agents while the society runs: roles to make them after, parents who answer for their children."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from coterie.agent.directory import Directory
+from coterie.agent.profile import Profile
+from coterie.agents import ID, Agent
+from coterie.errors import Refused
+from coterie.ids import id_for
+from coterie.messages import PERSON, RESERVED
+from coterie.store import Store
+from coterie.text import clean, nearest, one_line
+
+MAX_CHILDREN = 64
+"""Living children of one agent: an agent that makes agents without end is stopped here."""
+_PAGE = 200
+
+
+class Registrar:
+    def __init__(self, store: Store, directory: Directory) -> None:
+        self._store, self._directory = store, directory
+
+    async def recall(self) -> None:
+        """Those made at run time before the last stop are in the directory again."""
+        after = ""
+        while page := await self._store.agents(after, _PAGE):
+            for agent in page:
+                if agent.profile and agent.state != "terminated":
+                    self._directory.add(_profile(agent.profile))
+            after = page[-1].id
+
+    async def create_role(
+        self, name: str, prompt: str, tools: Sequence[str] = ("*",), service: str | None = None
+    ) -> None:
+        if not ID.fullmatch(name):
+            raise Refused("payload_invalid", f"a role's name is a-z, 0-9, _ and -, got {one_line(name, 40)!r}")
+        self._directory.check_service(service)
+        role = Profile(id=name, name=name, prompt=clean(prompt), tools=tuple(tools), service=service)
+        await self._store.put_role(name, json.dumps(asdict(role)))
+
+    async def spawn(
+        self,
+        parent: str,
+        role: str,
+        *,
+        id: str | None = None,
+        name: str | None = None,
+        key: str,  # noqa: A002
+    ) -> Profile:
+        """A new agent after `role`. Spawned again under the same `key`, it is the same one."""
+        pattern = await self._role(role)
+        made = replace(
+            pattern,
+            id=id or f"{role[:50]}-{id_for('agent', key)[:6]}",
+            name=clean(name or pattern.name),
+            parent=None if parent == PERSON else parent,
+            made_by=key,
+        )
+        if await self._is_made(made):
+            return made
+        await self._check_room(parent)
+        await self._store.add_agents([_agent(made)])
+        self._directory.add(made)
+        return made
+
+    async def terminate(self, agent_id: str, by: str) -> Sequence[str]:
+        """It, and all it made, read and answer nothing more. An agent may end its own children only."""
+        profile = self._directory.profile(agent_id)
+        if by not in (PERSON, profile.parent):
+            raise Refused("not_yours", f"only its parent or the person may terminate {agent_id}")
+        ended = [*self._below(agent_id), agent_id]
+        for one in ended:
+            await self._store.terminate(one)
+            self._directory.remove(one)
+        return ended
+
+    async def _role(self, role: str) -> Profile:
+        roles = await self._store.roles()
+        if role not in roles:
+            meant = nearest(role, set(roles))
+            hint = f", did you mean {meant!r}?" if meant else ": make it first with create_role"
+            raise Refused("unknown_agent", f"there is no role {one_line(role, 40)!r}{hint}")
+        return _profile(roles[role])
+
+    async def _is_made(self, wanted: Profile) -> bool:
+        if wanted.id in RESERVED or not ID.fullmatch(wanted.id):
+            raise Refused("payload_invalid", "an id is 1 to 64 of a-z, 0-9, _ and -, and neither user nor system")
+        known = await self._store.agent(wanted.id)
+        if known is None:
+            return False
+        if known.profile and _profile(known.profile).made_by == wanted.made_by:
+            return True
+        raise Refused("payload_invalid", f"the id {wanted.id!r} is taken: choose another, or leave it out")
+
+    async def _check_room(self, parent: str) -> None:
+        children = sum(1 for one in self._directory if self._directory.profile(one).parent == parent)
+        if children >= MAX_CHILDREN:
+            raise Refused("mailbox_full", f"{parent} has {children} agents already: terminate some first")
+
+    def _below(self, agent_id: str) -> list[str]:
+        """Everybody it made, and whom they made, the youngest first."""
+        children = [one for one in self._directory.everybody() if one.parent == agent_id]
+        return [name for child in children for name in (*self._below(child.id), child.id)]
+
+
+def _agent(profile: Profile) -> Agent:
+    return Agent(id=profile.id, name=profile.name, parent=profile.parent, profile=json.dumps(asdict(profile)))
+
+
+def _profile(written: str) -> Profile:
+    fields = json.loads(written)
+    return Profile(**fields | {"tools": tuple(fields["tools"])})

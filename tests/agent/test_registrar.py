@@ -1,0 +1,108 @@
+"""Agents that make agents: roles, children, and who may end whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie import Society
+from coterie.agent.directory import Directory
+from coterie.agent.profile import Profile
+from coterie.agent.registrar import MAX_CHILDREN, Registrar
+from coterie.errors import Refused
+from coterie.llm.registry import Services
+from coterie.llm.service import UnknownService
+from coterie.llm.service_entry import ServiceEntry
+from coterie.store import Store
+from coterie.testing import Calls, Says
+from tests.agent.stage import stage
+from tests.llm.room import Room
+
+
+@pytest.fixture
+def directory() -> Directory:
+    entry = ServiceEntry(id="main", base_url="http://127.0.0.1:9", model="m")
+    return Directory(Services([entry]), Room().refusals, [Profile(id="ada"), Profile(id="bob")])
+
+
+@pytest.fixture
+async def registrar(store: Store, directory: Directory) -> Registrar:
+    made = Registrar(store, directory)
+    await made.create_role("scout", "You look around.")
+    return made
+
+
+async def code(call: Any) -> str:
+    with pytest.raises(Refused) as refusal:
+        await call
+    return refusal.value.code
+
+
+async def test_a_spawned_agent_has_its_roles_prompt_and_a_parent_and_can_be_written_to(
+    registrar: Registrar, directory: Directory, store: Store
+) -> None:
+    made = await registrar.spawn("ada", "scout", name="Scout", key="k1")
+    assert (made.prompt, made.parent, directory.profile(made.id)) == ("You look around.", "ada", made)
+    stored = await store.agent(made.id)
+    assert stored is not None and (stored.name, stored.parent, stored.state) == ("Scout", "ada", "idle")
+
+
+async def test_the_same_call_run_again_makes_no_second_agent(registrar: Registrar, store: Store) -> None:
+    first = await registrar.spawn("ada", "scout", key="k1")
+    assert await registrar.spawn("ada", "scout", key="k1") == first
+    named = await registrar.spawn("ada", "scout", id="sam", key="k2")
+    assert await registrar.spawn("ada", "scout", id="sam", key="k2") == named
+    assert len(await store.agents()) == 5
+
+
+async def test_a_taken_or_impossible_id_and_an_unknown_role_are_refused(registrar: Registrar) -> None:
+    assert await code(registrar.spawn("ada", "scout", id="bob", key="k")) == "payload_invalid"
+    assert await code(registrar.spawn("ada", "scout", id="user", key="k")) == "payload_invalid"
+    assert await code(registrar.spawn("ada", "scout", id="No Way", key="k")) == "payload_invalid"
+    assert await code(registrar.spawn("ada", "scuot", key="k")) == "unknown_agent"
+    assert await code(registrar.create_role("Bad Name", "x")) == "payload_invalid"
+    with pytest.raises(UnknownService):
+        await registrar.create_role("fine", "x", service="nowhere")
+
+
+async def test_only_the_parent_or_the_person_ends_an_agent_and_its_children_go_with_it(
+    registrar: Registrar, directory: Directory, store: Store
+) -> None:
+    child = await registrar.spawn("ada", "scout", id="child", key="1")
+    grandchild = await registrar.spawn("child", "scout", id="grandchild", key="2")
+    assert await code(registrar.terminate("child", by="bob")) == "not_yours"
+    assert await code(registrar.terminate("grandchild", by="ada")) == "not_yours"
+    assert await registrar.terminate("child", by="ada") == ["grandchild", "child"]
+    for gone in (child, grandchild):
+        stored = await store.agent(gone.id)
+        assert stored is not None and stored.state == "terminated"
+        assert gone.id not in list(directory)
+    assert await code(registrar.terminate("child", by="ada")) == "unknown_agent"
+
+
+async def test_an_agent_cannot_make_agents_without_end(registrar: Registrar) -> None:
+    for n in range(MAX_CHILDREN):
+        await registrar.spawn("ada", "scout", key=str(n))
+    assert await code(registrar.spawn("ada", "scout", key="one more")) == "mailbox_full"
+    await registrar.spawn("bob", "scout", key="bob's first")
+
+
+async def test_through_the_tools_an_agent_makes_another_and_it_is_still_there_after_a_restart(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        role = Calls("create_role", {"name": "scout", "prompt": "You look around."})
+        spawn = Calls("spawn_agent", {"role": "scout", "id": "sam", "task": "what do you see?"})
+        here.server.default = "a tree"
+        here.server.script(Says(calls=(role, spawn)), "I sent a scout", "a tree", "the scout sees a tree")
+        await here.say("look around")
+        assert await here.texts(2) == ["I sent a scout", "the scout sees a tree"]
+        assert await here.history("sam") == [("user", "what do you see?"), ("assistant", "a tree")]
+        prompt = json.dumps(here.server.requests[2].body["messages"][0])
+        assert "You look around." in prompt and "id: sam" in prompt
+        await here.society.stop()
+        async with Society.open(tmp_path) as again:
+            here.society = again
+            await here.say("still there?", to="sam")
+            assert (await here.texts(3))[-1] == "a tree"
