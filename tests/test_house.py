@@ -106,7 +106,7 @@ def test_no_sql_is_made_from_values() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.JoinedStr):
                 continue
-            text = "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+            text = "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
             parts = [ast.unparse(part.value) for part in node.values if isinstance(part, ast.FormattedValue)]
             if re.match(r"\s*(SELECT|INSERT|UPDATE|DELETE)\b", text):
                 wrong += [f"{path.name}:{node.lineno} {part}" for part in parts if not _is_constant(part)]

@@ -187,12 +187,15 @@ class MessageBus:
     async def _deliver_due(self) -> timedelta:
         """Everything that is due now; how long to wait for the next."""
         self._wakes_at = None
+        asked = self._clock.monotonic()
         next_due = await self._store.until_next_due()
         while next_due is not None and next_due <= timedelta(0) and not self._ending:
+            asked = self._clock.monotonic()
             next_due = (await self._promote()).next_due
         wait = SWEEP if next_due is None else min(SWEEP, next_due)
-        self._wakes_at = self._clock.monotonic() + wait.total_seconds()
-        return wait
+        # Counted from the question: the answer came with a commit, and the next message does not wait for that.
+        self._wakes_at = asked + wait.total_seconds()
+        return max(timedelta(0), timedelta(seconds=self._wakes_at - self._clock.monotonic()))
 
     async def _promote(self, *, early: bool = False) -> Promotion:
         promotion = await self._store.promote(PROMOTE_BATCH, early=early)

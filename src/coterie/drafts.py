@@ -165,7 +165,11 @@ def _plain(value: object, place: str, depth: int) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise Refused("payload_invalid", f"{place} has the key {_shown(key)}; keys must be strings")
-        return {clean(key): _plain(item, f"{place}.{key}", depth - 1) for key, item in value.items()}
+        # Most items are text; asking here spares each of them a call and the words of an error that does not happen.
+        return {
+            clean(key): clean(item) if type(item) is str else _plain(item, f"{place}.{key}", depth - 1)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(item, f"{place}[{index}]", depth - 1) for index, item in enumerate(value)]
     raise Refused("payload_invalid", f"{place} is a {type(value).__name__}, which JSON cannot carry")

@@ -161,6 +161,15 @@ class Society:
         """End what the agent is doing now. Its mail is kept, and begins the next turn. False: it was doing nothing."""
         return self._at_work().stop_turn(agent_id)
 
+    async def pause(self, agent_id: str) -> None:
+        """The agent ends its turn and rests until `resume`; its mail waits."""
+        await self.store.pause(agent_id)
+
+    async def resume(self, agent_id: str) -> None:
+        """A paused agent takes up its mail, a blocked one tries again."""
+        await self.store.resume(agent_id)
+        self.bus.stored(None)
+
     @property
     def services(self) -> Services:
         """The model services, and what each can do."""
@@ -217,7 +226,7 @@ class Society:
 
     async def _begin(self, crew: Crew | None) -> None:
         for warning in self.store.info.warnings:
-            log.warning("%s", warning)
+            log.info("%s", warning)
         if self.store.info.unclean:
             log.warning("the last run did not stop in order; the database was checked and is sound")
         if self._clock.now() < self.store.info.last_seen - BEHIND:

@@ -112,6 +112,14 @@ class Store(Protocol):
         """It gets no more mail: what waited is dead, and its senders are told."""
         ...
 
+    async def pause(self, agent_id: str) -> None:
+        """It ends the turn it is in, if any, and begins no other until it is resumed. Its mail waits."""
+        ...
+
+    async def resume(self, agent_id: str) -> None:
+        """A paused agent takes up its mail; a blocked one tries again."""
+        ...
+
     async def put_role(self, name: str, profile: str) -> None:
         """Agents can be made after this pattern; a role of that name is replaced."""
         ...

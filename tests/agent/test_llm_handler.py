@@ -247,3 +247,28 @@ async def test_a_turn_that_a_restart_cut_off_goes_on_and_its_pure_calls_run_agai
             results = [text for role, text in await here.history() if role == "tool"]
             assert '"unknown"' in results[0] and results[1] == "b rang"
             assert Bell.rings == ["b"]
+
+
+async def test_a_paused_agent_ends_its_turn_and_begins_no_other_until_it_is_resumed(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        gate = asyncio.Event()
+        here.server.script(Says("first", gate=gate), "second")
+        await here.say("one")
+        await here.server.asked(1)
+        await here.society.pause("ada")
+        await here.say("two")
+        gate.set()
+        assert await here.texts() == ["first"]
+        await here.state("ada", "paused")
+        assert len(here.server.requests) == 1 and len(await here.society.waiting("ada")) == 1
+        await here.society.resume("ada")
+        assert (await here.texts(2))[1] == "second"
+
+
+async def test_a_blocked_agent_tries_again_when_it_is_resumed(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Status(401), "mended")
+        await here.say("hello")
+        await here.state("ada", "blocked")
+        await here.society.resume("ada")
+        assert (await here.texts(2))[1] == "mended"

@@ -125,7 +125,7 @@ async def test_a_chain_of_messages_ends_at_the_hop_limit(store: Store) -> None:
 
 async def test_a_reply_names_a_message_that_exists_and_an_option_it_offers(store: Store) -> None:
     asked = await store.send(seal(sender="ada", to="user", payload={"text": "?"}, quick_replies=["Yes", "No"]))
-    answer = {"payload": {"text": "No"}, "in_reply_to": asked.message_id}
+    answer: dict[str, Any] = {"payload": {"text": "No"}, "in_reply_to": asked.message_id}
     assert await refusal(store.send(to_ada(in_reply_to="gone"))) == "inReplyTo_unknown"
     assert await refusal(store.send(to_ada(**answer, option=2))) == "option_invalid"
     assert await refusal(store.send(to_ada(**answer, option=0))) == "option_invalid"

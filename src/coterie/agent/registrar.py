@@ -47,9 +47,9 @@ class Registrar:
         parent: str,
         role: str,
         *,
-        id: str | None = None,
+        id: str | None = None,  # noqa: A002
         name: str | None = None,
-        key: str,  # noqa: A002
+        key: str,
     ) -> Profile:
         """A new agent after `role`. Spawned again under the same `key`, it is the same one."""
         pattern = await self._role(role)

@@ -111,6 +111,8 @@ class Turn:
     rounds: int = 0
     """Answers of the model in this turn."""
     rules: Rules = field(default_factory=Rules)
+    hold: bool = False
+    """The person wants the agent to rest when this turn is over, whatever waits."""
 
 
 # What can happen
@@ -250,7 +252,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Become:
-    state: Literal["idle", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
+    state: Literal["idle", "paused", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
     after: timedelta | None = None
     why: str = ""
 
@@ -393,9 +395,9 @@ def _void(turn: Turn, plan: Plan) -> Step:
 
 def _finish(turn: Turn, *last: Write) -> Step:
     """The turn is over. Whoever asked has the answer before the mail that came meanwhile begins the next."""
-    if turn.mail:
+    if turn.mail and not turn.hold:
         return Step((*last, NextTurn(), TakeMail(), Become(state="llm")), Ask())
-    return Step((*last, Become(state="idle")), Rest())
+    return Step((*last, Become(state="paused" if turn.hold else "idle")), Rest())
 
 
 def _resume(turn: Turn) -> Step:

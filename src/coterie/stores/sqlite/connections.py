@@ -18,6 +18,9 @@ ADVISED = (3, 51, 3)
 BUSY_SECONDS = 5.0
 """How long a connection waits for another program's lock before it says so."""
 
+CHECKPOINT_PAGES = 125
+"""Half a megabyte. The commit that fills the log moves it into the database, and whoever is due then waits for that."""
+
 _FULL = {sqlite3.SQLITE_FULL}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _BROKEN = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -31,6 +34,7 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
     try:
         check_version(db)
         db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         _common(db)
     except BaseException:

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -73,8 +73,7 @@ class Mailbox:
             self.state, self.runnable_at = "idle", None
 
 
-@dataclass(frozen=True, slots=True)
-class DueRow:
+class DueRow(NamedTuple):
     seq: int
     id: str
     sender: str
@@ -149,7 +148,7 @@ class Post:
 
     def deliver(self, due: Iterable[DueRow], *, early: bool) -> tuple[list[Delivery], int]:
         """Move delayed messages into their mailboxes, in the order given; those of the departed become dead letters."""
-        moved, delivered, dead = [], [], 0
+        moved, delivered, dead, at = [], [], 0, from_ms(self.stamp)
         for row in due:
             mailbox = self._mailbox(row.recipient)
             assert mailbox is not None  # noqa: S101 - the foreign key holds
@@ -162,7 +161,7 @@ class Post:
             moved.append((mailbox.deliver(row.size, self.now, row.sender), self.stamp, is_early, row.seq))
             self.tell("delayed.delivered", row.id)
             delivered.append(
-                Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), from_ms(self.stamp))
+                Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at)
             )
         self._db.executemany(_DELIVER, moved)
         return delivered, dead

@@ -136,6 +136,12 @@ class SqliteStore:
     async def terminate(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.terminate(db, post, agent_id))
 
+    async def pause(self, agent_id: str) -> None:
+        await self._post(lambda db, post: transitions.pause(db, post, agent_id))
+
+    async def resume(self, agent_id: str) -> None:
+        await self._post(lambda db, post: transitions.resume(db, post, agent_id))
+
     async def put_role(self, name: str, profile: str) -> None:
         await self._post(lambda db, post: transitions.put_role(db, post, name, profile))
 
@@ -163,8 +169,12 @@ class SqliteStore:
 
     def _hand_over(self) -> None:
         batch, self._outbox = self._outbox, []
-        job = asyncio.ensure_future(self._post(lambda _, post: _accept_all(post, batch)))
-        job.add_done_callback(lambda done: _answer_all(batch, done))
+        try:
+            job = self._post(lambda _, post: _accept_all(post, batch))
+        except StoreError as error:
+            _answer_all(batch, error)
+        else:
+            job.add_done_callback(lambda done: _answer_all(batch, done.exception() or done.result()))
 
     async def promote(self, limit: int, *, early: bool = False) -> Promotion:
         return await self._post(lambda db, post: transitions.promote(db, post, limit, early))
@@ -277,12 +287,12 @@ class SqliteStore:
 
     # Plumbing
 
-    async def _write(self, run: Callable[[sqlite3.Connection], T]) -> T:
+    def _write(self, run: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
-        return await self._writer.write(run)
+        return self._writer.write(run)
 
-    async def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+    def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> asyncio.Future[T]:
         """One transition, with a post office of its own."""
 
         def work(db: sqlite3.Connection) -> T:
@@ -293,7 +303,7 @@ class SqliteStore:
             post.close()
             return result
 
-        return await self._write(work)
+        return self._write(work)
 
     async def _query(self, sql: str, *parameters: Any) -> list[Any]:
         return await self._read(lambda db: db.execute(sql, parameters).fetchall())
@@ -331,17 +341,16 @@ def _accept_all(post: Post, batch: list[tuple[Envelope, asyncio.Future[Receipt]]
 
 
 def _answer_all(
-    batch: list[tuple[Envelope, asyncio.Future[Receipt]]], done: asyncio.Future[list[Receipt | Refused]]
+    batch: list[tuple[Envelope, asyncio.Future[Receipt]]], outcome: list[Receipt | Refused] | BaseException
 ) -> None:
-    failure = done.exception()
-    outcomes = [failure] * len(batch) if failure else done.result()
-    for (_, answer), outcome in zip(batch, outcomes, strict=True):
+    outcomes = outcome if isinstance(outcome, list) else [outcome] * len(batch)
+    for (_, answer), each in zip(batch, outcomes, strict=True):
         if answer.done():  # its caller was cancelled
             continue
-        if isinstance(outcome, Receipt):
-            answer.set_result(outcome)
+        if isinstance(each, Receipt):
+            answer.set_result(each)
         else:
-            answer.set_exception(outcome)
+            answer.set_exception(each)
 
 
 def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:

@@ -15,7 +15,7 @@ from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
-from coterie.stores.sqlite.post import DueRow, Post
+from coterie.stores.sqlite.post import DueRow, Mailbox, Post
 from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
 from coterie.stores.sqlite.turns import TurnDesk
 
@@ -58,6 +58,33 @@ def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     for row in waiting:
         post.bury(DueRow(*row), "recipient_terminated")
     post.tell("agent.state", agent_id)
+
+
+def pause(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+    mailbox = _agents_mailbox(post, agent_id)
+    db.execute("UPDATE agents SET hold = 1 WHERE id = ?", (agent_id,))
+    if mailbox.state in ("idle", "ready"):
+        mailbox.state, mailbox.runnable_at = "paused", None
+    post.tell("agent.state", agent_id)
+
+
+def resume(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+    mailbox = _agents_mailbox(post, agent_id)
+    db.execute("UPDATE agents SET hold = 0 WHERE id = ?", (agent_id,))
+    if mailbox.state == "paused":
+        mailbox.state, mailbox.runnable_at = ("ready", post.now) if mailbox.waiting else ("idle", None)
+    elif mailbox.state == "blocked":
+        mailbox.runnable_at = post.now
+    post.tell("agent.state", agent_id)
+
+
+def _agents_mailbox(post: Post, agent_id: str) -> Mailbox:
+    mailbox = post.mailbox(agent_id)
+    if mailbox.kind == "person":
+        raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
+    if mailbox.state == "terminated":
+        raise Refused("recipient_terminated", f"{agent_id!r} was terminated")
+    return mailbox
 
 
 def promote(db: sqlite3.Connection, post: Post, limit: int, early: bool) -> Promotion:

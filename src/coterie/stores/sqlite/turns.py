@@ -72,12 +72,13 @@ class TurnDesk:
     ) -> None:
         self._db, self._post, self._agent, self._rules, self._reduce = db, post, agent_id, rules, reducer
         row = db.execute(
-            "SELECT epoch, step_no, turn_no, state, taken_seq, next_in_seq, next_hist_seq, rounds, withdrawals, retries"
+            "SELECT epoch, step_no, turn_no, state, taken_seq, next_in_seq, next_hist_seq,"
+            " rounds, withdrawals, retries, hold"
             " FROM agents WHERE id = ?",
             (agent_id,),
         ).fetchone()
         self.epoch, self.step_no, self.turn_no, self.state, self._taken, self._next_in, self._next_hist = row[:7]
-        self._rounds, self._withdrawals, self._retries = row[7:]
+        self._rounds, self._withdrawals, self._retries, self._hold = row[7:]
         self._rows: list[tuple[Any, ...]] = []
 
     # The ways a transaction begins
@@ -133,6 +134,7 @@ class TurnDesk:
             withdrawals=self._withdrawals,
             rounds=self._rounds,
             rules=self._rules,
+            hold=bool(self._hold),
         )
 
     def _mail(self, plan: tuple[str, Plan] | None) -> tuple[Letter, ...]:

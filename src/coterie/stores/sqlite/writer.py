@@ -46,15 +46,15 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="coterie-writer", daemon=True)
         self._thread.start()
 
-    async def write(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        """Run `run` in a transaction; returns when that is durable. If `run` raises, nothing it did stays."""
+    def write(self, run: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._broken:
             raise self._broken
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
         answer: asyncio.Future[T] = self._loop.create_future()
         self._jobs.put(Job(run, answer))
-        return await answer
+        return answer
 
     async def close(self) -> None:
         """After everything handed in so far."""

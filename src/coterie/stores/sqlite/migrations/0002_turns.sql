@@ -5,6 +5,8 @@ ALTER TABLE agents ADD COLUMN rounds INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE agents ADD COLUMN withdrawals INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE agents ADD COLUMN retries INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE agents ADD COLUMN why TEXT;
+-- The person wants it to rest: it ends its turn and begins no other.
+ALTER TABLE agents ADD COLUMN hold INTEGER NOT NULL DEFAULT 0;
 -- Who it is, when nobody wrote that into a file: made at run time by another agent, or by a program.
 ALTER TABLE agents ADD COLUMN profile TEXT NOT NULL DEFAULT '';
 ALTER TABLE agents ADD COLUMN parent TEXT;

@@ -1,0 +1,29 @@
+"""Reminders: a delayed message is kept by the store, not by the process, and arrives when it is due."""
+
+import asyncio
+
+from stand_in import society
+
+from coterie.testing import Calls, Says
+
+
+async def main() -> None:
+    async with society("[agents.ada]\n") as (here, model):
+        remind = Calls("send_message", {"to": "user", "payload": {"text": "Time for tea!"}, "delayMs": 300})
+        model.script(Says(calls=(remind,)), "I will remind you.")
+
+        await here.send(to="ada", text="Remind me of the tea.")
+        heard = 0
+        async for message in here.inbox("user"):
+            print(f"{message.sender}: {message.payload['text']}")
+            if message.deliver_at:
+                print(f"  due {message.deliver_at:%H:%M:%S}, delivered {message.delivered_at:%H:%M:%S}")
+            heard += 1
+            if heard == 1:
+                print(f"still delayed for you: {await here.bus.delayed_count('user')}")
+            if heard == 2:
+                break
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

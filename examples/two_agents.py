@@ -1,0 +1,30 @@
+"""Two agents and a person: Grace asks Ada, and the answer finds its way back to whoever asked first."""
+
+import asyncio
+
+from stand_in import society
+
+from coterie.testing import Calls, Says
+
+AGENTS = """
+[agents.grace]
+prompt = "You run the office. Ask Ada whatever has to do with numbers."
+[agents.ada]
+prompt = "You know your way around numbers."
+"""
+
+
+async def main() -> None:
+    async with society(AGENTS) as (here, model):
+        ask_ada = Calls("send_message", {"to": "ada", "payload": {"text": "What is 6 times 7?"}})
+        model.script(Says(calls=(ask_ada,)), "I asked Ada.", "42", "Ada says it is 42.")
+
+        await here.send(to="grace", text="What is 6 times 7?")
+        async for message in here.inbox("user"):
+            print(f"{message.sender}: {message.payload['text']}")
+            if "42" in message.payload["text"]:
+                break
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
