@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,9 +45,10 @@ def test_every_named_test_exists() -> None:
             continue
         for proof in row["proof"].split(", "):
             path, _, name = proof.partition("::")
-            functions = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if _is_function(node)}
-            assert name in functions, f"{row['id']}: there is no {proof}"
+            assert name in functions_in(ROOT / path), f"{row['id']}: there is no {proof}"
 
 
-def _is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+@cache
+def functions_in(path: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,8 +38,6 @@ class MessageBus:
         self._wakes_at: float | None = None
         self._ending = False
         self._timer: asyncio.Task[None] | None = None
-        self.listeners: list[Callable[[], None]] = []
-        """Called when there may be new mail somewhere."""
         self._watchers: set[Watcher] = set()
         self._news = asyncio.Event()
         self._tail: asyncio.Task[None] | None = None
@@ -85,7 +83,7 @@ class MessageBus:
         """Something was written, perhaps this message: whoever waits for news or for a due time shall look."""
         if envelope and envelope.delay:
             self._arm(envelope.delay)
-        self._announce()
+        self._news.set()
 
     # Delayed messages
 
@@ -99,7 +97,7 @@ class MessageBus:
     async def withdraw(self, message_id: str, by: str = PERSON) -> Message:
         """Until it is taken. Withdrawing twice is the same as once."""
         message = await self._store.withdraw(message_id, by)
-        self._announce()
+        self._news.set()
         return message
 
     async def move(self, message_id: str, delay_ms: object, by: str = PERSON) -> Message:
@@ -107,7 +105,7 @@ class MessageBus:
         delay = check_delay(delay_ms)
         message = await self._store.move(message_id, delay, by)
         self._arm(delay)
-        self._announce()
+        self._news.set()
         return message
 
     # Watching
@@ -210,13 +208,8 @@ class MessageBus:
             )
         if promotion.dead:
             log.warning("%d delayed messages are dead: their recipients were terminated", promotion.dead)
-        self._announce()
-        return promotion
-
-    def _announce(self) -> None:
         self._news.set()
-        for listener in self.listeners:
-            listener()
+        return promotion
 
     def _arm(self, delay: timedelta) -> None:
         if self._wakes_at is None or self._clock.monotonic() + delay.total_seconds() < self._wakes_at:

@@ -67,6 +67,13 @@ class TurnStore(Protocol):
         """
         ...
 
+    async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
+        """What `worker` has claimed and does not work on any more, all but `busy`, can be claimed again at once.
+
+        `failed`: it went wrong, which counts as a crash; otherwise it is no attempt, and the turn just goes on.
+        """
+        ...
+
     async def advance(self, claim: Claim, event: Event, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         """Decide what follows from `event` with the mail that waits now, and write it, as one transaction.
 

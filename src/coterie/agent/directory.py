@@ -27,8 +27,13 @@ class Directory:
         self._agents.pop(agent_id, None)
 
     def __iter__(self) -> Iterator[str]:
-        """The agents that can work."""
-        return iter(self._placed())
+        """The agents whose service exists; the others can do nothing until their configuration is mended."""
+        known = {entry.id for entry in self._services}
+        agents = self._agents.values()
+        return (agent.id for agent in agents if known and (agent.service is None or agent.service in known))
+
+    def __len__(self) -> int:
+        return len(self._agents)
 
     def everybody(self) -> list[Profile]:
         """Also those whose service is not there."""
@@ -52,15 +57,9 @@ class Directory:
 
     async def with_capability(self, capability: str, direction: Direction = "input") -> Sequence[str]:
         """The ids of the agents whose models have it."""
-        return [agent for agent in self._placed() if self.capabilities_of(agent).has(capability, direction)]
+        return [agent for agent in self if self.capabilities_of(agent).has(capability, direction)]
 
     async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
         """Those who can be sent a file of that kind and size and get it as it is."""
         able = await self.with_capability(NEEDS[kind])
         return [agent for agent in able if size <= self.service_of(agent).limits.of(kind)]
-
-    def _placed(self) -> list[str]:
-        """The agents whose service exists; the others can do nothing until their configuration is mended."""
-        known = {entry.id for entry in self._services}
-        agents = self._agents.values()
-        return [agent.id for agent in agents if known and (agent.service is None or agent.service in known)]

@@ -27,11 +27,12 @@ from coterie.agent.turn import Answered, Ask, Event, ModelFailed, PlannedCall, R
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.errors import Refused, StoreUnavailable
+from coterie.failpoints import hit
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
 from coterie.llm.service import ServiceError, Terminal, TooLong
 from coterie.messages import Envelope
-from coterie.turns import Claim, StaleOwner, TurnStore
+from coterie.turns import Claim, StaleOwner, TurnStore, View
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Work:
     said: str = ""
     """What the model has said so far."""
     stopping: bool = False
+    view: View | None = None
+    """What the model was last shown; a turn only adds to it."""
 
 
 class LlmHandler:
@@ -127,9 +130,15 @@ class LlmHandler:
     async def _do(self, claim: Claim, work: Work) -> Outcome:
         profile = self._directory.profile(claim.agent_id)
         if isinstance(claim.effect, Ask):
-            return Outcome(event=await self._ask(claim, profile, work))
+            hit("turn.asking")
+            event = await self._ask(claim, profile, work)
+            hit("turn.answered")
+            return Outcome(event=event)
         assert isinstance(claim.effect, Run) and claim.call is not None  # noqa: S101
-        return await self._run(claim, claim.effect.index, claim.call.call, profile)
+        hit("turn.calling")
+        outcome = await self._run(claim, claim.effect.index, claim.call.call, profile)
+        hit("turn.ran")
+        return outcome
 
     # The model
 
@@ -154,15 +163,15 @@ class LlmHandler:
         """The model's answer. A history that has outgrown its window is summarised, once, and shown again."""
         await self._check_budget()
         service = self._directory.service_of(claim.agent_id)
-        request = await self._request(profile)
-        if not fits(request, service.context_tokens) and await self._compact(claim, service.id):
-            request = await self._request(profile)
+        request = await self._request(profile, work)
+        if not fits(request, service.context_tokens) and await self._compact(claim, service.id, work):
+            request = await self._request(profile, work)
         try:
             return await self._ask_model(service.id, request, claim, work)
         except TooLong:
-            if not await self._compact(claim, service.id):
+            if not await self._compact(claim, service.id, work):
                 raise
-        return await self._ask_model(service.id, await self._request(profile), claim, work)
+        return await self._ask_model(service.id, await self._request(profile, work), claim, work)
 
     async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work) -> Answer:
         async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
@@ -172,13 +181,21 @@ class LlmHandler:
                 work.said += piece.text
         raise AssertionError("the door to models ends with an answer or an error")
 
-    async def _request(self, profile: Profile) -> Request:
+    async def _request(self, profile: Profile, work: Work) -> Request:
+        work.view = await self._look(profile.id, work.view)
         tools = [SEND_MESSAGE, *self._toolbox.specs(profile.tools)]
-        return build_request(system_prompt(profile, self._directory), await self._store.view(profile.id), tools)
+        return build_request(system_prompt(profile, self._directory), work.view, tools)
 
-    async def _compact(self, claim: Claim, service: str) -> bool:
+    async def _look(self, agent_id: str, seen: View | None) -> View:
+        """History only grows, so within a turn only what is new needs to be read."""
+        if seen is None or not seen.rows:
+            return await self._store.view(agent_id)
+        more = await self._store.history(agent_id, after=seen.rows[-1].seq)
+        return View(seen.summary, [*seen.rows, *more])
+
+    async def _compact(self, claim: Claim, service: str, work: Work) -> bool:
         """Whether there was something to leave out."""
-        view = await self._store.view(claim.agent_id)
+        view, work.view = await self._store.view(claim.agent_id), None
         if (upto := cut(view.rows)) is None:
             return False
         older = [row for row in view.rows if row.seq <= upto]

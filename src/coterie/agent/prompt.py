@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from coterie.agent.directory import Directory
 from coterie.agent.profile import Profile
 
+NAMED = 30
+"""Agents named in the prompt: a crowd would cost every request more than it helps."""
 _NOT_READING = {"tool_calling", "structured_output"}
 HOW = """\
 How things work here:
@@ -29,5 +33,10 @@ def system_prompt(profile: Profile, directory: Directory) -> str:
 
 
 def _others(agent_id: str, directory: Directory) -> list[str]:
-    known = ((other, directory.capabilities_of(other).input) for other in directory if other != agent_id)
-    return [f"- {other} (reads {', '.join(sorted(can - _NOT_READING))})" for other, can in known]
+    others = [other for other in islice(directory, NAMED + 1) if other != agent_id]
+    lines = [f"- {other} (reads {', '.join(_reads(other, directory))})" for other in others[:NAMED]]
+    return lines if len(directory) <= NAMED else [*lines, "- and more: list_agents and find_agents name them"]
+
+
+def _reads(agent_id: str, directory: Directory) -> list[str]:
+    return sorted(directory.capabilities_of(agent_id).input - _NOT_READING)

@@ -25,7 +25,9 @@ class Scheduler:
         self._rules, self._worker = rules, worker
         self.wake = asyncio.Event()
         """Set it when somebody may have something to do."""
-        self._turns: set[asyncio.Task[None]] = set()
+        self._turns: dict[asyncio.Task[None], str] = {}
+        self._mislaid = False
+        """Agents may be claimed in our name that nobody works on."""
         self._ending = False
         self._loop: asyncio.Task[None] | None = None
 
@@ -45,6 +47,10 @@ class Scheduler:
         for turn in self._turns:
             turn.cancel()
         await asyncio.gather(*self._turns, return_exceptions=True)
+        try:
+            await self._store.release(self._worker, failed=False)
+        except StoreError as error:
+            log.warning("what was cut off counts as a crash at the next start: %s", error)
 
     async def _claim_for_ever(self) -> None:
         while not self._ending:
@@ -56,9 +62,16 @@ class Scheduler:
         """Whether there may be more."""
         room = AT_ONCE - len(self._turns)
         try:
+            if self._mislaid:
+                await self._store.release(self._worker, busy=[*self._turns.values()], failed=True)
+                self._mislaid = False
             claims = await self._store.claim(self._worker, self._rules, room) if room else []
         except StoreError as error:
             log.error("cannot look for work for now: %s", error)
+            return False
+        except Exception:  # whatever it is, the next round may pass; without rounds no agent ever works
+            log.exception("looking for work failed; trying again")
+            self._mislaid = True  # it may have been written all the same
             return False
         for claim in claims:
             self._begin(claim)
@@ -66,12 +79,15 @@ class Scheduler:
 
     def _begin(self, claim: Claim) -> None:
         turn = asyncio.create_task(self._handler.work(claim), name=f"coterie-turn-{claim.agent_id}")
-        self._turns.add(turn)
+        self._turns[turn] = claim.agent_id
         turn.add_done_callback(self._ended)
 
     def _ended(self, turn: asyncio.Task[None]) -> None:
-        self._turns.discard(turn)
-        self.wake.set()
+        if len(self._turns) == AT_ONCE:
+            self.wake.set()  # others may have waited for this place
+        del self._turns[turn]
         if not turn.cancelled() and (error := turn.exception()):
-            # The store still says that the agent is at work; the next start resumes it, and counts.
+            # The store still says that the agent is at work; so it is claimed anew, which counts as a crash.
+            self._mislaid = True
+            self.wake.set()
             log.error("a turn ended in an error nobody planned for", exc_info=error)

@@ -51,6 +51,8 @@ class Mailbox:
     waiting: int
     waiting_bytes: int
     delayed: int
+    woken: bool = False
+    """Somebody shall look after this agent now."""
 
     def deliver(self, size: int, now: int, sender: str = "") -> int:
         """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
@@ -60,10 +62,14 @@ class Mailbox:
         self.waiting_bytes += size
         if self.kind == "agent":
             if self.state == "idle":
-                self.state, self.runnable_at = "ready", now
+                self.state = "ready"
+                self.wake(now)
             elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):
-                self.runnable_at = now
+                self.wake(now)
         return place
+
+    def wake(self, now: int) -> None:
+        self.runnable_at, self.woken = now, True
 
     def remove(self, size: int) -> None:
         """One that waited does not any more. With nothing left to do, a woken agent goes back to sleep."""
@@ -160,9 +166,7 @@ class Post:
             is_early = early and row.deliver_at > self.now
             moved.append((mailbox.deliver(row.size, self.now, row.sender), self.stamp, is_early, row.seq))
             self.tell("delayed.delivered", row.id)
-            delivered.append(
-                Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at)
-            )
+            delivered.append(Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at))
         self._db.executemany(_DELIVER, moved)
         return delivered, dead
 
@@ -192,6 +196,10 @@ class Post:
 
     def tell(self, kind: EventKind, subject: str) -> None:
         self._events.append((self.stamp, kind, subject))
+
+    @property
+    def woke_somebody(self) -> bool:
+        return any(mailbox is not None and mailbox.woken for mailbox in self._mailboxes.values())
 
     def close(self) -> None:
         """Write down everything gathered."""

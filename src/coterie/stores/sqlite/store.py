@@ -64,6 +64,8 @@ class SqliteStore:
         self._path, self._clock, self._limits = path, clock, limits
         self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
+        self.on_wake: list[Callable[[], None]] = []
+        """Called when an agent has got something to do."""
         self._outbox: list[tuple[Envelope, asyncio.Future[Receipt]]] = []
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
@@ -237,6 +239,9 @@ class SqliteStore:
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
         return await self._post(lambda db, post: turns.claim(db, post, worker, rules, limit))
 
+    async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
+        await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
+
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends))
 
@@ -294,16 +299,25 @@ class SqliteStore:
 
     def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> asyncio.Future[T]:
         """One transition, with a post office of its own."""
+        woke = False
 
         def work(db: sqlite3.Connection) -> T:
+            nonlocal woke
             now = to_ms(self._clock.now())
             self._last_stamp = max(self._last_stamp, now)
             post = Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
             result = run(db, post)
             post.close()
+            woke = post.woke_somebody
             return result
 
-        return self._write(work)
+        def told(_: asyncio.Future[T]) -> None:
+            for listener in self.on_wake if woke else ():
+                listener()
+
+        written = self._write(work)
+        written.add_done_callback(told)
+        return written
 
     async def _query(self, sql: str, *parameters: Any) -> list[Any]:
         return await self._read(lambda db: db.execute(sql, parameters).fetchall())

@@ -72,9 +72,11 @@ def resume(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     mailbox = _agents_mailbox(post, agent_id)
     db.execute("UPDATE agents SET hold = 0 WHERE id = ?", (agent_id,))
     if mailbox.state == "paused":
-        mailbox.state, mailbox.runnable_at = ("ready", post.now) if mailbox.waiting else ("idle", None)
+        mailbox.state = "ready" if mailbox.waiting else "idle"
+        if mailbox.waiting:
+            mailbox.wake(post.now)
     elif mailbox.state == "blocked":
-        mailbox.runnable_at = post.now
+        mailbox.wake(post.now)
     post.tell("agent.state", agent_id)
 
 

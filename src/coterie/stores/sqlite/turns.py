@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -51,7 +51,7 @@ from coterie.messages import PERSON, Envelope
 from coterie.stores.sqlite.answers import answer
 from coterie.stores.sqlite.bulk import insert
 from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.rows import find_message
+from coterie.stores.sqlite.rows import MESSAGE, to_message
 from coterie.text import clean
 from coterie.turns import Claim, HistoryRow, StaleOwner, View
 
@@ -59,6 +59,7 @@ _MS = timedelta(milliseconds=1)
 CRASHES = 3
 """So often a step may bring the runtime down before its turn is given up."""
 _decode = msgspec.json.decode
+MESSAGE_OF_HISTORY = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
 VERDICTS = ("Approve", "Deny")
 APPROVE = 0
 Reducer = Callable[[Turn, Event], Step]
@@ -225,6 +226,7 @@ class TurnDesk:
                 self._close(plan)
             case Reply():
                 answer(self._db, self._post, self._agent, self.turn_no, write)
+                hit("turn.replied")
             case AskApproval(index=index):
                 self._ask_approval(index)
             case Quarantine():
@@ -326,6 +328,9 @@ class TurnDesk:
         mailbox = self._post.mailbox(self._agent)
         self.state = mailbox.state = become.state
         mailbox.runnable_at = self._post.now + become.after // _MS if become.after is not None else None
+        if become.state == "idle" and mailbox.waiting:
+            # It came in this very transaction, from another agent whose turn ended in it.
+            mailbox.state, mailbox.runnable_at = "ready", self._post.now
         if become.state == "wait_retry":
             self._retries += 1
         self._db.execute("UPDATE agents SET why = ? WHERE id = ?", (become.why or None, self._agent))
@@ -367,14 +372,19 @@ class TurnDesk:
         )  # fmt: skip
 
     def _crashed(self) -> bool:
-        """Counts recoveries that found the turn where the last one found it."""
-        row = self._db.execute("SELECT crash_step, crashes FROM agents WHERE id = ?", (self._agent,)).fetchone()
-        crashes = row[1] + 1 if row[0] == self.step_no else 1
-        # The step of this very claim counts as no progress.
+        """Counts recoveries that found the turn where the last one found it; whether it is time to give it up."""
+        step, crashes, worker = self._db.execute(
+            "SELECT crash_step, crashes, worker FROM agents WHERE id = ?", (self._agent,)
+        ).fetchone()
+        # Whoever let go of it in order has not crashed.
+        crashes = (crashes if step == self.step_no else 0) + (worker is not None)
+        given_up = crashes >= CRASHES
+        # The step of this very claim counts as no progress. What follows a turn that is given up starts afresh.
         self._db.execute(
-            "UPDATE agents SET crash_step = ?, crashes = ? WHERE id = ?", (self.step_no + 1, crashes, self._agent)
+            "UPDATE agents SET crash_step = ?, crashes = ? WHERE id = ?",
+            (self.step_no + 1, 0 if given_up else crashes, self._agent),
         )
-        return crashes > CRASHES
+        return given_up
 
     def _plan_row(self) -> tuple[int, int]:
         row = self._db.execute(
@@ -427,7 +437,19 @@ def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: 
     rows = db.execute(
         "SELECT id FROM agents WHERE runnable_at <= ? ORDER BY runnable_at LIMIT ?", (post.now, limit)
     ).fetchall()
-    return [TurnDesk(db, post, agent_id, rules).claim(worker) for (agent_id,) in rows]
+    claims = [TurnDesk(db, post, agent_id, rules).claim(worker) for (agent_id,) in rows]
+    if claims:
+        hit("turn.claimed")
+    return claims
+
+
+def release(db: sqlite3.Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
+    # A worker that let go in order leaves no name behind: that is what tells its turns from those cut off by a crash.
+    db.execute(
+        "UPDATE agents SET runnable_at = ?1, worker = CASE WHEN ?2 THEN worker END"
+        " WHERE worker = ?3 AND state IN ('llm', 'tools') AND id NOT IN (SELECT value FROM json_each(?4))",
+        (post.now, failed, worker, msgspec.json.encode(busy).decode()),
+    )
 
 
 def advance(
@@ -441,29 +463,21 @@ def advance(
 
 def history(db: sqlite3.Connection, agent_id: str, after: int) -> list[HistoryRow]:
     rows = db.execute(
-        "SELECT seq, turn_no, role, content, calls, call_id, hidden, message_id FROM history"
-        " WHERE agent_id = ? AND seq > ? ORDER BY seq",
+        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {MESSAGE_OF_HISTORY}"
+        " FROM history h LEFT JOIN messages m ON m.id = h.message_id"
+        " WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq",
         (agent_id, after),
-    ).fetchall()
-    return [_history_row(db, *row) for row in rows]
+    )
+    return [_history_row(row) for row in rows]
 
 
-def _history_row(
-    db: sqlite3.Connection,
-    seq: int,
-    turn_no: int,
-    role: str,
-    content: str | None,
-    calls: str | None,
-    call_id: str | None,
-    hidden: int,
-    message_id: str | None,
-) -> HistoryRow:
+def _history_row(row: tuple[Any, ...]) -> HistoryRow:
+    seq, turn_no, role, content, calls, call_id, hidden = row[:7]
     return HistoryRow(
         seq=seq,
         turn_no=turn_no,
         role=role,
-        message=find_message(db, message_id) if message_id else None,
+        message=to_message(row[7:]) if row[7] is not None else None,
         text=content or "",
         calls=tuple(Call(**call) for call in _decode(calls)) if calls else (),
         call_id=call_id,
