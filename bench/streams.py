@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,13 +17,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from bench.peers import ROOT, environment
 from bench.report import Report, settle
 
 STREAMS = 200
 TOKENS_PER_SECOND = 50
 SECONDS = 10
 PROMPT = "Talk to me."
-ROOT = Path(__file__).parents[1]
 
 
 def run() -> None:
@@ -100,23 +98,6 @@ async def sdk(url: str) -> list[int]:
     counts = await asyncio.gather(*(hear() for _ in range(STREAMS)))
     await client.close()
     return counts
-
-
-def environment(folder: Path, *packages: str) -> str:
-    """A Python with these packages."""
-    python = str(folder / "bin" / "python")
-    subprocess.run([*uv(), "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
-    subprocess.run([*uv(), "pip", "install", "--quiet", "--python", python, *packages], check=True)
-    return python
-
-
-def uv() -> list[str]:
-    if found := os.environ.get("UV") or shutil.which("uv"):
-        return [found]
-    command = [sys.executable, "-m", "uv"]
-    if subprocess.run([*command, "--version"], capture_output=True).returncode:
-        sys.exit("uv is needed to make an environment for the openai SDK: install it with `pip install uv`")
-    return command
 
 
 def _command(python: str, *arguments: str) -> list[str]:

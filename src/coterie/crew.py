@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from datetime import timedelta
 from coterie.agent.builtins import built_in_tools
 from coterie.agent.directory import Directory
 from coterie.agent.llm_handler import LlmHandler
+from coterie.agent.mcp import McpServers
 from coterie.agent.owner_tools import load_owner_tools
 from coterie.agent.people_tools import people_tools
 from coterie.agent.profile import Profile
@@ -38,6 +40,8 @@ from coterie.stores.sqlite import SqliteStore
 
 log = logging.getLogger(__name__)
 
+MCP_PATIENCE = timedelta(seconds=5)
+
 
 class Crew:
     """Whoever is in it answers what reaches them, until `stop`."""
@@ -63,6 +67,8 @@ class Crew:
             (*built_in_tools(self.directory, bus, store), *people_tools(self._registrar)),
             deadline=timedelta(seconds=config.limits.tool_seconds),
         )
+        self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
+        self._connecting: asyncio.Task[list[Problem]] | None = None
         self.problems = (*self.services.problems, *self._adopt_owner_tools(place))
         rules = Rules(
             max_withdrawals=config.interruption.max_withdrawals,
@@ -86,6 +92,9 @@ class Crew:
         await self._registrar.recall()
         for problem in self.problems:
             log.warning("%s", problem)
+        self._connecting = asyncio.create_task(self._mcp.connect(), name="coterie-mcp")
+        # Agents shall find their tools when they begin, but one slow server must not keep everybody waiting.
+        await asyncio.wait({self._connecting}, timeout=MCP_PATIENCE.total_seconds())
         self._scheduler.start()
 
     def stop_turn(self, agent_id: str) -> bool:
@@ -98,6 +107,10 @@ class Crew:
     async def stop(self, drain: timedelta) -> None:
         """Turns under way may end within `drain`; what does not is resumed at the next start."""
         await self._scheduler.finish(drain)
+        if self._connecting:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        await self._mcp.close()
         await self._toolbox.close()
         await self._models.close()
 

@@ -64,6 +64,159 @@ INVARIANTS: dict[str, tuple[str, str]] = {
                 OR (state = 'ready' AND (waiting = 0 OR runnable_at IS NULL)))
         """,
     ),
+    "A1 resting agents are left alone": (
+        "{0} is {1}, and yet the scheduler is to look at it at {2}",
+        "SELECT id, state, runnable_at FROM agents WHERE state IN ('idle', 'terminated') AND runnable_at IS NOT NULL",
+    ),
+    "A2 plans and states": (
+        "{0} is {1} and has {2} open plans",
+        """
+        SELECT a.id, a.state, count(p.agent_id)
+          FROM agents a LEFT JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
+         GROUP BY a.id, a.state
+        HAVING count(p.agent_id) <> CASE WHEN a.state IN ('tools', 'wait_approval') THEN 1 ELSE 0 END
+        """,
+    ),
+    "A2 one call at a time": (
+        "{0} is {1}, but {2} calls of its plan run or wait for the person",
+        """
+        SELECT a.id, a.state, count(c.idx)
+          FROM agents a
+          JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
+          LEFT JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
+                           AND c.state = CASE a.state WHEN 'tools' THEN 'started' ELSE 'gated' END
+         GROUP BY a.id, a.state
+        HAVING count(c.idx) <> 1
+        """,
+    ),
+    "H1 rows fit their roles": (
+        "row {1} of the history of {0} is a {2} row with the columns of another",
+        """
+        SELECT agent_id, seq, role FROM history
+         WHERE (role = 'user') <> (message_id IS NOT NULL)
+            OR (role = 'tool') <> (call_id IS NOT NULL)
+            OR (calls IS NOT NULL AND role <> 'assistant')
+        """,
+    ),
+    "H2 whole groups": (
+        "call {1} of {0} has been closed, but its result does not stand in its place behind the call",
+        """
+        SELECT c.agent_id, c.call_id
+          FROM plans p
+          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
+          LEFT JOIN history t ON t.agent_id = c.agent_id AND t.call_id = c.call_id
+          LEFT JOIN history a ON a.agent_id = t.agent_id AND a.seq = t.seq - c.idx - 1
+         WHERE p.outcome = 'closed'
+           AND (a.calls IS NULL OR replace(a.calls, '"' || c.call_id || '"', '') = a.calls)
+        """,
+    ),
+    "H3 no result without its call": (
+        "row {1} of the history of {0} is the result of {2}, a call of no closed plan",
+        """
+        SELECT t.agent_id, t.seq, t.call_id
+          FROM history t
+          LEFT JOIN calls c ON c.agent_id = t.agent_id AND c.turn_no = t.turn_no AND c.call_id = t.call_id
+          LEFT JOIN plans p ON p.agent_id = c.agent_id AND p.turn_no = c.turn_no AND p.step_no = c.step_no
+         WHERE t.role = 'tool' AND (p.outcome IS NULL OR p.outcome <> 'closed')
+        """,
+    ),
+    "H4 call ids": (
+        "{0} has {2} calls or results with the id {1}",
+        """
+        SELECT agent_id, call_id, count(*) FROM calls GROUP BY agent_id, call_id HAVING count(*) > 1
+         UNION ALL
+        SELECT agent_id, call_id, count(*) FROM history WHERE call_id IS NOT NULL
+         GROUP BY agent_id, call_id HAVING count(*) > 1
+        """,
+    ),
+    "H5 closed groups": (
+        "row {1} of the history of {0} makes calls, and no result follows it",
+        """
+        SELECT a.agent_id, a.seq
+          FROM history a LEFT JOIN history t ON t.agent_id = a.agent_id AND t.seq = a.seq + 1
+         WHERE a.calls IS NOT NULL AND (t.role IS NULL OR t.role <> 'tool')
+        """,
+    ),
+    "H6 dense histories": (
+        "the history of {0} has {1} rows, but its last has the number {3} and the next is to be {2}",
+        """
+        SELECT a.id, count(h.seq), a.next_hist_seq, coalesce(max(h.seq), 0)
+          FROM agents a LEFT JOIN history h ON h.agent_id = a.id
+         GROUP BY a.id, a.next_hist_seq
+        HAVING count(h.seq) <> a.next_hist_seq - 1 OR coalesce(max(h.seq), 0) <> a.next_hist_seq - 1
+        """,
+    ),
+    "H7 taken is read": (
+        "message {0} was taken by {1}, but stands nowhere in its history",
+        """
+        SELECT m.id, m.recipient
+          FROM messages m
+          JOIN agents a ON a.id = m.recipient AND a.kind = 'agent'
+          LEFT JOIN history h ON h.message_id = m.id
+         WHERE m.state = 'taken' AND h.message_id IS NULL
+        """,
+    ),
+    "H7 read is taken": (
+        "row {1} of the history of {0} stands for message {2}, which was not taken by it",
+        """
+        SELECT h.agent_id, h.seq, h.message_id
+          FROM history h LEFT JOIN messages m ON m.id = h.message_id
+         WHERE h.message_id IS NOT NULL
+           AND (m.state <> 'taken' OR m.recipient <> h.agent_id
+                OR (m.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
+        """,
+    ),
+    "H8 read in order": (
+        "message {1} stands in the history of {0} behind one that came after it",
+        """
+        SELECT agent_id, message_id
+          FROM (SELECT h.agent_id, h.message_id, m.in_seq,
+                       lag(m.in_seq) OVER (PARTITION BY h.agent_id ORDER BY h.seq) AS previous
+                  FROM history h JOIN messages m ON m.id = h.message_id) AS read_in_turn
+         WHERE previous > in_seq
+        """,
+    ),
+    "H9 results": (
+        "call {1} of {0} is {2}, but its result is not the one in the history",
+        """
+        SELECT c.agent_id, c.call_id, c.state
+          FROM plans p
+          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
+          LEFT JOIN history t ON t.agent_id = c.agent_id AND t.call_id = c.call_id
+         WHERE p.outcome <> 'open' AND c.state IN ('done', 'failed', 'unknown')
+           AND (t.seq IS NULL OR coalesce(t.content, '') <> c.result)
+        """,
+    ),
+    "H9 ended calls": (
+        "call {1} of {0} is {2}, but its plan is {3}",
+        """
+        SELECT c.agent_id, c.call_id, c.state, p.outcome
+          FROM plans p
+          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
+         WHERE (p.outcome = 'closed' AND c.state IN ('planned', 'gated', 'started'))
+            OR (p.outcome = 'withdrawn' AND c.state <> 'cancelled')
+        """,
+    ),
+    "H10 summaries end between groups": (
+        "the summary of {0} ends at row {1}, inside a group or behind the end",
+        """
+        SELECT s.agent_id, s.upto
+          FROM summaries s
+          JOIN agents a ON a.id = s.agent_id
+          LEFT JOIN history h ON h.agent_id = s.agent_id AND h.seq = s.upto + 1
+         WHERE h.role = 'tool' OR s.upto >= a.next_hist_seq
+        """,
+    ),
+    "H13 withdrawn plans": (
+        "row {1} of the history of {0} makes call {2}, which was withdrawn",
+        """
+        SELECT a.agent_id, a.seq, c.call_id
+          FROM plans p
+          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no AND c.idx = 0
+          JOIN history a ON a.agent_id = p.agent_id AND a.turn_no = p.turn_no AND a.calls IS NOT NULL
+         WHERE p.outcome = 'withdrawn' AND replace(a.calls, '"' || c.call_id || '"', '') <> a.calls
+        """,
+    ),
     "H8 taken in order": (
         "{0} has taken up to place {1}, but message {2} before it still waits",
         """

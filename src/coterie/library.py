@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -56,6 +56,10 @@ class Library:
         if ref not in found:
             raise Refused("unknown_artifact", f"there is no artifact {ref!r}")
         return found[ref]
+
+    async def latest(self, limit: int = 50) -> Sequence[Artifact]:
+        """Newest first."""
+        return await self._store.latest_artifacts(limit)
 
     async def open(self, ref: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         """Its bytes, in pieces."""

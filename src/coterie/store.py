@@ -192,6 +192,10 @@ class Store(Protocol):
 
     async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]: ...
 
+    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
+        """Newest first."""
+        ...
+
     # The log, and care
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]: ...

@@ -117,9 +117,14 @@ def artifact_tools() -> tuple[Tool, ...]:
         more = {"nextOffset": ends} if ends < artifact.size else {}
         return {"filename": artifact.filename, "size": artifact.size, "text": text} | more
 
-    put, read = _declared(put_artifact, read_artifact)
+    @tool(effect="pure")
+    async def list_artifacts(*, ctx: ToolContext) -> dict[str, Any]:
+        """List the newest files that were kept, by anybody."""
+        return {"artifacts": [artifact.to_wire() for artifact in await ctx.artifacts.latest(MAX_LISTED)]}
+
+    put, read, listing = _declared(put_artifact, read_artifact, list_artifacts)
     # What was asked for in pieces of this size is shown in them, whatever JSON makes of its characters.
-    return put, replace(read, max_text=8 * MAX_READ)
+    return put, replace(read, max_text=8 * MAX_READ), listing
 
 
 def _card(directory: Directory, agent_id: str) -> dict[str, Any]:

@@ -7,25 +7,23 @@ come back is an error result, and is left in peace for a while before it is trie
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib
 import json
 import logging
 import mimetypes
 import re
-import sys
 from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from coterie.agent.mcp_connection import Absent, Connection, Entry, words_of
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.tools import Effect, OnLoop, Tool, ToolResult, failed
 from coterie.clock import Clock
 from coterie.errors import CoterieError, Problem
 from coterie.ids import id_for
 from coterie.llm.chat import ToolSpec
-from coterie.text import clean, one_line
+from coterie.text import clean
 
 if TYPE_CHECKING:  # a second to import, needed only where servers are configured
     import mcp
@@ -36,33 +34,11 @@ START = timedelta(seconds=30)
 """A server that has not told its tools by then counts as absent; the first start of one may fetch a package."""
 LONGEST_REST = timedelta(minutes=1)
 _LEAVING_SECONDS = 10.0
-_MAX_PAGES = 100
 _UNSAFE_CHARACTER = re.compile(r"[^a-zA-Z0-9_-]")
 _MAX_NAME = 64
-_GONE = -32000
-"""What the SDK reports when the connection ended before the answer; a server may mean anything else by it."""
 
 Adopt = Callable[[str, Iterable[Tool]], object]
 """Takes the tools that a source offers from now on: `Toolbox.adopt`."""
-
-
-class Entry(Protocol):
-    """How to reach a server: a command to run, or the address of one that runs."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def command(self) -> str | None: ...
-    @property
-    def args(self) -> tuple[str, ...]: ...
-    @property
-    def env(self) -> Mapping[str, str] | None: ...
-    @property
-    def url(self) -> str | None: ...
-
-
-class Absent(CoterieError):
-    """The server is not there, and was not asked."""
 
 
 class McpServers:
@@ -87,7 +63,7 @@ class McpServer:
     def __init__(self, entry: Entry, clock: Clock, adopt: Adopt, *, start: timedelta = START) -> None:
         self.id = entry.id
         self._entry, self._clock, self._adopt, self._start = entry, clock, adopt, start
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._connecting = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._failures = 0
@@ -115,7 +91,7 @@ class McpServer:
 
     # The connection
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self) -> Connection:
         """`Absent` when there is none and none can be made, or when it was tried a moment ago."""
         async with self._connecting:
             if self._connection and self._connection.client:
@@ -124,7 +100,7 @@ class McpServer:
             if rest > 0:
                 raise Absent(f"the MCP server {self.id} is not there ({self._why}); next try in {rest:.0f} s")
             self._drop()
-            self._connection = connection = _Connection(self._entry)
+            self._connection = connection = Connection(self._entry)
             self._leaving.add(connection.task)
             connection.task.add_done_callback(self._leaving.discard)
             try:
@@ -143,7 +119,7 @@ class McpServer:
         rest = min(timedelta(seconds=2**self._failures), LONGEST_REST)
         self._failures = min(self._failures + 1, 10)
         self._not_before = self._clock.monotonic() + rest.total_seconds()
-        self._why = _words(error)
+        self._why = words_of(error)
         return Absent(f"the MCP server {self.id} cannot be reached: {self._why}")
 
     def _drop(self) -> None:
@@ -188,112 +164,16 @@ class McpServer:
             result = await connection.call(name, arguments)
         except Exception as error:
             if not connection.lost_by(error):
-                return failed("mcp_error", f"the MCP server {self.id} says: {_words(error)}")
+                return failed("mcp_error", f"the MCP server {self.id} says: {words_of(error)}")
             connection.end()
             if again:
                 return await self._call(name, arguments, ctx, again=False)
             return failed(
                 "mcp_lost",
-                f"the MCP server {self.id} went away during the call ({_words(error)}), so nobody knows whether it took"
-                " effect: verify before repeating it. The next call starts the server again",
+                f"the MCP server {self.id} went away during the call ({words_of(error)}), so nobody knows whether it"
+                " took effect: verify before repeating it. The next call starts the server again",
             )
         return await told(result, name, ctx)
-
-
-class _Connection:
-    """One connection, from its start to its end. A task of its own holds it, since its scopes belong to one task."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.client: mcp.Client | None = None
-        """None: not yet, or not any more."""
-        self._gone = asyncio.Event()
-        self._entry = entry
-        self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(self._hold(), name=f"coterie-mcp-{entry.id}")
-
-    async def ready(self, within: timedelta) -> list[mcp.Tool]:
-        await asyncio.wait({self._ready}, timeout=within.total_seconds())
-        if not self._ready.done():
-            raise TimeoutError(f"it did not tell its tools within {within.total_seconds():g} s")
-        return self._ready.result()
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> mcp.types.CallToolResult:
-        if self.client is None:
-            raise ConnectionError("the connection has just ended")
-        return await self.client.call_tool(name, arguments)
-
-    def lost_by(self, error: Exception) -> bool:
-        """Whether the call met the end of the connection, and not an answer that says no."""
-        if self.client is None or isinstance(error, OSError):
-            return True
-        # Over HTTP the SDK speaks for a server that has gone, before the connection has noticed.
-        code, words = getattr(error, "code", None), str(error)
-        return self._entry.url is not None and (code == _GONE or words == "Session terminated")
-
-    def end(self) -> None:
-        self._lost()
-        if not self._ready.done():
-            self._ready.cancel()
-            self.task.cancel()
-
-    async def _hold(self) -> None:
-        try:
-            sdk = await asyncio.to_thread(importlib.import_module, "mcp")  # off the loop: it takes a second
-            async with sdk.Client(self._transport()) as client:
-                offered = await _list(client)
-                self.client = client
-                if not self._ready.done():
-                    self._ready.set_result(offered)
-                await self._gone.wait()
-        except Exception as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-            else:
-                log.warning("the connection to the MCP server %s broke: %s", self._entry.id, _words(error))
-        finally:
-            self._lost()
-
-    def _lost(self) -> None:
-        self.client = None
-        self._gone.set()
-
-    def _transport(self) -> Any:
-        if self._entry.url:
-            from mcp.client.streamable_http import streamable_http_client
-
-            return streamable_http_client(self._entry.url)
-        if not self._entry.command:
-            raise Absent("the entry names neither a command nor a url")
-        return self._process()
-
-    @contextlib.asynccontextmanager
-    async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
-        """A server as a child. When it stops talking, the connection is lost: the next call need not find out."""
-        import anyio
-        from mcp.client.stdio import StdioServerParameters, stdio_client
-
-        assert self._entry.command  # noqa: S101
-        started = StdioServerParameters(
-            command=self._entry.command, args=list(self._entry.args), env=dict(self._entry.env or {})
-        )
-        said, heard = anyio.create_memory_object_stream[Any](0)
-
-        async def pass_on() -> None:
-            with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                async for message in read:
-                    await said.send(message)
-            said.close()
-            self._lost()
-
-        async with (
-            said,
-            heard,
-            stdio_client(started, errlog=sys.__stderr__ or sys.stderr) as (read, write),
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(pass_on)
-            yield heard, write
-            tasks.cancel_scope.cancel()
 
 
 def tool_name(server: str, tool: str, taken: Collection[str] = ()) -> str:
@@ -335,25 +215,8 @@ async def _kept(data: str, mime_type: str, name: str, number: int, ctx: ToolCont
     return json.dumps(artifact.to_wire(), ensure_ascii=False)
 
 
-async def _list(client: mcp.Client) -> list[mcp.Tool]:
-    tools: list[mcp.Tool] = []
-    cursor = None
-    for _ in range(_MAX_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        tools += page.tools
-        if (cursor := page.next_cursor) is None:
-            break
-    return tools
-
-
 def _effect(offered: mcp.Tool) -> Effect:
     hints = offered.annotations
     if hints and hints.read_only_hint:
         return "pure"
     return "idempotent" if hints and hints.idempotent_hint else "unsafe"
-
-
-def _words(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return one_line(clean(str(error)), 300) or type(error).__name__

@@ -122,10 +122,12 @@ class Toolbox:
             return raised(name, error)
 
     async def close(self) -> None:
-        """Tell what still runs to stop. Threads cannot be told; they end with the process."""
-        for call in tuple(self._abandoned):
+        """Tell what was left behind to stop, once more. Threads cannot be told; they end with the process."""
+        left = tuple(self._abandoned)
+        for call in left:
             call.cancel()
-        await asyncio.sleep(0)
+        if left:
+            await asyncio.wait(left, timeout=_GRACE)
 
     async def _run(
         self, tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext, seconds: float

@@ -267,6 +267,10 @@ class SqliteStore:
         rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
         return {row[0]: to_artifact(row) for row in rows}
 
+    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
+        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts ORDER BY created_at DESC, ref DESC LIMIT ?", limit)
+        return [to_artifact(row) for row in rows]
+
     # The log, and care
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:

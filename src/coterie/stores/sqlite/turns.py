@@ -330,7 +330,8 @@ class TurnDesk:
         mailbox.runnable_at = self._post.now + become.after // _MS if become.after is not None else None
         if become.state == "idle" and mailbox.waiting:
             # It came in this very transaction, from another agent whose turn ended in it.
-            mailbox.state, mailbox.runnable_at = "ready", self._post.now
+            mailbox.state = "ready"
+            mailbox.wake(self._post.now)
         if become.state == "wait_retry":
             self._retries += 1
         self._db.execute("UPDATE agents SET why = ? WHERE id = ?", (become.why or None, self._agent))

@@ -69,6 +69,8 @@ CREATE TABLE calls (
     FOREIGN KEY (agent_id, turn_no, step_no) REFERENCES plans (agent_id, turn_no, step_no)
 ) STRICT, WITHOUT ROWID;
 
+CREATE INDEX artifacts_created ON artifacts (created_at);
+
 CREATE TABLE roles (
     name    TEXT PRIMARY KEY,
     profile TEXT NOT NULL

@@ -1,0 +1,1 @@
+"""How fast Coterie is, beside what the machine can do: `python -m bench [name …]` prints JSON lines."""

@@ -1,0 +1,156 @@
+"""One connection to an MCP server, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import sys
+from collections.abc import AsyncIterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coterie.errors import CoterieError
+from coterie.text import clean, one_line
+
+if TYPE_CHECKING:  # a second to import, needed only where servers are configured
+    import mcp
+
+log = logging.getLogger(__name__)
+
+_MAX_PAGES = 100
+_GONE = -32000
+"""What the SDK reports when the connection ended before the answer; a server may mean anything else by it."""
+
+
+class Entry(Protocol):
+    """How to reach a server: a command to run, or the address of one that runs."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def command(self) -> str | None: ...
+    @property
+    def args(self) -> tuple[str, ...]: ...
+    @property
+    def env(self) -> Mapping[str, str] | None: ...
+    @property
+    def url(self) -> str | None: ...
+
+
+class Absent(CoterieError):
+    """The server is not there, and was not asked."""
+
+
+class Connection:
+    """A task of its own holds it, since the SDK's scopes belong to the task that entered them."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.client: mcp.Client | None = None
+        """None: not yet, or not any more."""
+        self._gone = asyncio.Event()
+        self._entry = entry
+        self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(self._hold(), name=f"coterie-mcp-{entry.id}")
+
+    async def ready(self, within: timedelta) -> list[mcp.Tool]:
+        await asyncio.wait({self._ready}, timeout=within.total_seconds())
+        if not self._ready.done():
+            raise TimeoutError(f"it did not tell its tools within {within.total_seconds():g} s")
+        return self._ready.result()
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> mcp.types.CallToolResult:
+        if self.client is None:
+            raise ConnectionError("the connection has just ended")
+        return await self.client.call_tool(name, arguments)
+
+    def lost_by(self, error: Exception) -> bool:
+        """Whether the call met the end of the connection, and not an answer that says no."""
+        if self.client is None or isinstance(error, OSError):
+            return True
+        # Over HTTP the SDK speaks for a server that has gone, before the connection has noticed.
+        code, words = getattr(error, "code", None), str(error)
+        return self._entry.url is not None and (code == _GONE or words == "Session terminated")
+
+    def end(self) -> None:
+        self._lost()
+        if not self._ready.done():
+            self._ready.cancel()
+            self.task.cancel()
+
+    async def _hold(self) -> None:
+        try:
+            sdk = await asyncio.to_thread(importlib.import_module, "mcp")  # off the loop: it takes a second
+            async with sdk.Client(self._transport()) as client:
+                offered = await _list(client)
+                self.client = client
+                if not self._ready.done():
+                    self._ready.set_result(offered)
+                await self._gone.wait()
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            else:
+                log.warning("the connection to the MCP server %s broke: %s", self._entry.id, words_of(error))
+        finally:
+            self._lost()
+
+    def _lost(self) -> None:
+        self.client = None
+        self._gone.set()
+
+    def _transport(self) -> Any:
+        if self._entry.url:
+            from mcp.client.streamable_http import streamable_http_client
+
+            return streamable_http_client(self._entry.url)
+        if not self._entry.command:
+            raise Absent("the entry names neither a command nor a url")
+        return self._process()
+
+    @contextlib.asynccontextmanager
+    async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
+        """A server as a child. When it stops talking, the connection is lost: the next call need not find out."""
+        import anyio
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        assert self._entry.command  # noqa: S101
+        started = StdioServerParameters(
+            command=self._entry.command, args=list(self._entry.args), env=dict(self._entry.env or {})
+        )
+        said, heard = anyio.create_memory_object_stream[Any](0)
+
+        async def pass_on() -> None:
+            with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                async for message in read:
+                    await said.send(message)
+            said.close()
+            self._lost()
+
+        async with (
+            said,
+            heard,
+            stdio_client(started, errlog=sys.__stderr__ or sys.stderr) as (read, write),
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(pass_on)
+            yield heard, write
+            tasks.cancel_scope.cancel()
+
+
+def words_of(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return one_line(clean(str(error)), 300) or type(error).__name__
+
+
+async def _list(client: mcp.Client) -> list[mcp.Tool]:
+    tools: list[mcp.Tool] = []
+    cursor = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        if (cursor := page.next_cursor) is None:
+            break
+    return tools

@@ -1,0 +1,62 @@
+"""What a tool is given, with a real library behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coterie.agent.directory import Directory
+from coterie.agent.profile import Profile
+from coterie.agent.tool_context import ToolContext
+from coterie.library import Library
+from coterie.llm.adapter import ContentAdapter
+from coterie.llm.refusals import Refusals
+from coterie.llm.registry import Services
+from coterie.llm.router import CapabilityRouter
+from coterie.llm.service import Capabilities
+from coterie.llm.service_entry import ServiceEntry
+from coterie.messages import Payload, Receipt
+from coterie.store import Store
+from coterie.stores.folder import FolderBytes
+from coterie.testing import FakeClock
+
+
+@pytest.fixture
+def directory(clock: FakeClock) -> Directory:
+    """`ada` reads text, `bob` sees pictures too."""
+    seeing = Capabilities(input=frozenset({"text", "vision"}), output=frozenset({"text", "tool_calling"}))
+    services = Services(
+        [
+            ServiceEntry(id="plain", base_url="http://127.0.0.1:9/v1", model="m"),
+            ServiceEntry(id="seeing", base_url="http://127.0.0.1:9/v1", model="m", capabilities=seeing),
+        ]
+    )
+    agents = [Profile(id="ada", name="Ada"), Profile(id="bob", name="Bob", service="seeing")]
+    return Directory(services, Refusals(clock), agents)
+
+
+@pytest.fixture
+def library(store: Store, clock: FakeClock, tmp_path: Path) -> Library:
+    (tmp_path / "artifacts").mkdir()
+    return Library(store, FolderBytes(tmp_path / "artifacts"), clock, limit=60_000_000)
+
+
+@pytest.fixture
+def ctx(store: Store, library: Library, directory: Directory, clock: FakeClock, tmp_path: Path) -> ToolContext:
+    """A call of `ada`'s."""
+
+    async def send(
+        to: str, payload: Payload, *, delay_ms: float | None = None, quick_replies: list[str] | None = None
+    ) -> Receipt:
+        raise NotImplementedError
+
+    router = CapabilityRouter(store, FolderBytes(tmp_path / "artifacts"), ContentAdapter(directory), Refusals(clock))
+    return ToolContext(
+        agent_id="ada",
+        capabilities=directory.capabilities_of("ada"),
+        router=router,
+        send=send,
+        artifacts=library,
+        idempotency_key="turn-1/0",
+    )

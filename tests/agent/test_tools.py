@@ -1,0 +1,296 @@
+"""Functions as tools: what a model is told of them, what it may call them with, what cannot be declared."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coterie.agent.tool_context import ToolContext
+from coterie.agent.tool_parameters import BadArguments, BadTool
+from coterie.agent.tools import InProcess, InThread, OnLoop, Tool, tool, tool_of
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+
+@dataclass
+class Place:
+    city: str
+    zip: str | None = None
+
+
+@dataclass
+class Trip:
+    stops: list[Place]
+    tags: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Tree:
+    branches: list[Tree]
+
+
+@tool(effect="idempotent", seconds=2.5)
+async def look_up(
+    city: Annotated[str, "Where."],
+    days: int = 1,
+    unit: Literal["C", "F"] = "C",
+    near: Optional[list[Place]] = None,  # noqa: UP045
+    exact: bool = False,
+    reach: float | None = None,
+    *,
+    ctx: ToolContext,
+) -> dict[str, Any]:
+    """Weather for a city.
+
+    As the service sees it.
+
+    Args:
+        days (int): How many days,
+            from today on.
+        unit: The scale.
+
+    Returns:
+        What will be.
+    """
+    return {"city": city, "days": days, "unit": unit, "near": near, "agent": ctx.agent_id}
+
+
+@tool
+def plan(trip: Trip, title: str = "") -> str:
+    """Plan a trip.
+
+    :param trip: Where to go.
+    :param str title: What to
+        call it.
+    """
+    return f"{title}{len(trip.stops)}"
+
+
+def made(function: object) -> Tool:
+    found = tool_of(function)
+    assert found is not None
+    return found
+
+
+def test_the_model_is_told_the_parameters_as_the_signature_has_them() -> None:
+    place = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "zip": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        },
+        "required": ["city"],
+    }
+    assert made(look_up).spec.parameters == {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Where."},
+            "days": {"type": "integer", "description": "How many days, from today on.", "default": 1},
+            "unit": {"enum": ["C", "F"], "description": "The scale.", "default": "C"},
+            "near": {"anyOf": [{"type": "array", "items": place}, {"type": "null"}]},
+            "exact": {"type": "boolean", "default": False},
+            "reach": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+
+
+def test_the_description_is_the_docstring_without_what_it_says_of_parameters() -> None:
+    assert made(look_up).spec.description == "Weather for a city.\n\nAs the service sees it."
+    assert made(plan).spec.description == "Plan a trip."
+    properties = made(plan).spec.parameters["properties"]
+    assert properties["trip"]["description"] == "Where to go."
+    assert properties["title"]["description"] == "What to call it."
+
+
+def test_a_docstring_goes_on_after_the_list_of_parameters() -> None:
+    @tool
+    def measure(depth: int) -> None:
+        """Measure.
+
+        Args:
+            depth: How deep.
+
+        Only by day: not at night.
+        """
+
+    assert made(measure).spec.description == "Measure.\n\nOnly by day: not at night."
+    assert made(measure).spec.parameters["properties"]["depth"]["description"] == "How deep."
+
+
+def test_a_schema_holds_no_references_and_no_titles_but_properties_may_be_called_so() -> None:
+    schema = made(plan).spec.parameters
+    assert "$ref" not in msgspec.json.encode(schema).decode()
+    assert schema["properties"]["trip"]["properties"]["stops"]["items"]["properties"]["city"] == {"type": "string"}
+    assert "title" in schema["properties"] and "title" not in schema["properties"]["trip"]
+
+
+def test_a_tool_without_words_is_unsafe_and_asks_nobody() -> None:
+    declared = made(plan)
+    assert (declared.name, declared.effect, declared.approval, declared.deadline) == ("plan", "unsafe", False, None)
+    assert isinstance(declared.run, InThread)
+
+
+def test_a_tool_is_what_its_declaration_says() -> None:
+    @tool(name="send-off", effect="pure", approval=True, seconds=0.5)
+    async def some_function() -> None: ...
+
+    declared = made(some_function)
+    assert (declared.name, declared.spec.name) == ("send-off", "send-off")
+    assert (declared.effect, declared.approval, declared.deadline) == ("pure", True, timedelta(seconds=0.5))
+    assert isinstance(declared.run, OnLoop)
+
+
+def test_a_function_under_tool_stays_a_function() -> None:
+    assert plan(Trip(stops=[]), title="x") == "x0"
+    assert tool_of(Trip) is None and tool_of(len) is None and tool_of("plan") is None
+
+
+def test_a_process_tool_can_be_found_again_in_its_file() -> None:
+    run = made(kept_apart).run
+    assert run == InProcess(module=__name__, file=__file__, name="kept_apart", memory_mb=64)
+
+
+@tool(process=True, memory_mb=64)
+def kept_apart() -> None: ...
+
+
+def test_arguments_become_what_the_annotations_say(ctx: ToolContext) -> None:
+    accepted = made(plan).accept({"trip": {"stops": [{"city": "Rome"}, {"city": "Bern", "zip": "3011"}]}}, ctx)
+    assert accepted == {"trip": Trip(stops=[Place("Rome"), Place("Bern", "3011")])}
+
+
+def test_the_context_is_given_to_whoever_wants_it_and_not_to_others(ctx: ToolContext) -> None:
+    assert made(look_up).accept({"city": "Rome"}, ctx) == {"city": "Rome", "ctx": ctx}
+    assert "ctx" not in made(plan).accept({"trip": {"stops": []}}, ctx)
+
+
+def test_a_model_cannot_hand_in_the_context(ctx: ToolContext) -> None:
+    with pytest.raises(BadArguments, match="ctx: no such parameter"):
+        made(look_up).accept({"city": "Rome", "ctx": {}}, ctx)
+
+
+@pytest.mark.parametrize(("given_", "days"), [(3, 3), (3.0, 3), (None, None)])
+def test_whole_numbers_may_come_as_3_point_0_and_null_is_left_out(
+    ctx: ToolContext, given_: object, days: int | None
+) -> None:
+    assert made(look_up).accept({"city": "Rome", "days": given_}, ctx).get("days") == days
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "city: is missing"),
+        ({"city": None}, "city: expected str, got null"),
+        ({"city": "x", "days": "3"}, "days: expected int, got str"),
+        ({"city": "x", "days": 3.5}, "days: expected int, got float"),
+        ({"city": "x", "days": True}, "days: expected int, got bool"),
+        ({"city": "x", "unit": "K"}, "unit: invalid enum value 'K' (one of: C, F)"),
+        ({"city": "x", "near": [{"city": 7}]}, "near[0].city: expected str, got int"),
+        ({"city": "x", "near": [{}]}, "near[0]: object missing required field city"),
+        ({"city": "x", "dayz": 3}, "dayz: no such parameter, did you mean days? there are: city, days, unit, near"),
+        ({"days": "x", "unit": 1}, "city: is missing; days: expected int, got str; unit: "),
+    ],
+)
+def test_a_bad_call_is_told_what_is_wrong_with_it(ctx: ToolContext, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadArguments) as error:
+        made(look_up).accept(arguments, ctx)
+    assert words in str(error.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["city", "days", "unit", "near", "exact", "reach"]) | st.text(), json_values))
+def test_whatever_a_model_writes_is_accepted_or_refused_with_words(ctx: ToolContext, arguments: dict[str, Any]) -> None:
+    try:
+        accepted = made(look_up).accept(arguments, ctx)
+    except BadArguments as error:
+        assert str(error)
+    else:
+        assert isinstance(accepted["city"], str) and isinstance(accepted.get("days", 1), int)
+
+
+def starred(*cities: str) -> None: ...
+def double_starred(**cities: str) -> None: ...
+def positional(city: str, /) -> None: ...
+def bare(city) -> None: ...  # type: ignore[no-untyped-def]
+def strange(city: Callable[[], int]) -> None: ...
+def complicated(number: complex) -> None: ...
+def renamed_context(context: ToolContext) -> None: ...
+def taken_context(ctx: str) -> None: ...
+def unresolved(price: Decimal) -> None: ...
+def recursive(tree: Tree) -> None: ...
+def yielding() -> Iterator[int]:
+    yield 1
+
+
+async def yielding_later() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (starred, r"\*cities.* has no schema: name every parameter"),
+        (double_starred, r"\*\*cities.* has no schema"),
+        (positional, 'take out the "/"'),
+        (bare, 'parameter "city" needs a type, such as city: str'),
+        (strange, 'parameter "city" has the type .*Callable.*, which no JSON stands for'),
+        (complicated, 'parameter "number" has the type complex'),
+        (renamed_context, 'parameter "context" is a ToolContext: it must be called "ctx"'),
+        (taken_context, 'parameter "ctx" is the ToolContext'),
+        (unresolved, "annotations cannot be read: name 'Decimal' is not defined"),
+        (recursive, "Tree contains itself"),
+        (yielding, "return a list"),
+        (yielding_later, "return a list"),
+        (Place, "stands on a function, got type"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_told_why(function: Callable[..., object], words: str) -> None:
+    with pytest.raises(BadTool, match=words) as error:
+        tool(function)
+    assert str(error.value).startswith(f"tool {function.__name__}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "look up"}, "a name is 1 to 64 of"),
+        ({"name": ""}, "a name is 1 to 64 of"),
+        ({"name": "x" * 65}, "a name is 1 to 64 of"),
+        ({"effect": "harmless"}, "effect is pure, idempotent, unsafe, got 'harmless'"),
+        ({"seconds": 0}, "seconds must be more than 0"),
+        ({"seconds": float("nan")}, "seconds must be more than 0"),
+        ({"memory_mb": 64}, "needs process=True"),
+        ({"memory_mb": 0, "process": True}, "a number above 0"),
+        ({"process": True}, "must stand at the top level of its file"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:
+    def local() -> None: ...
+
+    with pytest.raises(BadTool, match=words):
+        tool(**options)(local)
+
+
+def with_context(ctx: ToolContext) -> None: ...
+
+
+def test_a_process_tool_cannot_have_the_context_and_is_told_what_there_is_instead() -> None:
+    with pytest.raises(BadTool, match="COTERIE_IDEMPOTENCY_KEY"):
+        tool(process=True)(with_context)
