@@ -104,10 +104,14 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         SELECT c.agent_id, c.call_id
           FROM plans p
           JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-          LEFT JOIN history t ON t.agent_id = c.agent_id AND t.call_id = c.call_id
-          LEFT JOIN history a ON a.agent_id = t.agent_id AND a.seq = t.seq - c.idx - 1
          WHERE p.outcome = 'closed'
-           AND (a.calls IS NULL OR replace(a.calls, '"' || c.call_id || '"', '') = a.calls)
+        EXCEPT SELECT agent_id, call_id FROM history WHERE role = 'tool'
+         UNION ALL
+        SELECT t.agent_id, t.call_id
+          FROM history t
+          JOIN calls c ON c.agent_id = t.agent_id AND c.turn_no = t.turn_no AND c.call_id = t.call_id
+          LEFT JOIN history a ON a.agent_id = t.agent_id AND a.seq = t.seq - c.idx - 1
+         WHERE a.calls IS NULL OR replace(a.calls, '"' || c.call_id || '"', '') = a.calls
         """,
     ),
     "H3 no result without its call": (
@@ -177,14 +181,13 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H9 results": (
-        "call {1} of {0} is {2}, but its result is not the one in the history",
+        "call {1} of {0} was executed, but its result is not in the history",
         """
-        SELECT c.agent_id, c.call_id, c.state
+        SELECT c.agent_id, c.call_id, c.result
           FROM plans p
           JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-          LEFT JOIN history t ON t.agent_id = c.agent_id AND t.call_id = c.call_id
          WHERE p.outcome <> 'open' AND c.state IN ('done', 'failed', 'unknown')
-           AND (t.seq IS NULL OR coalesce(t.content, '') <> c.result)
+        EXCEPT SELECT agent_id, call_id, content FROM history WHERE role = 'tool'
         """,
     ),
     "H9 ended calls": (
@@ -211,10 +214,12 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         "row {1} of the history of {0} makes call {2}, which was withdrawn",
         """
         SELECT a.agent_id, a.seq, c.call_id
-          FROM plans p
-          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no AND c.idx = 0
-          JOIN history a ON a.agent_id = p.agent_id AND a.turn_no = p.turn_no AND a.calls IS NOT NULL
-         WHERE p.outcome = 'withdrawn' AND replace(a.calls, '"' || c.call_id || '"', '') <> a.calls
+          FROM history a
+         CROSS JOIN calls c
+         CROSS JOIN plans p
+         WHERE a.calls IS NOT NULL AND c.agent_id = a.agent_id AND c.turn_no = a.turn_no AND c.idx = 0
+           AND p.agent_id = c.agent_id AND p.turn_no = c.turn_no AND p.step_no = c.step_no AND p.outcome = 'withdrawn'
+           AND replace(a.calls, '"' || c.call_id || '"', '') <> a.calls
         """,
     ),
     "H8 taken in order": (

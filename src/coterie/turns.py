@@ -35,6 +35,8 @@ class Claim:
     """The newest message of this turn."""
     retries: int = 0
     """How often in a row the model has failed."""
+    on_trial: bool = False
+    """Two crashes found it at the same step. No other suspect works beside it, so that a third one tells who it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

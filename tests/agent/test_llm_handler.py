@@ -272,3 +272,13 @@ async def test_a_blocked_agent_tries_again_when_it_is_resumed(tmp_path: Path) ->
         await here.state("ada", "blocked")
         await here.society.resume("ada")
         assert (await here.texts(2))[1] == "mended"
+
+
+async def test_what_goes_wrong_is_logged_with_the_agent_it_happened_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Status(401), Says(calls=(Calls("ring", {"name": "x"}),)), "done")
+        await here.say("hello")
+        await here.state("ada", "blocked")
+    assert any("ada got no answer" in record.getMessage() for record in caplog.records)

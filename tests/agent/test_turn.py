@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie.agent import turn as turn_module
 from coterie.agent.turn import (
     DENIED,
     NOT_EXECUTED,
@@ -355,6 +358,23 @@ def test_a_terminated_agent_leaves_no_open_group_takes_no_mail_and_its_askers_ar
     assert [state for state, _ in results(only(step, CloseGroup).plan)] == ["done", "unknown", "cancelled"]
     assert only(step, Reply).trouble and not has(step, TakeMail)
     assert (only(step, Become).state, step.effect) == ("terminated", Rest())
+
+
+# Where it is decided
+
+
+def test_only_the_reducer_decides_on_interruptions_and_it_says_how() -> None:
+    deciding = {"interrupts", "DropPlan", "CloseGroup", "TakeMail", "OpenPlan"}
+    package = Path(turn_module.__file__).parents[1]
+    deciders = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in deciding
+    }
+    assert deciders == {"agent/turn.py"}
+    explained = turn_module.__doc__ or ""
+    assert all(word in explained for word in ("interruption", "withdrawn", "in order", "echo", "person", "tool call"))
 
 
 # Whatever happens, in any order

@@ -71,7 +71,8 @@ def _asker_behind(db: sqlite3.Connection, agent_id: str, message_id: str) -> Ite
 def _told_already(db: sqlite3.Connection, agent_id: str, asker: str, turn_no: int, text: str) -> bool:
     """A model that has just sent the same words with `send_message` need not say them twice."""
     rows = db.execute(
-        "SELECT payload FROM messages WHERE sender = ? AND recipient = ? AND plan LIKE ? ORDER BY seq DESC LIMIT 20",
-        (agent_id, asker, f"{turn_no}/%"),
+        # All plans of the turn: what begins with its number and a stroke, behind which the next letter is "0".
+        "SELECT payload FROM messages WHERE sender = ? AND plan >= ? AND plan < ? AND recipient = ?",
+        (agent_id, f"{turn_no}/", f"{turn_no}0", asker),
     ).fetchall()
     return any(msgspec.json.decode(row[0]).get("text") == text for row in rows)

@@ -219,8 +219,9 @@ def _prune_dead(db: sqlite3.Connection, before: int) -> int:
 
 def _prune_done(db: sqlite3.Connection, before: int) -> int:
     return db.execute(
-        "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages WHERE state IN ('taken', 'withdrawn')"
-        " AND created_at < ? ORDER BY seq LIMIT ?)",
+        # What an agent remembers stays as long as it does.
+        "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages m WHERE state IN ('taken', 'withdrawn')"
+        " AND created_at < ? AND NOT EXISTS (SELECT 1 FROM history h WHERE h.message_id = m.id) ORDER BY seq LIMIT ?)",
         (before, PRUNE_BATCH),
     ).rowcount
 

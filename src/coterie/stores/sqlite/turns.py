@@ -61,6 +61,7 @@ CRASHES = 3
 _decode = msgspec.json.decode
 MESSAGE_OF_HISTORY = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
 VERDICTS = ("Approve", "Deny")
+SHOWN_OF_ARGUMENTS = 4_000
 APPROVE = 0
 Reducer = Callable[[Turn, Event], Step]
 
@@ -103,6 +104,11 @@ class TurnDesk:
         self._db.execute("UPDATE agents SET epoch = epoch + 1 WHERE id = ?", (self._agent,))
         if self.state in (*ACTIVE, "blocked"):
             self.step(Dismissed())
+
+    def acquit(self) -> None:
+        """It has got further than the crash that it was suspected of; now the next suspect may go on."""
+        self._db.execute("UPDATE agents SET crashes = 0 WHERE id = ?", (self._agent,))
+        self._post.mailbox(self._agent).woken = True
 
     def fence(self, claim: Claim) -> None:
         if (self.epoch, self.step_no) != (claim.epoch, claim.step_no):
@@ -309,17 +315,12 @@ class TurnDesk:
         found = self._plan_of("open")
         assert found is not None  # noqa: S101 - the plan was opened before
         call = found[1].calls[index].call
-        question = {
-            "text": f"May I run `{call.name}`?",
-            "approval": {"callId": call.id, "tool": call.name, "arguments": call.arguments},
-            "quickReplies": list(VERDICTS),
-        }
         self._post.accept(
             Envelope(
                 id=question_id(self._agent, call.id),
                 sender=self._agent,
                 to=PERSON,
-                payload_json=encode_payload(check_payload(question)),
+                payload_json=_question(call),
                 retried=True,
             )
         )
@@ -422,6 +423,21 @@ class TurnDesk:
         )
 
 
+def _question(call: Call) -> str:
+    def asking(arguments: object) -> str:
+        question = {
+            "text": f"May I run `{call.name}`?",
+            "approval": {"callId": call.id, "tool": call.name, "arguments": arguments},
+            "quickReplies": list(VERDICTS),
+        }
+        return encode_payload(check_payload(question))
+
+    try:
+        return asking(call.arguments)
+    except Refused:  # more, or deeper, than a message can carry
+        return asking({"shortened": msgspec.json.encode(call.arguments).decode()[:SHOWN_OF_ARGUMENTS]})
+
+
 def question_id(agent_id: str, call_id: str) -> str:
     """Names the question about a gated call: an answer to it speaks of that very call, and of no other."""
     return id_for("approval", agent_id, call_id)
@@ -434,11 +450,25 @@ def _call(
     return PlannedCall(call=call, effect=effect, gated=bool(gated), state=state, result=result)
 
 
+# A crash cuts off every turn under way, but one of them at most is to blame. Those that two crashes found at the same
+# step are suspects: they go on one at a time, and who has got a step further is cleared. So a turn that kills the
+# runtime each time takes nobody else's along with it.
+_SUSPECT = f"state IN ('llm', 'tools') AND worker IS NOT NULL AND crash_step = step_no AND crashes = {CRASHES - 2}"
+_ON_TRIAL = f"state IN ('llm', 'tools') AND runnable_at IS NULL AND crash_step = step_no AND crashes = {CRASHES - 1}"
+
+
 def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
     rows = db.execute(
-        "SELECT id FROM agents WHERE runnable_at <= ? ORDER BY runnable_at LIMIT ?", (post.now, limit)
+        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) ORDER BY runnable_at LIMIT ?",
+        (post.now, limit),
+    ).fetchall()
+    suspects = db.execute(
+        f"SELECT id FROM agents WHERE runnable_at <= ? AND {_SUSPECT}"
+        f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_ON_TRIAL}) ORDER BY runnable_at LIMIT ?",
+        (post.now, min(1, limit - len(rows))),
     ).fetchall()
     claims = [TurnDesk(db, post, agent_id, rules).claim(worker) for (agent_id,) in rows]
+    claims += [replace(TurnDesk(db, post, agent_id, rules).claim(worker), on_trial=True) for (agent_id,) in suspects]
     if claims:
         hit("turn.claimed")
     return claims
@@ -459,6 +489,8 @@ def advance(
     desk = TurnDesk(db, post, claim.agent_id, rules)
     desk.fence(claim)
     hit("turn.fenced")
+    if claim.on_trial:
+        desk.acquit()
     return desk.step(event, sends)
 
 

@@ -19,6 +19,7 @@ ALTER TABLE agents ADD COLUMN crashes INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE messages ADD COLUMN automatic INTEGER NOT NULL DEFAULT 0;
 -- The plan whose call sent it: "turn/step" of the sender.
 ALTER TABLE messages ADD COLUMN plan TEXT;
+CREATE INDEX messages_plan ON messages (sender, plan) WHERE plan IS NOT NULL;
 
 -- Append-only, in closed groups: an assistant's message with calls is followed by exactly their results.
 CREATE TABLE history (
@@ -35,7 +36,8 @@ CREATE TABLE history (
     PRIMARY KEY (agent_id, seq)
 ) STRICT, WITHOUT ROWID;
 
-CREATE INDEX history_turn ON history (agent_id, turn_no) WHERE message_id IS NOT NULL;
+-- With all that is asked of it inside: otherwise SQLite reads the whole history of the agent for every answer.
+CREATE INDEX history_turn ON history (agent_id, turn_no, seq, message_id) WHERE message_id IS NOT NULL;
 
 CREATE TABLE plans (
     agent_id TEXT NOT NULL REFERENCES agents (id),

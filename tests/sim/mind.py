@@ -1,0 +1,78 @@
+"""What the virtual models say and the virtual tools do: drawn from the seed, and from nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from random import Random
+from typing import Literal
+
+from coterie.agent.send_message import seal_call
+from coterie.agent.turn import Answered, Effect, Event, ModelFailed, PlannedCall, Ran
+from coterie.errors import Refused
+from coterie.llm.chat import Call, ToolSpec
+from coterie.messages import PERSON, Envelope
+from coterie.turns import Claim
+
+from .world import AGENTS
+
+EFFECTS: dict[str, Effect] = {"look": "pure", "put": "idempotent", "fire": "unsafe", "send_message": "idempotent"}
+TOOLS = tuple(ToolSpec(name=name, description=name, parameters={"type": "object"}) for name in EFFECTS)
+
+
+class Mind:
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._said = 0
+        self.calm = False
+        """Answer and do nothing more, so that everything comes to an end."""
+        self.witness: Counter[str] = Counter()
+        """Which calls really happened, and how often. No database knows of it."""
+
+    def answer(self) -> Event:
+        self._said += 1
+        text = f"t{self._said}"
+        luck = self._rng.random()
+        if self.calm or luck < 0.22:
+            return Answered(text=text)
+        if luck < 0.25:
+            return Answered(text="  ")
+        if luck < 0.31:
+            return self._failure()
+        count = self._rng.choice((1, 2, 2, 3, 3, 4))
+        return Answered(text=self._rng.choice(("", text)), calls=tuple(self._call(n) for n in range(count)))
+
+    def _failure(self) -> ModelFailed:
+        fates: tuple[Literal["retry", "block", "give_up"], ...] = ("retry", "retry", "block", "give_up")
+        then = self._rng.choice(fates)
+        return ModelFailed(words="busy", then=then, after=timedelta(milliseconds=self._rng.randrange(5_000)))
+
+    def _call(self, n: int) -> PlannedCall:
+        name = self._rng.choice(("look", "put", "fire", "fire", "send_message", "send_message"))
+        arguments = self._letter() if name == "send_message" else {"n": n}
+        gated = name != "send_message" and self._rng.random() < 0.15
+        # The id is one that every answer repeats, as some services do.
+        return PlannedCall(call=Call(id=f"c{n}", name=name, arguments=arguments), effect=EFFECTS[name], gated=gated)
+
+    def _letter(self) -> dict[str, object]:
+        to = self._rng.choice((*AGENTS, *AGENTS, PERSON, "nobody"))
+        letter: dict[str, object] = {"to": to, "payload": {"text": f"m{self._rng.randrange(1_000_000)}"}}
+        if self._rng.random() < 0.2:
+            letter["delayMs"] = self._rng.choice((10, 1_000, 90_000))
+        return letter
+
+    def run(self, claim: Claim, index: int) -> tuple[Event, Envelope | None]:
+        assert claim.call is not None
+        call, key = claim.call.call, key_of(claim, index)
+        if call.name != "send_message":
+            self.witness[key] += 1
+            return Ran(index=index, ok=self._rng.random() < 0.9, result=f"did {key}"), None
+        try:
+            envelope = seal_call(claim.agent_id, call.arguments, key=key, cause=claim.cause)
+        except Refused as refusal:
+            return Ran(index=index, ok=False, result=refusal.to_json()), None
+        return Ran(index=index, ok=True, result=""), envelope
+
+
+def key_of(claim: Claim, index: int) -> str:
+    return f"{claim.agent_id}/{claim.plan_key}/{index}"

@@ -1,0 +1,88 @@
+"""What a step costs does not depend on how much has happened before. Counted in instructions, so no clock can lie."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TypeVar
+
+from coterie.agent.turn import Answered, Event, PlannedCall, Ran
+from coterie.drafts import seal
+from coterie.llm.chat import Call
+from coterie.stores.sqlite.turns import TurnDesk
+from coterie.turns import Claim
+
+from .world import RULES, World
+
+T = TypeVar("T")
+PLAN = Answered(text="", calls=tuple(PlannedCall(call=Call(id="c", name="look", arguments={})) for _ in range(2)))
+
+
+def done(index: int) -> Ran:
+    return Ran(index=index, ok=True, result="seen")
+
+
+def having_talked(turns: int) -> World:
+    world = World()
+    for number in range(turns):
+        world.send(seal(sender="user", to="ada", payload={"text": str(number)}))
+        (claim,) = world.claim("w", 1)
+        for event in (PLAN, done(0), done(1), Answered(text=f"answer {number}")):
+            claim = world.advance(claim, event, None)
+    return world
+
+
+def advance(world: World, claim: Claim, event: Event, costs: list[int]) -> Claim:
+    return counted(world, lambda: world.advance(claim, event, None), costs)
+
+
+def counted(world: World, run: Callable[[], T], costs: list[int]) -> T:
+    steps = 0
+
+    def step() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    world.db.set_progress_handler(step, 1)
+    try:
+        return run()
+    finally:
+        world.db.set_progress_handler(None, 1)
+        costs.append(steps)
+
+
+def costs_after(turns: int) -> list[int]:
+    """Of a send, a claim, a plan, a call in the middle of it, its last call, and the answer, with mail and without."""
+    world, costs = having_talked(turns), list[int]()
+    counted(world, lambda: world.send(seal(sender="user", to="ada", payload={"text": "x"})), costs)
+    (claim,) = counted(world, lambda: world.claim("w", 1), costs)
+    for event in (PLAN, done(0), done(1)):
+        claim = advance(world, claim, event, costs)
+    counted(world, lambda: world.send(seal(sender="user", to="ada", payload={"text": "y"})), costs)
+    for text in ("with mail", "without"):
+        claim = advance(world, claim, Answered(text=text), costs)
+    world.close()
+    return costs
+
+
+def test_queueing_checking_and_answering_take_the_same_work_after_one_turn_and_after_three_hundred() -> None:
+    few, many = costs_after(1), costs_after(300)
+    assert len(few) == len(many) == 8
+    assert all(later <= first * 1.1 + 20 for first, later in zip(few, many, strict=True)), (few, many)
+
+
+def test_looking_for_interjections_takes_far_less_than_ten_milliseconds() -> None:
+    world = having_talked(50)
+    world.send(seal(sender="user", to="ada", payload={"text": "x"}))
+    (claim,) = world.claim("w", 1)
+    world.advance(claim, PLAN, None)
+
+    def look() -> float:
+        begun = time.perf_counter()
+        world.post(lambda db, post: TurnDesk(db, post, "ada", RULES)._turn())
+        return time.perf_counter() - begun
+
+    assert median(look() for _ in range(200)) < 0.002
+    world.close()

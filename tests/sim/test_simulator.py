@@ -1,0 +1,75 @@
+"""Thousands of societies with crashes, zombies and interruptions drawn from their seeds; none may break a promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from .oracle import Violation
+from .simulation import STEPS, Simulation
+
+FAST, SHARDS, SHARD = 150, 4, 1_000
+
+# What 1,000 seeds must at least have seen: a run in which nothing happened proves nothing.
+ENOUGH = {
+    "steps": 87_500,
+    "crashes": 5_000,
+    "fenced": 1_250,
+    "takeovers": 2_500,
+    "retracted, k = 0": 100,
+    "retracted, k >= 1": 300,
+    "unknown": 300,
+    "cancelled": 500,
+    "early": 100,
+    "approved": 50,
+    "denied": 20,
+    "ambiguous": 100,
+    "stops": 100,
+    "poisoned": 100,
+    "restarts": 200,
+    "answers": 2_500,
+    "dead": 50,
+    "terminations": 30,
+    "withdrawn messages": 200,
+}
+
+
+def simulate(first: int, count: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        seen += Simulation(seed).run()
+    missed = {name: (seen[name], least) for name, least in ENOUGH.items() if seen[name] < least * count / SHARD / 2}
+    assert not missed, f"too little was seen of (seen, wanted): {missed}"
+    return seen
+
+
+def test_in_a_few_societies_no_promise_is_broken() -> None:
+    simulate(1_000_000, FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_in_thousands_of_societies_no_promise_is_broken(shard: int) -> None:
+    seen = simulate(shard * SHARD, SHARD)
+    missed = {name: (seen[name], least) for name, least in ENOUGH.items() if seen[name] < least}
+    assert not missed, f"too little was seen of (seen, wanted): {missed}"
+    print(dict(sorted(seen.items())))
+
+
+def test_a_seed_decides_everything_that_happens() -> None:
+    def told(seed: int) -> list[str]:
+        lines: list[str] = []
+        Simulation(seed, tell=lines.append).run()
+        return lines
+
+    assert told(7) == told(7)
+    assert told(7) != told(8)
+    assert len(told(7)) > STEPS / 2
+
+
+def test_a_violation_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.stores.sqlite.turns.TurnDesk.fence", lambda desk, claim: None)
+    with pytest.raises(Violation, match=r"replay: python -m tests\.sim \d+$"):
+        for seed in range(100):
+            Simulation(seed).run()

@@ -1,0 +1,136 @@
+"""The engine under simulation: the SQLite store's own transitions, driven one after the other on a database in memory.
+
+There are no threads, no event loop and no clock but the one moved here, so a seed decides everything that happens.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import TypeVar
+
+from coterie.agent.turn import Event, Rules
+from coterie.agents import Agent
+from coterie.clock import to_ms
+from coterie.invariants import INVARIANTS
+from coterie.messages import PERSON, Envelope, Message, Receipt
+from coterie.store import Limits, Promotion
+from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite.migrate import migrate
+from coterie.stores.sqlite.post import Post
+from coterie.testing.clock import START
+from coterie.turns import Claim, HistoryRow
+
+T = TypeVar("T")
+AGENTS = ("ada", "bob", "cyd")
+RULES = Rules(max_withdrawals=2, max_rounds=8)
+LIMITS = Limits(max_hops=2, mailbox=12)
+
+
+class World:
+    """One society. Every method is one transaction, as in the store."""
+
+    def __init__(self) -> None:
+        self.db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
+        self.db.deserialize(_empty_society())
+        self.db.execute("PRAGMA foreign_keys = ON")
+        self.now = to_ms(START)
+
+    def close(self) -> None:
+        self.db.close()
+
+    def tick(self, by: timedelta) -> None:
+        self.now += by // timedelta(milliseconds=1)
+
+    # What the store does
+
+    def send(self, envelope: Envelope) -> Receipt:
+        return self.post(lambda _, post: post.accept(envelope))
+
+    def promote(self, *, early: bool = False) -> Promotion:
+        return self.post(lambda db, post: transitions.promote(db, post, 100, early))
+
+    def withdraw(self, message_id: str) -> Message:
+        return self.post(lambda db, post: transitions.withdraw(db, post, message_id, PERSON))
+
+    def terminate(self, agent_id: str) -> None:
+        self.post(lambda db, post: transitions.terminate(db, post, agent_id))
+
+    def claim(self, worker: str, limit: int) -> list[Claim]:
+        return self.post(lambda db, post: turns.claim(db, post, worker, RULES, limit))
+
+    def advance(self, claim: Claim, event: Event, sends: Envelope | None) -> Claim:
+        return self.post(lambda db, post: turns.advance(db, post, claim, event, RULES, sends))
+
+    def release(self, worker: str) -> None:
+        self.post(lambda db, post: turns.release(db, post, worker, (), False))
+
+    def pause(self, agent_id: str) -> None:
+        self.post(lambda db, post: transitions.pause(db, post, agent_id))
+
+    def resume(self, agent_id: str) -> None:
+        self.post(lambda db, post: transitions.resume(db, post, agent_id))
+
+    def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
+        return turns.history(self.db, agent_id, after)
+
+    # What happens to its owners
+
+    def restart(self) -> None:
+        """Everybody who worked on a turn is gone, as after a kill -9 of the process that owns the file."""
+        self.transaction(transitions.begin_boot)
+
+    def expire(self, agent_id: str) -> bool:
+        """The lease of whoever works on this agent runs out: anybody may take it over."""
+        changed = self.db.execute(
+            "UPDATE agents SET runnable_at = ? WHERE id = ? AND state IN ('llm', 'tools')", (self.now, agent_id)
+        )
+        return changed.rowcount == 1
+
+    # Plumbing
+
+    def post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+        def work(db: sqlite3.Connection) -> T:
+            post = Post(db, now=self.now, stamp=self.now, limits=LIMITS)
+            result = run(db, post)
+            post.close()
+            return result
+
+        return self.transaction(work)
+
+    def transaction(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        self.db.execute("BEGIN IMMEDIATE")
+        try:
+            result = run(self.db)
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        self.db.execute("COMMIT")
+        return result
+
+    def rows(self, sql: str, *parameters: object) -> Sequence[tuple[object, ...]]:
+        return self.db.execute(sql, parameters).fetchall()
+
+    def violations(self) -> list[str]:
+        return [
+            f"{name}: {sentence.format(*row)}"
+            for name, (sentence, sql) in INVARIANTS.items()
+            for row in self.db.execute(sql)
+        ]
+
+
+@cache
+def _empty_society() -> bytes:
+    """Made once and copied for every seed."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(db)
+    people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
+    post = Post(db, now=to_ms(START), stamp=to_ms(START), limits=LIMITS)
+    transitions.add_agents(db, post, people)
+    post.close()
+    transitions.begin_boot(db)
+    image = db.serialize()
+    db.close()
+    return image

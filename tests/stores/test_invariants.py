@@ -1,0 +1,153 @@
+"""Every invariant can be violated: a check that cannot fail does not exist."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+
+import pytest
+
+from coterie.agent.turn import Answered, PlannedCall, Ran, Rules
+from coterie.agents import Agent
+from coterie.clock import to_ms
+from coterie.drafts import seal
+from coterie.invariants import INVARIANTS
+from coterie.llm.chat import Call
+from coterie.store import Limits
+from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite.migrate import migrate
+from coterie.stores.sqlite.post import Post
+from coterie.testing.clock import START
+from coterie.turns import Claim
+
+RULES = Rules()
+NOW = to_ms(START)
+
+# Beside each invariant, the damage that it must notice. Other invariants may notice it too.
+DAMAGE = {
+    "M1 one state": "UPDATE messages SET delivered_at = NULL WHERE state = 'pending'",
+    "M3 dense mailboxes": "UPDATE agents SET next_in_seq = next_in_seq + 1 WHERE id = 'ada'",
+    "M3 order of delivery": "UPDATE messages SET delivered_at = delivered_at + 9 WHERE in_seq = 1",
+    "M5 never early": "UPDATE messages SET deliver_at = delivered_at + 1 WHERE in_seq = 1",
+    "counters": "UPDATE agents SET waiting = waiting + 1 WHERE id = 'bob'",
+    "A1 idle agents have no mail": "UPDATE agents SET waiting = 1 WHERE id = 'cyd'",
+    "A1 resting agents are left alone": "UPDATE agents SET runnable_at = 1 WHERE id = 'cyd'",
+    "A2 plans and states": "UPDATE agents SET state = 'llm' WHERE id = 'ada'",
+    "A2 one call at a time": "UPDATE calls SET state = 'planned' WHERE state = 'started'",
+    "H1 rows fit their roles": "UPDATE history SET role = 'assistant' WHERE role = 'tool'",
+    "H2 whole groups": "UPDATE history SET calls = '[]' WHERE calls IS NOT NULL",
+    "H3 no result without its call": "UPDATE history SET call_id = 'call_9_9_9' WHERE role = 'tool'",
+    "H4 call ids": "UPDATE calls SET call_id = 'same'",
+    "H5 closed groups": "DELETE FROM history WHERE role = 'tool'",
+    "H6 dense histories": "UPDATE history SET seq = seq + 100 WHERE role = 'assistant' AND calls IS NULL",
+    "H7 taken is read": "DELETE FROM history WHERE role = 'user'",
+    "H7 read is taken": "UPDATE messages SET state = 'pending', taken_at = NULL WHERE state = 'taken'",
+    "H8 read in order": "UPDATE messages SET in_seq = in_seq + 50 WHERE in_seq = 1 AND recipient = 'ada'",
+    "H8 taken in order": "UPDATE agents SET taken_seq = 99 WHERE id = 'bob'",
+    "H9 results": "UPDATE history SET content = 'another' WHERE role = 'tool' AND content = 'one'",
+    "H9 ended calls": "UPDATE calls SET state = 'planned' WHERE state = 'cancelled'",
+    "H10 summaries end between groups": (
+        "INSERT INTO summaries (agent_id, upto, text, at)"
+        " SELECT agent_id, seq, 'in short', 0 FROM history WHERE calls IS NOT NULL"
+    ),
+    "H12 attachments exist": "DELETE FROM artifacts",
+    "H12 sizes": "UPDATE messages SET payload = printf('%1048577s', '') WHERE in_seq = 1",
+    "H13 withdrawn plans": "UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'closed'",
+    "replies point somewhere": "UPDATE messages SET in_reply_to = id WHERE in_seq = 1",
+}
+
+
+@pytest.fixture
+def db() -> Iterator[sqlite3.Connection]:
+    """A society where everything has happened once: a withdrawn plan, a closed one, one that runs, mail that waits."""
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(db)
+
+    def post() -> Post:
+        return Post(db, now=NOW, stamp=NOW, limits=Limits())
+
+    def send(to: str, text: str) -> None:
+        office = post()
+        office.accept(seal(sender="user", to=to, payload={"text": text}))
+        office.close()
+
+    def claim(agent_id: str) -> Claim:
+        office = post()
+        claimed = turns.TurnDesk(db, office, agent_id, RULES).claim("w")
+        office.close()
+        return claimed
+
+    def advance(claimed: Claim, *events: Answered | Ran) -> Claim:
+        for event in events:
+            office = post()
+            claimed = turns.advance(db, office, claimed, event, RULES, None)
+            office.close()
+        return claimed
+
+    plan = Answered(text="", calls=(call(), call()))
+    office = post()
+    people = [Agent(id=name, name=name) for name in ("ada", "bob", "cyd")]
+    transitions.add_agents(db, office, [Agent(id="user", name="You", kind="person"), *people])
+    office.close()
+    for text in ("first", "second"):
+        send("ada", text)
+    claimed = claim("ada")
+    send("ada", "withdraws a plan")
+    claimed = advance(claimed, plan, plan)
+    send("ada", "closes a plan")
+    claimed = advance(claimed, Ran(index=0, ok=True, result="one"), Answered(text="done"))
+    send("ada", "begins another")
+    advance(claim("ada"), plan)
+    send("bob", "waits")
+    db.execute("INSERT INTO artifacts VALUES ('r', 'a.png', 'image', 'image/png', 1, '00', 0)")
+    db.execute("INSERT INTO attachments VALUES ('r', 1)")
+    yield db
+    db.close()
+
+
+def call() -> PlannedCall:
+    return PlannedCall(call=Call(id="c", name="look", arguments={}))
+
+
+def broken(db: sqlite3.Connection) -> set[str]:
+    return {name for name, (sentence, sql) in INVARIANTS.items() for row in db.execute(sql) if sentence.format(*row)}
+
+
+def test_a_society_at_work_violates_nothing(db: sqlite3.Connection) -> None:
+    assert broken(db) == set()
+    shown = db.execute("SELECT outcome, count(*) FROM plans GROUP BY outcome ORDER BY outcome").fetchall()
+    assert shown == [("closed", 1), ("open", 1), ("withdrawn", 1)]
+
+
+@pytest.mark.parametrize("name", INVARIANTS)
+def test_damage_is_noticed_by_the_invariant_it_contradicts(db: sqlite3.Connection, name: str) -> None:
+    db.execute("PRAGMA foreign_keys = OFF")
+    assert db.execute(DAMAGE[name]).rowcount > 0
+    assert name in broken(db)
+
+
+def test_an_open_group_at_the_end_of_a_history_is_noticed(db: sqlite3.Connection) -> None:
+    db.execute(
+        "INSERT INTO history (agent_id, seq, turn_no, role, content, calls)"
+        " SELECT 'ada', next_hist_seq, turn_no, 'assistant', '', '[{\"id\":\"x\"}]' FROM agents WHERE id = 'ada'"
+    )
+    assert {"H5 closed groups", "H6 dense histories"} <= broken(db)
+
+
+def test_an_executed_call_that_was_dropped_is_noticed(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'closed'")
+    db.execute("DELETE FROM history WHERE role = 'tool' OR calls IS NOT NULL")
+    assert {"H9 results", "H9 ended calls"} & broken(db)
+
+
+def test_a_message_in_the_history_of_somebody_else_is_noticed(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE messages SET recipient = 'cyd', in_seq = 1 WHERE in_seq = 1 AND recipient = 'ada'")
+    assert "H7 read is taken" in broken(db)
+
+
+def test_a_history_whose_messages_were_tidied_away_is_no_violation(db: sqlite3.Connection) -> None:
+    db.execute("DELETE FROM attachments")
+    db.execute("DELETE FROM messages WHERE state = 'taken'")
+    assert "H7 read is taken" in broken(db)
+    transitions.set_meta(db, "pruned", "1")
+    assert "H7 read is taken" not in broken(db)

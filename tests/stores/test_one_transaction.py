@@ -1,0 +1,39 @@
+"""Several things that happen in one transaction of the SQLite engine know of each other."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from coterie.agent.turn import Answered, Rules
+from coterie.agents import Agent
+from coterie.drafts import seal
+from coterie.store import Limits
+from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite.migrate import migrate
+from coterie.stores.sqlite.post import Post
+
+
+def test_an_agent_does_not_fall_asleep_over_mail_that_came_in_the_same_transaction() -> None:
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(db)
+
+    def post() -> Post:
+        return Post(db, now=1_000, stamp=1_000, limits=Limits())
+
+    office = post()
+    transitions.add_agents(db, office, [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])
+    office.accept(seal(sender="user", to="ada", payload={"text": "first"}))
+    office.close()
+    office = post()
+    (claim,) = turns.claim(db, office, "w", Rules(), 1)
+    office.close()
+    office = post()
+    office.accept(seal(sender="user", to="ada", payload={"text": "second"}))
+    turns.advance(db, office, claim, Answered(text="done"), Rules(), None)
+    office.close()
+    assert db.execute("SELECT state, waiting, runnable_at FROM agents WHERE id = 'ada'").fetchone() == (
+        "ready",
+        1,
+        1_000,
+    )
+    db.close()
