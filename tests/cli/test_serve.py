@@ -49,10 +49,10 @@ def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Pat
     schedule(folder, 3)
     with Serving(folder) as first:
         first.stop()
+    assert [m.early for m in waiting(folder)] == [True] * 3
 
     with Serving(folder) as second:
         assert coterie("verify", "--dir", folder).code == 0
-        assert [m.early for m in waiting(folder)] == [True] * 3
         assert not [line for line in second.messages if "did not stop in order" in line]
 
 
