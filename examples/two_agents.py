@@ -17,7 +17,8 @@ prompt = "You know your way around numbers."
 async def main() -> None:
     async with society(AGENTS) as (here, model):
         ask_ada = Calls("send_message", {"to": "ada", "payload": {"text": "What is 6 times 7?"}})
-        model.script(Says(calls=(ask_ada,)), "I asked Ada.", "42", "Ada says it is 42.")
+        grace = iter([Says(calls=(ask_ada,)), "I asked Ada.", "Ada says it is 42."])
+        model.default = lambda request: next(grace) if "(id: grace)" in str(request.body["messages"][0]) else "42"
 
         await here.send(to="grace", text="What is 6 times 7?")
         async for message in here.inbox("user"):

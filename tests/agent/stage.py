@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from coterie import Message, Society
 from coterie.clock import Clock
 from coterie.testing import ModelServer
+from coterie.testing.model_server import Received, Reply
 from coterie.turns import HistoryRow
 
 TOOLS = """
@@ -94,6 +96,18 @@ class Stage:
     def roles_asked(self, index: int) -> list[str]:
         """The roles that the server saw in its `index`-th request, without the system's."""
         return [message["role"] for message in self.server.requests[index].body["messages"][1:]]
+
+
+def each(**replies: list[Reply]) -> Callable[[Received], Reply]:
+    """What each agent's model says, in order: agents work side by side, so nobody knows who asks first."""
+    left = {agent: iter(said) for agent, said in replies.items()}
+
+    def answer(request: Received) -> Reply:
+        asking = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
+        assert asking is not None
+        return next(left[asking[1]])
+
+    return answer
 
 
 def spoken(row: HistoryRow) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coterie.testing import Calls, Says, Status
-from tests.agent.stage import Bell, stage
+from tests.agent.stage import Bell, each, stage
 
 
 def calls(*names: str, tool: str = "ring") -> tuple[Calls, ...]:
@@ -92,7 +92,7 @@ async def test_a_delayed_message_that_falls_due_interrupts_like_any_other(tmp_pa
 async def test_answers_unwind_to_whoever_asked_first(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         to_bob = Calls("send_message", {"to": "bob", "payload": {"text": "what is the time?"}})
-        here.server.script(Says(calls=(to_bob,)), "I asked bob", "noon", "it is noon")
+        here.server.default = each(ada=[Says(calls=(to_bob,)), "I asked bob", "it is noon"], bob=["noon"])
         asked = await here.say("what is the time?")
         first, second = await here.heard(2)
         assert (first.payload["text"], second.payload["text"]) == ("I asked bob", "it is noon")
