@@ -1,10 +1,12 @@
 """Two agents and a person: Grace asks Ada, and the answer finds its way back to whoever asked first."""
 
 import asyncio
+from collections.abc import Iterator
 
 from stand_in import society
 
 from coterie.testing import Calls, Says
+from coterie.testing.model_server import Reply
 
 AGENTS = """
 [agents.grace]
@@ -17,7 +19,7 @@ prompt = "You know your way around numbers."
 async def main() -> None:
     async with society(AGENTS) as (here, model):
         ask_ada = Calls("send_message", {"to": "ada", "payload": {"text": "What is 6 times 7?"}})
-        grace = iter([Says(calls=(ask_ada,)), "I asked Ada.", "Ada says it is 42."])
+        grace: Iterator[Reply] = iter([Says(calls=(ask_ada,)), "I asked Ada.", "Ada says it is 42."])
         model.default = lambda request: next(grace) if "(id: grace)" in str(request.body["messages"][0]) else "42"
 
         await here.send(to="grace", text="What is 6 times 7?")

@@ -18,6 +18,7 @@ from coterie.llm.service import UnknownService
 from coterie.llm.service_entry import ServiceEntry
 from coterie.store import Store
 from coterie.testing import Calls, Says
+from coterie.testing.model_server import Reply
 from tests.agent.stage import each, stage
 from tests.llm.room import Room
 
@@ -94,7 +95,7 @@ async def test_through_the_tools_an_agent_makes_another_and_it_is_still_there_af
     async with stage(tmp_path) as here:
         role = Calls("create_role", {"name": "scout", "prompt": "You look around."})
         spawn = Calls("spawn_agent", {"role": "scout", "id": "sam", "task": "what do you see?"})
-        ada = [Says(calls=(role, spawn)), "I sent a scout", "the scout sees a tree"]
+        ada: list[Reply] = [Says(calls=(role, spawn)), "I sent a scout", "the scout sees a tree"]
         here.server.default = each(ada=ada, sam=["a tree", "still a tree"])
         await here.say("look around")
         assert await here.texts(2) == ["I sent a scout", "the scout sees a tree"]
