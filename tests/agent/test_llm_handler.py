@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coterie import Society
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import Bell, each, stage
 
@@ -238,8 +239,6 @@ async def test_a_turn_that_a_restart_cut_off_goes_on_and_its_pure_calls_run_agai
         await Bell.rang.wait()
         await here.society.abandon()
         Bell.reset()
-        from coterie import Society
-
         here.server.script("done after all")
         async with Society.open(tmp_path) as again:
             here.society = again
@@ -282,3 +281,22 @@ async def test_what_goes_wrong_is_logged_with_the_agent_it_happened_to(
         await here.say("hello")
         await here.state("ada", "blocked")
     assert any("ada got no answer" in record.getMessage() for record in caplog.records)
+
+
+async def test_an_agent_that_left_the_file_says_so_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="[shutdown]\ndrain_seconds = 0\n[agents.ada]\n[agents.bob]\n") as here:
+        here.server.default = "here I am"
+        await here.society.pause("bob")
+        await here.say("are you there?", to="bob")
+        await here.society.stop()
+        (tmp_path / "coterie.toml").write_text("[agents.ada]\n")
+        async with Society.open(tmp_path) as without:
+            here.society = without
+            await without.resume("bob")
+            assert "coterie.toml" in (await here.texts())[0]
+            await here.state("bob", "blocked")
+        (tmp_path / "coterie.toml").write_text("[agents.ada]\n[agents.bob]\n")
+        async with Society.open(tmp_path) as again:
+            here.society = again
+            await again.resume("bob")
+            assert (await here.texts(2))[1] == "here I am"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -36,6 +37,9 @@ def unsound(db: sqlite3.Connection) -> list[str]:
 class Examination:
     """Of one folder, after everything due was delivered."""
 
+    arrived = "pending"
+    """The state of a message that has reached its recipient."""
+
     def __init__(self, folder: Path, notes: list[Note]) -> None:
         self.problems: list[str] = []
         self.seen: Counter[str] = Counter()
@@ -62,7 +66,7 @@ class Examination:
         self._examine_sightings()
 
     def _examine(self, client_id: str) -> None:
-        row = self._rows.get(id_for("message", PERSON, client_id))
+        row = self._row_of(client_id)
         if self._copies[client_id] > 1:
             self._blame(f"{client_id} is stored {self._copies[client_id]} times")
         if client_id not in self._acked:
@@ -74,6 +78,11 @@ class Examination:
         if row is not None:
             self._examine_row(client_id, row)
 
+    def _row_of(self, client_id: str) -> sqlite3.Row | None:
+        if "anonymous" in self._wanted[client_id]:
+            return next((row for row in self._rows.values() if json.loads(row["payload"])["text"] == client_id), None)
+        return self._rows.get(id_for("message", PERSON, client_id))
+
     def _examine_row(self, client_id: str, row: sqlite3.Row) -> None:
         wanted = self._wanted[client_id]
         withdrawn = row["state"] == "withdrawn"
@@ -84,7 +93,7 @@ class Examination:
         if withdrawn:
             self.seen["withdrawn"] += 1
             return
-        if row["state"] != "pending" or row["in_seq"] is None:
+        if row["state"] != self.arrived or row["in_seq"] is None:
             self._blame(f"{client_id} is {row['state']} and was not delivered")
         if self._deliveries[row["id"]] != 1:
             self._blame(f"{client_id} was delivered {self._deliveries[row['id']]} times")

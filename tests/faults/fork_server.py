@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
 import logging
 import os
@@ -13,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import coterie.crew  # noqa: F401 - a society imports it when its agents begin to work; here it is there before the first fork
 from coterie import failpoints
 from coterie.stores.sqlite.migrate import migrations
 
-from . import kill_cycles, scenarios
+from . import kill_cycles, scenarios, work_cycles
 from .harness import PATIENCE, Child
 
 _held: dict[int, Child] = {}
@@ -30,9 +32,9 @@ def run(scenario: str, folder: str, arm: str = "", uid: int | None = None, **arg
     return {"status": status, "pid": child.pid, **(json.loads(words) if words else {})}
 
 
-def hold(folder: str) -> int:
+def hold(folder: str, work: bool = False) -> int:
     """The pid of a fork that runs the society in `folder` until `kill`."""
-    child = Child(functools.partial(_perform_holding, folder))
+    child = Child(functools.partial(_perform_holding, folder, work))
     assert child.said(PATIENCE) == b"open", "it did not open"
     _held[child.pid] = child
     return child.pid
@@ -44,7 +46,13 @@ def kill(pid: int) -> int:
     return child.end()
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "hold": hold, "kill": kill, "cycles": kill_cycles.run}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": run,
+    "hold": hold,
+    "kill": kill,
+    "cycles": kill_cycles.run,
+    "work_cycles": work_cycles.run,
+}
 
 
 def _perform(scenario: str, folder: str, arm: str, uid: int | None, arguments: dict[str, Any], pipe: int) -> None:
@@ -66,13 +74,14 @@ def _perform(scenario: str, folder: str, arm: str, uid: int | None, arguments: d
     os.write(pipe, json.dumps(answer).encode())
 
 
-def _perform_holding(folder: str, pipe: int) -> None:
-    asyncio.run(scenarios.hold(Path(folder), pipe))
+def _perform_holding(folder: str, work: bool, pipe: int) -> None:
+    asyncio.run(scenarios.hold(Path(folder), work, pipe))
 
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
     migrations()  # imports what reads package data, which a fork of another user may not be able to reach
+    gc.freeze()  # so that no collection in a child copies what all of them share
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from .scenarios import drain, hammer, make_home
 from .witness import Note, Witness, read_notes
 
 KILLS_A_LIFE = 25
-HOW = ("while opening", "at random", "in a commit", "with a commit hanging", "in a promotion")
 IN_COMMIT = ("commit.after", "commit.before", "post.before_write", "post.between", "post.after_write")
 NOT_YET_COMMITTED = IN_COMMIT[1:]
 IN_PROMOTION = ("promote.selected", "promote.moved")
@@ -33,11 +33,15 @@ OWED_AGAIN = 0.6
 
 def run(folder: str, seed: int, cycles: int) -> dict[str, Any]:
     """`cycles` kills; what was seen, and everything wrong with it."""
+    return live(Life, Path(folder), seed, cycles)
+
+
+def live(kind: type[Life], folder: Path, seed: int, cycles: int) -> dict[str, Any]:
     seen: Counter[str] = Counter()
     problems: list[str] = []
     for life in range(0, cycles, KILLS_A_LIFE):
-        home = Path(folder) / f"life{life}"
-        one = _Life(home, seed, life)
+        home = folder / f"life{life}"
+        one = kind(home, seed, life)
         one.live(min(KILLS_A_LIFE, cycles - life))
         problems += [f"life {life}: {problem}" for problem in one.problems]
         seen += one.seen
@@ -46,7 +50,21 @@ def run(folder: str, seed: int, cycles: int) -> dict[str, Any]:
     return {"seen": dict(seen), "problems": problems}
 
 
-class _Life:
+class Life:
+    ways: Mapping[str, int] = {
+        "while opening": 2,
+        "at random": 8,
+        "in a commit": 4,
+        "with a commit hanging": 4,
+        "in a promotion": 4,
+    }
+    """How it can be killed, and how often one way is chosen beside the others."""
+    instants = (0.003, 0.015)
+    """Seconds of work before a kill at random."""
+    patience = 0.1
+    """Seconds within which an armed failpoint should be met."""
+    examination = Examination
+
     def __init__(self, home: Path, seed: int, number: int) -> None:
         self._folder, self._witness_file = home / "society", home / "witness"
         self._seed, self._rng, self._name = seed, random.Random(f"{seed}/{number}"), f"L{number}"
@@ -57,32 +75,43 @@ class _Life:
         self.problems: list[str] = []
         make_home(self._folder, delayed="deliver" if self._ends_early else "keep")
 
+    def _work(self, name: str, spec: str, ready: int) -> None:
+        """What the child does until it is killed."""
+        failpoints.arm(spec)
+        asyncio.run(hammer(self._folder, self._seed, name, self._owed, Witness(self._witness_file), ready))
+
+    def _rest(self, _: int) -> None:
+        """What the last child does, in peace."""
+        asyncio.run(_drain_quietly(self._folder, wait=not self._ends_early))
+
     def live(self, kills: int) -> None:
         for number in range(kills):
             self._be_killed(f"{self._name}.{number}")
-        end = Child(lambda _: asyncio.run(_drain_quietly(self._folder, wait=not self._ends_early))).end()
+        end = Child(self._rest).end()
         if end:
             self.problems.append(f"the last, peaceful run ended with {end}")
             return
-        examination = Examination(self._folder, read_notes(self._witness_file))
+        examination = self.examination(self._folder, read_notes(self._witness_file))
         self.problems += examination.problems
         self.seen += examination.seen
 
     def _be_killed(self, name: str) -> None:
-        how = self._rng.choices(HOW, (2, 8, 4, 4, 4))[0]
+        how = self._rng.choices([*self.ways], [*self.ways.values()])[0]
         spec = self._failpoint(how)
-        child = Child(functools.partial(_hammer, self._folder, self._seed, name, self._owed, self._witness_file, spec))
+        child = Child(functools.partial(self._work, name, spec))
         if how == "while opening":
             time.sleep(self._rng.uniform(0, 0.012))  # the injected fault: some instant
         elif child.said(PATIENCE) and how in ("at random", "with a commit hanging"):
-            time.sleep(self._rng.uniform(0.003, 0.015))
-        elif spec and not child.ends(0.1):  # by its own hand, where the failpoint is
+            time.sleep(self._rng.uniform(*self.instants))
+        elif spec and not child.ends(self.patience):  # by its own hand, where the failpoint is
             how = "too late for its failpoint"
         child.kill()
         if (status := child.end()) != -9:
             self.problems.append(f"{name} ended with {status} before it was killed {how}")
         self.seen[f"killed {how}"] += 1
-        self._look_back()
+        news = read_notes(self._witness_file, self._read_upto)
+        self._read_upto = self._witness_file.stat().st_size if news else self._read_upto
+        self._look_back(news)
 
     def _failpoint(self, how: str) -> str:
         match how:
@@ -94,21 +123,15 @@ class _Life:
                 return f"{self._rng.choice(IN_PROMOTION)}:{self._rng.randint(1, 4)}:kill"
         return ""
 
-    def _look_back(self) -> None:
+    def _look_back(self, news: list[Note]) -> None:
         """Who got no answer from the dead one will ask again, or not."""
-        news = read_notes(self._witness_file, self._read_upto)
-        self._read_upto = self._witness_file.stat().st_size if news else self._read_upto
         acked = {note["acked"] for note in news if "acked" in note}
         self.seen["asked again under the same id"] += sum(bool(note.get("again")) for note in news if "acked" in note)
         unanswered = [note for note in news if "wanted" in note and note["wanted"] not in acked]
         self.seen["killed with a send in flight"] += bool(unanswered)
         still = [note for note in self._owed if note["wanted"] not in acked]
-        self._owed = still + [note for note in unanswered if self._rng.random() < OWED_AGAIN]
-
-
-def _hammer(folder: Path, seed: int, name: str, owed: list[Note], witness: Path, spec: str, ready: int) -> None:
-    failpoints.arm(spec)
-    asyncio.run(hammer(folder, seed, name, owed, Witness(witness), ready))
+        again = [note for note in unanswered if "anonymous" not in note and self._rng.random() < OWED_AGAIN]
+        self._owed = still + again
 
 
 async def _drain_quietly(folder: Path, *, wait: bool) -> None:

@@ -84,7 +84,7 @@ class Recording:
         acknowledged: set[str] = set()
         late: list[str] = []
         disk.on_commit = self._snapshot
-        async with Society.open(self._folder, clock=clock) as society:
+        async with Society.open(self._folder, clock=clock, work=False) as society:
             disk.checkpoint_every(60)
             for number in range(steps):
                 match self._rng.randrange(6):

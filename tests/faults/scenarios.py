@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import resource
 import time
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -15,10 +16,12 @@ from typing import Any
 from coterie import failpoints
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.messages import Receipt
+from coterie.llm.chat import Answer, Call, Request, UserSaid
+from coterie.messages import PERSON, Receipt
 from coterie.runtime import Society
 from coterie.testing import FakeClock
 
+from .mind import TOOLS, Deeds, Mind, last_words, minds, speaker
 from .witness import Note, Witness
 
 AGENTS = ("ada", "bob", "eve")
@@ -30,29 +33,45 @@ def make_home(folder: Path, *, delayed: str = "keep") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = "".join(f"[agents.{agent}]\n" for agent in AGENTS)
     (folder / "coterie.toml").write_text(f'[shutdown]\ndelayed = "{delayed}"\n{names}')
+    (folder / "tools.py").write_text(TOOLS)
 
 
 # Every door once: what the failpoint tests walk through
 
 
 async def every_door(folder: Path, tries: int = 1) -> dict[str, Any]:
-    """Open, send, put a file, delay, deliver, withdraw, close. What failed, and how often each failpoint was met."""
+    """Open, ask, put a file, delay, deliver, have work done, withdraw, close.
+
+    What failed, and how often each failpoint was met.
+    """
     walk = _Walk(folder, tries)
-    await walk.all_the_way()
+    with minds(lambda service: Mind(service, _obliging)):
+        await walk.all_the_way()
     return {"failures": walk.failures, "violations": walk.violations, "hits": dict(failpoints._hits)}
+
+
+def _obliging(request: Request) -> Answer:
+    """Works when it is told to, and answers everything else."""
+    if "work" not in last_words(request) or not isinstance(request.said[-1], UserSaid):
+        return Answer(text="yes")
+    letter = {"to": "eve", "payload": {"text": "a hand, please"}}
+    deeds = [Call(id=name, name=name, arguments={"n": 0}) for name in ("look", "fire")]
+    return Answer(text="", calls=(*deeds, Call(id="letter", name="send_message", arguments=letter)))
 
 
 class _Walk:
     def __init__(self, folder: Path, tries: int) -> None:
         self._folder, self._tries, self._clock = folder, tries, FakeClock()
-        self._witness = Witness(folder.parent / "witness")
+        self._witness = Deeds.witness = Witness(folder.parent / "witness")
         self.failures: list[list[str]] = []
         self.violations: list[str] = []
 
     async def all_the_way(self) -> None:
         society = await self._insist(lambda: Society.start(self._folder, clock=self._clock))
-        for step in (self._send, self._send_file, self._delay, self._deliver, self._withdraw):
+        steps = (self._first, self._second, self._send_file, self._delay, self._deliver, self._work, self._withdraw)
+        for step in steps:
             await self._insist(lambda step=step: step(society))
+            await self._until_all_rest(society)
             self.violations += [violation async for violation in society.store.violations()]
         try:
             await society.stop()
@@ -67,9 +86,11 @@ class _Walk:
                 self.failures.append([type(error).__name__, str(error)])
         return await step()
 
-    async def _send(self, society: Society) -> None:
-        for name in ("first", "second"):
-            self._ack(name, await society.send(to="ada", text=name, client_id=name))
+    async def _first(self, society: Society) -> None:
+        self._ack("first", await society.send(to="ada", text="first", client_id="first"))
+
+    async def _second(self, society: Society) -> None:
+        self._ack("second", await society.send(to="ada", text="second", client_id="second"))
 
     async def _send_file(self, society: Society) -> None:
         artifact = await society.artifacts.put(b"a few bytes", "note.txt", key="file")
@@ -79,9 +100,18 @@ class _Walk:
         self._ack("late", await society.send(to="ada", text="late", client_id="late", delay_ms=500))
 
     async def _deliver(self, society: Society) -> None:
-        await self._clock.advance(seconds=3)
+        await self._clock.jump(minutes=2)  # an earlier walk may have got further in its time than this one
         if await society.bus.delayed_count("ada"):
             raise TimeoutError("the delayed message is overdue")
+
+    async def _work(self, society: Society) -> None:
+        self._ack("work", await society.send(to="bob", text="work", client_id="work"))
+
+    async def _until_all_rest(self, society: Society) -> None:
+        """Whatever went wrong, nobody stays at work for ever."""
+        async with asyncio.timeout(10):
+            while any(agent.state != "idle" for agent in await society.store.agents()):
+                await self._clock.advance(milliseconds=20)
 
     async def _withdraw(self, society: Society) -> None:
         receipt = await society.send(to="bob", text="gone", client_id="gone", delay_ms=HOUR)
@@ -98,19 +128,32 @@ class _Walk:
 
 async def hammer(folder: Path, seed: int, name: str, owed: list[Note], witness: Witness, ready: int) -> None:
     """Check what the last kill left, then send, retry, delay and withdraw until killed."""
-    society = await Society.start(folder)
+    society = await Society.start(folder, work=False)
     witness.note(opened=name, violations=[f"{name}: {v}" async for v in society.store.violations()])
     os.write(ready, b"r")
     async with society.bus.watch(queue=100_000) as watcher, asyncio.TaskGroup() as group:
         group.create_task(_note_deliveries(watcher, witness))
         for number in range(CLIENTS):
-            client = _Client(society, random.Random(f"{seed}/{name}/{number}"), f"{name}.{number}", witness)
+            client = Client(society, random.Random(f"{seed}/{name}/{number}"), f"{name}.{number}", witness)
             group.create_task(client.work(owed[number::CLIENTS]))
 
 
-class _Client:
-    def __init__(self, society: Society, rng: random.Random, name: str, witness: Witness) -> None:
+class Client:
+    """Somebody who writes to agents without end, and tells the witness what was wanted and what was promised."""
+
+    def __init__(
+        self,
+        society: Society,
+        rng: random.Random,
+        name: str,
+        witness: Witness,
+        *,
+        pause: float = 0,
+        nameless: float = 0,
+    ) -> None:
+        """`pause`: seconds of thought between two messages, at most. `nameless`: how many get no client id."""
         self._society, self._rng, self._name, self._witness = society, rng, name, witness
+        self._pause, self._nameless = pause, nameless
         self._count = 0
         self._late: list[tuple[str, str]] = []
         self._sent: list[Note] = []
@@ -120,6 +163,8 @@ class _Client:
             await self._send(note, again=True)
         while True:
             await self._rng.choices((self._say, self._delay, self._repeat, self._take_back), (5, 5, 1, 1))[0]()
+            if self._pause:
+                await asyncio.sleep(self._rng.uniform(0, self._pause))
 
     async def _say(self) -> None:
         await self._send(self._new(0))
@@ -130,8 +175,8 @@ class _Client:
         self._late.append((note["wanted"], receipt.message_id))
 
     async def _repeat(self) -> None:
-        if self._sent:
-            await self._send(self._rng.choice(self._sent), again=True)
+        if named := [note for note in self._sent if "anonymous" not in note]:
+            await self._send(self._rng.choice(named), again=True)
 
     async def _take_back(self) -> None:
         if not self._late:
@@ -146,6 +191,8 @@ class _Client:
         self._count += 1
         note = {"wanted": f"{self._name}.{self._count}", "to": self._rng.choice(AGENTS), "delay": delay}
         note["at"] = time.time_ns() // 1_000_000
+        if self._rng.random() < self._nameless:
+            note["anonymous"] = True
         self._witness.note(**note)
         self._sent.append(note)
         return note
@@ -153,7 +200,10 @@ class _Client:
     async def _send(self, note: Note, *, again: bool = False) -> Receipt:
         client_id = note["wanted"]
         receipt = await self._society.send(
-            to=note["to"], text=client_id, client_id=client_id, delay_ms=note["delay"] or None
+            to=note["to"],
+            text=client_id,
+            client_id=None if "anonymous" in note else client_id,
+            delay_ms=note["delay"] or None,
         )
         due = receipt.scheduled_delivery_time
         self._witness.note(
@@ -170,7 +220,7 @@ async def _note_deliveries(watcher: AsyncIterator[Any], witness: Witness) -> Non
 
 async def drain(folder: Path, wait: bool = True) -> int:
     """Open, let everything delayed fall due (or stop at once), stop in order. How many went out early."""
-    society = await Society.start(folder)
+    society = await Society.start(folder, work=False)
     if wait:
         async with asyncio.timeout(10), society.bus.watch(queue=100_000) as watcher:
             while await society.bus.delayed_count():
@@ -178,11 +228,98 @@ async def drain(folder: Path, wait: bool = True) -> int:
     return await society.stop()
 
 
+# A conversation with whoever does as the words say
+
+
+async def converse(
+    folder: Path, said: list[list[str]], calls: dict[str, list[Any]], slow: tuple[str, ...] = ()
+) -> list[list[str]]:
+    """Say each `[to, text]`, once however often this runs, and wait until all have answered: what the person got.
+
+    A model that hears a word of `calls` makes that call, `[tool, arguments]`; one that hears "deadly" dies of it. Those
+    of the agents `slow` take an hour.
+    """
+
+    def answer(request: Request) -> Answer:
+        words = last_words(request)
+        if "deadly" in words:
+            os._exit(3)
+        heard = [(tool, arguments) for word, (tool, arguments) in calls.items() if word in words]
+        if not heard or not isinstance(request.said[-1], UserSaid):
+            return Answer(text=f"heard by {speaker(request)}")
+        return Answer(text="", calls=tuple(Call(id=tool, name=tool, arguments=given) for tool, given in heard))
+
+    with minds(lambda service: Mind(service, answer, lambda request: HOUR if speaker(request) in slow else 0)):
+        society = await Society.start(folder)
+        for to, text in said:
+            await society.send(to=to, text=text, client_id=text)
+        async with asyncio.timeout(10):
+            await at_rest(society)
+        heard = [[message.sender, message.payload["text"]] for message in await society.waiting(PERSON)]
+        await society.stop()
+    return heard
+
+
+async def stop_in_the_middle(folder: Path) -> str:
+    """Leave in order, but without waiting, while ada's model thinks; the state that ada is left in."""
+    asked = asyncio.Event()
+
+    def think(_: Request) -> float:
+        asked.set()
+        return HOUR
+
+    with minds(lambda service: Mind(service, _obliging, seconds=think)):
+        society = await Society.start(folder)
+        await society.send(to="ada", text="take your time", client_id="only once")
+        await asked.wait()
+        await society.abandon()
+    async with Society.visit(folder) as visited:
+        ada = await visited.store.agent("ada")
+    return ada.state if ada else "gone"
+
+
+async def at_rest(society: Society) -> None:
+    """Until no agent has anything to do, and nothing is delayed."""
+    async with society.bus.watch(queue=100_000) as watcher:
+        while not await _resting(society):
+            await anext(watcher)
+
+
+async def _resting(society: Society) -> bool:
+    agents = await society.store.agents()
+    return all(agent.state == "idle" and not agent.delayed for agent in agents)
+
+
+async def burst(folder: Path, count: int) -> dict[str, Any]:
+    """`count` numbered messages to ada, the first of which sets her to work; what it took, when all are answered."""
+    society = await Society.start(folder)
+    before = _resident_mb()
+    await society.send(to="ada", text="word 0")
+    for start in range(1, count, 250):
+        numbers = range(start, min(start + 250, count))
+        await asyncio.gather(*(society.send(to="ada", text=f"word {number}") for number in numbers))
+    async with asyncio.timeout(15):
+        await at_rest(society)
+    grown = _peak_mb() - before
+    violations = [violation async for violation in society.store.violations()]
+    answers = await society.store.agent(PERSON)
+    await society.stop()
+    return {"grown_mb": grown, "violations": violations, "answers": answers.waiting if answers else 0}
+
+
+def _resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
 # Small ones
 
 
 async def open_and_close(folder: Path) -> dict[str, Any]:
-    society = await Society.start(folder)
+    society = await Society.start(folder, work=False)
     violations = [violation async for violation in society.store.violations()]
     unclean = society.store.info.unclean
     await society.stop()
@@ -190,15 +327,16 @@ async def open_and_close(folder: Path) -> dict[str, Any]:
 
 
 async def send(folder: Path, text: str) -> str:
-    society = await Society.start(folder)
+    society = await Society.start(folder, work=False)
     receipt = await society.send(to="ada", text=text)
     await society.stop()
     return receipt.message_id
 
 
-async def hold(folder: Path, pipe: int) -> None:
-    """Own the society and send to it, until killed."""
-    society = await Society.start(folder)
-    await society.send(to="ada", text="from the owner")
+async def hold(folder: Path, work: bool, pipe: int) -> None:
+    """Own the society until killed: let its agents work, or send to it."""
+    society = await Society.start(folder, work=work)
+    if not work:
+        await society.send(to="ada", text="from the owner")
     os.write(pipe, b"open")
     await asyncio.sleep(timedelta(minutes=5).total_seconds())

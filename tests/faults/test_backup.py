@@ -16,7 +16,7 @@ async def test_a_backup_made_while_writing_passes_every_check_and_holds_what_was
     tmp_path: Path, clock: FakeClock
 ) -> None:
     make_home(tmp_path / "society")
-    async with Society.open(tmp_path / "society", clock=clock) as society:
+    async with Society.open(tmp_path / "society", clock=clock, work=False) as society:
         acknowledged: list[str] = []
         enough = asyncio.Event()
 
@@ -47,6 +47,6 @@ async def test_a_backup_made_while_writing_passes_every_check_and_holds_what_was
         with open_database(folder) as db:
             assert unsound(db) == []
             assert promised <= {row[0] for row in db.execute("SELECT id FROM messages")}
-    async with Society.open(copies[-1][0], clock=clock) as restored:
+    async with Society.open(copies[-1][0], clock=clock, work=False) as restored:
         assert [violation async for violation in restored.store.violations()] == []
         await restored.send(to="user", text="goes on")

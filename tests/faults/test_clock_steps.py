@@ -54,7 +54,7 @@ async def machine() -> Machine:
 @pytest.fixture
 async def society(tmp_path: Path, machine: Machine) -> AsyncIterator[Society]:
     make_home(tmp_path / "society")
-    async with Society.open(tmp_path / "society", clock=machine) as opened:
+    async with Society.open(tmp_path / "society", clock=machine, work=False) as opened:
         yield opened
         assert [violation async for violation in opened.store.violations()] == []
 
@@ -128,13 +128,13 @@ async def test_after_a_restart_on_a_clock_set_back_a_year_times_shown_do_not_go_
 ) -> None:
     caplog.set_level(logging.WARNING, "coterie")
     make_home(tmp_path / "society")
-    async with Society.open(tmp_path / "society", clock=machine) as society:
+    async with Society.open(tmp_path / "society", clock=machine, work=False) as society:
         await society.send(to="ada", text="before")
     earlier = Machine()
     earlier.set_wall(-YEAR)
     earlier._system = SystemClock(wall_ns=earlier._wall_ns, boot_ns=earlier._boot_ns)
 
-    async with Society.open(tmp_path / "society", clock=earlier) as society:
+    async with Society.open(tmp_path / "society", clock=earlier, work=False) as society:
         await society.send(to="ada", text="after")
         await society.send(to="ada", text="delayed", delay_ms=5_000)
         await earlier.advance(milliseconds=4_999)

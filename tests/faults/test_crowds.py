@@ -26,7 +26,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def society(home: Path, clock: FakeClock) -> AsyncIterator[Society]:
-    async with Society.open(home, clock=clock) as opened:
+    async with Society.open(home, clock=clock, work=False) as opened:
         yield opened
 
 
@@ -85,7 +85,7 @@ async def test_the_same_client_id_in_separate_commits_and_after_a_restart_is_sti
 ) -> None:
     receipts = []
     for _ in range(3):
-        async with Society.open(home, clock=clock) as society:
+        async with Society.open(home, clock=clock, work=False) as society:
             for _ in range(3):
                 receipts.append(await society.send(to="ada", text="once", client_id="same", delay_ms=60_000))
         await clock.advance(seconds=1)

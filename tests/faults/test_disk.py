@@ -39,7 +39,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def society(home: Path, disk: Disk, clock: FakeClock) -> AsyncIterator[Society]:
-    async with Society.open(home, clock=clock) as opened:
+    async with Society.open(home, clock=clock, work=False) as opened:
         yield opened
         assert [violation async for violation in opened.store.violations()] == []
 
@@ -129,13 +129,13 @@ async def test_a_message_that_falls_due_on_a_full_disk_is_delivered_once_there_i
 async def test_a_society_on_a_full_disk_can_be_stopped_and_started_again(
     home: Path, disk: Disk, clock: FakeClock
 ) -> None:
-    society = await Society.start(home, clock=clock)
+    society = await Society.start(home, clock=clock, work=False)
     await society.send(to="ada", text="before")
     disk.fail_next_commit(sqlite3.SQLITE_FULL)
 
     await society.stop()
 
-    async with Society.open(home, clock=clock) as again:
+    async with Society.open(home, clock=clock, work=False) as again:
         assert await texts(again) == ["before"]
 
 
@@ -169,7 +169,7 @@ async def test_while_another_program_locks_the_database_no_send_is_acknowledged_
     home: Path, locker: Callable[[], subprocess.Popen[str]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "BUSY_SECONDS", 0.05)
-    async with Society.open(home, clock=clock) as society:
+    async with Society.open(home, clock=clock, work=False) as society:
         await society.send(to="ada", text="before")
         await society.send(to="ada", text="late", delay_ms=500)
         program = locker()
@@ -193,15 +193,15 @@ async def test_a_database_that_another_program_locks_cannot_be_opened_and_can_be
     home: Path, locker: Callable[[], subprocess.Popen[str]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "BUSY_SECONDS", 0.05)
-    async with Society.open(home, clock=clock) as society:
+    async with Society.open(home, clock=clock, work=False) as society:
         await society.send(to="ada", text="before")
     program = locker()
 
     with pytest.raises(StoreUnavailable):
-        await Society.start(home, clock=clock)
+        await Society.start(home, clock=clock, work=False)
 
     program.communicate()
-    async with Society.open(home, clock=clock) as society:
+    async with Society.open(home, clock=clock, work=False) as society:
         assert await texts(society) == ["before"]
 
 
@@ -212,7 +212,7 @@ async def test_a_database_that_another_program_locks_cannot_be_opened_and_can_be
 async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds_all_that_was_acknowledged(
     written: bool, home: Path, disk: Disk, clock: FakeClock
 ) -> None:
-    society = await Society.start(home, clock=clock)
+    society = await Society.start(home, clock=clock, work=False)
     acked = [(await society.send(to="ada", text=f"acked {number}")).message_id for number in range(5)]
     disk.fail_next_commit(sqlite3.SQLITE_IOERR_FSYNC, written=written)
 
@@ -224,7 +224,7 @@ async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds
     with pytest.raises(StoreBroken):
         await society.send(to="ada", text="refused")
     await asyncio.wait_for(society.stop(), 5)
-    async with Society.open(home, clock=clock) as again:
+    async with Society.open(home, clock=clock, work=False) as again:
         assert again.store.info.unclean
         found = await again.waiting("ada")
         assert [message.id for message in found[:5]] == acked
@@ -235,7 +235,7 @@ async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds
 async def test_what_waited_behind_a_failed_flush_is_not_written_by_a_later_flush_that_succeeds(
     home: Path, disk: Disk, clock: FakeClock
 ) -> None:
-    society = await Society.start(home, clock=clock)
+    society = await Society.start(home, clock=clock, work=False)
     disk.hold_commits()
     first = asyncio.create_task(society.send(to="ada", text="first"))
     await asyncio.to_thread(disk.wait_for_commit)
@@ -248,7 +248,7 @@ async def test_what_waited_behind_a_failed_flush_is_not_written_by_a_later_flush
 
     assert [type(outcome) for outcome in outcomes] == [StoreBroken, StoreBroken]
     await asyncio.wait_for(society.stop(), 5)
-    async with Society.open(home, clock=clock) as again:
+    async with Society.open(home, clock=clock, work=False) as again:
         assert await texts(again) == []
 
 
@@ -284,7 +284,7 @@ async def test_an_upload_that_does_not_fit_leaves_no_artifact_and_no_bytes_behin
         for _ in range(10):
             yield b"y" * 100_000
 
-    async with Society.open(home, clock=clock) as society:
+    async with Society.open(home, clock=clock, work=False) as society:
         with pytest.raises(StoreUnavailable) as refused:
             await society.artifacts.put(pieces(), "big.bin", key="big")
         assert refused.value.full

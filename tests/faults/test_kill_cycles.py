@@ -12,10 +12,10 @@ import pytest
 from .harness import ForkServer
 
 
-def kill(server: ForkServer, folder: Path, cycles: int) -> dict[str, Any]:
+def kill(server: ForkServer, folder: Path, cycles: int, what: str = "cycles") -> dict[str, Any]:
     seed = int(os.environ.get("COTERIE_FAULT_SEED") or random.randrange(1 << 32))
-    report: dict[str, Any] = server.call("cycles", folder=str(folder), seed=seed, cycles=cycles)
-    replay = f"COTERIE_FAULT_SEED={seed} python -m pytest tests/faults/test_kill_cycles.py"
+    report: dict[str, Any] = server.call(what, folder=str(folder), seed=seed, cycles=cycles)
+    replay = f"COTERIE_FAULT_SEED={seed} python -m pytest {os.environ['PYTEST_CURRENT_TEST'].split()[0]}"
     assert not report["problems"], "\n".join([*report["problems"][:20], f"seen: {report['seen']}", replay])
     report["replay"] = replay
     return report
@@ -56,4 +56,51 @@ def test_500_kills_during_sends_and_promotions_lose_nothing_double_nothing_and_h
         killed_in_a_promotion=40,
         killed_with_a_commit_hanging=50,
         killed_with_a_send_in_flight=100,
+    )
+
+
+def test_a_few_kills_of_agents_at_work_lose_nothing(fork_server: ForkServer, tmp_path: Path) -> None:
+    report = kill(fork_server, tmp_path, 40, "work_cycles")
+
+    assert_seen(
+        report, acknowledged=60, answers=20, closed_plans=5, withdrawn_plans=5, killed_while_a_model_was_asked=5
+    )
+
+
+@pytest.mark.slow
+def test_1000_kills_of_agents_at_work_lose_nothing_double_nothing_spoil_no_history_and_repeat_no_unsafe_effect(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    report = kill(fork_server, tmp_path, 1_000, "work_cycles")
+
+    assert_seen(
+        report,
+        acknowledged=2_000,
+        recovered=50,
+        unacknowledged_and_absent=50,
+        asked_again_under_the_same_id=200,
+        delayed_and_delivered=500,
+        turns=1_000,
+        answers=1_000,
+        letters_of_agents=150,
+        closed_plans=400,
+        withdrawn_plans=300,
+        plans_closed_in_the_middle=75,
+        unknown_outcomes=60,
+        calls_run_again=40,
+        requests_made_again=150,
+        turns_set_aside=10,
+        killed_while_opening=20,
+        killed_at_random=300,
+        killed_while_a_model_was_asked=250,
+        killed_while_a_tool_ran=40,
+        killed_in_a_claim=25,
+        killed_before_the_model=25,
+        killed_after_the_model=25,
+        killed_before_a_tool=25,
+        killed_after_a_tool=25,
+        killed_in_a_step=25,
+        killed_in_a_commit=25,
+        killed_with_a_commit_hanging=25,
+        killed_in_a_promotion=10,
     )

@@ -54,7 +54,7 @@ def assert_delivered_in_order(home: Path, count: int) -> None:
 async def test_messages_due_in_the_same_millisecond_arrive_in_send_order_and_let_others_through_between_batches(
     count: int, home: Path, clock: FakeClock
 ) -> None:
-    async with Society.open(home, clock=clock) as society:
+    async with Society.open(home, clock=clock, work=False) as society:
         await delay_many(society, count, delay_ms=60_000)
         assert await society.bus.delayed_count("ada") == count
         due = asyncio.create_task(clock.advance(minutes=1))
@@ -88,14 +88,14 @@ async def test_messages_that_fell_due_while_nobody_ran_are_delivered_at_the_star
     home: Path, clock: FakeClock
 ) -> None:
     count = 3_000
-    async with Society.open(home, clock=clock) as society:
+    async with Society.open(home, clock=clock, work=False) as society:
         sends = (society.send(to="ada", text=str(n), delay_ms=60_000 + n // 10) for n in reversed(range(count)))
         await asyncio.gather(*sends)
         last = await society.send(to="ada", text=str(count), delay_ms=7_200_000)
     later = FakeClock(clock.now())
     await later.advance(hours=1)
 
-    async with Society.open(home, clock=later) as society:
+    async with Society.open(home, clock=later, work=False) as society:
         await later.advance(milliseconds=1)
         assert await society.bus.delayed_count() == 1
         waiting = await society.waiting("ada")

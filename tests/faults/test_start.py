@@ -172,7 +172,7 @@ def test_in_a_read_only_folder_the_start_is_refused_and_nothing_is_made(
 
     assert refused["raised"] == "StoreUnusable", refused
     assert "choose another" in refused["message"]
-    assert set(contents(shared_home)) == {"coterie.toml"}
+    assert set(contents(shared_home)) == {"coterie.toml", "tools.py"}
     shared_home.chmod(0o755)
 
 

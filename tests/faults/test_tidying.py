@@ -26,10 +26,10 @@ SAME = b"the same bytes"
 async def society(tmp_path: Path, clock: FakeClock) -> AsyncIterator[Society]:
     """One that holds bytes nobody has needed for more than a day."""
     make_home(tmp_path / "society")
-    async with Society.open(tmp_path / "society", clock=clock) as opened:
+    async with Society.open(tmp_path / "society", clock=clock, work=False) as opened:
         await opened.artifacts.put(SAME, "old.txt")
     later = FakeClock(clock.now() + timedelta(hours=25))
-    async with Society.open(tmp_path / "society", clock=later) as opened:
+    async with Society.open(tmp_path / "society", clock=later, work=False) as opened:
         yield opened
 
 

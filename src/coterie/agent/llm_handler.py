@@ -128,7 +128,11 @@ class LlmHandler:
         return Outcome(event=Stopped(work.said))
 
     async def _do(self, claim: Claim, work: Work) -> Outcome:
-        profile = self._directory.profile(claim.agent_id)
+        try:
+            profile = self._directory.profile(claim.agent_id)
+        except Refused:
+            words = "I am no longer described in coterie.toml: put me back there, then resume me"
+            return Outcome(event=ModelFailed(words=words, then="block"))
         if isinstance(claim.effect, Ask):
             hit("turn.asking")
             event = await self._ask(claim, profile, work)

@@ -1,0 +1,157 @@
+"""An agent in a crowd: one sequence of requests, every message seen once and in order, and nobody kept from acting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.testing import Calls, ModelServer, Says
+from coterie.testing.replies import Plays, Reply, perform
+from coterie.testing.wire import Received, Wire
+from tests.agent.stage import Bell, Stage, stage
+
+from .harness import ForkServer
+
+SPOKEN = re.compile(r"^word (\d+)$", re.M)
+MAX_GROWTH_MB = 150
+MAX_BATCHES = 60
+
+
+class Listener:
+    """A model that takes a moment for each answer, and keeps what it was shown and how many asked it at once."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.seen: list[int] = []
+        """The words in the newest request."""
+        self.problems: list[str] = []
+        self.requests = self.at_once = self.most_at_once = 0
+
+    def __call__(self, request: Received) -> Reply:
+        return Plays(lambda wire: self._answer(request, wire))
+
+    async def _answer(self, request: Received, wire: Wire) -> None:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.requests += 1
+        self._look(request.body["messages"])
+        await asyncio.sleep(self._seconds)
+        await perform("noted", request, wire)
+        self.at_once -= 1
+
+    def _look(self, messages: list[dict[str, Any]]) -> None:
+        seen = [
+            int(word)
+            for message in messages
+            if message["role"] == "user"
+            for word in SPOKEN.findall(message["content"])
+        ]
+        if seen[: len(self.seen)] != self.seen:
+            self.problems.append(f"request {self.requests} does not begin with what the last one had")
+        if len(seen) == len(self.seen):
+            self.problems.append(f"request {self.requests} brings nothing new")
+        self.seen = seen
+
+
+async def burst(server: ForkServer, folder: Path, count: int) -> tuple[dict[str, Any], Listener]:
+    """`count` messages to one agent, sent by a process of its own while the agent works."""
+    listener = Listener(0.02)
+    async with ModelServer() as model:
+        model.default = listener
+        (folder / "coterie.toml").write_text(f"[limits]\nmailbox = {count}\n[agents.ada]\n")
+        services = {"services": [{"id": "main", "baseURL": model.base_url, "model": "m", "timeout": 60_000}]}
+        (folder / "llmservices.json").write_text(json.dumps(services))
+        report = await asyncio.to_thread(server.run, "burst", folder, count=count)
+        assert model.refused == []
+    assert "returned" in report, report
+    return report["returned"], listener
+
+
+def assert_one_sequence(told: dict[str, Any], listener: Listener, count: int) -> None:
+    assert listener.problems == []
+    assert listener.most_at_once == 1
+    assert listener.seen == list(range(count))
+    assert listener.requests <= MAX_BATCHES
+    assert told["violations"] == []
+    assert told["answers"] == listener.requests
+
+
+async def test_a_burst_to_a_working_agent_is_seen_once_in_order_by_one_sequence(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    told, listener = await burst(fork_server, tmp_path, 500)
+
+    assert_one_sequence(told, listener, 500)
+
+
+@pytest.mark.slow
+async def test_10000_messages_to_a_working_agent_are_seen_once_in_order_by_one_sequence_in_bounded_memory(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    told, listener = await burst(fork_server, tmp_path, 10_000)
+
+    assert_one_sequence(told, listener, 10_000)
+    assert told["grown_mb"] < MAX_GROWTH_MB, told
+
+
+# Who can keep whom from acting
+
+RING = Calls("ring", {"name": "x"})
+
+
+def interrupted(here: Stage, speak: Callable[[], Awaitable[object]], times: int) -> Callable[[Received], Reply]:
+    """Ada's model wants to ring each time it is asked; while it says so somebody speaks, the first `times` times."""
+    asked = Counter[str]()
+
+    def answer(request: Received) -> Reply:
+        async def play(wire: Wire) -> None:
+            asked["plans"] += 1
+            if asked["plans"] <= times:
+                await speak()
+            await perform(Says(calls=(RING,)), request, wire)
+
+        return "done" if request.body["messages"][-1]["role"] == "tool" or Bell.rings else Plays(play)
+
+    return answer
+
+
+async def test_an_agent_that_talks_without_pause_cannot_keep_another_from_acting(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="[interruption]\nmax_withdrawals = 3\n[agents.ada]\n[agents.bob]\n") as here:
+        here.server.default = interrupted(here, lambda: here.say("listen!", sender="bob"), times=1_000)
+        await here.say("ring, please")
+        assert (await here.texts())[0] == "done"
+        assert Bell.rings == ["x"]
+        roles = [role for role, _ in await here.history()]
+        assert roles[:7] == ["user", "user", "user", "user", "assistant", "tool", "user"]
+
+
+async def test_a_person_can_stop_a_plan_however_often(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.default = interrupted(here, lambda: here.say("not yet"), times=12)
+        await here.say("ring, please")
+        assert (await here.texts())[0] == "done"
+        assert len(here.server.requests) == 14
+        assert [role for role, _ in await here.history()] == ["user"] * 13 + ["assistant", "tool", "assistant"]
+
+
+async def test_a_person_is_heard_through_the_noise_of_agents(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+
+        async def both() -> None:
+            await here.say("listen!", sender="bob")
+            if len(here.server.requests) == 4:  # the plan that bob's talk can no longer withdraw
+                await here.say("stop it")
+
+        here.server.default = interrupted(here, both, times=4)
+        await here.say("ring, please")
+        await here.server.asked(5)
+        assert Bell.rings == []
+        await here.heard()
+        assert Bell.rings == ["x"]

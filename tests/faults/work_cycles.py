@@ -1,0 +1,63 @@
+"""kill -9 of the whole runtime with agents at work, again and again; then a rest, and an examination."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coterie import failpoints
+
+from .kill_cycles import Life, live
+from .labour import come_to_rest, labour
+from .witness import Note, Witness
+from .work_examiner import WorkExamination
+
+FAILPOINTS = {
+    "in a claim": ("turn.claimed",),
+    "before the model": ("turn.asking",),
+    "after the model": ("turn.answered",),
+    "before a tool": ("turn.calling",),
+    "after a tool": ("turn.ran",),
+    "in a step": ("turn.fenced", "turn.before_save", "turn.group_closed", "turn.replied"),
+}
+
+
+def run(folder: str, seed: int, cycles: int) -> dict[str, Any]:
+    """`cycles` kills; what was seen, and everything wrong with it."""
+    return live(WorkingLife, Path(folder), seed, cycles)
+
+
+class WorkingLife(Life):
+    ways: Mapping[str, int] = {
+        "while opening": 2,
+        "at random": 12,
+        "in a commit": 2,
+        "with a commit hanging": 2,
+        "in a promotion": 1,
+        **dict.fromkeys(FAILPOINTS, 2),
+    }
+    instants = (0.003, 0.035)
+    patience = 0.25
+    examination = WorkExamination
+
+    def _work(self, name: str, spec: str, ready: int) -> None:
+        failpoints.arm(spec)
+        asyncio.run(labour(self._folder, self._seed, name, self._owed, Witness(self._witness_file), ready))
+
+    def _rest(self, _: int) -> None:
+        asyncio.run(come_to_rest(self._folder, self._seed, self._name, Witness(self._witness_file)))
+
+    def _failpoint(self, how: str) -> str:
+        if how in FAILPOINTS:
+            # The first is most often met by what the last child left behind: a kill in the middle of a recovery.
+            return f"{self._rng.choice(FAILPOINTS[how])}:{self._rng.choice((1, 1, 2, 3, 5, 8))}:kill"
+        return super()._failpoint(how)
+
+    def _look_back(self, news: list[Note]) -> None:
+        super()._look_back(news)
+        asked = {note["asks"] for note in news if "asks" in note} - {note.get("answered") for note in news}
+        ran = {note["key"] for note in news if "did" in note} - {note.get("done") for note in news}
+        self.seen["killed while a model was asked"] += bool(asked)
+        self.seen["killed while a tool ran"] += bool(ran)

@@ -1,0 +1,144 @@
+"""Compares what agents did, said and were told with what their histories hold. Plain SQL, none of our code between."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from coterie.ids import id_for
+from coterie.messages import SYSTEM
+
+from .examiner import Examination, open_database
+from .witness import Note
+
+MAY_HAVE_RUN = {"done": (1, 1), "failed": (1, 1), "unknown": (0, 1), "cancelled": (0, 0)}
+"""How often a call that ended so has really begun, at least and at most, when it cannot be undone."""
+DEEDS = ("look", "put", "fire")
+
+
+class WorkExamination(Examination):
+    """Of one folder, after all its agents have come to rest."""
+
+    arrived = "taken"
+
+    def __init__(self, folder: Path, notes: list[Note]) -> None:
+        super().__init__(folder, notes)
+        with open_database(folder) as db:
+            db.row_factory = sqlite3.Row
+            self.problems += wrong_histories(db) + wrong_answers(db) + wrong_effects(db, notes) + wrong_letters(db)
+            self._count(db)
+
+    def _count(self, db: sqlite3.Connection) -> None:
+        counts = {
+            "unknown outcomes": "SELECT count(*) FROM calls WHERE state = 'unknown'",
+            "withdrawn plans": "SELECT count(*) FROM plans WHERE outcome = 'withdrawn'",
+            "plans closed in the middle": "SELECT count(*) FROM (SELECT 1 FROM calls JOIN plans p"
+            " USING (agent_id, turn_no, step_no) WHERE p.outcome = 'closed' GROUP BY agent_id, turn_no, step_no"
+            " HAVING sum(state = 'cancelled') AND sum(state <> 'cancelled'))",
+            "closed plans": "SELECT count(*) FROM plans WHERE outcome = 'closed'",
+            "turns": "SELECT sum(turn_no) FROM agents",
+            "turns set aside": "SELECT count(DISTINCT agent_id || turn_no) FROM history WHERE hidden",
+            "answers": "SELECT count(*) FROM messages WHERE automatic",
+            "letters of agents": "SELECT count(*) FROM messages WHERE plan IS NOT NULL",
+        }
+        for what, sql in counts.items():
+            self.seen[what] += db.execute(sql).fetchone()[0] or 0
+        asked = Counter((note["agent"], note["seen"]) for note in self._notes if "asks" in note)
+        self.seen["requests"] += asked.total()
+        self.seen["requests made again"] += asked.total() - len(asked)
+        began = began_by_key(self._notes)
+        self.seen["calls run again"] += began.total() - len(began)
+
+
+def wrong_histories(db: sqlite3.Connection) -> list[str]:
+    """Every message that reached an agent stands in its history once, in the order of its mailbox."""
+    rows = db.execute(
+        "SELECT m.id, m.recipient, m.in_seq, m.state, count(h.seq) AS times, min(h.seq) AS place FROM messages m"
+        " JOIN agents a ON a.id = m.recipient AND a.kind = 'agent' LEFT JOIN history h"
+        " ON h.message_id = m.id AND h.agent_id = m.recipient"
+        " WHERE m.state NOT IN ('withdrawn', 'dead') GROUP BY m.id ORDER BY m.recipient, m.in_seq"
+    ).fetchall()
+    wrong, last = list[str](), defaultdict[str, int](int)
+    for row in rows:
+        if row["times"] != 1:
+            wrong.append(f"message {row['id']} ({row['state']}) stands {row['times']} times in the history")
+        elif row["place"] <= last[row["recipient"]]:
+            wrong.append(f"message {row['id']} stands in the history before one that came earlier")
+        else:
+            last[row["recipient"]] = row["place"]
+    return wrong
+
+
+def wrong_effects(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
+    """What cannot be undone has happened once at most, and what was not to happen has not."""
+    began, calls = began_by_key(notes), _calls(db)
+    wrong = [f"{key} ran, and no plan knows of it" for key in began.keys() - calls.keys()]
+    for key, row in calls.items():
+        least, most = MAY_HAVE_RUN[row["state"]]
+        if most and row["effect"] != "unsafe":
+            most = began[key]  # such a call may run again
+        if row["name"] in DEEDS and not least <= began[key] <= most:
+            wrong.append(f"the {row['effect']} call {key} is {row['state']} and ran {began[key]} times")
+    return wrong
+
+
+def wrong_letters(db: sqlite3.Connection) -> list[str]:
+    """What an agent sends exists exactly when the result of the call does."""
+    sent = {row["id"] for row in db.execute("SELECT id FROM messages")}
+    return [
+        f"{key} is {row['state']}, but its message is {'there' if row['state'] != 'done' else 'missing'}"
+        for key, row in _calls(db).items()
+        if row["name"] == "send_message"
+        and (id_for("message", row["agent_id"], key) in sent) != (row["state"] == "done")
+    ]
+
+
+def wrong_answers(db: sqlite3.Connection) -> list[str]:
+    """Whoever asked has one answer, or one notice of a failure, for each turn that was about it; and no more."""
+    db.row_factory = sqlite3.Row
+    messages = {row["id"]: row for row in db.execute("SELECT * FROM messages")}
+    due: Counter[tuple[str, str, str]] = Counter()
+    for agent, asked in _turns(db, messages):
+        due.update((agent, asker, message) for asker, message in asked.items() if asker not in (agent, SYSTEM))
+    given = Counter(
+        (_speaker(row), row["recipient"], row["in_reply_to"]) for row in messages.values() if row["automatic"]
+    )
+    missing = [f"{asker} got no answer of {agent} to {message}" for agent, asker, message in due - given]
+    return missing + [f"{agent} answered {asker} too often on {message}" for agent, asker, message in given - due]
+
+
+def _turns(db: sqlite3.Connection, messages: dict[str, sqlite3.Row]) -> list[tuple[str, dict[str, str]]]:
+    """Each turn's agent, and the newest message of everybody who waits for what comes of it."""
+    turns: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
+    for row in db.execute("SELECT * FROM history WHERE message_id IS NOT NULL ORDER BY agent_id, seq"):
+        origin = _origin(row["agent_id"], messages[row["message_id"]], messages)
+        turns[row["agent_id"], row["turn_no"]].update({origin["sender"]: origin["id"]} if origin else {})
+    return [(agent, asked) for (agent, _), asked in turns.items()]
+
+
+def _origin(agent: str, message: sqlite3.Row, messages: dict[str, sqlite3.Row]) -> sqlite3.Row | None:
+    """The explicit message behind `message`: itself, or what made `agent` ask for the answer that it is."""
+    while message["automatic"]:
+        question = messages.get(message["in_reply_to"])
+        if question is None or question["sender"] != agent or question["cause"] not in messages:
+            return None
+        message = messages[question["cause"]]
+    return message
+
+
+def _speaker(row: sqlite3.Row) -> str:
+    payload: dict[str, Any] = json.loads(row["payload"])
+    return str(payload["problem"]["agent"] if row["sender"] == SYSTEM else row["sender"])
+
+
+def began_by_key(notes: list[Note]) -> Counter[str]:
+    return Counter(note["key"] for note in notes if "did" in note)
+
+
+def _calls(db: sqlite3.Connection) -> dict[str, sqlite3.Row]:
+    """By the key that each was run under."""
+    rows = db.execute("SELECT * FROM calls").fetchall()
+    return {f"{row['agent_id']}/{row['turn_no']}/{row['step_no']}/{row['idx']}": row for row in rows}
