@@ -13,11 +13,11 @@ import msgspec
 from coterie.agent import turn
 from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Reply, Run, Step, Turn
 from coterie.llm.chat import Call
-from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite import desk, transitions
 from coterie.stores.sqlite.answers import answer
 from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sqlite.desk import TurnDesk
 from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.turns import TurnDesk
 from coterie.turns import Claim, StaleOwner
 
 from .simulation import Simulation
@@ -181,7 +181,7 @@ def two_phase_reply(later: Later) -> Iterator[Any]:
     def send(db: Any, post: Post, agent_id: str, turn_no: int, reply: Reply) -> None:
         later(lambda world: world.post(lambda db, post: answer(db, post, agent_id, turn_no, reply)))
 
-    yield mock.patch.object(turns, "answer", send)
+    yield mock.patch.object(desk, "answer", send)
 
 
 MUTANTS: tuple[Callable[[Later], Iterator[Any]], ...] = (

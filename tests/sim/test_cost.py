@@ -10,7 +10,7 @@ from typing import TypeVar
 from coterie.agent.turn import Answered, Event, PlannedCall, Ran
 from coterie.drafts import seal
 from coterie.llm.chat import Call
-from coterie.stores.sqlite.turns import TurnDesk
+from coterie.stores.sqlite.desk import TurnDesk
 from coterie.turns import Claim
 
 from .world import RULES, World

@@ -17,7 +17,7 @@ from coterie.clock import to_ms
 from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
-from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite import history, transitions, turns
 from coterie.stores.sqlite.migrate import migrate
 from coterie.stores.sqlite.post import Post
 from coterie.testing.clock import START
@@ -74,7 +74,7 @@ class World:
         self.post(lambda db, post: transitions.resume(db, post, agent_id))
 
     def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
-        return turns.history(self.db, agent_id, after)
+        return history.history(self.db, agent_id, after)
 
     # What happens to its owners
 

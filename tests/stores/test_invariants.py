@@ -14,7 +14,7 @@ from coterie.drafts import seal
 from coterie.invariants import INVARIANTS
 from coterie.llm.chat import Call
 from coterie.store import Limits
-from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite import desk, transitions, turns
 from coterie.stores.sqlite.migrate import migrate
 from coterie.stores.sqlite.post import Post
 from coterie.testing.clock import START
@@ -73,7 +73,7 @@ def db() -> Iterator[sqlite3.Connection]:
 
     def claim(agent_id: str) -> Claim:
         office = post()
-        claimed = turns.TurnDesk(db, office, agent_id, RULES).claim("w")
+        claimed = desk.TurnDesk(db, office, agent_id, RULES).claim("w")
         office.close()
         return claimed
 

@@ -25,7 +25,7 @@ from coterie.ids import new_id
 from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
 from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
-from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sqlite import history, transitions, turns
 from coterie.stores.sqlite.connections import (
     ADVISED,
     DATABASE_ERRORS,
@@ -246,16 +246,16 @@ class SqliteStore:
         return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends))
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
-        return await self._read(lambda db: turns.history(db, agent_id, after))
+        return await self._read(lambda db: history.history(db, agent_id, after))
 
     async def view(self, agent_id: str) -> View:
-        return await self._read(lambda db: turns.view(db, agent_id))
+        return await self._read(lambda db: history.view(db, agent_id))
 
     async def summarise(self, claim: Claim, upto: int, text: str) -> None:
         await self._post(lambda db, post: turns.summarise(db, post, claim, upto, text))
 
     async def tokens_since(self, start: datetime) -> int:
-        return await self._read(lambda db: turns.tokens_since(db, to_ms(start)))
+        return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
 
     # Artifacts
 

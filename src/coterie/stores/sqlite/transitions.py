@@ -15,9 +15,9 @@ from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
+from coterie.stores.sqlite.desk import TurnDesk
 from coterie.stores.sqlite.post import DueRow, Mailbox, Post
 from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
-from coterie.stores.sqlite.turns import TurnDesk
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
 PRUNE_BATCH = 5_000

@@ -1,0 +1,50 @@
+"""An agent's history, read back: all of it, or what its model is shown."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+import msgspec
+
+from coterie.llm.chat import Call
+from coterie.stores.sqlite.rows import MESSAGE, to_message
+from coterie.turns import HistoryRow, View
+
+_decode = msgspec.json.decode
+_MESSAGE_OF_ROW = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
+
+
+def history(db: sqlite3.Connection, agent_id: str, after: int) -> list[HistoryRow]:
+    rows = db.execute(
+        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {_MESSAGE_OF_ROW}"
+        " FROM history h LEFT JOIN messages m ON m.id = h.message_id"
+        " WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq",
+        (agent_id, after),
+    )
+    return [_history_row(row) for row in rows]
+
+
+def _history_row(row: tuple[Any, ...]) -> HistoryRow:
+    seq, turn_no, role, content, calls, call_id, hidden = row[:7]
+    return HistoryRow(
+        seq=seq,
+        turn_no=turn_no,
+        role=role,
+        message=to_message(row[7:]) if row[7] is not None else None,
+        text=content or "",
+        calls=tuple(Call(**call) for call in _decode(calls)) if calls else (),
+        call_id=call_id,
+        hidden=bool(hidden),
+    )
+
+
+def view(db: sqlite3.Connection, agent_id: str) -> View:
+    row = db.execute("SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1", (agent_id,))
+    upto, text = row.fetchone() or (0, "")
+    return View(text, history(db, agent_id, upto))
+
+
+def tokens_since(db: sqlite3.Connection, start: int) -> int:
+    row = db.execute("SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= ?", (start,))
+    return int(row.fetchone()[0])
