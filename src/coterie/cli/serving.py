@@ -78,11 +78,18 @@ async def _announce(society: Society, folder: Path, is_new: bool) -> None:
         f"Coterie {__version__} runs the society in {folder}",
         f"  store    {info.engine} {info.version}, durability {society.config.store.durability}",
         f"  agents   {', '.join(agents[:SHOWN])}{more}",
+        f"  models   {_models(society)}",
         f"  delayed  {counted(delayed, 'message')} ({'kept' if kept else 'delivered early'} on a stop)",
         f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}",
     ]
     typer.echo("\n".join(map(harmless, lines)))
     sys.stdout.flush()
+
+
+def _models(society: Society) -> str:
+    if all(entry.provider == "tour" for entry in society.services):
+        return "none yet: a scripted tour answers; name yours in llmservices.json"
+    return ", ".join(entry.id for entry in society.services)
 
 
 async def _stop(society: Society, folder: Path, wishes: Wishes) -> int:
