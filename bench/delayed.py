@@ -16,7 +16,7 @@ from bench.report import Report, best
 from bench.send import open_bus, send_from
 from coterie.clock import SystemClock
 
-COUNT, CALLERS, AGENTS, ROUNDS = 100_000, 256, 100, 2
+COUNT, CALLERS, AGENTS = 100_000, 256, 100
 DELAY = timedelta(hours=1)
 
 
@@ -29,8 +29,7 @@ def run() -> None:
             "schedule 200,000": lambda: _schedule(2 * COUNT),
             "limit: the rows of 100,000 in batches of 256": lambda: _plain(COUNT),
         },
-        ROUNDS,
-        min,
+        pick=min,
     )
     one, two, plain = seconds.values()
     report.line("schedule 100,000", one, "s", at_most=10)

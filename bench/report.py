@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,9 +52,8 @@ def best(
 
 
 def settle() -> None:
-    """Wait for others on this machine to pause, and for what earlier rounds left to the disk."""
+    """Wait a little for others on this machine to pause."""
     gc.collect()
-    os.sync()
     end = time.monotonic() + PATIENCE
     while _busy() > BUSY and time.monotonic() < end:
         pass

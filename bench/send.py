@@ -33,7 +33,8 @@ def run() -> None:
             "batches of 64": lambda: _plain(64, TOGETHER, rows.row_by_row),
             "batches of 64, one statement each": lambda: _plain(64, TOGETHER, rows.many_rows_a_statement),
             "batches of 1000": lambda: _plain(1000, TOGETHER, rows.row_by_row),
-        }
+        },
+        rounds=5,
     )
     for name, rate in rates.items():
         report.line(name if "caller" in name else f"limit: {name}", rate, "messages/s")

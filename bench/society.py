@@ -1,7 +1,7 @@
 """What the fresh processes of the other benches run; it imports nothing that a society would not.
 
 `open FOLDER` says when a society is ready, `send FOLDER` sends until it is killed, `memory FOLDER` prints the bytes in
-use after the bus has worked for a while.
+use after the bus has worked for a while. All their mail goes to the person: an agent would answer it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import os
 import sys
 from pathlib import Path
 
+from coterie.messages import PERSON
 from coterie.runtime import Society
 
 SENDS_BEFORE_KILL = 500
-AT_WORK_SECONDS = 3
+AT_WORK_SECONDS = 2
 
 
 async def open_society(folder: Path) -> None:
@@ -28,7 +29,7 @@ async def open_society(folder: Path) -> None:
 async def send_for_ever(folder: Path) -> None:
     async with Society.open(folder) as society:
         for number in itertools.count():
-            await society.send(to="agent-0", text=str(number))
+            await society.send(sender="agent-0", to=PERSON, text=str(number))
             if number == SENDS_BEFORE_KILL:
                 print("sent", flush=True)
 
@@ -36,10 +37,10 @@ async def send_for_ever(folder: Path) -> None:
 async def measure_memory(folder: Path) -> None:
     society = await Society.start(folder)
     for number in range(1_000):
-        await society.send(to="agent-0", text=str(number), delay_ms=number % 100)
+        await society.send(sender="agent-0", to=PERSON, text=str(number), delay_ms=number % 100)
     await society.bus.delayed_count()
     await society.bus.delayed(limit=200)
-    await society.waiting("agent-0")
+    await society.waiting(PERSON)
     await asyncio.sleep(AT_WORK_SECONDS)
     gc.collect()
     print(resident_bytes(), flush=True)
