@@ -62,6 +62,7 @@ async def open_images(
     return seen
 
 
+@pytest.mark.slow
 async def test_a_power_cut_leaves_the_last_acknowledged_state_or_the_next_one_never_a_mixture(
     recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
 ) -> None:

@@ -92,6 +92,7 @@ def assert_all_arrived_and_was_answered_once(home: Path) -> None:
 _SENT = f"SELECT json_extract(payload, '$.text'), state FROM messages WHERE sender = '{PERSON}'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_after_a_kill_everything_acknowledged_is_there_and_everything_can_be_asked_again(
     name: str, fork_server: ForkServer, meetings: dict[str, int], tmp_path: Path
@@ -112,6 +113,7 @@ def test_after_a_kill_everything_acknowledged_is_there_and_everything_can_be_ask
         assert_all_arrived_and_was_answered_once(home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_after_an_error_nobody_planned_for_the_same_process_goes_on_and_asking_again_succeeds(
     name: str, fork_server: ForkServer, meetings: dict[str, int], tmp_path: Path
