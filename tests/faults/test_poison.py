@@ -15,6 +15,8 @@ EXPLODE = """
 import os
 from coterie import tool
 
+pytestmark = pytest.mark.slow
+
 @tool(effect="pure")
 async def look_closely() -> str:
     "Look, and take everybody along."

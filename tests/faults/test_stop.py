@@ -26,6 +26,8 @@ TOOLS = """
 import asyncio, os, signal, threading
 from coterie import tool
 
+pytestmark = pytest.mark.slow
+
 def say_so(fifo):
     # Whoever reads sees the end of it when this process, and all that it started, is gone.
     global held
