@@ -11,11 +11,11 @@ from .examiner import open_database, unsound
 from .harness import ForkServer
 from .scenarios import make_home
 
+pytestmark = pytest.mark.slow
+
 EXPLODE = """
 import os
 from coterie import tool
-
-pytestmark = pytest.mark.slow
 
 @tool(effect="pure")
 async def look_closely() -> str:

@@ -21,12 +21,12 @@ from .examiner import open_database, unsound
 from .harness import PATIENCE, ForkServer
 from .scenarios import make_home
 
+pytestmark = pytest.mark.slow
+
 DRAIN = 1
 TOOLS = """
 import asyncio, os, signal, threading
 from coterie import tool
-
-pytestmark = pytest.mark.slow
 
 def say_so(fifo):
     # Whoever reads sees the end of it when this process, and all that it started, is gone.
