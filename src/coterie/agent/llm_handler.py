@@ -60,6 +60,8 @@ class Work:
     stopping: bool = False
     view: View | None = None
     """What the model was last shown; a turn only adds to it."""
+    prompt: str = ""
+    """Made once a turn."""
 
 
 class LlmHandler:
@@ -187,8 +189,9 @@ class LlmHandler:
 
     async def _request(self, profile: Profile, work: Work) -> Request:
         work.view = await self._look(profile.id, work.view)
+        work.prompt = work.prompt or system_prompt(profile, self._directory)
         tools = [SEND_MESSAGE, *self._toolbox.specs(profile.tools)]
-        return build_request(system_prompt(profile, self._directory), work.view, tools)
+        return build_request(work.prompt, work.view, tools)
 
     async def _look(self, agent_id: str, seen: View | None) -> View:
         """History only grows, so within a turn only what is new needs to be read."""
