@@ -24,7 +24,7 @@ NEW_CHAIN_AFTER = timedelta(seconds=60)
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """A message that passed validation and waits to be stored. `coterie.drafts.seal` makes them."""
 
-    # A Struct and not a dataclass, like Receipt: one of each is made for every send, at a sixth of the cost.
+    # A Struct and not a dataclass, like Receipt: one of each is made for every send, and it is cheaper to make.
 
     id: str
     sender: str

@@ -17,7 +17,7 @@ def clean(text: str) -> str:
 
 def nearest(word: str, known: frozenset[str] | set[str]) -> str | None:
     """The known word that `word` was probably meant to be."""
-    from difflib import get_close_matches  # 5 ms to import, needed only when something is wrong
+    from difflib import get_close_matches  # needed only when something is wrong
 
     return next(iter(get_close_matches(word, known, n=1, cutoff=0.6)), None)
 

@@ -1,6 +1,6 @@
 """Many rows in one statement.
 
-`executemany` goes through Python and the interpreter lock once a row; one INSERT of 64 rows does so once, which halves
+`executemany` goes through Python and the interpreter lock once a row; one INSERT of 64 rows does so once, which lowers
 the cost of a batch and leaves the event loop its processor meanwhile.
 """
 
