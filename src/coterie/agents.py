@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
 AgentState = Literal["idle", "ready", "llm", "tools", "wait_approval", "wait_retry", "blocked", "paused", "terminated"]
@@ -28,3 +29,11 @@ class Agent:
     """The agent that made it."""
     profile: str = ""
     """What was said when it was made, as JSON; empty for those that the owner's file describes."""
+    since: datetime | None = None
+    """When it came into this state."""
+    why: str | None = None
+    """What a blocked or waiting agent waits for, in words."""
+    tool: str | None = None
+    """The tool that runs, or waits for the person's word."""
+    step: tuple[int, int] | None = None
+    """Which call of how many that is, counted from 1."""

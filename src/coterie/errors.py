@@ -28,6 +28,8 @@ STATUS = {
     "mailbox_full": 429,
     "already_taken": 409,
     "already_delivered": 409,
+    "already_answered": 409,
+    "agent_busy": 409,
     "not_yours": 403,
     "quickReplies_too_many": 422,
     "quickReplies_invalid_type": 422,

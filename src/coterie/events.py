@@ -14,10 +14,16 @@ EventKind = Literal[
     "delayed.delivered",
     "delayed.withdrawn",
     "queue.changed",
+    "quick_replies.changed",
     "agent.upsert",
+    "agent.removed",
     "agent.state",
+    "tool.started",
+    "tool.ended",
     "artifact.created",
     "read",
+    "problem",
+    "thread.cleared",
 ]
 
 
@@ -28,4 +34,6 @@ class Event:
     at: datetime
     kind: EventKind
     subject: str
-    """The id of the message, agent or artifact it is about."""
+    """The id of the message, agent or artifact it is about; a tool call is `agent/call id`."""
+    data: str | None = None
+    """What could not be looked up afterwards, as JSON."""

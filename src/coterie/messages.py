@@ -56,6 +56,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return wire
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Which message answered a question, and with which of its options; None: in the person's own words."""
+
+    message_id: str
+    option: int | None
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"messageId": self.message_id, "option": self.option}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     seq: int
@@ -83,6 +94,8 @@ class Message:
     reason: str | None = None
     """Why it is dead."""
     replay_of: str | None = None
+    answer: Answer | None = None
+    """On a message with quick replies to the person, once it is answered."""
 
     def to_wire(self) -> dict[str, Any]:
         wire: dict[str, Any] = {
@@ -101,5 +114,7 @@ class Message:
             "early": self.early,
             "stopped": self.stopped,
         }
-        optional = {"option": self.option, "reason": self.reason, "replayOf": self.replay_of}
+        optional: dict[str, Any] = {"option": self.option, "reason": self.reason, "replayOf": self.replay_of}
+        if self.answer:
+            optional["answer"] = self.answer.to_wire()
         return wire | {key: value for key, value in optional.items() if value is not None}
