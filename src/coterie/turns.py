@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
-from coterie.agent.turn import Ask, Event, PlannedCall, Rest, Rules, Run
+from coterie.agent.turn import Ask, Event, Plan, PlannedCall, Rest, Rules, Run
 from coterie.errors import StoreError
 from coterie.llm.chat import Call
 from coterie.messages import Envelope, Message
@@ -15,28 +15,6 @@ from coterie.messages import Envelope, Message
 
 class StaleOwner(StoreError):
     """Somebody else has taken this agent over: whatever was decided here counts for nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """The right to work on one agent's turn. It holds for exactly one more step."""
-
-    agent_id: str
-    epoch: int
-    step_no: int
-    turn_no: int
-    effect: Ask | Run | Rest
-    """What is to be done."""
-    plan_key: str = ""
-    """Names the open plan: what its calls send or keep is named after it, so that running again does nothing twice."""
-    call: PlannedCall | None = None
-    """The call to run."""
-    cause: str | None = None
-    """The newest message of this turn."""
-    retries: int = 0
-    """How often in a row the model has failed."""
-    on_trial: bool = False
-    """Two crashes found it at the same step. No other suspect works beside it, so that a third one tells who it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +32,36 @@ class HistoryRow:
     hidden: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The right to work on one agent's turn. It holds for exactly one more step."""
+
+    agent_id: str
+    epoch: int
+    step_no: int
+    turn_no: int
+    effect: Ask | Run | Rest
+    """What is to be done."""
+    plan: Plan | None = None
+    """The open plan, as it is stored. The step that is decided with this claim counts only while that is so."""
+    plan_key: tuple[int, int] = (0, 0)
+    """The turn and step that name it: what its calls send or keep is named after them, so that nothing is done twice."""
+    call: PlannedCall | None = None
+    """The call to run."""
+    cause: str | None = None
+    """The newest message of this turn."""
+    retries: int = 0
+    """How often in a row the model has failed."""
+    added: Sequence[HistoryRow] | None = ()
+    """What this step has added to the history. None: earlier rows have changed, read it anew."""
+    replies: Sequence[str] = ()
+    """The messages that the model's text was stored as."""
+    withdrawn: int = 0
+    """Calls that were not run because somebody spoke."""
+    on_trial: bool = False
+    """Two crashes found it at the same step. No other suspect works beside it, so that a third one tells who it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     summary: str
@@ -61,7 +69,34 @@ class View:
     rows: Sequence[HistoryRow]
 
 
+class Taker(Protocol):
+    """A worker that takes agents the moment they have something to do."""
+
+    worker: str
+    rules: Rules
+
+    def reserve(self) -> bool:
+        """Whether it takes one more; that place is then kept for it. Called from any thread."""
+        ...
+
+    def give_back(self, places: int) -> None:
+        """Reserved, but nothing came of it. Called from any thread."""
+        ...
+
+    def take(self, claims: Sequence[Claim]) -> None:
+        """These are its own now, on places reserved before. Called on the event loop."""
+        ...
+
+    def look(self) -> None:
+        """Somebody has something to do and was not claimed. Called on the event loop."""
+        ...
+
+
 class TurnStore(Protocol):
+    def attend(self, taker: Taker) -> None:
+        """From now on whoever gets mail is claimed for `taker`, while it has places, in the transaction of the mail."""
+        ...
+
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
         """Take up to `limit` agents that have something to do; from now on nobody else's step for them counts.
 

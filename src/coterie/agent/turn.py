@@ -163,6 +163,8 @@ class ModelFailed:
     words: str
     then: Literal["retry", "block", "give_up"]
     after: timedelta = timedelta(0)
+    category: str = "server"
+    """What kind of trouble it is, for programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class CloseGroup:
     """The assistant's message with its calls and all their results becomes part of the history, as one piece."""
 
     plan: Plan
+    by: str | None = None
+    """The message that cut it short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +230,8 @@ class DropPlan:
     """A plan that never began is kept as a record, outside the prompt."""
 
     plan: Plan
+    by: str | None = None
+    """The message that withdrew it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,7 @@ class Become:
     state: Literal["idle", "paused", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
     after: timedelta | None = None
     why: str = ""
+    category: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,11 +344,17 @@ def _begin_plan(turn: Turn, plan: Plan) -> Step:
     """T3 with calls: the check before the first of them."""
     if interrupts(turn):
         count = Count(withdrawals=_withdrawals(turn), rounds=turn.rounds + 1)
-        return Step((DropPlan(plan), TakeMail(), count), Ask())
+        return Step((DropPlan(plan, _speaker(turn)), TakeMail(), count), Ask())
     if turn.rounds + 1 >= turn.rules.max_rounds:
         words = f"I stopped after {turn.rules.max_rounds} rounds without coming to an end. Shall I go on?"
         return _finish(turn, DropPlan(plan), Say(words), Reply(words))
     return _start_next(plan, OpenPlan(plan), Count(withdrawals=turn.withdrawals, rounds=turn.rounds + 1))
+
+
+def _speaker(turn: Turn) -> str | None:
+    """The message that interrupts: a person's, if there is one."""
+    speech = sorted((letter for letter in turn.mail if not letter.echo), key=lambda letter: not letter.from_person)
+    return speech[0].id if speech else None
 
 
 def _withdrawals(turn: Turn) -> int:
@@ -356,7 +369,7 @@ def _go_on(turn: Turn, change: Change) -> Step:
     if plan.next() is None:
         return _close(turn, plan, change)
     if interrupts(turn):
-        return _close(turn, plan.closed(NOT_EXECUTED), change)
+        return _close(turn, plan.closed(NOT_EXECUTED), change, by=_speaker(turn))
     return _start_next(plan, change)
 
 
@@ -368,11 +381,11 @@ def _start_next(plan: Plan, *before: Write) -> Step:
     return Step((*before, Change(index, "started"), Become(state="tools")), Run(index))
 
 
-def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0) -> Step:
+def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0, by: str | None = None) -> Step:
     """The group goes into the history whole; mail that came meanwhile stands right behind it."""
     mail = (TakeMail(),) if turn.mail else ()
     count = Count(withdrawals=withdrawals, rounds=turn.rounds)
-    return Step((*before, CloseGroup(plan), *mail, count, Become(state="llm")), Ask())
+    return Step((*before, CloseGroup(plan, by), *mail, count, Become(state="llm")), Ask())
 
 
 def _judged(turn: Turn, approved: bool) -> Step:
@@ -390,7 +403,7 @@ def _void(turn: Turn, plan: Plan) -> Step:
     """Somebody spoke while a call waited for the person's word: what has not run does not run any more."""
     closed = plan.closed(NOT_EXECUTED)
     acted = any(one.state != "cancelled" for one in closed.calls)
-    return _close(turn, closed, withdrawals=0 if acted else _withdrawals(turn))
+    return _close(turn, closed, withdrawals=0 if acted else _withdrawals(turn), by=_speaker(turn))
 
 
 def _finish(turn: Turn, *last: Write) -> Step:

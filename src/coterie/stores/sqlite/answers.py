@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,59 +13,73 @@ from coterie.errors import Refused
 from coterie.messages import SYSTEM
 from coterie.stores.sqlite.post import Post
 
-_MESSAGE = "SELECT id, sender, automatic, in_reply_to, cause FROM messages WHERE id = ?"
+_COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
 
 
-def answer(db: sqlite3.Connection, post: Post, agent_id: str, turn_no: int, reply: Reply) -> None:
-    """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said."""
+class Asked(NamedTuple):
+    """A message, as far as it matters for who is to be answered."""
+
+    id: str
+    sender: str
+    automatic: int
+    in_reply_to: str | None
+    cause: str | None
+    hops: int
+
+
+def answer(db: sqlite3.Connection, post: Post, agent_id: str, turn_no: int, reply: Reply) -> tuple[str, ...]:
+    """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said; what was sent."""
     if not reply.text.strip():
-        return
-    for asker, message_id in _askers(db, agent_id, turn_no).items():
+        return ()
+    sent = []
+    for asked in _askers(db, agent_id, turn_no).values():
         if reply.trouble:
-            _send(post, SYSTEM, asker, {"text": reply.text, "problem": {"agent": agent_id}}, message_id)
-        elif not _told_already(db, agent_id, asker, turn_no, reply.text):
-            _send(post, agent_id, asker, {"text": reply.text}, message_id, stopped=reply.stopped)
+            sent.append(_send(post, SYSTEM, asked, {"text": reply.text, "problem": {"agent": agent_id}}))
+        elif not _told_already(db, agent_id, asked.sender, turn_no, reply.text):
+            sent.append(_send(post, agent_id, asked, {"text": reply.text}, stopped=reply.stopped))
+    return tuple(sent)
 
 
-def _send(
-    post: Post, sender: str, to: str, payload: dict[str, object], message_id: str, *, stopped: bool = False
-) -> None:
-    envelope = seal(sender=sender, to=to, payload=payload, in_reply_to=message_id, cause=message_id)
+def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, stopped: bool = False) -> str:
+    envelope = seal(sender=sender, to=asked.sender, payload=payload, in_reply_to=asked.id, cause=asked.id)
     try:
-        post.accept(envelope, automatic=True, stopped=stopped)
+        post.accept(envelope, hops=asked.hops + 1, reply_checked=True, automatic=True, stopped=stopped)
     except Refused as refusal:
         # Nobody may be left without knowing: what cannot be answered is kept as a dead letter.
         post.bury_unsent(envelope, refusal.code)
+    return envelope.id
 
 
-def _askers(db: sqlite3.Connection, agent_id: str, turn_no: int) -> dict[str, str]:
+def _askers(db: sqlite3.Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
     """Who asked, with the newest message each is waiting for an answer to."""
     rows = db.execute(
-        "SELECT message_id FROM history WHERE agent_id = ? AND turn_no = ? AND message_id IS NOT NULL ORDER BY seq",
+        f"SELECT {_COLUMNS} FROM history h JOIN messages m ON m.id = h.message_id"
+        " WHERE h.agent_id = ? AND h.turn_no = ? AND h.message_id IS NOT NULL ORDER BY h.seq",
         (agent_id, turn_no),
     ).fetchall()
-    asked: dict[str, str] = {}
-    for (message_id,) in rows:
-        for asker, asked_in in _asker_behind(db, agent_id, message_id):
-            asked[asker] = asked_in
-    return {asker: asked_in for asker, asked_in in asked.items() if asker not in (agent_id, SYSTEM)}
+    asked: dict[str, Asked] = {}
+    for row in rows:
+        if behind := _asker_behind(db, agent_id, Asked(*row)):
+            asked[behind.sender] = behind
+    return {asker: message for asker, message in asked.items() if asker not in (agent_id, SYSTEM)}
 
 
-def _asker_behind(db: sqlite3.Connection, agent_id: str, message_id: str) -> Iterator[tuple[str, str]]:
-    """The sender of an explicit message; behind an automatic answer, whoever made this agent ask."""
+def _asker_behind(db: sqlite3.Connection, agent_id: str, message: Asked) -> Asked | None:
+    """An explicit message itself; behind an automatic answer, the message that made this agent ask."""
     seen: set[str] = set()
-    next_id: str | None = message_id
-    while next_id is not None and next_id not in seen:
-        seen.add(next_id)
-        row = db.execute(_MESSAGE, (next_id,)).fetchone()
-        if row is None:
-            return
-        id_, sender, automatic, in_reply_to, _ = row
-        if not automatic:
-            yield sender, id_
-            return
-        request = db.execute(_MESSAGE, (in_reply_to,)).fetchone() if in_reply_to else None
-        next_id = request[4] if request and request[1] == agent_id else None
+    found: Asked | None = message
+    while found is not None and found.automatic:
+        if found.id in seen:
+            return None
+        seen.add(found.id)
+        request = _message(db, found.in_reply_to)
+        found = _message(db, request.cause) if request and request.sender == agent_id else None
+    return found
+
+
+def _message(db: sqlite3.Connection, message_id: str | None) -> Asked | None:
+    row = db.execute(f"SELECT {_COLUMNS} FROM messages m WHERE m.id = ?", (message_id,)).fetchone()
+    return Asked(*row) if row else None
 
 
 def _told_already(db: sqlite3.Connection, agent_id: str, asker: str, turn_no: int, text: str) -> bool:

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-SIZES = (64, 8, 1)
+SIZES = (64, 8, 4, 2, 1)
 """Few sizes, so that every statement stays prepared."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,62 +20,20 @@ from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
-from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Receipt
+from coterie.messages import NEW_CHAIN_AFTER, SYSTEM, Envelope, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sqlite.mailbox import Mailbox, Mailboxes
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
     " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload)"
 )
-_MAILBOX = """
-SELECT kind, state, runnable_at, next_in_seq, waiting, waiting_bytes, delayed FROM agents WHERE id = ?
-"""
-_SAVE_MAILBOX = """
-UPDATE agents SET state = ?, runnable_at = ?, next_in_seq = ?, waiting = ?, waiting_bytes = ?, delayed = ? WHERE id = ?
-"""
 _DELIVER = "UPDATE messages SET state = 'pending', in_seq = ?, delivered_at = ?, early = ? WHERE seq = ?"
 _BURY = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
 
 _MS = timedelta(milliseconds=1)
 NAMED_IN_NOTICE = 20
-
-
-@dataclass(slots=True)
-class Mailbox:
-    kind: str
-    state: str
-    runnable_at: int | None
-    next_in_seq: int
-    waiting: int
-    waiting_bytes: int
-    delayed: int
-    woken: bool = False
-    """Somebody shall look after this agent now."""
-
-    def deliver(self, size: int, now: int, sender: str = "") -> int:
-        """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
-        place = self.next_in_seq
-        self.next_in_seq += 1
-        self.waiting += 1
-        self.waiting_bytes += size
-        if self.kind == "agent":
-            if self.state == "idle":
-                self.state = "ready"
-                self.wake(now)
-            elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):
-                self.wake(now)
-        return place
-
-    def wake(self, now: int) -> None:
-        self.runnable_at, self.woken = now, True
-
-    def remove(self, size: int) -> None:
-        """One that waited does not any more. With nothing left to do, a woken agent goes back to sleep."""
-        self.waiting -= 1
-        self.waiting_bytes -= size
-        if self.state == "ready" and not self.waiting:
-            self.state, self.runnable_at = "idle", None
 
 
 class DueRow(NamedTuple):
@@ -96,23 +53,28 @@ class Post:
         """What due times are measured against."""
         self.stamp = stamp
         """What is written down as the time: `now`, but never earlier than anything stamped before."""
-        self._mailboxes: dict[str, Mailbox | None] = {}
+        self._mailboxes = Mailboxes(db)
+        self.woken: list[tuple[str, str]] = []
+        """Those who have something to do now and had not before, with their states; known when it is closed."""
         self._new: list[tuple[Any, ...]] = []
         self._attachments: list[tuple[str, int]] = []
-        self._events: list[tuple[int, EventKind, str]] = []
+        self._events: list[tuple[int, EventKind, str, str | None]] = []
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason, the messages that died, with their recipients."""
         self._last_seq: int | None = None
 
-    def accept(self, envelope: Envelope, *, hops: int | None = None, **marks: Any) -> Receipt:
+    def accept(
+        self, envelope: Envelope, *, hops: int | None = None, reply_checked: bool = False, **marks: Any
+    ) -> Receipt:
         """Take in one message, or raise `Refused`. `marks` are columns that only the runtime may set."""
         if envelope.retried and (known := self._known(envelope.id)):
             return known
         mailbox = self._check_recipient(envelope)
         if hops is None:
-            hops = self._check_hops(envelope)
-        if envelope.in_reply_to is not None:
+            hops = self._hops(envelope)
+        self._check_hops(hops)
+        if envelope.in_reply_to is not None and not reply_checked:
             self._check_reply(envelope)
         for ref in envelope.attachments:
             self._check_artifact(ref)
@@ -156,7 +118,7 @@ class Post:
         """Move delayed messages into their mailboxes, in the order given; those of the departed become dead letters."""
         moved, delivered, dead, at = [], [], 0, from_ms(self.stamp)
         for row in due:
-            mailbox = self._mailbox(row.recipient)
+            mailbox = self._mailboxes.get(row.recipient)
             assert mailbox is not None  # noqa: S101 - the foreign key holds
             mailbox.delayed -= 1
             if mailbox.state == "terminated":
@@ -178,7 +140,7 @@ class Post:
 
     def bury_unsent(self, envelope: Envelope, reason: str) -> None:
         """An answer that its recipient cannot get is stored as dead from the start, and its sender is told."""
-        if self._mailbox(envelope.to) is None:
+        if self._mailboxes.get(envelope.to) is None:
             return  # nobody to keep it for
         self._new.append(
             (self._next_seq(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None, None, False,
@@ -189,17 +151,13 @@ class Post:
 
     def mailbox(self, agent_id: str) -> Mailbox:
         """The mailbox of somebody who exists, to be changed and saved with the rest."""
-        mailbox = self._mailbox(agent_id)
+        mailbox = self._mailboxes.get(agent_id)
         if mailbox is None:
             raise Refused("unknown_agent", f"there is no agent {agent_id!r}")
         return mailbox
 
-    def tell(self, kind: EventKind, subject: str) -> None:
-        self._events.append((self.stamp, kind, subject))
-
-    @property
-    def woke_somebody(self) -> bool:
-        return any(mailbox is not None and mailbox.woken for mailbox in self._mailboxes.values())
+    def tell(self, kind: EventKind, subject: str, data: str | None = None) -> None:
+        self._events.append((self.stamp, kind, subject, data))
 
     def close(self) -> None:
         """Write down everything gathered."""
@@ -208,20 +166,13 @@ class Post:
         insert(self._db, _MESSAGES, self._new)
         hit("post.between")
         insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
-        self._db.executemany(
-            _SAVE_MAILBOX,
-            [
-                (m.state, m.runnable_at, m.next_in_seq, m.waiting, m.waiting_bytes, m.delayed, who)
-                for who, m in self._mailboxes.items()
-                if m is not None
-            ],
-        )
-        insert(self._db, "events (at, kind, subject)", self._events)
+        self.woken += self._mailboxes.save(self.now)
+        insert(self._db, "events (at, kind, subject, data)", self._events)
         hit("post.after_write")
 
     def _send_notices(self) -> None:
         for (sender, reason), dead in self._dead.items():
-            if sender == SYSTEM or (mailbox := self._mailbox(sender)) is None or mailbox.state == "terminated":
+            if sender == SYSTEM or (mailbox := self._mailboxes.get(sender)) is None or mailbox.state == "terminated":
                 continue
             envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(dead, reason))
             # A chain that was too long must not go on by way of the notice.
@@ -234,16 +185,8 @@ class Post:
         row = self._db.execute("SELECT queued, deliver_at FROM messages WHERE id = ?", (message_id,)).fetchone()
         return row and _receipt(message_id, bool(row[0]), row[1])
 
-    def _mailbox(self, agent_id: str) -> Mailbox | None:
-        try:
-            return self._mailboxes[agent_id]
-        except KeyError:
-            row = self._db.execute(_MAILBOX, (agent_id,)).fetchone()
-            mailbox = self._mailboxes[agent_id] = row and Mailbox(*row)
-            return mailbox
-
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
-        mailbox, limits = self._mailbox(envelope.to), self._limits
+        mailbox, limits = self._mailboxes.get(envelope.to), self._limits
         if mailbox is None:
             raise Refused("unknown_recipient", f"there is no agent {envelope.to!r}: list_agents names those there are")
         if mailbox.state == "terminated":
@@ -256,18 +199,19 @@ class Post:
             )
         return mailbox
 
-    def _check_hops(self, envelope: Envelope) -> int:
+    def _hops(self, envelope: Envelope) -> int:
         if envelope.cause is None or envelope.delay >= NEW_CHAIN_AFTER:
             return 0
         row = self._db.execute("SELECT hops FROM messages WHERE id = ?", (envelope.cause,)).fetchone()
-        hops: int = row[0] + 1 if row else 0
+        return row[0] + 1 if row else 0
+
+    def _check_hops(self, hops: int) -> None:
         if hops > self._limits.max_hops:
             raise Refused(
                 "hop_limit",
                 f"this chain of messages is {hops - 1} long, the most is {self._limits.max_hops}: answer the person,"
                 " or start afresh with a message delayed by a minute or more",
             )
-        return hops
 
     def _check_reply(self, envelope: Envelope) -> None:
         row = self._db.execute("SELECT payload FROM messages WHERE id = ?", (envelope.in_reply_to,)).fetchone()

@@ -26,6 +26,7 @@ from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
 from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
 from coterie.stores.sqlite import history, transitions, turns
+from coterie.stores.sqlite.attendance import Attendance
 from coterie.stores.sqlite.connections import (
     ADVISED,
     DATABASE_ERRORS,
@@ -41,7 +42,7 @@ from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.stores.sqlite.writer import Writer
 from coterie.text import one_line
-from coterie.turns import Claim, HistoryRow, View
+from coterie.turns import Claim, HistoryRow, Taker, View
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -64,8 +65,7 @@ class SqliteStore:
         self._path, self._clock, self._limits = path, clock, limits
         self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
-        self.on_wake: list[Callable[[], None]] = []
-        """Called when an agent has got something to do."""
+        self._taker: Taker | None = None
         self._outbox: list[tuple[Envelope, asyncio.Future[Receipt]]] = []
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
@@ -236,6 +236,9 @@ class SqliteStore:
 
     # Turns
 
+    def attend(self, taker: Taker) -> None:
+        self._taker = taker
+
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
         return await self._post(lambda db, post: turns.claim(db, post, worker, rules, limit))
 
@@ -296,32 +299,31 @@ class SqliteStore:
 
     # Plumbing
 
-    def _write(self, run: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+    def _write(
+        self, run: Callable[[sqlite3.Connection], T], settled: Callable[[bool], None] | None = None
+    ) -> asyncio.Future[T]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
-        return self._writer.write(run)
+        return self._writer.write(run, settled)
 
     def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> asyncio.Future[T]:
-        """One transition, with a post office of its own."""
-        woke = False
+        """One transition, with a post office of its own; whoever it gives something to do is claimed with it."""
+        attendance = Attendance(self._taker) if self._taker else None
 
         def work(db: sqlite3.Connection) -> T:
-            nonlocal woke
-            now = to_ms(self._clock.now())
-            self._last_stamp = max(self._last_stamp, now)
-            post = Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
+            post = self._open_post(db)
             result = run(db, post)
             post.close()
-            woke = post.woke_somebody
+            if attendance and post.woken:
+                attendance.serve(db, post.woken, lambda: self._open_post(db))
             return result
 
-        def told(_: asyncio.Future[T]) -> None:
-            for listener in self.on_wake if woke else ():
-                listener()
+        return self._write(work, attendance.settle if attendance else None)
 
-        written = self._write(work)
-        written.add_done_callback(told)
-        return written
+    def _open_post(self, db: sqlite3.Connection) -> Post:
+        now = to_ms(self._clock.now())
+        self._last_stamp = max(self._last_stamp, now)
+        return Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
 
     async def _query(self, sql: str, *parameters: Any) -> list[Any]:
         return await self._read(lambda db: db.execute(sql, parameters).fetchall())

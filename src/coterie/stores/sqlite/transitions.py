@@ -16,7 +16,8 @@ from coterie.ids import new_id
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
 from coterie.stores.sqlite.desk import TurnDesk
-from coterie.stores.sqlite.post import DueRow, Mailbox, Post
+from coterie.stores.sqlite.mailbox import Mailbox
+from coterie.stores.sqlite.post import DueRow, Post
 from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
@@ -62,7 +63,7 @@ def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
 
 def pause(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     mailbox = _agents_mailbox(post, agent_id)
-    db.execute("UPDATE agents SET hold = 1 WHERE id = ?", (agent_id,))
+    mailbox.hold = 1
     if mailbox.state in ("idle", "ready"):
         mailbox.state, mailbox.runnable_at = "paused", None
     post.tell("agent.state", agent_id)
@@ -70,13 +71,11 @@ def pause(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
 
 def resume(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     mailbox = _agents_mailbox(post, agent_id)
-    db.execute("UPDATE agents SET hold = 0 WHERE id = ?", (agent_id,))
+    mailbox.hold = 0
     if mailbox.state == "paused":
         mailbox.state = "ready" if mailbox.waiting else "idle"
-        if mailbox.waiting:
-            mailbox.wake(post.now)
-    elif mailbox.state == "blocked":
-        mailbox.wake(post.now)
+    if mailbox.state in ("ready", "blocked"):
+        mailbox.runnable_at = post.now
     post.tell("agent.state", agent_id)
 
 

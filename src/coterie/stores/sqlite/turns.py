@@ -14,7 +14,7 @@ from coterie.messages import Envelope
 from coterie.stores.sqlite.desk import CRASHES, TurnDesk
 from coterie.stores.sqlite.post import Post
 from coterie.text import clean
-from coterie.turns import Claim
+from coterie.turns import Claim, Taker
 
 # A crash cuts off every turn under way, but one of them at most is to blame. Those that two crashes found at the same
 # step are suspects: they go on one at a time, and who has got a step further is cleared. So a turn that kills the
@@ -40,6 +40,13 @@ def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: 
     return claims
 
 
+def claim_ready(db: sqlite3.Connection, post: Post, agent_id: str, taker: Taker) -> Claim:
+    """One that has just got its mail."""
+    claimed = TurnDesk(db, post, agent_id, taker.rules).claim(taker.worker)
+    hit("turn.claimed")
+    return claimed
+
+
 def release(db: sqlite3.Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
     # A worker that let go in order leaves no name behind: that is what tells its turns from those cut off by a crash.
     db.execute(
@@ -53,7 +60,7 @@ def advance(
     db: sqlite3.Connection, post: Post, claim: Claim, event: Event, rules: Rules, sends: Envelope | None
 ) -> Claim:
     desk = TurnDesk(db, post, claim.agent_id, rules)
-    desk.fence(claim)
+    desk.go_on(claim)
     hit("turn.fenced")
     if claim.on_trial:
         desk.acquit()

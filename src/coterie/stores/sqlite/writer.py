@@ -31,6 +31,8 @@ BUSY_TRIES = 3
 class Job:
     run: Callable[[sqlite3.Connection], Any]
     answer: asyncio.Future[Any]
+    settled: Callable[[bool], None] | None = None
+    """Told on the event loop whether it was written, even when nobody waits for the answer any more."""
     outcome: Any = None
     failed: BaseException | None = None
 
@@ -46,14 +48,16 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="coterie-writer", daemon=True)
         self._thread.start()
 
-    def write(self, run: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+    def write(
+        self, run: Callable[[sqlite3.Connection], T], settled: Callable[[bool], None] | None = None
+    ) -> asyncio.Future[T]:
         """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._broken:
             raise self._broken
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
         answer: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(Job(run, answer))
+        self._jobs.put(Job(run, answer, settled))
         return answer
 
     async def close(self) -> None:
@@ -152,6 +156,8 @@ def _fail(batch: list[Job], error: Exception) -> None:
 
 def _settle(batch: list[Job]) -> None:
     for job in batch:
+        if job.settled:
+            job.settled(job.failed is None)
         if job.answer.done():  # its caller was cancelled
             continue
         if job.failed is not None:

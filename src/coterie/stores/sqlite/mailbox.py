@@ -1,0 +1,96 @@
+"""An agent's row while a transaction works on it: read once, changed in memory, written once at the end."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+from coterie.messages import PERSON
+
+
+@dataclass(slots=True)
+class Mailbox:
+    kind: str
+    state: str
+    runnable_at: int | None
+    next_in_seq: int
+    taken_seq: int
+    waiting: int
+    waiting_bytes: int
+    delayed: int
+    epoch: int
+    step_no: int
+    turn_no: int
+    next_hist_seq: int
+    rounds: int
+    withdrawals: int
+    retries: int
+    hold: int
+    why: str | None
+    worker: str | None
+    crash_step: int
+    crashes: int
+
+    def deliver(self, size: int, now: int, sender: str = "") -> int:
+        """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
+        place = self.next_in_seq
+        self.next_in_seq += 1
+        self.waiting += 1
+        self.waiting_bytes += size
+        if self.kind == "agent":
+            if self.state == "idle":
+                self.state, self.runnable_at = "ready", now
+            elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):
+                self.runnable_at = now
+        return place
+
+    def remove(self, size: int) -> None:
+        """One that waited does not any more. With nothing left to do, a woken agent goes back to sleep."""
+        self.waiting -= 1
+        self.waiting_bytes -= size
+        if self.state == "ready" and not self.waiting:
+            self.state, self.runnable_at = "idle", None
+
+    def can_run(self, now: int) -> bool:
+        return self.runnable_at is not None and self.runnable_at <= now
+
+
+_COLUMNS = [field.name for field in fields(Mailbox)]
+_READ = f"SELECT {', '.join(_COLUMNS)} FROM agents WHERE id = ?"
+_SAVE = f"UPDATE agents SET {', '.join(f'{column} = ?' for column in _COLUMNS)} WHERE id = ?"
+as_row = attrgetter(*_COLUMNS)
+
+
+class Mailboxes:
+    """Those that one transaction has opened."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._open: dict[str, tuple[Mailbox, tuple[Any, ...]] | None] = {}
+        """Each with the row as it was read."""
+
+    def get(self, agent_id: str) -> Mailbox | None:
+        try:
+            found = self._open[agent_id]
+        except KeyError:
+            row = self._db.execute(_READ, (agent_id,)).fetchone()
+            found = self._open[agent_id] = row and (Mailbox(*row), row)
+        return found[0] if found else None
+
+    def save(self, now: int) -> list[tuple[str, str]]:
+        """Write those that were changed; who of them has something to do that had not, with their states."""
+        changed, woken = [], []
+        for agent_id, found in self._open.items():
+            if found is None or (row := as_row(found[0])) == found[1]:
+                continue
+            changed.append((*row, agent_id))
+            if found[0].can_run(now) and not Mailbox(*found[1]).can_run(now):
+                woken.append((agent_id, found[0].state))
+        if len(changed) == 1:
+            self._db.execute(_SAVE, changed[0])
+        else:
+            self._db.executemany(_SAVE, changed)
+        self._open.clear()
+        return woken

@@ -1,0 +1,91 @@
+"""Plans in the database: what a model wants to do, call by call, and what became of it."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from coterie.agent.turn import OVER, Plan, PlannedCall
+from coterie.llm.chat import Call
+from coterie.stores.sqlite.bulk import insert
+
+Key = tuple[int, int]
+"""The turn and step at which a plan was made."""
+_CALLS = (
+    "calls (agent_id, turn_no, step_no, idx, call_id, name, arguments, raw, effect, gated, state, result, started_at,"
+    " ended_at)"
+)
+_SAVE_CALL = """
+UPDATE calls SET state = ?, result = ?, started_at = coalesce(started_at, ?), ended_at = ?
+ WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND idx = ?
+"""
+_decode, _encode = msgspec.json.decode, msgspec.json.encode
+
+
+def named(plan: Plan, key: Key) -> Plan:
+    """Providers repeat their ids over time; ours are unique for the agent."""
+    calls = [
+        replace(one, call=replace(one.call, id=f"call_{key[0]}_{key[1]}_{idx}")) for idx, one in enumerate(plan.calls)
+    ]
+    return replace(plan, calls=tuple(calls))
+
+
+def read_open(db: sqlite3.Connection, agent_id: str) -> tuple[Key, Plan] | None:
+    row = db.execute(
+        "SELECT turn_no, step_no, text FROM plans WHERE agent_id = ? AND outcome = 'open'", (agent_id,)
+    ).fetchone()
+    if row is None:
+        return None
+    key, text = (row[0], row[1]), row[2]
+    calls = db.execute(
+        "SELECT call_id, name, arguments, raw, effect, gated, state, result FROM calls"
+        " WHERE agent_id = ? AND turn_no = ? AND step_no = ? ORDER BY idx",
+        (agent_id, *key),
+    ).fetchall()
+    return key, Plan(text=text, calls=tuple(_call(*call) for call in calls))
+
+
+def record(
+    db: sqlite3.Connection, agent_id: str, key: Key, plan: Plan, outcome: str, stamp: int, by: str | None = None
+) -> None:
+    db.execute(
+        "INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (agent_id, *key, plan.text, outcome, by, stamp),
+    )
+    insert(
+        db,
+        _CALLS,
+        [
+            (agent_id, *key, idx, one.call.id, one.call.name, _encode(one.call.arguments).decode(), one.call.raw,
+             one.effect, one.gated, one.state, one.result, stamp if one.state == "started" else None,
+             stamp if one.state in OVER else None)
+            for idx, one in enumerate(plan.calls)
+        ],
+    )  # fmt: skip
+
+
+def save_calls(db: sqlite3.Connection, agent_id: str, key: Key, before: Plan, after: Plan, stamp: int) -> None:
+    """Those that have changed."""
+    for idx, (was, one) in enumerate(zip(before.calls, after.calls, strict=True)):
+        if one is not was and one != was:
+            began = stamp if one.state == "started" else None
+            ended = stamp if one.state in OVER else None
+            db.execute(_SAVE_CALL, (one.state, one.result, began, ended, agent_id, *key, idx))
+
+
+def close(db: sqlite3.Connection, agent_id: str, by: str | None) -> None:
+    db.execute(
+        "UPDATE plans SET outcome = 'closed', interrupted_by = ? WHERE agent_id = ? AND outcome = 'open'",
+        (by, agent_id),
+    )
+
+
+def _call(
+    call_id: str, name: str, arguments: str, raw: str | None, effect: Any, gated: int, state: Any, result: str
+) -> PlannedCall:
+    call = Call(id=call_id, name=name, arguments=_decode(arguments), raw=raw)
+    return PlannedCall(call=call, effect=effect, gated=bool(gated), state=state, result=result)
