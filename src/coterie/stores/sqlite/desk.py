@@ -262,7 +262,7 @@ class TurnDesk:
         self.row.taken_seq = self.row.next_in_seq - 1
         names = [message.id for _, message in taken[:TOLD]]
         told_of = {"taken": names, "takenCount": len(taken), "withdrawnCalls": self._withdrawn}
-        self._post.tell("queue.changed", self._agent, _encode(told_of).decode())
+        self._post.tell("queue.changed", self._agent, told_of)
 
     # The plan: changed in memory, written once at the end of the step
 
@@ -340,10 +340,10 @@ class TurnDesk:
         if become.why:
             self._post.tell("problem", self._agent, self._problem(become))
 
-    def _problem(self, become: Become) -> str:
+    def _problem(self, become: Become) -> dict[str, Any]:
         retry_at = to_wire(from_ms(self.row.runnable_at)) if self.row.runnable_at is not None else None
         problem = {"category": become.category, "message": become.why, "retryable": retry_at is not None}
-        return _encode(problem | ({"retryAt": retry_at} if retry_at else {})).decode()
+        return problem | ({"retryAt": retry_at} if retry_at else {})
 
     def _send(self, ran: Ran, envelope: Envelope) -> Ran:
         """The call's message, in the transaction of its result."""

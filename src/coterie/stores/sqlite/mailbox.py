@@ -32,6 +32,7 @@ class Mailbox:
     worker: str | None
     crash_step: int
     crashes: int
+    since: int | None
 
     def deliver(self, size: int, now: int, sender: str = "") -> int:
         """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
@@ -79,15 +80,18 @@ class Mailboxes:
             found = self._open[agent_id] = row and (Mailbox(*row), row)
         return found[0] if found else None
 
-    def save(self, now: int) -> list[tuple[str, str]]:
+    def save(self, now: int, stamp: int) -> list[tuple[str, str]]:
         """Write those that were changed; who of them has something to do that had not, with their states."""
         changed, woken = [], []
         for agent_id, found in self._open.items():
-            if found is None or (row := as_row(found[0])) == found[1]:
+            if found is None or as_row(found[0]) == found[1]:
                 continue
-            changed.append((*row, agent_id))
-            if found[0].can_run(now) and not Mailbox(*found[1]).can_run(now):
-                woken.append((agent_id, found[0].state))
+            mailbox, before = found[0], Mailbox(*found[1])
+            if mailbox.state != before.state:
+                mailbox.since = stamp
+            changed.append((*as_row(mailbox), agent_id))
+            if mailbox.can_run(now) and not before.can_run(now):
+                woken.append((agent_id, mailbox.state))
         if len(changed) == 1:
             self._db.execute(_SAVE, changed[0])
         else:

@@ -27,13 +27,16 @@ from coterie.stores.sqlite.mailbox import Mailbox, Mailboxes
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
-    " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload)"
+    " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload,"
+    " thread, question, answered_by, answered_option)"
 )
 _DELIVER = "UPDATE messages SET state = 'pending', in_seq = ?, delivered_at = ?, early = ? WHERE seq = ?"
 _BURY = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
 
 _MS = timedelta(milliseconds=1)
 NAMED_IN_NOTICE = 20
+
+_encode = msgspec.json.Encoder().encode
 
 
 class DueRow(NamedTuple):
@@ -109,7 +112,7 @@ class Post:
         self._new.append(
             (seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
              queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
-             automatic, stopped, plan, None, envelope.payload_json)
+             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.question, None, None)
         )  # fmt: skip
         self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
         return _receipt(envelope.id, queued, deliver_at)
@@ -144,7 +147,8 @@ class Post:
             return  # nobody to keep it for
         self._new.append(
             (self._next_seq(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None, None, False,
-             0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json)
+             0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json,
+             envelope.thread, envelope.question, None, None)
         )  # fmt: skip
         self.tell("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
@@ -156,8 +160,9 @@ class Post:
             raise Refused("unknown_agent", f"there is no agent {agent_id!r}")
         return mailbox
 
-    def tell(self, kind: EventKind, subject: str, data: str | None = None) -> None:
-        self._events.append((self.stamp, kind, subject, data))
+    def tell(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
+        """`data`: what could not be looked up afterwards."""
+        self._events.append((self.stamp, kind, subject, None if data is None else _encode(data).decode()))
 
     def close(self) -> None:
         """Write down everything gathered."""
@@ -166,7 +171,9 @@ class Post:
         insert(self._db, _MESSAGES, self._new)
         hit("post.between")
         insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
-        self.woken += self._mailboxes.save(self.now)
+    def tell(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
+        """`data`: what could not be looked up afterwards."""
+        self._events.append((self.stamp, kind, subject, None if data is None else _encode(data).decode()))
         insert(self._db, "events (at, kind, subject, data)", self._events)
         hit("post.after_write")
 
