@@ -86,7 +86,6 @@ class Crew:
             tokens_per_day=config.limits.tokens_per_day,
         )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id())
-        store.on_wake.append(self._scheduler.wake.set)
 
     async def start(self) -> None:
         await self._registrar.recall()

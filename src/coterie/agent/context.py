@@ -6,7 +6,7 @@ message can end it early, or pose as another sender or as the runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,19 +14,20 @@ import msgspec
 from coterie.clock import to_wire
 from coterie.llm.chat import AssistantSaid, Attachment, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
 from coterie.messages import PERSON, SYSTEM, Message
-from coterie.turns import HistoryRow, View
+from coterie.turns import HistoryRow
 
 SET_ASIDE = "[This message was set aside: working on it brought the runtime down.]"
 EARLIER = "[The runtime's summary of what was said before the messages below]\n"
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def build_request(prompt: str, view: View, tools: Sequence[ToolSpec]) -> Request:
-    earlier = [UserSaid((Text(EARLIER + view.summary),))] if view.summary else []
-    return Request(said=(SystemSaid(prompt), *earlier, *map(_said, view.rows)), tools=tuple(tools))
+def build_request(prompt: str, summary: str, conversation: Iterable[Said], tools: tuple[ToolSpec, ...]) -> Request:
+    earlier = [UserSaid((Text(EARLIER + summary),))] if summary else []
+    return Request(said=(SystemSaid(prompt), *earlier, *conversation), tools=tools)
 
 
-def _said(row: HistoryRow) -> Said:
+def said(row: HistoryRow) -> Said:
+    """One row of the history, as the model is shown it."""
     match row.role:
         case "assistant":
             return AssistantSaid(row.text, tuple(row.calls))

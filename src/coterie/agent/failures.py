@@ -18,16 +18,32 @@ def told(error: ServiceError, retries: int, luck: float) -> ModelFailed:
     match error:
         case Transient() | Local() if retries < TRIES:
             wait = error.retry_after if error.retry_after is not None else _backoff(retries, luck)
-            return ModelFailed(words=str(error), then="retry", after=wait)
+            return ModelFailed(words=str(error), then="retry", after=wait, category=_category(error))
         case Malformed() if retries < MALFORMED_TRIES:
-            return ModelFailed(words=str(error), then="retry", after=_backoff(retries, luck))
+            return ModelFailed(words=str(error), then="retry", after=_backoff(retries, luck), category="server")
         case Terminal(category="content"):
             return ModelFailed(words=str(error), then="give_up")
         case TooLong():
             return ModelFailed(
-                words=f"{error}. Clear the conversation, or use a model with a larger window.", then="block"
+                words=f"{error}. Clear the conversation, or use a model with a larger window.",
+                then="block",
+                category="context_length",
             )
-    return ModelFailed(words=f"{error}. Mend it, then write to me again.", then="block")
+    return ModelFailed(words=f"{error}. Mend it, then write to me again.", then="block", category=_category(error))
+
+
+def _category(error: ServiceError) -> str:
+    """The kind of trouble, in the words of the event stream."""
+    match error:
+        case Terminal(category="auth"):
+            return "auth"
+        case Terminal(category="quota") | Local():
+            return "rate_limit"
+        case Transient(retry_after=after) if after is not None:
+            return "rate_limit"
+        case Transient():
+            return "network"
+    return "server"
 
 
 def _backoff(retries: int, luck: float) -> timedelta:

@@ -11,13 +11,14 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from coterie.agent.compaction import cut, digest, fits, summary_request
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
 from coterie.agent.failures import told
+from coterie.agent.memory import Memory
 from coterie.agent.profile import Profile
 from coterie.agent.prompt import system_prompt
 from coterie.agent.send_message import SEND_MESSAGE, seal_call
@@ -28,11 +29,13 @@ from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.errors import Refused, StoreUnavailable
 from coterie.failpoints import hit
+from coterie.live import Live
+from coterie.live import Outcome as Ending
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
 from coterie.llm.service import ServiceError, Terminal, TooLong
 from coterie.messages import Envelope
-from coterie.turns import Claim, StaleOwner, TurnStore, View
+from coterie.turns import Claim, StaleOwner, TurnStore
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +57,12 @@ class Outcome:
 class Work:
     """A turn under way, and how to stop it."""
 
-    task: asyncio.Task[Outcome] | None = None
-    said: str = ""
+    task: asyncio.Task[None]
+    performing: bool = False
+    """It is in the middle of an effect, which a stop may cut off; what it writes down is never cut off."""
+    said: list[str] = field(default_factory=list)
     """What the model has said so far."""
     stopping: bool = False
-    view: View | None = None
-    """What the model was last shown; a turn only adds to it."""
     prompt: str = ""
     """Made once a turn."""
 
@@ -75,59 +78,70 @@ class LlmHandler:
         context: ContextMaker,
         clock: Clock,
         rules: Rules,
+        live: Live | None = None,
         tokens_per_day: int = 0,
     ) -> None:
-        """`tokens_per_day`: 0 is no limit."""
+        """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit."""
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
-        self._tokens_per_day = tokens_per_day
+        self._live, self._tokens_per_day = live or Live(), tokens_per_day
+        self._memory = Memory()
         self._work: dict[str, Work] = {}
 
     async def work(self, claim: Claim) -> None:
         """Until there is nothing more to do for this agent, or somebody else has taken it over."""
-        work = self._work[claim.agent_id] = Work()
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - the scheduler gives every turn a task
+        work = self._work[claim.agent_id] = Work(task)
+        self._memory.add(claim.agent_id, claim.added)
         try:
             while not isinstance(claim.effect, Rest):
-                claim = await self._advance(claim, await self._perform(claim, work))
+                outcome = await self._perform(claim, work)
+                claim = await self._advance(claim, outcome)
         except StaleOwner as stale:
             log.warning("%s; its last step here counts for nothing", stale)
+            self._memory.forget(claim.agent_id)
         finally:
+            self._live.end(_draft(claim), "failed")
             del self._work[claim.agent_id]
 
     async def _advance(self, claim: Claim, outcome: Outcome) -> Claim:
         """Written down, however long the store takes to come back: what was done must not be forgotten."""
         while True:
             try:
-                claim = await self._store.advance(claim, outcome.event, self._rules, sends=outcome.sends)
+                after = await self._store.advance(claim, outcome.event, self._rules, sends=outcome.sends)
             except StoreUnavailable as error:
                 log.warning("%s waits for the store: %s", claim.agent_id, error)
                 await self._clock.sleep(PATIENCE)
                 continue
             self._bus.stored(outcome.sends)
-            return claim
+            self._memory.add(claim.agent_id, after.added)
+            self._live.end(_draft(claim), _ending(outcome.event, after), after.replies)
+            return after
 
     def stop(self, agent_id: str) -> bool:
         """End the agent's turn now: the model call or tool is cancelled. False when it has none here."""
         if (work := self._work.get(agent_id)) is None:
             return False
-        work.stopping = True
-        if work.task:
+        if work.performing and not work.stopping:
             work.task.cancel()
+        work.stopping = True
         return True
 
     async def _perform(self, claim: Claim, work: Work) -> Outcome:
-        """The effect, as a task of its own, so that a stop can end it and nothing else."""
+        """The effect, which a stop can end, and nothing else."""
         if not work.stopping:
-            work.said = ""
-            work.task = asyncio.create_task(self._do(claim, work))
+            work.said, work.performing = [], True
             try:
-                return await work.task
+                return await self._do(claim, work)
             except asyncio.CancelledError:
-                if not work.stopping:
-                    work.task.cancel()
+                # Whoever else wants the task to end gets what they want.
+                if not work.stopping or work.task.uncancel():
                     raise
-        work.stopping, work.task = False, None
-        return Outcome(event=Stopped(work.said))
+            finally:
+                work.performing = False
+        work.stopping = False
+        return Outcome(event=Stopped("".join(work.said)))
 
     async def _do(self, claim: Claim, work: Work) -> Outcome:
         try:
@@ -184,35 +198,37 @@ class LlmHandler:
             async for piece in pieces:
                 if isinstance(piece, Answer):
                     return piece
-                work.said += piece.text
+                work.said.append(piece.text)
+                self._live.say(claim.agent_id, _draft(claim), piece.text)
+        raise AssertionError("the door to models ends with an answer or an error")
+
+    async def _ask_quietly(self, service: str, request: Request, claim: Claim) -> Answer:
+        """For ourselves: nobody watches it being said."""
+        async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Answer):
+                    return piece
         raise AssertionError("the door to models ends with an answer or an error")
 
     async def _request(self, profile: Profile, work: Work) -> Request:
-        work.view = await self._look(profile.id, work.view)
+        shown = self._memory.recall(profile.id) or self._memory.keep(profile.id, await self._store.view(profile.id))
         work.prompt = work.prompt or system_prompt(profile, self._directory)
-        tools = [SEND_MESSAGE, *self._toolbox.specs(profile.tools)]
-        return build_request(work.prompt, work.view, tools)
-
-    async def _look(self, agent_id: str, seen: View | None) -> View:
-        """History only grows, so within a turn only what is new needs to be read."""
-        if seen is None or not seen.rows:
-            return await self._store.view(agent_id)
-        more = await self._store.history(agent_id, after=seen.rows[-1].seq)
-        return View(seen.summary, [*seen.rows, *more])
+        return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(profile.tools))
 
     async def _compact(self, claim: Claim, service: str, work: Work) -> bool:
         """Whether there was something to leave out."""
-        view, work.view = await self._store.view(claim.agent_id), None
+        view = await self._store.view(claim.agent_id)
         if (upto := cut(view.rows)) is None:
             return False
         older = [row for row in view.rows if row.seq <= upto]
         try:
-            answer = await self._ask_model(service, summary_request(older), claim, Work())
+            answer = await self._ask_quietly(service, summary_request(older), claim)
             text = answer.text.strip() or digest(older)
         except ServiceError as error:
             log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
             text = digest(older)
         await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip())
+        self._memory.forget(claim.agent_id)
         log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
         return True
 
@@ -233,7 +249,7 @@ class LlmHandler:
         return PlannedCall(call=call, effect=tool.effect, gated=tool.approval)
 
     async def _run(self, claim: Claim, index: int, call: Call, profile: Profile) -> Outcome:
-        key = f"{claim.agent_id}/{claim.plan_key}/{index}"
+        key = f"{claim.agent_id}/{claim.plan_key[0]}/{claim.plan_key[1]}/{index}"
         if call.raw is not None:
             words = "the arguments are no JSON object; send the call again with valid arguments"
             return Outcome(event=Ran(index=index, ok=False, result=words))
@@ -249,3 +265,20 @@ class LlmHandler:
         except Refused as refusal:
             return Outcome(event=Ran(index=index, ok=False, result=refusal.to_json()))
         return Outcome(event=Ran(index=index, ok=True, result=""), sends=envelope)
+
+
+def _draft(claim: Claim) -> str:
+    """Names what the model says at this step, while it says it."""
+    return f"{claim.agent_id}/{claim.turn_no}/{claim.step_no}"
+
+
+def _ending(event: Event, after: Claim) -> Ending:
+    """What became of the words that were streamed."""
+    match event:
+        case Stopped():
+            return "stopped"
+        case Answered(calls=()):
+            return "stored"
+        case Answered():
+            return "withdrawn" if after.withdrawn else "stored"
+    return "failed"

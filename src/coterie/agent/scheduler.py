@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
 
 from coterie.agent.llm_handler import LlmHandler
@@ -20,23 +22,27 @@ AT_ONCE = 256
 
 
 class Scheduler:
+    """A `Taker`: the store hands it whoever gets mail; it looks itself for those who are due for other reasons."""
+
     def __init__(self, store: TurnStore, handler: LlmHandler, clock: Clock, rules: Rules, worker: str) -> None:
         self._store, self._handler, self._clock = store, handler, clock
-        self._rules, self._worker = rules, worker
-        self.wake = asyncio.Event()
-        """Set it when somebody may have something to do."""
+        self.rules, self.worker = rules, worker
+        self._wake = asyncio.Event()
         self._turns: dict[asyncio.Task[None], str] = {}
+        self._places = _Places(AT_ONCE)
         self._mislaid = False
         """Agents may be claimed in our name that nobody works on."""
         self._ending = False
         self._loop: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        self._store.attend(self)
         self._loop = asyncio.create_task(self._claim_for_ever(), name="coterie-scheduler")
 
     async def stop_claiming(self) -> None:
         self._ending = True
-        self.wake.set()
+        self._places.close()
+        self._wake.set()
         if self._loop:
             await self._loop
 
@@ -48,24 +54,44 @@ class Scheduler:
             turn.cancel()
         await asyncio.gather(*self._turns, return_exceptions=True)
         try:
-            await self._store.release(self._worker, failed=False)
+            await self._store.release(self.worker, failed=False)
         except StoreError as error:
             log.warning("what was cut off counts as a crash at the next start: %s", error)
 
+    # What the store does with us
+
+    def reserve(self) -> bool:
+        return not self._places.held and self._places.take(1) == 1
+
+    def give_back(self, places: int) -> None:
+        self._places.give_back(places)
+
+    def take(self, claims: Sequence[Claim]) -> None:
+        if self._ending:
+            return  # they are in our name, and are let go with the rest
+        for claim in claims:
+            self._begin(claim)
+
+    def look(self) -> None:
+        self._wake.set()
+
+    # What it finds by itself
+
     async def _claim_for_ever(self) -> None:
         while not self._ending:
-            self.wake.clear()
+            self._wake.clear()
             if not await self._claim_some():
-                await self._clock.wait(self.wake, SWEEP)
+                await self._clock.wait(self._wake, SWEEP)
 
     async def _claim_some(self) -> bool:
         """Whether there may be more."""
-        room = AT_ONCE - len(self._turns)
+        room = self._places.take(AT_ONCE)
+        claims: Sequence[Claim] = ()
         try:
             if self._mislaid:
-                await self._store.release(self._worker, busy=[*self._turns.values()], failed=True)
+                await self._store.release(self.worker, busy=[*self._turns.values()], failed=True)
                 self._mislaid = False
-            claims = await self._store.claim(self._worker, self._rules, room) if room else []
+            claims = await self._store.claim(self.worker, self.rules, room) if room else []
         except StoreError as error:
             log.error("cannot look for work for now: %s", error)
             return False
@@ -73,8 +99,10 @@ class Scheduler:
             log.exception("looking for work failed; trying again")
             self._mislaid = True  # it may have been written all the same
             return False
-        for claim in claims:
-            self._begin(claim)
+        finally:
+            self._places.give_back(room - len(claims))
+        self.take(claims)
+        self._places.held = len(claims) == room
         return bool(room) and len(claims) == room
 
     def _begin(self, claim: Claim) -> None:
@@ -83,11 +111,37 @@ class Scheduler:
         turn.add_done_callback(self._ended)
 
     def _ended(self, turn: asyncio.Task[None]) -> None:
-        if len(self._turns) == AT_ONCE:
-            self.wake.set()  # others may have waited for this place
+        if self._places.held:
+            self._wake.set()  # others have waited for this place
         del self._turns[turn]
+        self._places.give_back(1)
         if not turn.cancelled() and (error := turn.exception()):
             # The store still says that the agent is at work; so it is claimed anew, which counts as a crash.
             self._mislaid = True
-            self.wake.set()
+            self._wake.set()
             log.error("a turn ended in an error nobody planned for", exc_info=error)
+
+
+class _Places:
+    """How many more turns may run. The store's own thread takes some too."""
+
+    def __init__(self, count: int) -> None:
+        self.held = False
+        """Some wait for a place already: whoever comes now stands behind them."""
+        self._free = count
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def take(self, wanted: int) -> int:
+        with self._lock:
+            taken = 0 if self._closed else min(wanted, self._free)
+            self._free -= taken
+            return taken
+
+    def give_back(self, count: int) -> None:
+        with self._lock:
+            self._free += count
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True

@@ -43,6 +43,7 @@ class Toolbox:
         self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
         self._tools: dict[str, Tool] = {}
         self._reach: dict[tuple[str, ...], dict[str, Tool]] = {}
+        self._offers: dict[tuple[str, ...], tuple[ToolSpec, ...]] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._sort()
 
@@ -60,6 +61,12 @@ class Toolbox:
         """What an agent with that list can be offered."""
         return tuple(tool.spec for tool in self._within(patterns).values())
 
+    def offered(self, patterns: tuple[str, ...]) -> tuple[ToolSpec, ...]:
+        """All that its model is told of: the same, and `send_message`, which the runtime does itself."""
+        if patterns not in self._offers:
+            self._offers[patterns] = (SEND_MESSAGE, *self.specs(patterns))
+        return self._offers[patterns]
+
     def _sort(self) -> list[Problem]:
         self._tools, problems = {}, list[Problem]()
         for source, tools in self._sources.items():
@@ -67,6 +74,7 @@ class Toolbox:
                 if tool.name in _RESERVED or self._tools.setdefault(tool.name, tool) is not tool:
                     problems.append(Problem(source, f"the tool {tool.name} is left out: there is one of that name"))
         self._reach.clear()
+        self._offers.clear()
         return problems
 
     def _within(self, patterns: Sequence[str]) -> dict[str, Tool]:

@@ -448,10 +448,12 @@ def _dismiss(turn: Turn) -> Step:
 
 
 def _failed(turn: Turn, failure: ModelFailed) -> Step:
+    words, kind = failure.words, failure.category
     match failure.then:
         case "retry":
-            return Step((Become(state="wait_retry", after=failure.after, why=failure.words),), Rest())
+            return Step((Become(state="wait_retry", after=failure.after, why=words, category=kind),), Rest())
         case "block":
-            return Step((Reply(failure.words, trouble=True), Become(state="blocked", why=failure.words)), Rest())
+            told = Reply(words, trouble=True)
+            return Step((told, Become(state="blocked", why=words, category=kind)), Rest())
         case "give_up":
-            return _finish(turn, Say(f"[no answer: {failure.words}]"), Reply(failure.words, trouble=True))
+            return _finish(turn, Say(f"[no answer: {words}]"), Reply(words, trouble=True))

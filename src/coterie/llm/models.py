@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -44,74 +44,82 @@ class Models:
         first = self._services.entry(service_id)
         failure: ServiceError | None = None
         for entry in (first, *map(self._services.entry, first.fallback)):
-            spoken = False
-            try:
-                async with aclosing(self._ask_one(entry, request, reader)) as pieces:
-                    async for piece in pieces:
-                        spoken = True
-                        yield piece
-                return
-            except ServiceError as error:
-                if spoken or not _another_may_help(error):
-                    raise
-                failure = failure or error
+            refused: set[str] = set()
+            fitted: Request | None = None
+            while fitted is None:
+                fitted = await self._router.fit(request, entry, reader=reader)
+                spoken = False
+                try:
+                    async with aclosing(self._speak(entry, fitted)) as pieces:
+                        async for piece in pieces:
+                            spoken = True
+                            yield piece
+                    return
+                except ServiceError as error:
+                    if spoken:
+                        raise
+                    if isinstance(error, Unsupported) and self._can_do_without(error, entry, fitted, refused):
+                        fitted = None  # and so it is asked again, with less
+                    elif _another_may_help(error):
+                        failure = failure or error
+                    else:
+                        raise
         if failure:
             raise failure
+
+    def _can_do_without(self, error: Unsupported, entry: ServiceEntry, sent: Request, refused: set[str]) -> bool:
+        """Refusing what was not sent, or is sent no more, is no reason to ask the same thing again."""
+        if error.what in refused or error.what not in uses(sent):
+            return False
+        refused.add(error.what)
+        self._refusals.note(entry, error.what, str(error))
+        return True
 
     async def close(self) -> None:
         while self._lines:
             _, line = self._lines.popitem()
             await line.service.close()
 
-    async def _ask_one(self, entry: ServiceEntry, request: Request, reader: str) -> Stream:
-        """Asks again, with less, each time the provider refuses a kind of content or tools."""
-        refused: set[str] = set()
-        while True:
-            fitted = await self._router.fit(request, entry, reader=reader)
-            spoken = False
-            try:
-                async with aclosing(self._speak(entry, fitted)) as pieces:
-                    async for piece in pieces:
-                        spoken = True
-                        yield piece
-                return
-            except Unsupported as error:
-                # Refusing what was not sent, or is sent no more, is no reason to ask the same thing again.
-                if spoken or error.what in refused or error.what not in uses(fitted):
-                    raise
-                refused.add(error.what)
-                self._refusals.note(entry, error.what, str(error))
-
     async def _speak(self, entry: ServiceEntry, request: Request) -> Stream:
         if entry.missing_key:
             raise Terminal(_no_key(entry), category="auth")
-        async with self._line(entry) as line:
+        line = self._line(entry)
+        line.users += 1
+        try:
             self._check(entry, line.breaker)
             async with line.slots:
                 self._check(entry, line.breaker)  # it may have opened while we stood in the queue
-                pieces = _whole(line.service.generate(request), entry.id)
-                async with aclosing(self._judged(pieces, line.breaker)) as judged:
+                async with aclosing(self._judged(entry, line, request)) as judged:
                     async for piece in judged:
                         yield piece
+        finally:
+            line.users -= 1
+            if not line.users and not self._services.has(entry):
+                await self._close_unused()
 
-    async def _judged(self, pieces: Stream, breaker: Breaker) -> Stream:
-        """The same pieces; how they end is told to the breaker."""
-        probe = breaker.enter()
+    async def _judged(self, entry: ServiceEntry, line: _Line, request: Request) -> Stream:
+        """The pieces up to the answer, which is signed with the service's id; how they end is told to the breaker."""
+        probe, pieces = line.breaker.enter(), line.service.generate(request)
         try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    if isinstance(piece, Answer):
-                        breaker.succeeded()
-                    yield piece
+            async for piece in pieces:
+                if isinstance(piece, Answer):
+                    line.breaker.succeeded()
+                    yield replace(piece, service=entry.id)
+                    return
+                yield piece
+            raise Malformed(f'service "{entry.id}" ended its stream without an answer')
         except (Transient, Malformed):
-            breaker.failed(self._clock.monotonic(), probe=probe)
+            line.breaker.failed(self._clock.monotonic(), probe=probe)
             raise
         except ServiceError:
-            breaker.succeeded()  # it is there, and says no
+            line.breaker.succeeded()  # it is there, and says no
             raise
         except BaseException:
-            breaker.left(probe=probe)
+            line.breaker.left(probe=probe)
             raise
+        finally:
+            if isinstance(pieces, AsyncGenerator):
+                await pieces.aclose()
 
     def _check(self, entry: ServiceEntry, breaker: Breaker) -> None:
         wait = breaker.wait(self._clock.monotonic())
@@ -119,23 +127,16 @@ class Models:
             message = f'service "{entry.id}" keeps failing; it is tried again in {math.ceil(wait)} s'
             raise Local(message, retry_after=timedelta(seconds=wait))
 
-    @asynccontextmanager
-    async def _line(self, entry: ServiceEntry) -> AsyncIterator[_Line]:
+    def _line(self, entry: ServiceEntry) -> _Line:
         line = self._lines.get(entry)
         if line is None:
             slots = asyncio.Semaphore(entry.max_concurrent_requests)
             line = self._lines[entry] = _Line(self._make(entry), slots)
-        line.users += 1
-        try:
-            yield line
-        finally:
-            line.users -= 1
-            await self._close_unused()
+        return line
 
     async def _close_unused(self) -> None:
         """Services whose entry was changed or removed are closed when their last request has ended."""
-        current = set(self._services)
-        unused = [entry for entry, line in self._lines.items() if not line.users and entry not in current]
+        unused = [entry for entry, line in self._lines.items() if not line.users and not self._services.has(entry)]
         for line in [self._lines.pop(entry) for entry in unused]:
             await line.service.close()
 
@@ -148,20 +149,6 @@ class _Line:
     slots: asyncio.Semaphore
     breaker: Breaker = field(default_factory=Breaker)
     users: int = 0
-
-
-async def _whole(pieces: AsyncIterator[Delta | Answer], service_id: str) -> Stream:
-    """The pieces up to the answer, which is signed with the service's id; closing this closes them."""
-    try:
-        async for piece in pieces:
-            if isinstance(piece, Answer):
-                yield replace(piece, service=service_id)
-                return
-            yield piece
-        raise Malformed(f'service "{service_id}" ended its stream without an answer')
-    finally:
-        if isinstance(pieces, AsyncGenerator):
-            await pieces.aclose()
 
 
 def _another_may_help(error: ServiceError) -> bool:

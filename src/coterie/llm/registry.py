@@ -42,6 +42,10 @@ class Services:
     def __contains__(self, service_id: object) -> bool:
         return service_id in self._entries
 
+    def has(self, entry: ServiceEntry) -> bool:
+        """Whether it is there as it is."""
+        return self._entries.get(entry.id) == entry
+
     def entry(self, service_id: str | None = None) -> ServiceEntry:
         """The service of that id; without one, the first."""
         if service_id is None and self._entries:

@@ -315,6 +315,8 @@ class TurnDesk:
                 to=PERSON,
                 payload_json=question(call),
                 retried=True,
+                thread=self._agent,
+                question=True,
             )
         )
 

@@ -171,9 +171,7 @@ class Post:
         insert(self._db, _MESSAGES, self._new)
         hit("post.between")
         insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
-    def tell(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
-        """`data`: what could not be looked up afterwards."""
-        self._events.append((self.stamp, kind, subject, None if data is None else _encode(data).decode()))
+        self.woken += self._mailboxes.save(self.now, self.stamp)
         insert(self._db, "events (at, kind, subject, data)", self._events)
         hit("post.after_write")
 
