@@ -45,7 +45,7 @@ class Claim:
     plan: Plan | None = None
     """The open plan, as it is stored. The step that is decided with this claim counts only while that is so."""
     plan_key: tuple[int, int] = (0, 0)
-    """The turn and step that name it: what its calls send or keep is named after them, so that nothing is done twice."""
+    """The turn and step that name it. What its calls send or keep is named after them, so nothing is done twice."""
     call: PlannedCall | None = None
     """The call to run."""
     cause: str | None = None
@@ -60,6 +60,10 @@ class Claim:
     """Calls that were not run because somebody spoke."""
     on_trial: bool = False
     """Two crashes found it at the same step. No other suspect works beside it, so that a third one tells who it is."""
+
+    def key(self, index: int) -> str:
+        """Names a call of the plan, for ever."""
+        return f"{self.agent_id}/{self.plan_key[0]}/{self.plan_key[1]}/{index}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.agent.context import SET_ASIDE, build_request, letter
+from coterie.agent.context import said as said_as
 from coterie.agent.directory import Directory
 from coterie.agent.profile import Profile
-from coterie.agent.prompt import NAMED, system_prompt
+from coterie.agent.prompt import NAMED, Prompts
 from coterie.ids import new_id
 from coterie.llm.chat import AssistantSaid, Attachment, Call, SystemSaid, Text, ToolSaid, UserSaid
 from coterie.llm.registry import Services
 from coterie.llm.service import Capabilities
 from coterie.llm.service_entry import ServiceEntry
 from coterie.messages import Message
-from coterie.turns import HistoryRow, View
+from coterie.turns import HistoryRow
 from tests.llm.room import Room
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
@@ -85,7 +86,7 @@ def test_history_becomes_the_roles_a_model_knows_and_what_was_set_aside_is_not_r
         HistoryRow(seq=3, turn_no=2, role="assistant", text="looking", calls=[call]),
         HistoryRow(seq=4, turn_no=2, role="tool", text="seen", call_id="c"),
     ]
-    said = build_request("You are Ada.", View("we spoke of tea", rows), []).said
+    said = build_request("You are Ada.", "we spoke of tea", map(said_as, rows), ()).said
     assert said[0] == SystemSaid("You are Ada.")
     assert isinstance(said[1], UserSaid) and "we spoke of tea" in said[1].parts[0].text  # type: ignore[union-attr]
     assert said[2] == UserSaid((Text(SET_ASIDE),))
@@ -107,12 +108,12 @@ def directory(count: int) -> Directory:
 
 
 def test_an_agent_is_told_who_it_is_whom_it_can_reach_and_who_can_read_what() -> None:
-    prompt = system_prompt(Profile(id="ada", name="Ada", prompt="You like numbers."), directory(1))
+    prompt = Prompts(directory(1)).of(Profile(id="ada", name="Ada", prompt="You like numbers."))
     assert prompt.startswith("You like numbers.")
     assert "You are Ada (id: ada)" in prompt and "- user: the person" in prompt
     assert "- agent-0 (reads vision)" in prompt and "- ada" not in prompt
 
 
 def test_a_crowd_is_not_named_one_by_one() -> None:
-    prompt = system_prompt(Profile(id="ada"), directory(NAMED * 3))
+    prompt = Prompts(directory(NAMED * 3)).of(Profile(id="ada"))
     assert prompt.count("(reads vision)") == NAMED and "find_agents" in prompt

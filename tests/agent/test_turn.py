@@ -120,7 +120,7 @@ def test_a_plan_nobody_objects_to_begins_with_its_first_call() -> None:
 
 def test_before_the_first_call_a_message_withdraws_the_whole_plan_and_the_model_is_asked_again() -> None:
     step = reduce(Turn(mail=(FROM_AGENT,)), answered(call()))
-    assert step == Step((DropPlan(plan(call())), TakeMail(), Count(withdrawals=1, rounds=1)), Ask())
+    assert step == Step((DropPlan(plan(call()), by=FROM_AGENT.id), TakeMail(), Count(withdrawals=1, rounds=1)), Ask())
 
 
 def test_a_withdrawn_plan_is_a_record_and_never_said() -> None:
@@ -302,12 +302,16 @@ def test_mail_that_waits_begins_the_next_turn_at_once_after_a_stop() -> None:
 
 def test_a_failure_that_may_pass_is_waited_out_with_the_mail_left_where_it_is() -> None:
     step = reduce(Turn(mail=(FROM_PERSON,)), ModelFailed(words="busy", then="retry", after=timedelta(seconds=3)))
-    assert step == Step((Become(state="wait_retry", after=timedelta(seconds=3), why="busy"),), Rest())
+    assert step == Step(
+        (Become(state="wait_retry", after=timedelta(seconds=3), why="busy", category="server"),), Rest()
+    )
 
 
 def test_a_failure_that_somebody_must_mend_blocks_the_agent_and_is_told_to_whoever_asked() -> None:
     step = reduce(Turn(), ModelFailed(words="no key", then="block"))
-    assert step == Step((Reply("no key", trouble=True), Become(state="blocked", why="no key")), Rest())
+    assert step == Step(
+        (Reply("no key", trouble=True), Become(state="blocked", why="no key", category="server")), Rest()
+    )
 
 
 def test_an_answer_that_is_not_to_be_had_ends_the_turn_in_words() -> None:

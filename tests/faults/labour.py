@@ -7,7 +7,7 @@ import os
 import random
 from pathlib import Path
 
-from coterie.agent.context import build_request
+from coterie.agent.context import build_request, said
 from coterie.agent.send_message import SEND_MESSAGE
 from coterie.llm.providers.openai_dialect import Dialect
 from coterie.runtime import Society
@@ -76,7 +76,8 @@ async def come_to_rest(folder: Path, seed: int, name: str, witness: Witness) -> 
 
 async def unfit(society: Society, agent: str) -> list[str]:
     """What the strictest services would say against the agent's history."""
-    request = build_request("You are an agent.", await society.store.view(agent), [SEND_MESSAGE])
+    view = await society.store.view(agent)
+    request = build_request("You are an agent.", view.summary, map(said, view.rows), (SEND_MESSAGE,))
     body = Dialect().body(request, "m", None, stream=False)
     strict = Dialect(alternate=True).messages(request)
     found = {

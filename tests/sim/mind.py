@@ -75,4 +75,4 @@ class Mind:
 
 
 def key_of(claim: Claim, index: int) -> str:
-    return f"{claim.agent_id}/{claim.plan_key}/{index}"
+    return claim.key(index)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import msgspec
-
 from coterie.agent import turn
 from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Reply, Run, Step, Turn
 from coterie.llm.chat import Call
@@ -18,6 +16,7 @@ from coterie.stores.sqlite.answers import answer
 from coterie.stores.sqlite.bulk import insert
 from coterie.stores.sqlite.desk import TurnDesk
 from coterie.stores.sqlite.post import Post
+from coterie.stores.sqlite.rows import find_message
 from coterie.turns import Claim, StaleOwner
 
 from .simulation import Simulation
@@ -37,7 +36,7 @@ def no_step_compare(later: Later) -> Iterator[Any]:
     """The fence looks at the epoch only: the same step can be written twice."""
 
     def fence(desk: TurnDesk, claim: Claim) -> None:
-        if desk.epoch != claim.epoch:
+        if desk.row.epoch != claim.epoch:
             raise StaleOwner("taken over")
 
     yield mock.patch.object(TurnDesk, "fence", fence)
@@ -60,9 +59,9 @@ def append_first(later: Later) -> Iterator[Any]:
     """Mail is appended to the history, and marked as taken in a transaction of its own."""
 
     def take(desk: TurnDesk) -> None:
-        waiting = desk._mail(None)
+        waiting = desk._mail()
         for letter in waiting:
-            desk._append("user", message_id=letter.id)
+            desk._append("user", message=find_message(desk._db, letter.id))
         later(lambda world: world.transaction(lambda db: mark(world, desk._agent, waiting)))
 
     def mark(world: World, agent_id: str, letters: tuple[Letter, ...]) -> None:
@@ -92,21 +91,17 @@ def open_history(later: Later) -> Iterator[Any]:
     """The assistant's message is appended when its calls begin, their results when they have ended."""
     open_plan, close = TurnDesk._open, TurnDesk._close
 
-    def opened(desk: TurnDesk, plan: Plan, outcome: str) -> None:
-        open_plan(desk, plan, outcome)
-        if outcome == "open":
-            ids = [f"call_{desk.turn_no}_{desk.step_no}_{n}" for n in range(len(plan.calls))]
-            calls = [
-                {"id": id_, "name": one.call.name, "arguments": {}} for id_, one in zip(ids, plan.calls, strict=True)
-            ]
-            desk._append("assistant", content=plan.text, calls=msgspec.json.encode(calls).decode())
+    def opened(desk: TurnDesk, plan: Plan) -> None:
+        open_plan(desk, plan)
+        assert desk._plan
+        desk._append("assistant", content=plan.text, calls=[one.call for one in desk._plan.calls])
 
-    def closed(desk: TurnDesk, plan: Plan) -> None:
+    def closed(desk: TurnDesk, plan: Plan, by: str | None) -> None:
         before = len(desk._rows)
-        close(desk, plan)
+        close(desk, plan, by)
         del desk._rows[before]
         desk._rows[before:] = [(row[0], row[1] - 1, *row[2:]) for row in desk._rows[before:]]
-        desk._next_hist -= 1
+        desk.row.next_hist_seq -= 1
 
     yield mock.patch.object(TurnDesk, "_open", opened)
     yield mock.patch.object(TurnDesk, "_close", closed)
@@ -116,13 +111,14 @@ def drop_executed(later: Later) -> Iterator[Any]:
     """A plan that is interrupted is withdrawn, even when some of its calls have run."""
     close = TurnDesk._close
 
-    def drop(desk: TurnDesk, plan: Plan) -> None:
+    def drop(desk: TurnDesk, plan: Plan, by: str | None) -> None:
         if any(one.result == turn.NOT_EXECUTED for one in plan.calls):
+            desk._plan = None
             desk._db.execute(
                 "UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'open' AND agent_id = ?", (desk._agent,)
             )
         else:
-            close(desk, plan)
+            close(desk, plan, by)
 
     yield mock.patch.object(TurnDesk, "_close", drop)
 
@@ -154,7 +150,7 @@ def unfenced_read(later: Later) -> Iterator[Any]:
             return claim
         turn_no, step_no, index, name = started[0]
         call = PlannedCall(call=Call(id="", name=str(name), arguments={}))
-        return replace(claim, plan_key=f"{turn_no}/{step_no}", effect=Run(int(str(index))), call=call)
+        return replace(claim, plan_key=(int(str(turn_no)), int(str(step_no))), effect=Run(int(str(index))), call=call)
 
     yield mock.patch.object(Simulation, "effect_of", look)
 
@@ -178,8 +174,11 @@ def non_atomic_idle(later: Later) -> Iterator[Any]:
 def two_phase_reply(later: Later) -> Iterator[Any]:
     """The turn ends, and then its answer is sent."""
 
-    def send(db: Any, post: Post, agent_id: str, turn_no: int, reply: Reply) -> None:
-        later(lambda world: world.post(lambda db, post: answer(db, post, agent_id, turn_no, reply)))
+    def send(db: Any, post: Post, agent_id: str, turn_no: int, reply: Reply) -> tuple[str, ...]:
+        later(lambda world: void(world.post(lambda db, post: answer(db, post, agent_id, turn_no, reply))))
+        return ()
+
+    def void(_: object) -> None: ...
 
     yield mock.patch.object(desk, "answer", send)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.agent.context import build_request
+from coterie.agent.context import build_request, said
 from coterie.agent.turn import Run
 from coterie.llm.chat import ToolSpec
 from coterie.llm.providers.openai_dialect import Dialect
@@ -24,7 +24,7 @@ from coterie.testing.dialects import (
     check_strict_alternation,
     responses_input,
 )
-from coterie.turns import Claim, HistoryRow, View
+from coterie.turns import Claim, HistoryRow
 
 from .mind import TOOLS
 from .world import AGENTS, World
@@ -189,7 +189,7 @@ def complaints(history: Sequence[HistoryRow], tools: Sequence[ToolSpec] = TOOLS)
     """The first thing that any kind of model service would say against this history."""
     if not history:
         return None
-    request = build_request("You are an agent.", View("", history), tools)
+    request = build_request("You are an agent.", "", map(said, history), tuple(tools))
     body: dict[str, Any] = Dialect().body(request, "m", None, stream=False)
     messages = body["messages"]
     checks = (

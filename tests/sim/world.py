@@ -17,7 +17,7 @@ from coterie.clock import to_ms
 from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
-from coterie.stores.sqlite import history, transitions, turns
+from coterie.stores.sqlite import history, plans, transitions, turns
 from coterie.stores.sqlite.migrate import migrate
 from coterie.stores.sqlite.post import Post
 from coterie.testing.clock import START
@@ -59,10 +59,23 @@ class World:
         self.post(lambda db, post: transitions.terminate(db, post, agent_id))
 
     def claim(self, worker: str, limit: int) -> list[Claim]:
-        return self.post(lambda db, post: turns.claim(db, post, worker, RULES, limit))
+        claims = self.post(lambda db, post: turns.claim(db, post, worker, RULES, limit))
+        for claim in claims:
+            self._compare(claim)
+        return claims
 
     def advance(self, claim: Claim, event: Event, sends: Envelope | None) -> Claim:
-        return self.post(lambda db, post: turns.advance(db, post, claim, event, RULES, sends))
+        after = self.post(lambda db, post: turns.advance(db, post, claim, event, RULES, sends))
+        self._compare(after)
+        return after
+
+    def _compare(self, claim: Claim) -> None:
+        """What a claim says of history and plan is what is stored."""
+        if claim.added:
+            stored = self.history(claim.agent_id, claim.added[0].seq - 1)
+            assert [*claim.added] == stored, f"{claim.added} was told, {stored} is stored"
+        found = plans.read_open(self.db, claim.agent_id)
+        assert (claim.plan_key, claim.plan) == (found or (claim.plan_key, None))
 
     def release(self, worker: str) -> None:
         self.post(lambda db, post: turns.release(db, post, worker, (), False))

@@ -13,7 +13,7 @@ from coterie.stores.sqlite.migrate import migrate
 from coterie.stores.sqlite.post import Post
 
 
-def test_an_agent_does_not_fall_asleep_over_mail_that_came_in_the_same_transaction() -> None:
+def test_an_agent_takes_up_mail_that_came_in_the_transaction_that_ends_its_turn() -> None:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
 
@@ -31,9 +31,6 @@ def test_an_agent_does_not_fall_asleep_over_mail_that_came_in_the_same_transacti
     office.accept(seal(sender="user", to="ada", payload={"text": "second"}))
     turns.advance(db, office, claim, Answered(text="done"), Rules(), None)
     office.close()
-    assert db.execute("SELECT state, waiting, runnable_at FROM agents WHERE id = 'ada'").fetchone() == (
-        "ready",
-        1,
-        1_000,
-    )
+    assert db.execute("SELECT state, waiting, turn_no FROM agents WHERE id = 'ada'").fetchone() == ("llm", 0, 2)
+    assert [row[0] for row in db.execute("SELECT role FROM history ORDER BY seq")] == ["user", "assistant", "user"]
     db.close()

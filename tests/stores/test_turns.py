@@ -79,7 +79,7 @@ async def go_on(store: Society, claim: Claim, *events: Event) -> Claim:
 async def run_send(store: Society, claim: Claim) -> Claim:
     """The call that the claim says is to run, as the handler does it."""
     assert isinstance(claim.effect, Run) and claim.call is not None
-    key = f"{claim.agent_id}/{claim.plan_key}/{claim.effect.index}"
+    key = claim.key(claim.effect.index)
     envelope = seal_call(claim.agent_id, claim.call.call.arguments, key=key, cause=claim.cause)
     return await store.advance(claim, done(claim.effect.index, ""), RULES, sends=envelope)
 
@@ -872,4 +872,4 @@ async def test_a_claim_carries_what_the_work_needs(store: Society) -> None:
     assert (claim.cause, claim.call) == (newest, None)
     claim = await go_on(store, claim, says("", call("look", arguments={"at": 1})))
     assert claim.call is not None
-    assert (claim.call.call.name, claim.call.call.arguments, claim.plan_key != "") == ("look", {"at": 1}, True)
+    assert (claim.call.call.name, claim.call.call.arguments, claim.plan_key != (0, 0)) == ("look", {"at": 1}, True)

@@ -18,13 +18,16 @@ class Directory:
     def __init__(self, services: Services, refusals: Refusals, agents: Iterable[Profile]) -> None:
         self._services, self._refusals = services, refusals
         self._agents = {profile.id: profile for profile in agents}
+        self._changes = 0
 
     def add(self, profile: Profile) -> None:
         self._agents[profile.id] = profile
+        self._changes += 1
 
     def remove(self, agent_id: str) -> None:
         """It is terminated: nobody is sent to it any more."""
         self._agents.pop(agent_id, None)
+        self._changes += 1
 
     def __iter__(self) -> Iterator[str]:
         """The agents whose service exists; the others can do nothing until their configuration is mended."""
@@ -54,6 +57,11 @@ class Directory:
 
     def capabilities_of(self, agent_id: str) -> Capabilities:
         return self._refusals.left(self.service_of(agent_id))
+
+    @property
+    def edition(self) -> tuple[object, ...]:
+        """Another one after any change of who is there or of what they can do."""
+        return self._changes, self._services.edition, self._refusals.edition
 
     async def with_capability(self, capability: str, direction: Direction = "input") -> Sequence[str]:
         """The ids of the agents whose models have it."""

@@ -20,7 +20,7 @@ from coterie.agent.directory import Directory
 from coterie.agent.failures import told
 from coterie.agent.memory import Memory
 from coterie.agent.profile import Profile
-from coterie.agent.prompt import system_prompt
+from coterie.agent.prompt import Prompts
 from coterie.agent.send_message import SEND_MESSAGE, seal_call
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
@@ -66,6 +66,10 @@ class Work:
     prompt: str = ""
     """Made once a turn."""
 
+    def was_stopped(self) -> bool:
+        """Whether the cancellation that arrives is the stop's. Whoever else wants the task to end gets their way."""
+        return self.stopping and not self.task.uncancel()
+
 
 class LlmHandler:
     def __init__(
@@ -85,7 +89,7 @@ class LlmHandler:
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
         self._live, self._tokens_per_day = live or Live(), tokens_per_day
-        self._memory = Memory()
+        self._memory, self._prompts = Memory(), Prompts(directory)
         self._work: dict[str, Work] = {}
 
     async def work(self, claim: Claim) -> None:
@@ -130,13 +134,13 @@ class LlmHandler:
 
     async def _perform(self, claim: Claim, work: Work) -> Outcome:
         """The effect, which a stop can end, and nothing else."""
+        work.said = []
         if not work.stopping:
-            work.said, work.performing = [], True
+            work.performing = True
             try:
                 return await self._do(claim, work)
             except asyncio.CancelledError:
-                # Whoever else wants the task to end gets what they want.
-                if not work.stopping or work.task.uncancel():
+                if not work.was_stopped():
                     raise
             finally:
                 work.performing = False
@@ -212,7 +216,7 @@ class LlmHandler:
 
     async def _request(self, profile: Profile, work: Work) -> Request:
         shown = self._memory.recall(profile.id) or self._memory.keep(profile.id, await self._store.view(profile.id))
-        work.prompt = work.prompt or system_prompt(profile, self._directory)
+        work.prompt = work.prompt or self._prompts.of(profile)
         return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(profile.tools))
 
     async def _compact(self, claim: Claim, service: str, work: Work) -> bool:
@@ -249,7 +253,7 @@ class LlmHandler:
         return PlannedCall(call=call, effect=tool.effect, gated=tool.approval)
 
     async def _run(self, claim: Claim, index: int, call: Call, profile: Profile) -> Outcome:
-        key = f"{claim.agent_id}/{claim.plan_key[0]}/{claim.plan_key[1]}/{index}"
+        key = claim.key(index)
         if call.raw is not None:
             words = "the arguments are no JSON object; send the call again with valid arguments"
             return Outcome(event=Ran(index=index, ok=False, result=words))

@@ -24,19 +24,28 @@ How things work here:
   of them with send_message, by its artifactRef."""
 
 
-def system_prompt(profile: Profile, directory: Directory) -> str:
-    """The owner's words first, then who is who, then how things work."""
-    name = profile.name or profile.id
-    who = f"You are {name} (id: {profile.id}), an agent in a society of agents and one person (id: user)."
-    reach = "\n".join(["You can write to:", "- user: the person", *_others(profile.id, directory)])
-    return "\n\n".join(part for part in (profile.prompt.strip(), who, reach, HOW) if part)
+class Prompts:
+    """Prompts of agents, made anew when the society has changed."""
 
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._edition: tuple[object, ...] = ()
+        self._lines: list[tuple[str, str]] = []
 
-def _others(agent_id: str, directory: Directory) -> list[str]:
-    others = [other for other in islice(directory, NAMED + 1) if other != agent_id]
-    lines = [f"- {other} (reads {', '.join(_reads(other, directory))})" for other in others[:NAMED]]
-    return lines if len(directory) <= NAMED else [*lines, "- and more: list_agents and find_agents name them"]
+    def of(self, profile: Profile) -> str:
+        """The owner's words first, then who is who, then how things work."""
+        name = profile.name or profile.id
+        who = f"You are {name} (id: {profile.id}), an agent in a society of agents and one person (id: user)."
+        reach = "\n".join(["You can write to:", "- user: the person", *self._others(profile.id)])
+        return "\n\n".join(part for part in (profile.prompt.strip(), who, reach, HOW) if part)
 
+    def _others(self, agent_id: str) -> list[str]:
+        if (edition := self._directory.edition) != self._edition:
+            self._lines = [(other, self._line(other)) for other in islice(self._directory, NAMED + 1)]
+            self._edition = edition
+        lines = [line for other, line in self._lines if other != agent_id][:NAMED]
+        return lines if len(self._directory) <= NAMED else [*lines, "- and more: list_agents and find_agents name them"]
 
-def _reads(agent_id: str, directory: Directory) -> list[str]:
-    return sorted(directory.capabilities_of(agent_id).input - _NOT_READING)
+    def _line(self, agent_id: str) -> str:
+        reads = sorted(self._directory.capabilities_of(agent_id).input - _NOT_READING)
+        return f"- {agent_id} (reads {', '.join(reads)})"

@@ -41,10 +41,13 @@ class Refusals:
     def __init__(self, clock: Clock, file: Path | None = None) -> None:
         self._clock, self._file = clock, file
         self._kept = _read(file) if file else {}
+        self.edition = 0
+        """How many were noted since the start."""
 
     def note(self, entry: ServiceEntry, capability: str, source: str) -> None:
         refusal = Refusal(capability=capability, source=one_line(clean(source), 200), at=self._clock.now())
         self._kept[entry.id] = _Kept(entry=entry.digest, refusals=self._current(entry) | {capability: refusal})
+        self.edition += 1
         log.warning("service %s refused %s and is not sent it any more: %s", entry.id, capability, refusal.source)
         self._write()
 

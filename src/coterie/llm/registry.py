@@ -19,6 +19,8 @@ class Services:
     def __init__(self, entries: Sequence[ServiceEntry] = (), problems: Sequence[Problem] = ()) -> None:
         self._entries = {entry.id: entry for entry in entries}
         self.problems = tuple(problems)
+        self.edition = 0
+        """How often other entries were adopted."""
 
     @classmethod
     def load(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Services:
@@ -32,6 +34,7 @@ class Services:
 
     def adopt(self, other: Services) -> None:
         self._entries, self.problems = other._entries, other.problems
+        self.edition += 1
 
     def __iter__(self) -> Iterator[ServiceEntry]:
         return iter(self._entries.values())

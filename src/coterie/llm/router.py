@@ -35,7 +35,7 @@ class CapabilityRouter:
         `reader` is the agent that asks: descriptions never send it to itself.
         """
         views = await self._views(request.said, entry, reader)
-        said = tuple(_shown(one, views) for one in request.said)
+        said = tuple(_shown(one, views) for one in request.said) if views else request.said
         if self.takes_tools(entry):
             return replace(request, said=said)
         return Request(said=tuple(tool_runs_as_text(said)), tools=())

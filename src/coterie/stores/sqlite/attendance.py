@@ -7,46 +7,45 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
 
 from coterie.failpoints import FailpointHit
 from coterie.stores.sqlite import turns
 from coterie.stores.sqlite.post import Post
+from coterie.stores.sqlite.writer import RunAgain
 from coterie.turns import Claim, Taker
 
 log = logging.getLogger(__name__)
 
 
 class Attendance:
+    """What one transition finds for the worker."""
+
     def __init__(self, taker: Taker) -> None:
         self._taker = taker
         self._claims: list[Claim] = []
         self._reserved = 0
         self._look = False
+        self._failed = False
 
-    def serve(self, db: sqlite3.Connection, woken: Sequence[tuple[str, str]], open_post: Callable[[], Post]) -> None:
-        """Claim those of `woken`, with their states, that a turn can begin for; the others are left to the scheduler."""
-        ready = [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
-        self._look = len(ready) < len(woken)
+    def serve(self, db: sqlite3.Connection, post: Post) -> None:
+        """Claim those that a turn can begin for; the others are left to the scheduler. Before `post` is closed."""
+        woken = post.woken()
+        ready = [] if self._failed else [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
+        self._look = self._look or post.suspects_wait or len(ready) < len(woken)
         if not ready:
             return
-        # What goes wrong with somebody's turn must not undo the message that began it.
-        db.execute("SAVEPOINT claims")
         try:
-            post = open_post()
             self._claims = [turns.claim_ready(db, post, agent_id, self._taker) for agent_id in ready]
-            post.close()
-            self._look |= bool(post.woken)
         except (sqlite3.OperationalError, FailpointHit):
             raise  # the engine's trouble: the whole batch is undone
-        except Exception:
+        except Exception as error:
+            # What goes wrong with somebody's turn must not undo the message that began it.
             log.exception("agents could not be claimed with their mail; the scheduler tries again")
-            db.execute("ROLLBACK TO claims")
-            self._claims, self._look = [], True
-        db.execute("RELEASE claims")
+            self._failed, self._look = True, True
+            raise RunAgain from error
 
     def settle(self, written: bool) -> None:
-        claims = self._claims if written else []
+        claims = self._claims if written and not self._failed else []
         self._taker.give_back(self._reserved - len(claims))
         if claims:
             self._taker.take(claims)

@@ -18,8 +18,11 @@ SIZES = (64, 8, 4, 2, 1)
 
 def insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Insert `rows` into `into`, a table with its columns: `events (at, kind)`."""
+    if len(rows) == 1:
+        db.execute(_statement(into, len(rows[0]), 1), rows[0])
+        return
     done = 0
-    for size in SIZES:
+    for size in SIZES if rows else ():
         while len(rows) - done >= size:
             part = rows[done : done + size]
             db.execute(_statement(into, len(part[0]), size), tuple(chain.from_iterable(part)))

@@ -34,7 +34,8 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
     try:
         check_version(db)
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        # Where commits do not flush, the writer chooses its own time for what does.
+        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES if durability == 'full' else 0}")
         db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         _common(db)
     except BaseException:

@@ -72,7 +72,10 @@ class TurnDesk:
         self, db: sqlite3.Connection, post: Post, agent_id: str, rules: Rules, reducer: Reducer = reduce
     ) -> None:
         self._db, self._post, self._agent, self._rules, self._reduce = db, post, agent_id, rules, reducer
+        post.write_messages()
         self.row = post.mailbox(agent_id)
+        self._last_in = self.row.next_in_seq - 1
+        """What comes in this very transaction stands behind it, and is for the next decision."""
         self._key: plans.Key = (0, 0)
         self._plan: Plan | None = None
         self._stored: Plan | None = None
@@ -119,7 +122,7 @@ class TurnDesk:
     def acquit(self) -> None:
         """It has got further than the crash that it was suspected of; now the next suspect may go on."""
         self.row.crashes = 0
-        self._post.woken.append((self._agent, self.row.state))
+        self._post.suspects_wait = True
 
     def fence(self, claim: Claim) -> None:
         if (self.row.epoch, self.row.step_no) != (claim.epoch, claim.step_no):
@@ -143,7 +146,7 @@ class TurnDesk:
         return self._claimed(step)
 
     def _turn(self) -> Turn:
-        waiting = self.row.next_in_seq - 1 > self.row.taken_seq
+        waiting = self._last_in > self.row.taken_seq
         return Turn(
             mail=self._mail() if waiting else (),
             plan=self._plan,
@@ -259,7 +262,7 @@ class TurnDesk:
             self._append("user", message=message)
             self.row.remove(size)
             self._cause = message.id
-        self.row.taken_seq = self.row.next_in_seq - 1
+        self.row.taken_seq = self._last_in
         names = [message.id for _, message in taken[:TOLD]]
         told_of = {"taken": names, "takenCount": len(taken), "withdrawnCalls": self._withdrawn}
         self._post.tell("queue.changed", self._agent, told_of)
@@ -315,7 +318,6 @@ class TurnDesk:
                 to=PERSON,
                 payload_json=question(call),
                 retried=True,
-                thread=self._agent,
                 question=True,
             )
         )

@@ -80,21 +80,26 @@ class Mailboxes:
             found = self._open[agent_id] = row and (Mailbox(*row), row)
         return found[0] if found else None
 
-    def save(self, now: int, stamp: int) -> list[tuple[str, str]]:
-        """Write those that were changed; who of them has something to do that had not, with their states."""
-        changed, woken = [], []
+    def woken(self, now: int) -> list[tuple[str, str]]:
+        """Who has something to do that had not, with their states."""
+        return [
+            (agent_id, found[0].state)
+            for agent_id, found in self._open.items()
+            if found and found[0].can_run(now) and not Mailbox(*found[1]).can_run(now)
+        ]
+
+    def save(self, stamp: int) -> None:
+        """Write those that were changed."""
+        changed = []
         for agent_id, found in self._open.items():
             if found is None or as_row(found[0]) == found[1]:
                 continue
-            mailbox, before = found[0], Mailbox(*found[1])
-            if mailbox.state != before.state:
+            mailbox, before = found
+            if mailbox.state != Mailbox(*before).state:
                 mailbox.since = stamp
             changed.append((*as_row(mailbox), agent_id))
-            if mailbox.can_run(now) and not before.can_run(now):
-                woken.append((agent_id, mailbox.state))
         if len(changed) == 1:
             self._db.execute(_SAVE, changed[0])
         else:
             self._db.executemany(_SAVE, changed)
         self._open.clear()
-        return woken

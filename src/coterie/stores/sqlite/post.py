@@ -57,8 +57,8 @@ class Post:
         self.stamp = stamp
         """What is written down as the time: `now`, but never earlier than anything stamped before."""
         self._mailboxes = Mailboxes(db)
-        self.woken: list[tuple[str, str]] = []
-        """Those who have something to do now and had not before, with their states; known when it is closed."""
+        self.suspects_wait = False
+        """Somebody who waited for another may go on."""
         self._new: list[tuple[Any, ...]] = []
         self._attachments: list[tuple[str, int]] = []
         self._events: list[tuple[int, EventKind, str, str | None]] = []
@@ -164,14 +164,24 @@ class Post:
         """`data`: what could not be looked up afterwards."""
         self._events.append((self.stamp, kind, subject, None if data is None else _encode(data).decode()))
 
+    def woken(self) -> list[tuple[str, str]]:
+        """Those who have something to do now and had not before, with their states."""
+        return self._mailboxes.woken(self.now)
+
+    def write_messages(self) -> None:
+        """So that they can be read back."""
+        if self._new:
+            insert(self._db, _MESSAGES, self._new)
+            insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
+            self._new, self._attachments = [], []
+
     def close(self) -> None:
         """Write down everything gathered."""
         self._send_notices()
         hit("post.before_write")
-        insert(self._db, _MESSAGES, self._new)
+        self.write_messages()
         hit("post.between")
-        insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
-        self.woken += self._mailboxes.save(self.now, self.stamp)
+        self._mailboxes.save(self.stamp)
         insert(self._db, "events (at, kind, subject, data)", self._events)
         hit("post.after_write")
 

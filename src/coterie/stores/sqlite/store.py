@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 DATABASE = "coterie.db"
 READERS = 2
+SMALL = 16
+"""Messages sent together that are written without a change of threads, where nothing is flushed."""
 
 
 class SqliteStore:
@@ -60,6 +62,7 @@ class SqliteStore:
         clock: Clock,
         limits: Limits,
         lock: FolderLock | None = None,
+        durability: Durability = "full",
     ) -> None:
         self.info = info
         self._path, self._clock, self._limits = path, clock, limits
@@ -72,7 +75,7 @@ class SqliteStore:
         self._reading: list[sqlite3.Connection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
         """Set when writing can no longer be trusted and the process must stop."""
-        self._writer = Writer(db, self._on_broken) if db else None
+        self._writer = Writer(db, self._on_broken, flushes=durability == "full") if db else None
 
     @classmethod
     async def open(
@@ -87,7 +90,7 @@ class SqliteStore:
         except BaseException:
             lock.release()
             raise
-        return cls(folder / DATABASE, db, info, clock, limits or Limits(), lock)
+        return cls(folder / DATABASE, db, info, clock, limits or Limits(), lock, durability)
 
     @classmethod
     async def open_read_only(cls, folder: Path, clock: Clock) -> Self:
@@ -172,7 +175,7 @@ class SqliteStore:
     def _hand_over(self) -> None:
         batch, self._outbox = self._outbox, []
         try:
-            job = self._post(lambda _, post: _accept_all(post, batch))
+            job = self._post(lambda _, post: _accept_all(post, batch), small=len(batch) <= SMALL)
         except StoreError as error:
             _answer_all(batch, error)
         else:
@@ -246,7 +249,7 @@ class SqliteStore:
         await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
-        return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends))
+        return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends), small=True)
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: history.history(db, agent_id, after))
@@ -300,25 +303,29 @@ class SqliteStore:
     # Plumbing
 
     def _write(
-        self, run: Callable[[sqlite3.Connection], T], settled: Callable[[bool], None] | None = None
+        self,
+        run: Callable[[sqlite3.Connection], T],
+        settled: Callable[[bool], None] | None = None,
+        *,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
-        return self._writer.write(run, settled)
+        return self._writer.write(run, settled, small=small)
 
-    def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> asyncio.Future[T]:
+    def _post(self, run: Callable[[sqlite3.Connection, Post], T], *, small: bool = False) -> asyncio.Future[T]:
         """One transition, with a post office of its own; whoever it gives something to do is claimed with it."""
         attendance = Attendance(self._taker) if self._taker else None
 
         def work(db: sqlite3.Connection) -> T:
             post = self._open_post(db)
             result = run(db, post)
+            if attendance:
+                attendance.serve(db, post)
             post.close()
-            if attendance and post.woken:
-                attendance.serve(db, post.woken, lambda: self._open_post(db))
             return result
 
-        return self._write(work, attendance.settle if attendance else None)
+        return self._write(work, attendance.settle if attendance else None, small=small)
 
     def _open_post(self, db: sqlite3.Connection) -> Post:
         now = to_ms(self._clock.now())

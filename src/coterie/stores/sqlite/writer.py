@@ -2,11 +2,16 @@
 
 Durable commits cost a disk flush each. So the writer takes everything that has been handed in while it flushed, runs
 it in one transaction, flushes once, and only then answers all of it.
+
+Where commits do not flush (durability "relaxed"), handing a small transaction to another thread costs more than the
+transaction. So while the thread has nothing to do, small ones are done at once by whoever hands them in; what flushes
+even then, moving the log into the database, stays with the thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import sqlite3
@@ -25,6 +30,8 @@ log = logging.getLogger(__name__)
 BATCH = 256
 """Jobs in one commit at most: bounds how long the first of them waits for the last."""
 BUSY_TRIES = 3
+CHECKPOINT_EVERY = 128
+"""Transactions done at once between two checkpoints."""
 
 
 @dataclass(slots=True)
@@ -37,9 +44,20 @@ class Job:
     failed: BaseException | None = None
 
 
+class RunAgain(Exception):
+    """Raised by a job: what it did shall be undone, and it be run once more."""
+
+
 class Writer:
-    def __init__(self, db: sqlite3.Connection, on_broken: Callable[[StoreBroken], None]) -> None:
-        self._db, self._on_broken = db, on_broken
+    def __init__(
+        self, db: sqlite3.Connection, on_broken: Callable[[StoreBroken], None], *, flushes: bool = True
+    ) -> None:
+        """`flushes`: whether a commit waits for the disk."""
+        self._db, self._on_broken, self._flushes = db, on_broken, flushes
+        self._handed_over = 0
+        """Jobs that the thread has and that are not settled yet."""
+        self._commits = 0
+        """Since the last checkpoint."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -49,7 +67,11 @@ class Writer:
         self._thread.start()
 
     def write(
-        self, run: Callable[[sqlite3.Connection], T], settled: Callable[[bool], None] | None = None
+        self,
+        run: Callable[[sqlite3.Connection], T],
+        settled: Callable[[bool], None] | None = None,
+        *,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._broken:
@@ -57,8 +79,22 @@ class Writer:
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
         answer: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(Job(run, answer, settled))
+        job = Job(run, answer, settled)
+        if small and not self._flushes and not self._handed_over:
+            self._do_at_once(job)
+        else:
+            self._hand_over(job)
         return answer
+
+    def _do_at_once(self, job: Job) -> None:
+        self._commit([job])
+        _settle([job])
+        if self._commits >= CHECKPOINT_EVERY:
+            self._hand_over(Job(_nothing, self._loop.create_future()))
+
+    def _hand_over(self, job: Job) -> None:
+        self._handed_over += 1
+        self._jobs.put(job)
 
     async def close(self) -> None:
         """After everything handed in so far."""
@@ -71,12 +107,23 @@ class Writer:
         while job := self._jobs.get():
             batch, last = self._gather(job)
             self._commit(batch)
+            if not self._flushes and self._commits >= CHECKPOINT_EVERY:
+                self._checkpoint()
             try:
-                self._loop.call_soon_threadsafe(_settle, batch)
+                self._loop.call_soon_threadsafe(self._settle, batch)
             except RuntimeError:  # the loop is gone, and with it everyone who waited
                 return
             if last:
                 return
+
+    def _settle(self, batch: list[Job]) -> None:
+        self._handed_over -= len(batch)
+        _settle(batch)
+
+    def _checkpoint(self) -> None:
+        self._commits = 0
+        with contextlib.suppress(sqlite3.OperationalError):  # a reader is in the way: next time, then
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _gather(self, first: Job) -> tuple[list[Job], bool]:
         batch = [first]
@@ -101,6 +148,7 @@ class Writer:
             hit("commit.before")
             self._db.execute("COMMIT")
             hit("commit.after")
+            self._commits += 1
             self.healthy = True
         except (sqlite3.Error, FailpointHit) as error:
             self._roll_back(batch, error)
@@ -120,18 +168,28 @@ class Writer:
         if not alone:
             self._db.execute("SAVEPOINT job")
         try:
-            job.outcome = job.run(self._db)
+            job.outcome = self._run_twice(job, alone=alone)
         except Exception as error:
             if isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError):
                 raise  # the engine's trouble, not this job's: the whole batch is undone
             job.failed = error
             if not isinstance(error, CoterieError):
                 log.exception("a transition failed; it was undone")
-            self._db.execute("ROLLBACK" if alone else "ROLLBACK TO job")
-            if alone:
-                self._db.execute("BEGIN")
+            self._undo(alone=alone)
         if not alone:
             self._db.execute("RELEASE job")
+
+    def _run_twice(self, job: Job, *, alone: bool) -> Any:
+        try:
+            return job.run(self._db)
+        except RunAgain:
+            self._undo(alone=alone)
+            return job.run(self._db)
+
+    def _undo(self, *, alone: bool) -> None:
+        self._db.execute("ROLLBACK" if alone else "ROLLBACK TO job")
+        if alone:
+            self._db.execute("BEGIN")
 
     def _roll_back(self, batch: list[Job], error: Exception) -> None:
         meaning = translate(error) if isinstance(error, sqlite3.Error) else error
@@ -147,6 +205,10 @@ class Writer:
             # A later flush that succeeds proves nothing about this one, so there is no going on.
             self._broken = meaning
             self._loop.call_soon_threadsafe(self._on_broken, meaning)
+
+
+def _nothing(db: sqlite3.Connection) -> None:
+    """Makes the thread look up."""
 
 
 def _fail(batch: list[Job], error: Exception) -> None:

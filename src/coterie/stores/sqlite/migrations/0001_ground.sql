@@ -51,7 +51,7 @@ CREATE TABLE messages (
 
 CREATE UNIQUE INDEX messages_mailbox ON messages (recipient, in_seq) WHERE in_seq IS NOT NULL;
 CREATE INDEX messages_due ON messages (deliver_at, seq) WHERE state = 'delayed';
-CREATE INDEX messages_unread ON messages (sender, in_seq) WHERE recipient = 'user' AND state = 'pending';
+
 CREATE INDEX messages_dead ON messages (seq) WHERE state = 'dead';
 
 CREATE TABLE artifacts (

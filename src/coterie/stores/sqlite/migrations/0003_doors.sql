@@ -10,8 +10,8 @@ CREATE INDEX messages_thread ON messages (thread, delivered_at, seq)
     WHERE thread IS NOT NULL AND delivered_at IS NOT NULL;
 CREATE INDEX messages_open_questions ON messages (sender, seq) WHERE question = 1 AND answered_by IS NULL;
 CREATE INDEX messages_answers ON messages (answered_by) WHERE answered_by IS NOT NULL;
-DROP INDEX messages_unread;
-CREATE INDEX messages_unread ON messages (thread, delivered_at, seq) WHERE recipient = 'user' AND state = 'pending';
+CREATE INDEX messages_unread ON messages (thread, delivered_at, seq)
+    WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending';
 
 -- What could not be looked up afterwards, as JSON.
 ALTER TABLE events ADD COLUMN data TEXT;
