@@ -123,6 +123,14 @@ async def test_what_is_asked_behind_the_words_that_answered_stays_open(store: So
     assert await open_ones(store) == [after.id]
 
 
+async def test_of_many_words_said_at_once_those_that_came_first_after_a_question_answer_it(store: Society) -> None:
+    old = await ask(store)
+    one, two, three, fresh = words(), words(), words(), question()
+    await asyncio.gather(*(store.send(each) for each in (one, two, fresh, three)))
+    assert await answer(store, old) == Answer(one.id, None)
+    assert await answer(store, fresh.id) == Answer(three.id, None)
+
+
 async def test_words_answer_every_open_question_of_that_agent_and_of_no_other(store: Society) -> None:
     first, second, bobs = await ask(store), await ask(store), await ask(store, "bob")
     start = await store.last_event()
