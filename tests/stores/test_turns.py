@@ -582,21 +582,22 @@ async def test_each_gated_call_has_a_question_of_its_own(store: Society) -> None
 async def test_any_other_word_makes_the_question_void(store: Society, in_reply: bool) -> None:
     question = await asked_for_approval(store, call("pay", gated=True))
     await ask(store, text="why?", in_reply_to=question.id if in_reply else None)
-    late = await answer(store, question, 0)
+    with pytest.raises(Refused) as late:
+        await answer(store, question, 0)
+    assert late.value.code == "already_answered"
     claim = await take(store)
     assert claim.effect == Ask()
-    assert (await told(store))[2:] == [f"tool: {NOT_EXECUTED}", "user: why?", "user: Approve"]
-    assert (await stored(store, late)).state == "taken"
+    assert (await told(store))[2:] == [f"tool: {NOT_EXECUTED}", "user: why?"]
 
 
-async def test_a_stale_approval_is_an_ordinary_message(store: Society) -> None:
+async def test_a_stale_approval_is_refused_and_starts_nothing(store: Society) -> None:
     question = await asked_for_approval(store, call("pay", gated=True))
     await ask(store, text="no")
-    claim = await go_on(store, await take(store), says("very well"))
-    await answer(store, question, 0)
-    claim = await take(store)
-    assert claim.effect == Ask()
-    await go_on(store, claim, says("too late"))
+    await go_on(store, await take(store), says("very well"))
+    with pytest.raises(Refused) as late:
+        await answer(store, question, 0)
+    assert late.value.code == "already_answered"
+    assert await store.claim("w", RULES, 1) == []
 
 
 @pytest.mark.parametrize("arguments", [{"n": 10**30}, {"text": "x" * (1 << 20)}], ids=["too wide", "too long"])

@@ -59,8 +59,9 @@ class Mailbox:
 
 
 _COLUMNS = [field.name for field in fields(Mailbox)]
-_READ = f"SELECT {', '.join(_COLUMNS)} FROM agents WHERE id = ?"
-_SAVE = f"UPDATE agents SET {', '.join(f'{column} = ?' for column in _COLUMNS)} WHERE id = ?"
+_LIST, _SETS = ", ".join(_COLUMNS), ", ".join(f"{column} = ?" for column in _COLUMNS)
+_READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
+_SAVE = f"UPDATE agents SET {_SETS} WHERE id = ?"
 as_row = attrgetter(*_COLUMNS)
 
 
