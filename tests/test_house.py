@@ -29,7 +29,7 @@ FLOORS = [
         "private_file",
     ],
     ["artifacts", "filetype", "store", "overview", "llm.chat", "llm.service"],
-    ["watcher", "bus", "library", "live", "llm"],
+    ["watcher", "bus", "library", "live", "llm", "tracing", "spans"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
     ["config", "folder", "crew", "reloading", "setup", "runtime", "inspection", "backup", "restore", "testing"],

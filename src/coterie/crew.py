@@ -39,6 +39,7 @@ from coterie.llm.service_entry import ServiceEntry
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.reloading import unknown_service
 from coterie.stores.sqlite import SqliteStore
+from coterie.tracing import tracing_for
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,14 @@ class Crew:
         refusals = Refusals(clock, place.data / "refusals.json")
         self.directory = Directory(self.services, refusals, profiles)
         self.router = CapabilityRouter(store, kept, ContentAdapter(self.directory), refusals)
-        self._models = Models(self.services, self.router, refusals, lambda entry: make_service(entry, clock), clock)
+        self._tracing = tracing_for(store.message)
+        self._models = Models(
+            self.services,
+            self.router,
+            refusals,
+            lambda entry: self._tracing.service(make_service(entry, clock), entry),
+            clock,
+        )
         self._registrar = Registrar(store, self.directory)
         self._toolbox = Toolbox(
             (*built_in_tools(self.directory, bus, store), *people_tools(self._registrar)),
@@ -86,6 +94,7 @@ class Crew:
             clock,
             rules,
             tokens_per_day=config.limits.tokens_per_day,
+            tracing=self._tracing,
         )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id())
         store.on_wake.append(self._scheduler.wake.set)
@@ -187,6 +196,7 @@ class Crew:
         await self._mcp.close()
         await self._toolbox.close()
         await self._models.close()
+        await self._tracing.close()
 
     def _adopt_owner_tools(self) -> Sequence[Problem]:
         owned = load_owner_tools(self._place.path, taken={SEND_MESSAGE.name})

@@ -63,6 +63,11 @@ class Directory:
             raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')
         return self._agents[agent_id]
 
+    def name_of(self, agent_id: str) -> str:
+        """What people call it; its id where nobody says."""
+        profile = self._agents.get(agent_id)
+        return (profile and profile.name) or agent_id
+
     def service_of(self, agent_id: str) -> ServiceEntry:
         return self._services.entry(self.profile(agent_id).service)
 

@@ -32,6 +32,7 @@ from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
 from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
 from coterie.messages import Envelope
+from coterie.tracing import Tracing
 from coterie.turns import Claim, StaleOwner, TurnStore, View
 
 log = logging.getLogger(__name__)
@@ -76,11 +77,13 @@ class LlmHandler:
         clock: Clock,
         rules: Rules,
         tokens_per_day: int = 0,
+        tracing: Tracing | None = None,
     ) -> None:
         """`tokens_per_day`: 0 is no limit."""
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
         self._tokens_per_day = tokens_per_day
+        self._tracing = tracing or Tracing()
         self._work: dict[str, Work] = {}
 
     def adopt(self, rules: Rules, tokens_per_day: int) -> None:
@@ -90,12 +93,15 @@ class LlmHandler:
     async def work(self, claim: Claim) -> None:
         """Until there is nothing more to do for this agent, or somebody else has taken it over."""
         work = self._work[claim.agent_id] = Work()
+        turn = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
         try:
             while not isinstance(claim.effect, Rest):
+                await turn.follows(claim.cause)
                 claim = await self._advance(claim, await self._perform(claim, work))
         except StaleOwner as stale:
             log.warning("%s; its last step here counts for nothing", stale)
         finally:
+            turn.end()
             del self._work[claim.agent_id]
 
     async def _advance(self, claim: Claim, outcome: Outcome) -> Claim:
@@ -146,7 +152,8 @@ class LlmHandler:
             return Outcome(event=event)
         assert isinstance(claim.effect, Run) and claim.call is not None  # noqa: S101
         hit("turn.calling")
-        outcome = await self._run(claim, claim.effect.index, claim.call.call, profile)
+        running = self._run(claim, claim.effect.index, claim.call.call, profile)
+        outcome = await self._tracing.tool(claim.call.call.name, claim.call.call.id, running, _went_well)
         hit("turn.ran")
         return outcome
 
@@ -255,3 +262,7 @@ class LlmHandler:
         except Refused as refusal:
             return Outcome(event=Ran(index=index, ok=False, result=refusal.to_json()))
         return Outcome(event=Ran(index=index, ok=True, result=""), sends=envelope)
+
+
+def _went_well(outcome: Outcome) -> bool:
+    return isinstance(outcome.event, Ran) and outcome.event.ok
