@@ -90,10 +90,12 @@ async def test_blocked_agents_go_on_when_their_service_was_mended_and_not_before
         await here.say("hello")
         await here.state("ada", "blocked")
         await here.society.reload()
-        assert await state_of(here, "ada") == "blocked", "nothing was mended"
+        await here.say("are you there?", to="bob")
+        await here.texts(2)
+        assert len(here.server.requests) == 2, "nothing was mended, so only bob was asked"
         services(tmp_path, lambda entry: entry.update(apiKey="a-new-key"))
         await here.society.reload()
-        assert (await here.texts(2))[1] == "ok"
+        assert (await here.texts(3))[2] == "ok"
         assert here.server.requests[-1].headers["authorization"] == "Bearer a-new-key"
 
 
@@ -105,9 +107,11 @@ async def test_whoever_the_person_paused_is_not_woken_by_a_mended_service(tmp_pa
         await here.society.pause("ada")
         services(tmp_path, lambda entry: entry.update(apiKey="a-new-key"))
         await here.society.reload()
-        assert await state_of(here, "ada") == "blocked"
+        await here.say("are you there?", to="bob")
+        await here.texts(2)
+        assert len(here.server.requests) == 2 and await state_of(here, "ada") == "blocked"
         await here.society.resume("ada")
-        assert (await here.texts(2))[1] == "ok"
+        assert (await here.texts(3))[2] == "ok"
 
 
 async def test_a_raised_budget_frees_those_it_had_stopped(tmp_path: Path) -> None:

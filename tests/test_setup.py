@@ -144,6 +144,13 @@ async def test_what_the_owner_wrote_stays_other_entries_unknown_keys_and_their_o
     assert (tmp_path / "llmservices.json").stat().st_mode & 0o777 == 0o640
 
 
+async def test_a_file_that_is_a_link_stays_one(society: Society, server: ModelServer, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.json").write_text('{"services": []}')
+    (tmp_path / "llmservices.json").symlink_to("elsewhere.json")
+    await society.setup.put("main", entry(server))
+    assert (tmp_path / "llmservices.json").is_symlink() and "main" in (tmp_path / "elsewhere.json").read_text()
+
+
 async def test_an_entry_sent_back_as_it_was_listed_changes_nothing_that_matters(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def tracing_for(find: FindMessage, environ: Mapping[str, str] = os.environ) -> T
     try:
         from coterie.spans import open_spans
     except ImportError:
-        log.warning('a collector for traces is named, but nothing can reach it: run pip install "coterie[otel]"')
+        if collector:
+            log.warning('a collector for traces is named, but nothing can reach it: run pip install "coterie[otel]"')
         return Tracing()
     return open_spans(find, collector=collector) or Tracing()
