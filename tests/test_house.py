@@ -29,10 +29,10 @@ FLOORS = [
         "private_file",
     ],
     ["artifacts", "filetype", "store", "overview", "llm.chat", "llm.service"],
-    ["watcher", "bus", "library", "live", "llm"],
+    ["watcher", "bus", "library", "live", "llm", "tracing", "spans"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
-    ["config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
+    ["config", "folder", "crew", "reloading", "setup", "runtime", "inspection", "backup", "restore", "testing"],
     ["cli", "web", "__main__"],
 ]
 

@@ -519,6 +519,17 @@ async def test_a_blocked_agent_tells_its_askers_and_gets_one_try_with_a_persons_
     assert [other.agent_id for other in await store.claim("w", RULES, 5)] == ["bob"]  # who is told of it
 
 
+async def test_unblocking_frees_the_blocked_but_nobody_who_is_paused_or_was_not_blocked(store: Society) -> None:
+    await ask(store)
+    await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
+    await store.pause("ada")
+    assert await store.unblock(["ada", "bob"]) == [] and await state(store) == "blocked"
+    await store.resume("ada")
+    await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
+    assert await store.unblock(["ada", "bob"]) == ["ada"]
+    assert "ada" in [claim.agent_id for claim in await store.claim("w", RULES, 5)]
+
+
 async def test_rounds_without_an_end_are_ended_with_a_word_to_whoever_asked(store: Society) -> None:
     await ask(store)
     claim = await take(store)

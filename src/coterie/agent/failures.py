@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from coterie.agent.turn import ModelFailed
-from coterie.llm.service import Local, Malformed, ServiceError, Terminal, TooLong, Transient
+from coterie.llm.service import Local, Malformed, ServiceError, Terminal, TooLong, Transient, UnknownService
 
 TRIES = 10
 MALFORMED_TRIES = 2
@@ -44,6 +44,13 @@ def _category(error: ServiceError) -> str:
         case Transient():
             return "network"
     return "server"
+
+
+def without_service(error: UnknownService, *, mended: bool) -> ModelFailed:
+    """`mended`: the agent has a service by now, so it was only looking while the configuration changed."""
+    if mended:
+        return ModelFailed(words=str(error), then="retry", after=timedelta(0))
+    return ModelFailed(words=f"{error}. Mend it, then write to me again.", then="block")
 
 
 def _backoff(retries: int, luck: float) -> timedelta:

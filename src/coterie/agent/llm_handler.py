@@ -17,7 +17,7 @@ from datetime import timedelta
 from coterie.agent.compaction import cut, digest, fits, summary_request
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
-from coterie.agent.failures import told
+from coterie.agent.failures import told, without_service
 from coterie.agent.memory import Memory
 from coterie.agent.profile import Profile
 from coterie.agent.prompt import Prompts
@@ -33,8 +33,9 @@ from coterie.live import Live
 from coterie.live import Outcome as Ending
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
-from coterie.llm.service import ServiceError, Terminal, TooLong
+from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
 from coterie.messages import Envelope
+from coterie.tracing import Tracing
 from coterie.turns import Claim, StaleOwner, TurnStore
 
 log = logging.getLogger(__name__)
@@ -84,13 +85,18 @@ class LlmHandler:
         rules: Rules,
         live: Live | None = None,
         tokens_per_day: int = 0,
+        tracing: Tracing | None = None,
     ) -> None:
         """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit."""
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
-        self._live, self._tokens_per_day = live or Live(), tokens_per_day
+        self._live, self._tokens_per_day, self._tracing = live or Live(), tokens_per_day, tracing or Tracing()
         self._memory, self._prompts = Memory(), Prompts(directory)
         self._work: dict[str, Work] = {}
+
+    def adopt(self, rules: Rules, tokens_per_day: int) -> None:
+        """Limits that count from the next step on."""
+        self._rules, self._tokens_per_day = rules, tokens_per_day
 
     async def work(self, claim: Claim) -> None:
         """Until there is nothing more to do for this agent, or somebody else has taken it over."""
@@ -98,14 +104,17 @@ class LlmHandler:
         assert task is not None  # noqa: S101 - the scheduler gives every turn a task
         work = self._work[claim.agent_id] = Work(task)
         self._memory.add(claim.agent_id, claim.added)
+        turn = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
         try:
             while not isinstance(claim.effect, Rest):
+                await turn.follows(claim.cause)
                 outcome = await self._perform(claim, work)
                 claim = await self._advance(claim, outcome)
         except StaleOwner as stale:
             log.warning("%s; its last step here counts for nothing", stale)
             self._memory.forget(claim.agent_id)
         finally:
+            turn.end()
             self._live.end(_draft(claim), "failed")
             del self._work[claim.agent_id]
 
@@ -160,7 +169,8 @@ class LlmHandler:
             return Outcome(event=event)
         assert isinstance(claim.effect, Run) and claim.call is not None  # noqa: S101
         hit("turn.calling")
-        outcome = await self._run(claim, claim.effect.index, claim.call.call, profile)
+        running = self._run(claim, claim.effect.index, claim.call.call, profile)
+        outcome = await self._tracing.tool(claim.call.call.name, claim.call.call.id, running, _went_well)
         hit("turn.ran")
         return outcome
 
@@ -172,6 +182,8 @@ class LlmHandler:
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             return told(error, claim.retries, random.random())
+        except UnknownService as error:
+            return without_service(error, mended=claim.agent_id in self._directory)
         except Exception:
             # Whatever it is, it must not leave the agent at work for ever.
             log.exception("%s cannot ask its model", claim.agent_id)
@@ -286,3 +298,7 @@ def _ending(event: Event, after: Claim) -> Ending:
         case Answered():
             return "withdrawn" if after.withdrawn else "stored"
     return "failed"
+
+
+def _went_well(outcome: Outcome) -> bool:
+    return isinstance(outcome.event, Ran) and outcome.event.ok

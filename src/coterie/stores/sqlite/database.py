@@ -54,7 +54,7 @@ class Database:
         durability: Durability = "full",
     ) -> None:
         self.info = info
-        self._path, self._clock, self._limits = path, clock, limits
+        self._path, self._clock, self.limits = path, clock, limits
         self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
         self._taker: Taker | None = None
@@ -139,7 +139,7 @@ class Database:
         def work(db: sqlite3.Connection) -> T:
             now = to_ms(self._clock.now())
             self._last_stamp = max(self._last_stamp, now)
-            post = Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
+            post = Post(db, now=now, stamp=self._last_stamp, limits=self.limits)
             result = run(db, post)
             if attendance:
                 attendance.serve(db, post)

@@ -48,6 +48,9 @@ class SqliteStore(SqliteOverview):
     async def resume(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.resume(db, post, agent_id))
 
+    async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
+        return await self._post(lambda _, post: transitions.unblock(post, agent_ids))
+
     async def put_role(self, name: str, profile: str) -> None:
         await self._write(lambda db: transitions.put_role(db, name, profile))
 
