@@ -49,6 +49,7 @@ from coterie.messages import PERSON, Envelope
 from coterie.stores.sqlite.answers import answer
 from coterie.stores.sqlite.approvals import APPROVE, question, question_id
 from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sqlite.damage import check_readable
 from coterie.stores.sqlite.post import Post
 from coterie.turns import Claim, StaleOwner
 
@@ -246,11 +247,12 @@ class TurnDesk:
     def _take_mail(self) -> None:
         rows = self._db.execute(
             "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
-            " RETURNING in_seq, id, length(payload)",
+            " RETURNING in_seq, id, length(payload), CAST(payload AS BLOB)",
             (self._post.stamp, self._agent, self._taken),
         ).fetchall()
         mailbox = self._post.mailbox(self._agent)
-        for _, message_id, size in sorted(rows):
+        for _, message_id, size, payload in sorted(rows):
+            check_readable(message_id, payload)
             self._append("user", message_id=message_id)
             mailbox.remove(size)
         self._taken = self._next_in - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from typing import Any
 
@@ -10,7 +11,6 @@ import msgspec
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
-from coterie.errors import StoreUnusable
 from coterie.messages import Message, Payload
 
 MESSAGE = (
@@ -20,6 +20,8 @@ MESSAGE = (
 AGENT = "id, name, kind, state, waiting, delayed, parent, profile"
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
 
+DAMAGED = "[This message is damaged: what it said is lost.]"
+log = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(Payload).decode
 
 
@@ -53,9 +55,11 @@ def _payload(message_id: str, stored: str) -> Payload:
     try:
         return _decode(stored)
     except msgspec.DecodeError as error:
-        raise StoreUnusable(
-            f"the stored message {message_id} is damaged ({error}): restore a backup with coterie restore FILE"
-        ) from error
+        # One such message must not make all the others unreadable.
+        log.error(
+            "the stored message %s is damaged (%s): restore a backup with coterie restore FILE", message_id, error
+        )
+        return {"text": DAMAGED}
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -23,6 +24,7 @@ from coterie.events import Event
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.invariants import INVARIANTS
+from coterie.llm.chat import Answer
 from coterie.messages import Envelope, Message, Receipt, State
 from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
 from coterie.stores.sqlite import history, transitions, turns
@@ -35,6 +37,7 @@ from coterie.stores.sqlite.connections import (
     open_writer,
     translate,
 )
+from coterie.stores.sqlite.damage import Unclaimable, Unreadable, limit_damage
 from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import check_version, migrate
 from coterie.stores.sqlite.post import Post
@@ -237,13 +240,13 @@ class SqliteStore:
     # Turns
 
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
-        return await self._post(lambda db, post: turns.claim(db, post, worker, rules, limit))
+        return await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))
 
     async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
         await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
-        return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends))
+        return await self._despite_damage(lambda db, post: turns.advance(db, post, claim, event, rules, sends))
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: history.history(db, agent_id, after))
@@ -251,8 +254,8 @@ class SqliteStore:
     async def view(self, agent_id: str) -> View:
         return await self._read(lambda db: history.view(db, agent_id))
 
-    async def summarise(self, claim: Claim, upto: int, text: str) -> None:
-        await self._post(lambda db, post: turns.summarise(db, post, claim, upto, text))
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
+        await self._post(lambda db, post: turns.summarise(db, post, claim, upto, text, answer))
 
     async def tokens_since(self, start: datetime) -> int:
         return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
@@ -322,6 +325,14 @@ class SqliteStore:
         written = self._write(work)
         written.add_done_callback(told)
         return written
+
+    async def _despite_damage(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+        """What stands in the way is dealt with in transactions of its own, each of which brings that to an end."""
+        while True:
+            try:
+                return await self._post(run)
+            except (Unreadable, Unclaimable) as trouble:
+                await self._post(partial(limit_damage, trouble=trouble))
 
     async def _query(self, sql: str, *parameters: Any) -> list[Any]:
         return await self._read(lambda db: db.execute(sql, parameters).fetchall())
