@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from coterie.stores.sqlite import SqliteStore
 log = logging.getLogger(__name__)
 
 MCP_PATIENCE = timedelta(seconds=5)
+MCP_AGAIN = timedelta(minutes=1)
 
 
 class Crew:
@@ -56,7 +58,7 @@ class Crew:
         kept: Bytes,
         clock: Clock,
     ) -> None:
-        self._bus, self._artifacts = bus, artifacts
+        self._bus, self._artifacts, self._clock = bus, artifacts, clock
         self.services = load_services(place)
         refusals = Refusals(clock, place.data / "refusals.json")
         self.directory = Directory(self.services, refusals, [_profile(entry, place) for entry in config.agents])
@@ -68,7 +70,8 @@ class Crew:
             deadline=timedelta(seconds=config.limits.tool_seconds),
         )
         self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
-        self._connecting: asyncio.Task[list[Problem]] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried_mcp = asyncio.Event()
         self.problems = (*self.services.problems, *self._adopt_owner_tools(place))
         rules = Rules(
             max_withdrawals=config.interruption.max_withdrawals,
@@ -92,10 +95,19 @@ class Crew:
         await self._registrar.recall()
         for problem in self.problems:
             log.warning("%s", problem)
-        self._connecting = asyncio.create_task(self._mcp.connect(), name="coterie-mcp")
+        self._connecting = asyncio.create_task(self._connect_all(), name="coterie-mcp")
         # Agents shall find their tools when they begin, but one slow server must not keep everybody waiting.
-        await asyncio.wait({self._connecting}, timeout=MCP_PATIENCE.total_seconds())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
+                await self._tried_mcp.wait()
         self._scheduler.start()
+
+    async def _connect_all(self) -> None:
+        """Until every MCP server is there: tools that nobody has heard of are never called, so no call finds them."""
+        while await self._mcp.connect():
+            self._tried_mcp.set()
+            await self._clock.sleep(MCP_AGAIN)
+        self._tried_mcp.set()
 
     def stop_turn(self, agent_id: str) -> bool:
         """End what the agent is doing now; its mail is kept, and begins the next turn."""
