@@ -56,6 +56,20 @@ def test_a_wall_clock_that_is_slewed_gently_is_not_a_step() -> None:
     assert clock.stepped() is None
 
 
+def test_a_process_that_is_put_aside_between_two_looks_does_not_read_the_clock_wrong() -> None:
+    machine, aside = Machine(), [17 * 10**6]
+
+    def read_and_be_put_aside() -> int:
+        read, passed = machine.wall, aside.pop() if aside else 0
+        machine.boot += passed
+        machine.wall += passed
+        return read
+
+    clock = SystemClock(wall_ns=read_and_be_put_aside, boot_ns=lambda: machine.boot)
+    assert clock.now() == from_ms(machine.wall // 10**6)
+    assert clock.stepped() is None
+
+
 def test_time_goes_on_while_the_machine_sleeps() -> None:
     machine = Machine()
     clock = machine.clock()

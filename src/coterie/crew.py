@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ from coterie.tracing import tracing_for
 log = logging.getLogger(__name__)
 
 MCP_PATIENCE = timedelta(seconds=5)
+MCP_AGAIN = timedelta(minutes=1)
 
 
 class Crew:
@@ -59,7 +61,7 @@ class Crew:
         kept: Bytes,
         clock: Clock,
     ) -> None:
-        self._place, self._store, self._bus, self._artifacts = place, store, bus, artifacts
+        self._place, self._store, self._bus, self._artifacts, self._clock = place, store, bus, artifacts, clock
         profiles, unread = read_profiles(config, place)
         self._described = {profile.id for profile in profiles}
         self._tokens_per_day = config.limits.tokens_per_day
@@ -81,7 +83,8 @@ class Crew:
             deadline=timedelta(seconds=config.limits.tool_seconds),
         )
         self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
-        self._connecting: asyncio.Task[list[Problem]] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._tried_mcp = asyncio.Event()
         self._noticed = (*unread, *self._adopt_owner_tools())
         rules = _rules(config)
         self._handler = LlmHandler(
@@ -102,10 +105,19 @@ class Crew:
         await self._registrar.recall()
         for problem in self.problems:
             log.warning("%s", problem)
-        self._connecting = asyncio.create_task(self._mcp.connect(), name="coterie-mcp")
+        self._connecting = asyncio.create_task(self._connect_all(), name="coterie-mcp")
         # Agents shall find their tools when they begin, but one slow server must not keep everybody waiting.
-        await asyncio.wait({self._connecting}, timeout=MCP_PATIENCE.total_seconds())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
+                await self._tried_mcp.wait()
         self._scheduler.start()
+
+    async def _connect_all(self) -> None:
+        """Until every MCP server is there: tools that nobody has heard of are never called, so no call finds them."""
+        while await self._mcp.connect():
+            self._tried_mcp.set()
+            await self._clock.sleep(MCP_AGAIN)
+        self._tried_mcp.set()
 
     async def create_agent(
         self,

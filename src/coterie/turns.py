@@ -9,7 +9,7 @@ from typing import Protocol
 
 from coterie.agent.turn import Ask, Event, Plan, PlannedCall, Rest, Rules, Run
 from coterie.errors import StoreError
-from coterie.llm.chat import Call
+from coterie.llm.chat import Answer, Call
 from coterie.messages import Envelope, Message
 
 
@@ -131,8 +131,11 @@ class TurnStore(Protocol):
         """What the model is shown: the rows behind the last summary."""
         ...
 
-    async def summarise(self, claim: Claim, upto: int, text: str) -> None:
-        """From now on `text` stands for everything up to row `upto`, which stays stored. Fenced like a step."""
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
+        """From now on `text` stands for everything up to row `upto`, which stays stored. Fenced like a step.
+
+        `answer`: what a model said when it was asked for the summary; it is counted with what the step costs.
+        """
         ...
 
     async def tokens_since(self, start: datetime) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from coterie.agent.compaction import DIGEST, cut, digest
+from coterie.clock import EPOCH
+from coterie.testing.replies import tokens
 from coterie.testing.wire import Received
 from coterie.turns import HistoryRow
 from tests.agent.stage import stage
@@ -52,6 +54,11 @@ async def test_where_the_window_is_known_nothing_too_long_is_ever_sent(tmp_path:
             await here.heard(n)
         assert here.server.refused == []
         assert any(is_summary(request) for request in here.server.requests)
+        # Summaries cost tokens like everything else that is asked.
+        said = [b"they spoke of x" if is_summary(request) else b"yes" for request in here.server.requests]
+        used = sum(tokens(one.raw) + tokens(words) for one, words in zip(here.server.requests, said, strict=True))
+        await here.state("ada", "idle")
+        assert await here.society.store.tokens_since(EPOCH) == used
 
 
 async def test_a_single_message_that_can_never_fit_is_told_to_the_person(tmp_path: Path) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from pathlib import Path
 
 from coterie.agent.context import build_request, said
 from coterie.agent.send_message import SEND_MESSAGE
+from coterie.clock import SystemClock
+from coterie.folder import SocietyFolder
 from coterie.llm.providers.openai_dialect import Dialect
 from coterie.runtime import Society
+from coterie.store import Page
+from coterie.stores.sqlite.approvals import VERDICTS
 from coterie.testing.dialects import (
     anthropic_body,
     check_anthropic,
@@ -27,10 +32,49 @@ from .witness import Note, Witness
 CLIENTS = 3
 PAUSE = 0.04
 NAMELESS = 0.3
+THOUGHT = 0.015
+"""Seconds the person thinks over a question, at most."""
+RESUMED = 0.2
+"""How often the person has a blocked agent try again; otherwise the next message does it."""
 LOOKS = 0.4
 """How many children look at everything that is committed; it takes as long as a third of a life."""
 REST = 15.0
 """Seconds within which agents that nobody speaks to any more must have come to rest."""
+
+
+class Judge(Client):
+    """The person who says whether a call may run, and who has whoever is blocked try again."""
+
+    async def work(self, owed: list[Note]) -> None:
+        while True:
+            await asyncio.sleep(self._rng.uniform(0, self._pause))
+            for agent in await self._society.store.agents():
+                if agent.state == "wait_approval":
+                    await self._judge(agent.id)
+                elif agent.state == "blocked" and self._rng.random() < RESUMED:
+                    await self._society.resume(agent.id)
+                    self._witness.note(resumed=agent.id)
+
+    async def _judge(self, agent: str) -> None:
+        said = await self._society.store.messages(Page(), agent=agent)
+        question = next((one for one in said if one.sender == agent and "approval" in one.payload), None)
+        if question is None:  # it was voided a while ago
+            return
+        option = self._rng.choice((0, 0, 1))
+        self._name = f"verdict on {question.id}"
+        note = {"wanted": self._name, "to": agent, "delay": 0, "at": time.time_ns() // 1_000_000}
+        note |= {"question": question.id, "option": option, "text": VERDICTS[option]}
+        self._witness.note(**note)
+        await self._send(note, again=True)
+
+
+async def start(folder: Path, witness: Witness) -> Society:
+    """A society at work, and to the witness what its agents were in the middle of."""
+    place = SocietyFolder(folder)
+    society = await Society._put_together(place, SystemClock())
+    witness.note(found=[agent.state for agent in await society.store.agents()])
+    await society._begin(society._hire(place))
+    return society
 
 
 async def labour(folder: Path, seed: int, name: str, owed: list[Note], witness: Witness, ready: int) -> None:
@@ -38,9 +82,11 @@ async def labour(folder: Path, seed: int, name: str, owed: list[Note], witness: 
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness)
     with minds(lambda _: whim):
-        society = await Society.start(folder)
+        society = await start(folder, witness)
         os.write(ready, b"r")
         async with asyncio.TaskGroup() as group:
+            judge = Judge(society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=THOUGHT)
+            group.create_task(judge.work([]))
             if random.Random(f"{seed}/{name}/look").random() < LOOKS:
                 group.create_task(_look(society, name, witness))
             for number in range(CLIENTS):
@@ -65,9 +111,13 @@ async def come_to_rest(folder: Path, seed: int, name: str, witness: Witness) -> 
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness, calm=True)
     with minds(lambda _: whim):
-        society = await Society.start(folder)
+        society = await start(folder, witness)
+        judge = Judge(society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=THOUGHT)
+        judging = asyncio.create_task(judge.work([]))
         async with asyncio.timeout(REST):
             await at_rest(society)
+        judging.cancel()
+        await asyncio.gather(judging, return_exceptions=True)
         wrong = [violation async for violation in society.store.violations()]
         wrong += [complaint for agent in AGENTS for complaint in await unfit(society, agent)]
         await society.stop()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from unittest.mock import patch
 
+from coterie.agent.compaction import ASK
 from coterie.llm.chat import Answer, Call, Delta, Request, SystemSaid, Text, ToolSaid, UserSaid
-from coterie.llm.service import LLMService, Terminal, Transient
+from coterie.llm.service import LLMService, Terminal, TooLong, Transient
 from coterie.messages import PERSON
 
 from .witness import Witness
@@ -35,10 +37,17 @@ async def put(n: int, ctx: ToolContext) -> str:
 async def fire(n: int, ctx: ToolContext) -> str:
     "Do what cannot be undone."
     return await Deeds.do("fire", ctx.idempotency_key, n)
+
+@tool(approval=True)
+async def pay(n: int, ctx: ToolContext) -> str:
+    "Do what the person must allow."
+    return await Deeds.do("pay", ctx.idempotency_key, n)
 """
 """The owner's `tools.py`."""
 
 Answering = Callable[[Request], Answer]
+BLOCKING = ("no key", "too long")
+"""How failures begin that block an agent."""
 
 
 class Deeds:
@@ -82,7 +91,10 @@ def minds(make: Callable[[str], LLMService]) -> Iterator[None]:
 
 
 class Whim:
-    """Says whatever comes to it: text, one to three calls, letters to others, now and then nothing but an error."""
+    """Says whatever comes to it: text, one to three calls, letters to others, now and then nothing but an error.
+
+    Asked for a summary, it makes one.
+    """
 
     id = "whim"
 
@@ -90,15 +102,14 @@ class Whim:
         self._rng, self._agents, self._witness = rng, agents, witness
         self._calm = calm
         """Answer and do nothing more, so that everything comes to an end."""
-        self._count = 0
 
     async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
-        self._count += 1
-        ask, who = f"{self._rng.random()}", speaker(request)
-        self._witness.note(asks=ask, agent=who, seen=len(request.said))
+        ask, summary = f"{self._rng.random()}", is_summary(request)
+        # The same request twice is one that was made again.
+        self._witness.note(asks=ask, summary=summary, seen=zlib.crc32(repr(request.said).encode()))
         await asyncio.sleep(0 if self._calm else self._rng.uniform(0.001, 0.010))
         self._maybe_fail()
-        answer = self._say(who)
+        answer = Answer(text="Much was said.") if summary else self._say(speaker(request))
         if answer.text:
             yield Delta(answer.text)
         self._witness.note(answered=ask)
@@ -108,11 +119,17 @@ class Whim:
         pass
 
     def _maybe_fail(self) -> None:
-        luck = self._rng.random()
-        if not self._calm and luck < 0.02:
+        luck, word = self._rng.random(), f"{self._rng.randrange(1 << 60):x}"
+        if self._calm or luck > 0.07:
+            return
+        if luck < 0.03:
+            self._witness.note(failed="for now")
             raise Transient("busy", retry_after=timedelta(milliseconds=self._rng.randrange(10)))
-        if not self._calm and luck < 0.03:
+        if luck < 0.04:
             raise Terminal("I would rather not", category="content")
+        if luck < 0.05:
+            raise TooLong(f"{BLOCKING[1]}, {word}")
+        raise Terminal(f"{BLOCKING[0]}, {word}", category="auth")
 
     def _say(self, who: str) -> Answer:
         # Never the same words twice: an answer that was sent already is not sent again, and would be missed.
@@ -123,7 +140,7 @@ class Whim:
         return Answer(text=self._rng.choice(("", text)), calls=tuple(self._call(n) for n in range(count)))
 
     def _call(self, n: int) -> Call:
-        name = self._rng.choices(("look", "put", "fire", "send_message"), (2, 2, 3, 2))[0]
+        name = self._rng.choices(("look", "put", "fire", "pay", "send_message"), (2, 2, 3, 3, 2))[0]
         arguments = self._letter() if name == "send_message" else {"n": self._rng.randint(0, 8)}
         return Call(id=f"c{n}", name=name, arguments=arguments)
 
@@ -133,6 +150,10 @@ class Whim:
         if self._rng.random() < 0.3:
             letter["delayMs"] = self._rng.choice((1, 5, 20))
         return letter
+
+
+def is_summary(request: Request) -> bool:
+    return request.said[0] == SystemSaid(ASK)
 
 
 def speaker(request: Request) -> str:

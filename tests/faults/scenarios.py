@@ -201,7 +201,9 @@ class Client:
         client_id = note["wanted"]
         receipt = await self._society.send(
             to=note["to"],
-            text=client_id,
+            text=note.get("text", client_id),
+            in_reply_to=note.get("question"),
+            option=note.get("option"),
             client_id=None if "anonymous" in note else client_id,
             delay_ms=note["delay"] or None,
         )

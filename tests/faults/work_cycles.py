@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ FAILPOINTS = {
     "after a tool": ("turn.ran",),
     "in a step": ("turn.fenced", "turn.before_save", "turn.group_closed", "turn.replied"),
 }
+WINDOW = 6_000
+"""Tokens: what an agent is told first, and a dozen messages."""
 
 
 def run(folder: str, seed: int, cycles: int) -> dict[str, Any]:
@@ -42,6 +45,11 @@ class WorkingLife(Life):
     patience = 0.25
     examination = WorkExamination
 
+    def __init__(self, home: Path, seed: int, number: int) -> None:
+        super().__init__(home, seed, number)
+        entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m", "contextTokens": WINDOW}
+        (self._folder / "llmservices.json").write_text(json.dumps({"services": [entry]}))
+
     def _work(self, name: str, spec: str, ready: int) -> None:
         failpoints.arm(spec)
         asyncio.run(labour(self._folder, self._seed, name, self._owed, Witness(self._witness_file), ready))
@@ -60,4 +68,11 @@ class WorkingLife(Life):
         asked = {note["asks"] for note in news if "asks" in note} - {note.get("answered") for note in news}
         ran = {note["key"] for note in news if "did" in note} - {note.get("done") for note in news}
         self.seen["killed while a model was asked"] += bool(asked)
+        summaries = {note["asks"] for note in news if note.get("summary")}
+        self.seen["killed while a summary was made"] += bool(asked & summaries)
+        for note in news:
+            self.seen["retries"] += note.get("failed") == "for now"
+            self.seen["resumed by hand"] += "resumed" in note
+            for state in note.get("found", ()):
+                self.seen[f"found in {state.replace('_', ' ')}"] += 1
         self.seen["killed while a tool ran"] += bool(ran)

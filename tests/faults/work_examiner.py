@@ -8,15 +8,18 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from coterie.agent.turn import DENIED, NOT_EXECUTED
 from coterie.ids import id_for
-from coterie.messages import SYSTEM
+from coterie.messages import PERSON, SYSTEM
+from coterie.stores.sqlite.approvals import APPROVE, question_id
 
 from .examiner import Examination, open_database
+from .mind import BLOCKING
 from .witness import Note
 
 MAY_HAVE_RUN = {"done": (1, 1), "failed": (1, 1), "unknown": (0, 1), "cancelled": (0, 0)}
 """How often a call that ended so has really begun, at least and at most, when it cannot be undone."""
-DEEDS = ("look", "put", "fire")
+DEEDS = ("look", "put", "fire", "pay")
 
 
 class WorkExamination(Examination):
@@ -29,6 +32,7 @@ class WorkExamination(Examination):
         with open_database(folder) as db:
             db.row_factory = sqlite3.Row
             self.problems += wrong_histories(db) + wrong_answers(db) + wrong_effects(db, notes) + wrong_letters(db)
+            self.problems += wrong_approvals(db, notes) + repeated_notices(db)
             self._count(db)
 
     def _count(self, db: sqlite3.Connection) -> None:
@@ -42,11 +46,14 @@ class WorkExamination(Examination):
             "turns": "SELECT sum(turn_no) FROM agents",
             "turns set aside": "SELECT count(DISTINCT agent_id || turn_no) FROM history WHERE hidden",
             "answers": "SELECT count(*) FROM messages WHERE automatic",
+            "summaries": "SELECT count(*) FROM summaries",
             "letters of agents": "SELECT count(*) FROM messages WHERE plan IS NOT NULL",
         }
         for what, sql in counts.items():
             self.seen[what] += db.execute(sql).fetchone()[0] or 0
-        asked = Counter((note["agent"], note["seen"]) for note in self._notes if "asks" in note)
+        self.seen["blocked agents"] += len({row["payload"] for row in _notices(db)})
+        self.seen += Counter(what for _, what in _approvals(db))
+        asked = Counter(note["seen"] for note in self._notes if "asks" in note)
         self.seen["requests"] += asked.total()
         self.seen["requests made again"] += asked.total() - len(asked)
         began = began_by_key(self._notes)
@@ -85,6 +92,48 @@ def wrong_effects(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
     return wrong
 
 
+def wrong_approvals(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
+    """A gated call has run only if the person's first word on that very call allowed it."""
+    first: dict[str, int] = {}
+    for row in db.execute("SELECT in_reply_to, option FROM messages WHERE option IS NOT NULL ORDER BY in_seq"):
+        first.setdefault(row["in_reply_to"], row["option"])
+    said = {(note["question"], note["option"]) for note in notes if "question" in note}
+    began, wrong = began_by_key(notes), list[str]()
+    for key, row in _calls(db).items():
+        question = question_id(row["agent_id"], row["call_id"])
+        allowed = first.get(question) == APPROVE and (question, APPROVE) in said
+        if row["gated"] and began[key] and not allowed:
+            wrong.append(f"{key} ran, though the person did not allow it")
+    return wrong
+
+
+def _approvals(db: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Each gated call that the person was asked about, and what became of it."""
+    asked = {row["id"] for row in db.execute("SELECT id FROM messages WHERE recipient = ?", (PERSON,))}
+    became = {DENIED: "approvals denied", NOT_EXECUTED: "approvals voided"}
+    return [
+        (key, became.get(row["result"], "approvals granted"))
+        for key, row in _calls(db).items()
+        if row["gated"] and question_id(row["agent_id"], row["call_id"]) in asked
+    ]
+
+
+def repeated_notices(db: sqlite3.Connection) -> list[str]:
+    """Each time that an agent is blocked, whoever waits for it is told once."""
+    notices = Counter((row["recipient"], json.loads(row["payload"])["text"]) for row in _notices(db))
+    return [f"{who} was told {times} times: {text}" for (who, text), times in notices.items() if times > 1]
+
+
+def _notices(db: sqlite3.Connection) -> list[sqlite3.Row]:
+    rows = db.execute("SELECT * FROM messages WHERE sender = ? AND automatic", (SYSTEM,)).fetchall()
+    return [row for row in rows if _tells_of_a_block(row)]
+
+
+def _tells_of_a_block(row: sqlite3.Row) -> bool:
+    """Such a turn is not over: its answer is still to come."""
+    return row["sender"] == SYSTEM and str(json.loads(row["payload"])["text"]).startswith(BLOCKING)
+
+
 def wrong_letters(db: sqlite3.Connection) -> list[str]:
     """What an agent sends exists exactly when the result of the call does."""
     sent = {row["id"] for row in db.execute("SELECT id FROM messages")}
@@ -104,7 +153,9 @@ def wrong_answers(db: sqlite3.Connection) -> list[str]:
     for agent, asked in _turns(db, messages):
         due.update((agent, asker, message) for asker, message in asked.items() if asker not in (agent, SYSTEM))
     given = Counter(
-        (_speaker(row), row["recipient"], row["in_reply_to"]) for row in messages.values() if row["automatic"]
+        (_speaker(row), row["recipient"], row["in_reply_to"])
+        for row in messages.values()
+        if row["automatic"] and not _tells_of_a_block(row)
     )
     missing = [f"{asker} got no answer of {agent} to {message}" for agent, asker, message in due - given]
     return missing + [f"{agent} answered {asker} too often on {message}" for agent, asker, message in given - due]

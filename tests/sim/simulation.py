@@ -12,7 +12,7 @@ from random import Random
 
 from coterie.agent.turn import Answered, Ask, Event, Ran, Rest, Run, Stopped
 from coterie.drafts import seal
-from coterie.errors import Refused
+from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Envelope
 from coterie.turns import Claim, StaleOwner
 
@@ -74,7 +74,7 @@ class Simulation:
             self._count()
         except Violation as violation:
             raise Violation(f"{violation}\nreplay: python -m tests.sim {self.seed}") from violation
-        except (sqlite3.Error, AssertionError, TypeError, KeyError, ValueError) as error:
+        except (sqlite3.Error, StoreError, AssertionError, TypeError, KeyError, ValueError) as error:
             raise Violation(f"{type(error).__name__}: {error}\nreplay: python -m tests.sim {self.seed}") from error
         finally:
             self.world.close()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import sqlite3
 from collections.abc import Callable
-from statistics import median
 from typing import TypeVar
 
 from coterie.agent.turn import Answered, Event, PlannedCall, Ran
 from coterie.drafts import seal
 from coterie.llm.chat import Call
 from coterie.stores.sqlite.desk import TurnDesk
+from coterie.stores.sqlite.post import Post
 from coterie.turns import Claim
 
 from .world import RULES, World
@@ -73,16 +73,24 @@ def test_queueing_checking_and_answering_take_the_same_work_after_one_turn_and_a
     assert all(later <= first * 1.1 + 20 for first, later in zip(few, many, strict=True)), (few, many)
 
 
-def test_looking_for_interjections_takes_far_less_than_ten_milliseconds() -> None:
-    world = having_talked(50)
+def test_the_check_for_interjections_takes_exactly_the_same_work_however_much_was_said_and_done_before() -> None:
+    few, many = checks_after(1), checks_after(300)
+    assert len(few) == 2 and 0 < few[0] < few[1] < 300  # a handful of look-ups by key
+    assert few == many
+
+
+def checks_after(turns: int) -> list[int]:
+    """Of a check without mail and of one with it, in the middle of a plan."""
+    world, costs = having_talked(turns), list[int]()
     world.send(seal(sender="user", to="ada", payload={"text": "x"}))
     (claim,) = world.claim("w", 1)
     world.advance(claim, PLAN, None)
-
-    def look() -> float:
-        begun = time.perf_counter()
-        world.post(lambda db, post: TurnDesk(db, post, "ada", RULES)._turn())
-        return time.perf_counter() - begun
-
-    assert median(look() for _ in range(200)) < 0.002
+    counted(world, lambda: world.post(check), costs)
+    world.send(seal(sender="bob", to="ada", payload={"text": "y"}, cause=claim.cause))
+    counted(world, lambda: world.post(check), costs)
     world.close()
+    return costs
+
+
+def check(db: sqlite3.Connection, post: Post) -> None:
+    TurnDesk(db, post, "ada", RULES)._turn()

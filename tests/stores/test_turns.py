@@ -28,7 +28,7 @@ from coterie.agent.turn import (
 from coterie.agents import Agent
 from coterie.drafts import seal
 from coterie.errors import Refused
-from coterie.llm.chat import Call
+from coterie.llm.chat import Answer, Call, Usage
 from coterie.messages import Message
 from coterie.store import Limits, Page, Store
 from coterie.stores.sqlite import SqliteStore
@@ -528,6 +528,52 @@ async def test_unblocking_frees_the_blocked_but_nobody_who_is_paused_or_was_not_
     await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
     assert await store.unblock(["ada", "bob"]) == ["ada"]
     assert "ada" in [claim.agent_id for claim in await store.claim("w", RULES, 5)]
+
+
+async def test_a_person_can_unblock_an_agent_whose_mailbox_is_full(store: Society) -> None:
+    await ask(store)
+    await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
+    for number in range(5):  # as many as the mailbox holds
+        await ask(store, text=str(number), sender="bob")
+    for refused in ({"sender": "bob"}, {"delay_ms": 9}):
+        with pytest.raises(Refused) as refusal:
+            await ask(store, text="one more", **refused)
+        assert refusal.value.code == "mailbox_full"
+    await ask(store, text="mended")
+    with pytest.raises(Refused) as refusal:  # one is enough
+        await ask(store, text="hello?")
+    assert refusal.value.code == "mailbox_full"
+    await go_on(store, await take(store), says("I am back"))
+    assert (await told(store))[-2:] == ["user: mended", "assistant: I am back"]
+
+
+async def test_summaries_cost_what_their_models_used_however_many_a_step_needs(
+    store: Society, clock: FakeClock
+) -> None:
+    start = clock.now()
+    for text in ("one", "two", "three"):
+        await ask(store, text=text)
+        claim = await take(store)
+        await go_on(store, claim, says(f"re: {text}"))
+    await ask(store, text="four")
+    claim = await take(store)
+    dear = Answer(text="", usage=Usage(input_tokens=100, output_tokens=10), service="main")
+    await store.summarise(claim, 2, "one was said", dear)
+    await store.summarise(claim, 4, "one and two were said", dear)
+    await store.summarise(claim, 6, "a digest, made without a model")
+    await go_on(store, claim, Answered(text="so", usage=Usage(input_tokens=5, output_tokens=1), service="main"))
+    assert await store.tokens_since(start) == 226
+    assert (await store.view("ada")).summary == "a digest, made without a model"
+
+
+async def test_a_summary_of_an_owner_that_was_taken_over_counts_for_nothing(store: Society, clock: FakeClock) -> None:
+    start = clock.now()
+    await ask(store)
+    stale = await take(store)
+    await go_on(store, stale, says("", call()))
+    with pytest.raises(StaleOwner):
+        await store.summarise(stale, 1, "x", Answer(text="x", usage=Usage(input_tokens=7)))
+    assert ((await store.view("ada")).summary, await store.tokens_since(start)) == ("", 0)
 
 
 async def test_rounds_without_an_end_are_ended_with_a_word_to_whoever_asked(store: Society) -> None:

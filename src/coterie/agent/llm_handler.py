@@ -236,14 +236,14 @@ class LlmHandler:
         view = await self._store.view(claim.agent_id)
         if (upto := cut(view.rows)) is None:
             return False
-        older = [row for row in view.rows if row.seq <= upto]
+        older, answer = [row for row in view.rows if row.seq <= upto], None
         try:
             answer = await self._ask_quietly(service, summary_request(older), claim)
             text = answer.text.strip() or digest(older)
         except ServiceError as error:
             log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
             text = digest(older)
-        await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip())
+        await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip(), answer)
         self._memory.forget(claim.agent_id)
         log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
         return True

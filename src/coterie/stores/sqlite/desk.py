@@ -51,8 +51,9 @@ from coterie.stores.sqlite import plans
 from coterie.stores.sqlite.answers import answer
 from coterie.stores.sqlite.approvals import APPROVE, question, question_id
 from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sqlite.damage import check_readable
 from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.rows import MESSAGE, to_message
+from coterie.stores.sqlite.rows import RAW_MESSAGE, to_message
 from coterie.turns import Claim, HistoryRow, StaleOwner
 
 _MS = timedelta(milliseconds=1)
@@ -254,9 +255,11 @@ class TurnDesk:
     def _take_mail(self) -> None:
         rows = self._db.execute(
             "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
-            f" RETURNING length(payload), {MESSAGE}",
+            f" RETURNING length(payload), {RAW_MESSAGE}",
             (self._post.stamp, self._agent, self.row.taken_seq),
         ).fetchall()
+        for _, _, message_id, _, _, payload, *_ in rows:
+            check_readable(message_id, payload)
         taken = sorted(((size, to_message(row)) for size, *row in rows), key=lambda one: one[1].in_seq or 0)
         for size, message in taken:
             self._append("user", message=message)

@@ -20,7 +20,7 @@ from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
-from coterie.messages import NEW_CHAIN_AFTER, SYSTEM, Envelope, Receipt
+from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sqlite.bulk import insert
 from coterie.stores.sqlite.mailbox import Mailbox, Mailboxes
@@ -213,9 +213,8 @@ class Post:
             raise Refused("unknown_recipient", f"there is no agent {envelope.to!r}: list_agents names those there are")
         if mailbox.state == "terminated":
             raise Refused("recipient_terminated", f"{envelope.to!r} was terminated and reads no more messages")
-        if mailbox.kind == "agent" and (
-            mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
-        ):
+        full = mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
+        if full and mailbox.kind == "agent" and not _unblocks(envelope, mailbox):
             raise Refused(
                 "mailbox_full", f"{mailbox.waiting:,} messages wait for {envelope.to!r} already: try again later"
             )
@@ -252,6 +251,7 @@ _WHY = {
     "recipient_terminated": "terminated before it could be read",
     "hop_limit": "since this chain of messages is too long already",
     "mailbox_full": "whose mailbox is full",
+    "poison": "since it is damaged and cannot be read",
 }
 
 
@@ -270,6 +270,12 @@ def undeliverable(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
             "messageIds": [message_id for message_id, _ in dead[:NAMED_IN_NOTICE]],
         },
     }
+
+
+def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:
+    """Nothing but this gets a blocked agent to try again and take its mail. One is enough: it wakes the agent."""
+    at_once = envelope.sender == PERSON and not envelope.delay
+    return at_once and mailbox.state == "blocked" and mailbox.runnable_at is None
 
 
 def _receipt(message_id: str, queued: bool, deliver_at: int | None) -> Receipt:

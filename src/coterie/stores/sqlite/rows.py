@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from typing import Any
 
@@ -10,13 +11,14 @@ import msgspec
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
-from coterie.errors import StoreUnusable
 from coterie.messages import Answer, Message, Payload
 
 MESSAGE = (
     "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
     " option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
 )
+RAW_MESSAGE = MESSAGE.replace("payload", "CAST(payload AS BLOB)")
+"""The same where a damaged payload must not keep the others from being read."""
 M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
 """The same where messages are joined as `m`."""
 AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count"
@@ -32,6 +34,8 @@ AGENTS = """
 """The table with, beside each agent, the call that runs or waits for the person's word: there is one at most."""
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
 
+DAMAGED = "[This message is damaged: what it said is lost.]"
+log = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(Payload).decode
 
 
@@ -62,13 +66,15 @@ def to_message(row: tuple[Any, ...]) -> Message:
     )
 
 
-def _payload(message_id: str, stored: str) -> Payload:
+def _payload(message_id: str, stored: str | bytes) -> Payload:
     try:
         return _decode(stored)
     except msgspec.DecodeError as error:
-        raise StoreUnusable(
-            f"the stored message {message_id} is damaged ({error}): restore a backup with coterie restore FILE"
-        ) from error
+        # One such message must not make all the others unreadable.
+        log.error(
+            "the stored message %s is damaged (%s): restore a backup with coterie restore FILE", message_id, error
+        )
+        return {"text": DAMAGED}
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from coterie.agent.turn import Event as TurnEvent
 from coterie.agent.turn import Rules
@@ -16,15 +18,18 @@ from coterie.clock import from_ms, to_ms
 from coterie.errors import Refused, StoreError
 from coterie.events import Event
 from coterie.invariants import INVARIANTS
+from coterie.llm.chat import Answer
 from coterie.messages import Envelope, Message, Receipt, State
 from coterie.store import Page, Promotion, Pruned, Retention
 from coterie.stores.sqlite import history, threads, transitions, turns
 from coterie.stores.sqlite.connections import copy
+from coterie.stores.sqlite.damage import Unclaimable, Unreadable, limit_damage
 from coterie.stores.sqlite.overview import SqliteOverview
 from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.turns import Claim, HistoryRow, Taker, View
 
+T = TypeVar("T")
 SMALL = 16
 """Messages sent together that are written without a change of threads, where nothing is flushed."""
 
@@ -147,13 +152,15 @@ class SqliteStore(SqliteOverview):
         self._taker = taker
 
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
-        return await self._post(lambda db, post: turns.claim(db, post, worker, rules, limit))
+        return await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))
 
     async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
         await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
-        return await self._post(lambda db, post: turns.advance(db, post, claim, event, rules, sends), small=True)
+        return await self._despite_damage(
+            lambda db, post: turns.advance(db, post, claim, event, rules, sends), small=True
+        )
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: history.history(db, agent_id, after))
@@ -161,11 +168,19 @@ class SqliteStore(SqliteOverview):
     async def view(self, agent_id: str) -> View:
         return await self._read(lambda db: history.view(db, agent_id))
 
-    async def summarise(self, claim: Claim, upto: int, text: str) -> None:
-        await self._post(lambda db, post: turns.summarise(db, post, claim, upto, text))
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
+        await self._post(lambda db, post: turns.summarise(db, post, claim, upto, text, answer))
 
     async def tokens_since(self, start: datetime) -> int:
         return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
+
+    async def _despite_damage(self, run: Callable[[sqlite3.Connection, Post], T], *, small: bool = False) -> T:
+        """What stands in the way is dealt with in transactions of its own, each of which brings that to an end."""
+        while True:
+            try:
+                return await self._post(run, small=small)
+            except (Unreadable, Unclaimable) as trouble:
+                await self._post(partial(limit_damage, trouble=trouble))
 
     # Artifacts
 

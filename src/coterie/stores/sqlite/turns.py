@@ -9,8 +9,11 @@ from dataclasses import replace
 import msgspec
 
 from coterie.agent.turn import Event, Rules
-from coterie.failpoints import hit
+from coterie.errors import CoterieError
+from coterie.failpoints import FailpointHit, hit
+from coterie.llm.chat import Answer
 from coterie.messages import Envelope
+from coterie.stores.sqlite.damage import Unclaimable
 from coterie.stores.sqlite.desk import CRASHES, TurnDesk
 from coterie.stores.sqlite.post import Post
 from coterie.text import clean
@@ -33,8 +36,8 @@ def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: 
         f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_ON_TRIAL}) ORDER BY runnable_at LIMIT ?",
         (post.now, min(1, limit - len(rows))),
     ).fetchall()
-    claims = [TurnDesk(db, post, agent_id, rules).claim(worker) for (agent_id,) in rows]
-    claims += [replace(TurnDesk(db, post, agent_id, rules).claim(worker), on_trial=True) for (agent_id,) in suspects]
+    claims = [_claim_one(db, post, agent_id, worker, rules) for (agent_id,) in rows]
+    claims += [replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True) for (agent_id,) in suspects]
     if claims:
         hit("turn.claimed")
     return claims
@@ -45,6 +48,18 @@ def claim_ready(db: sqlite3.Connection, post: Post, agent_id: str, taker: Taker)
     claimed = TurnDesk(db, post, agent_id, taker.rules).claim(taker.worker)
     hit("turn.claimed")
     return claimed
+
+
+def _claim_one(db: sqlite3.Connection, post: Post, agent_id: str, worker: str, rules: Rules) -> Claim:
+    """One agent that cannot be claimed must not keep all the others waiting."""
+    try:
+        return TurnDesk(db, post, agent_id, rules).claim(worker)
+    except sqlite3.IntegrityError as error:
+        raise Unclaimable(agent_id) from error
+    except (sqlite3.Error, CoterieError, FailpointHit):
+        raise  # the engine's trouble, or one that has a name
+    except Exception as error:
+        raise Unclaimable(agent_id) from error
 
 
 def release(db: sqlite3.Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
@@ -67,9 +82,18 @@ def advance(
     return desk.step(event, sends)
 
 
-def summarise(db: sqlite3.Connection, post: Post, claim: Claim, upto: int, text: str) -> None:
+def summarise(db: sqlite3.Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> None:
     TurnDesk(db, post, claim.agent_id, Rules()).fence(claim)
     db.execute(
         "INSERT INTO summaries (agent_id, upto, text, at) VALUES (?, ?, ?, ?)",
         (claim.agent_id, upto, clean(text), post.stamp),
     )
+    if answer:
+        db.execute(
+            "INSERT INTO llm_calls"
+            " (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at)"
+            " SELECT ?1, ?2, ?3, 1 + coalesce(max(call_no), 0), ?4, ?5, ?6, 'used', ?7 FROM llm_calls"
+            " WHERE agent_id = ?1 AND turn_no = ?2 AND step_no = ?3",
+            (claim.agent_id, claim.turn_no, claim.step_no, answer.service, answer.usage.input_tokens,
+             answer.usage.output_tokens, post.stamp),
+        )  # fmt: skip

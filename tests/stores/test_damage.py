@@ -1,0 +1,139 @@
+"""A damaged row costs what stands in it, and nobody else anything."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from coterie.agent.turn import Ask
+from coterie.store import Page
+
+from .test_turns import RULES, Society, ask, call, done, go_on, got, says, state, stored, take, told
+
+
+def spoil(tmp_path: Path, sql: str, *values: object) -> None:
+    """Something else than we has written to the database."""
+    with closing(sqlite3.connect(tmp_path / "data" / "coterie.db")) as db, db:
+        assert db.execute(sql, values).rowcount == 1
+
+
+def spoil_payload(tmp_path: Path, message_id: str, payload: bytes = b'{"text": "bro') -> None:
+    spoil(tmp_path, "UPDATE messages SET payload = CAST(? AS TEXT) WHERE id = ?", payload, message_id)
+
+
+BROKEN = [b"", b'{"text": "bro', b"[]", b'{"text": 1}', b'{"attachments": [{}]}', b'{"x": "\xff"}']
+
+
+@pytest.mark.parametrize("payload", BROKEN)
+async def test_a_message_that_cannot_be_read_is_a_dead_letter_after_three_tries_and_the_others_are_answered(
+    store: Society, tmp_path: Path, payload: bytes
+) -> None:
+    before, bad, behind = [await ask(store, text=text) for text in ("before", "bad", "behind")]
+    await ask(store, "bob", "elsewhere")
+    spoil_payload(tmp_path, bad, payload)
+
+    claims = await store.claim("w", RULES, 5)
+    for claim in claims:
+        await go_on(store, claim, says(f"read by {claim.agent_id}"))
+
+    assert await told(store) == ["user: before", "user: behind", "assistant: read by ada"]
+    (notice, *answers) = await got(store, "user")
+    assert notice[0] == "system" and "damaged" in notice[1]
+    assert sorted((sender, asked) for sender, _, asked in answers) == [
+        ("ada", behind),
+        ("bob", (await store.history("bob"))[0].message.id),  # type: ignore[union-attr]
+    ]
+    (letter,) = await store.messages(Page(), state="dead")
+    assert (letter.id, letter.reason) == (bad, "poison")
+    assert (await stored(store, before)).state == "taken"
+
+
+async def test_each_try_to_read_a_message_is_a_transaction_of_its_own(
+    store: Society, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coterie.stores.sqlite import turns
+
+    tries: list[str] = []
+    claim = turns.claim
+
+    def counted(*arguments: object) -> object:
+        tries.append("claim")
+        return claim(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(turns, "claim", counted)
+    spoil_payload(tmp_path, await ask(store))
+    assert await store.claim("w", RULES, 5) == []
+    assert len(tries) == 4  # three in vain, and one with the mailbox empty
+    assert await state(store) == "idle"
+
+
+async def test_a_damaged_interjection_does_not_hold_up_the_turn_it_falls_into(store: Society, tmp_path: Path) -> None:
+    await ask(store)
+    claim = await go_on(store, await take(store), says("", call()))
+    spoil_payload(tmp_path, await ask(store, text="bad", sender="bob"))
+    claim = await go_on(store, claim, done())
+    assert claim.effect == Ask()
+    await go_on(store, claim, says("and so on"))
+    assert (await told(store))[-1] == "assistant: and so on"
+    assert [row for row in await told(store) if row.startswith("user")] == ["user: hello"]
+    ((sender, text, _),) = await got(store, "bob")
+    assert sender == "system" and "Not delivered" in text
+
+
+async def test_a_message_that_was_damaged_after_it_was_read_takes_no_other_along(
+    store: Society, tmp_path: Path
+) -> None:
+    bad = await ask(store, text="will be lost")
+    await go_on(store, await take(store), says("yes"))
+    await ask(store, text="still there")
+    spoil_payload(tmp_path, bad)
+
+    await take(store)
+
+    rows = (await store.view("ada")).rows
+    shown = [row.message.payload["text"] if row.message else row.text for row in rows]
+    assert shown[1:] == ["yes", "still there"] and "damaged" in shown[0]
+    assert len(await store.messages(Page())) == 3
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE calls SET arguments = '{' WHERE agent_id = 'ada'",
+        "UPDATE agents SET next_hist_seq = 1 WHERE id = 'ada'",
+    ],
+    ids=["a plan nobody can read", "a row that is there already"],
+)
+async def test_an_agent_that_cannot_be_claimed_is_blocked_and_told_of_and_the_others_go_on(
+    store: Society, tmp_path: Path, damage: str
+) -> None:
+    await ask(store)
+    await go_on(store, await take(store), says("", call()))
+    before = _row(tmp_path)
+    spoil(tmp_path, damage)
+    await ask(store, text="behind")
+    await store.release("w", failed=False)
+    await ask(store, "bob")
+
+    claims = await store.claim("w", RULES, 5)
+
+    assert [claim.agent_id for claim in claims] == ["bob"]
+    assert await state(store) == "blocked"
+    ((sender, text, _),) = await got(store, "user")
+    assert sender == "system" and "damaged" in text
+    assert await store.claim("w", RULES, 5) == []
+    # Mended and resumed, it goes on where it was.
+    spoil(tmp_path, "UPDATE calls SET arguments = '{}' WHERE agent_id = 'ada'")
+    spoil(tmp_path, "UPDATE agents SET next_hist_seq = ? WHERE id = 'ada'", before)
+    await store.resume("ada")
+    claim = await take(store)
+    assert (await told(store))[-1] == "user: behind"
+    await go_on(store, claim, says("thanks"))
+
+
+def _row(tmp_path: Path) -> int:
+    with closing(sqlite3.connect(tmp_path / "data" / "coterie.db")) as db:
+        return int(db.execute("SELECT next_hist_seq FROM agents WHERE id = 'ada'").fetchone()[0])
