@@ -174,7 +174,7 @@ def _checked_body(headers: dict[bytes, bytes], path: str, method: str, receive: 
 
 def too_large() -> Rejected:
     sentence = f"the body is larger than {BODY_BYTES:,} bytes, the most allowed: upload files to {UPLOADS}"
-    return Rejected(413, "body_too_large", sentence, headers=_CLOSE)
+    return Rejected(413, "body_too_large", sentence)
 
 
 def _counted(receive: Receive) -> Receive:
