@@ -16,7 +16,7 @@ from coterie.web.access import Access
 from coterie.web.addresses import Addresses
 from coterie.web.health import Health
 from coterie.web.limits import Rates
-from coterie.web.metrics import HttpMeter
+from coterie.web.meter import HttpMeter
 from coterie.web.problems import Rejected, as_response, unexpected
 
 Who = Literal["bearer", "cookie"]

@@ -24,6 +24,7 @@ from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
+from coterie.statistics import Statistics
 from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
 from coterie.stores.sqlite import history, transitions, turns
 from coterie.stores.sqlite.connections import (
@@ -39,6 +40,7 @@ from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import check_version, migrate
 from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sqlite.statistics import statistics
 from coterie.stores.sqlite.writer import Writer
 from coterie.text import one_line
 from coterie.turns import Claim, HistoryRow, View
@@ -282,6 +284,9 @@ class SqliteStore:
     async def last_event(self) -> int:
         rows = await self._query("SELECT max(seq) FROM events")
         return int(rows[0][0] or 0)
+
+    async def statistics(self, after: int) -> Statistics:
+        return await self._read(lambda db: statistics(db, after))
 
     async def prune(self, retention: Retention) -> Pruned:
         return await self._post(lambda db, post: transitions.prune(db, post, retention))
