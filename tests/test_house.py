@@ -33,7 +33,7 @@ FLOORS = [
     ["watcher", "bus", "library", "live", "llm"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
-    ["config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
+    ["address", "config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
     ["cli", "web", "__main__"],
 ]
 
