@@ -27,12 +27,13 @@ FLOORS = [
         "drafts",
         "invariants",
         "private_file",
+        "logctx",
     ],
-    ["artifacts", "filetype", "store", "overview", "llm.chat", "llm.service"],
+    ["artifacts", "filetype", "store", "overview", "statistics", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "llm"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
-    ["config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
+    ["address", "config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
     ["cli", "web", "__main__"],
 ]
 

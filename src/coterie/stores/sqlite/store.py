@@ -17,12 +17,14 @@ from coterie.errors import Refused, StoreError
 from coterie.events import Event
 from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
+from coterie.statistics import Statistics
 from coterie.store import Page, Promotion, Pruned, Retention
 from coterie.stores.sqlite import history, threads, transitions, turns
 from coterie.stores.sqlite.connections import copy
 from coterie.stores.sqlite.overview import SqliteOverview
 from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sqlite.statistics import statistics
 from coterie.turns import Claim, HistoryRow, View
 
 
@@ -182,6 +184,9 @@ class SqliteStore(SqliteOverview):
     async def last_event(self) -> int:
         rows = await self._query("SELECT max(seq) FROM events")
         return int(rows[0][0] or 0)
+
+    async def statistics(self, after: int) -> Statistics:
+        return await self._read(lambda db: statistics(db, after))
 
     async def prune(self, retention: Retention) -> Pruned:
         return await self._post(lambda db, post: transitions.prune(db, post, retention))

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-ROUTERS: list[APIRouter] = []
+from coterie.web.routes import artifacts
+
+ROUTERS: list[APIRouter] = [artifacts.router]
 """Mounted under /api/v1, in this order."""
