@@ -78,7 +78,8 @@ class Listener:
                 return
 
     def _take(self) -> bytes:
-        taken, size = [], 0
+        taken: list[bytes] = []
+        size = 0
         while self._frames and (not taken or size + len(self._frames[0]) <= PIECE):
             taken.append(self._frames.popleft())
             size += len(taken[-1])

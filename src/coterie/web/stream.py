@@ -1,7 +1,7 @@
 """The live event stream: one hub that reads the log once for all clients, and keeps a bounded buffer for each.
 
-A client is told hello, then what it missed, then every reply that is just being said, then whatever comes. Events of the
-log carry an id, `<epoch>.<seq>`; what is being said carries none, because nothing of it is stored.
+A client is told hello, then what it missed, then every reply that is just being said, then whatever comes. Events of
+the log carry an id, `<epoch>.<seq>`; what is being said carries none, because nothing of it is stored.
 """
 
 from __future__ import annotations

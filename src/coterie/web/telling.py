@@ -1,7 +1,7 @@
 """Events of the log as a page is told them: each is looked up when it is sent, many at a time.
 
-Every row of the log becomes exactly one event, so that a client can tell from `prev` whether it missed any. What an event
-names and is no longer there is told as `{"id": …, "gone": true}`.
+Every row of the log becomes exactly one event, so that a client can tell from `prev` whether it missed any. What an
+event names and is no longer there is told as `{"id": …, "gone": true}`.
 """
 
 from __future__ import annotations
