@@ -42,10 +42,11 @@ def build_app(society: Society, door: Access, *, where: Addresses | None = None,
     state.stream_clients = lambda: 0
     state.numbers = metrics.Numbers(society, state.meter, lambda: int(state.stream_clients()))
     problems.install(app)
+    # Routers are asked one after the other, so the busy ones come first.
+    for router in (*ROUTERS, session.links):
+        app.include_router(router, prefix=API)
     for router in (health.router, session.router, page.router, metrics.router):
         app.include_router(router)
-    for router in (session.links, *ROUTERS):
-        app.include_router(router, prefix=API)
     app.add_middleware(
         Gate,
         access=door,
