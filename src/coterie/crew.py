@@ -37,6 +37,7 @@ from coterie.llm.registry import Services
 from coterie.llm.router import CapabilityRouter
 from coterie.llm.service_entry import ServiceEntry
 from coterie.messages import PERSON, Payload, Receipt
+from coterie.reloading import unknown_service
 from coterie.stores.sqlite import SqliteStore
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Crew:
         )
         self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
         self._connecting: asyncio.Task[list[Problem]] | None = None
-        self.problems: Sequence[Problem] = (*unread, *self.services.problems, *self._adopt_owner_tools())
+        self._noticed = (*unread, *self._adopt_owner_tools())
         rules = _rules(config)
         self._handler = LlmHandler(
             store,
@@ -91,7 +92,6 @@ class Crew:
 
     async def start(self) -> None:
         await self._registrar.recall()
-        self.problems = (*self.problems, *self._ended_but_described())
         for problem in self.problems:
             log.warning("%s", problem)
         self._connecting = asyncio.create_task(self._mcp.connect(), name="coterie-mcp")
@@ -126,24 +126,41 @@ class Crew:
         self.directory.profile(agent_id)
         return False
 
-    async def adopt(self, config: Config, services: Services) -> Sequence[Problem]:
-        """From now on it is as the owner's files say now. Agents that were blocked for want of just that go on."""
+    async def adopt(self, services: Services, config: Config | None = None) -> Sequence[Problem]:
+        """From now on it is as the owner's files say. Agents that were blocked for want of just that go on."""
         blocked = {agent.id: self._mind(agent.id) for agent in await self._registrar.blocked()}
+        missing = self._adopt_config(config) if config else ()
+        self.services.adopt(services)
+        await self._store.unblock([one for one, mind in blocked.items() if self._mind(one) not in (None, mind)])
+        return (*self.problems, *missing)
+
+    def _adopt_config(self, config: Config) -> Sequence[Problem]:
+        """The agents that are described no more."""
         profiles, unread = read_profiles(config, self._place)
-        described = {profile.id for profile in profiles}
-        missing = [_missing(one) for one in sorted(self._described - described) if not self.directory.has_ended(one)]
-        for one in self._described - described:
+        gone = self._described - {profile.id for profile in profiles}
+        for one in gone:
             self.directory.forget(one)
         for profile in profiles:
             self.directory.add(profile)
-        self._described, self._tokens_per_day = described, config.limits.tokens_per_day
-        self.services.adopt(services)
+        self._described = {profile.id for profile in profiles}
+        self._tokens_per_day = config.limits.tokens_per_day
+        self._noticed = (*unread, *self._adopt_owner_tools())
         self._toolbox.deadline = timedelta(seconds=config.limits.tool_seconds)
         self._handler.adopt(_rules(config), config.limits.tokens_per_day)
         self._scheduler.adopt(_rules(config))
-        self.problems = (*unread, *services.problems, *self._adopt_owner_tools(), *self._ended_but_described())
-        await self._store.unblock([one for one, mind in blocked.items() if self._mind(one) not in (None, mind)])
-        return (*self.problems, *missing)
+        return [_missing(one) for one in sorted(gone) if not self.directory.has_ended(one)]
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """What is wrong with the owner's files, apart from coterie.toml itself."""
+        known = [entry.id for entry in self.services]
+        wanted = [(one.id, one.service) for one in self.directory.everybody() if one.id in self._described]
+        return (
+            *self._noticed,
+            *self.services.problems,
+            *self._ended_but_described(),
+            *(unknown_service(agent, service, known) for agent, service in wanted if service and service not in known),
+        )
 
     def _mind(self, agent_id: str) -> tuple[ServiceEntry | int, ...] | None:
         """All that decides whether its model answers; None when it has none."""

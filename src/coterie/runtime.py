@@ -115,7 +115,7 @@ class Society:
         from coterie.setup import Setup
 
         crew = Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock)
-        self._setup = Setup(place, crew.services, crew.directory, self.reload, self._clock)
+        self._setup = Setup(place, crew.services, crew.directory, self._reload_services, self._clock)
         self._place = place
         return crew
 
@@ -194,10 +194,18 @@ class Society:
             self.config = running(self.config, config)
             self.store.limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
             self.artifacts.limit = config.limits.upload_mb * 1_000_000
-            problems = (*config.problems, *later, *await crew.adopt(config, services))
+            problems = (*config.problems, *later, *await crew.adopt(services, config))
         self.bus.stored(None)
         log.info("the configuration was read again; %d problems", len(problems))
         return problems
+
+    async def _reload_services(self) -> None:
+        """Those alone: a slip of the pen in coterie.toml is no reason to go without a model."""
+        from coterie.crew import load_services
+
+        async with self._reloading:
+            await self._at_work().adopt(load_services(self._place))
+        self.bus.stored(None)
 
     async def inbox(self, who: str = PERSON) -> AsyncGenerator[Message, None]:
         """What reaches `who` and was not read yet, then whatever comes, in order; for ever."""

@@ -30,7 +30,7 @@ from coterie.private_file import write_whole
 
 log = logging.getLogger(__name__)
 
-Reload = Callable[[], Awaitable[Sequence[Problem]]]
+Reload = Callable[[], Awaitable[None]]
 _PLACE = re.compile(r"services\[(\d+)\](?:\.(.*))?$")
 _SLIP = "expected"
 """How a problem begins that made the reader leave something out."""
@@ -112,9 +112,9 @@ class Setup:
                 await self._forget_key(draft.name, self._text())
                 raise
             await self._forget_key(draft.old, draft.text)
-            self._trials.saved(draft.entry, new_key=key is not None)
+            self._trials.saved(draft.entry, new_key=self._has_new_key(draft.entry))
             await self._reload()
-        return self.view(service_id)
+        return self.view(draft.entry.id)
 
     async def delete(self, service_id: str) -> None:
         """The service is gone, and its key. Who named none goes on with the first of the others, or with the tour."""
@@ -160,6 +160,9 @@ class Setup:
         return ServicesText(read_file(self._file))
 
     def _draft(self, service_id: str, fields: Mapping[str, Any], key: str | None) -> _Draft:
+        service_id = service_id.strip()
+        if not service_id:
+            raise Refused("service_invalid", "id: expected a non-empty string")
         text, written = self._text(), as_written(fields)
         old = text.key_name(service_id)
         told = written.get("apiKey")
@@ -184,6 +187,9 @@ class Setup:
         first = f"{base if base[:1].isalpha() else f'SERVICE_{base}'.strip('_')}_API_KEY"
         taken = {*stored, *text.names_in_use(), *self._environ}
         return next(one for n in itertools.count(1) if (one := first if n == 1 else f"{first}_{n}") not in taken)
+
+    def _has_new_key(self, entry: ServiceEntry) -> bool:
+        return entry.id not in self._services or self._services.entry(entry.id).api_key != entry.api_key
 
     def _read_back(self, text: ServicesText, service_id: str, new: Mapping[str, str]) -> ServiceEntry:
         """The entry as the file's own reader understands it."""

@@ -91,6 +91,7 @@ class Registrar:
     ) -> Profile:
         """An agent made by the person, without a role."""
         self._directory.check_service(service)
+        parent = None if parent == PERSON else parent
         if parent is not None:
             self._directory.profile(parent)
         key = new_id()
