@@ -137,7 +137,7 @@ async def test_a_place_nobody_knows_is_a_reset_and_then_life_goes_on(
 async def test_a_place_older_than_the_log_is_a_reset(hub: Hub, society: Society, clock: FakeClock) -> None:
     place = f"{hub.epoch}.1"
     await say(society, "old")
-    await clock.advance(days=8)
+    await clock.jump(days=8)
     await say(society, "new")
     await society.store.prune(Retention())
     async with listening(hub, place) as ear:
