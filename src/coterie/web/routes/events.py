@@ -53,7 +53,7 @@ async def _left(receive: Receive) -> None:
 @router.get(
     "/events",
     summary="Whatever happens, as it happens",
-    response_class=EventStream,
+    response_class=Response,
     responses={200: {"description": "Server-sent events", "content": {"text/event-stream": {"schema": {}}}}},
 )
 async def events(

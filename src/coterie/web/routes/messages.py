@@ -96,7 +96,9 @@ def _read(body: bytes) -> Draft:
         raise Refused("payload_invalid", "the body is nested too deep") from error
 
 
-@router.get("/messages", summary="The timeline, newest first", responses=gives(shapes.Messages))
+@router.get(
+    "/messages", summary="The timeline, newest first", responses=gives(shapes.Messages) | problems("unknown_message")
+)
 async def timeline(
     society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
 ) -> Response:
