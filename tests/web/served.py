@@ -12,13 +12,13 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from tests.web.conftest import TOKEN
 
 from coterie.clock import SystemClock
 from coterie.runtime import Society
 from coterie.web.access import Access
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
+from tests.web.conftest import TOKEN
 
 
 @dataclass

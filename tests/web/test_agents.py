@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.web.conftest import BASE, TOKEN
 
 from coterie.agents import Agent
 from coterie.clock import SystemClock
@@ -18,6 +17,7 @@ from coterie.testing import Calls, ModelServer, Says
 from coterie.web import wire
 from coterie.web.access import Access
 from coterie.web.app import build_app
+from tests.web.conftest import BASE, TOKEN
 
 API = "/api/v1"
 

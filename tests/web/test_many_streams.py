@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.web.served import Served, served
 
 CLIENTS, STALLED = 200, 40
