@@ -136,3 +136,11 @@ async def test_runs_and_usage_of_a_society_that_did_nothing_are_empty(client: ht
     for path in ("/runs", "/usage"):
         assert (await client.get(API + path)).json() == {"items": [], "next": None}
     assert (await client.get(f"{API}/runs", params={"before": "x"})).status_code == 422
+
+
+async def test_notices_of_the_runtime_can_be_marked_as_read(client: httpx.AsyncClient, society: Society) -> None:
+    await society.send(to="bob", text="too late")
+    await society.store.terminate("bob")
+    (notice,) = await society.waiting("user")
+    marked = await client.post(f"{API}/read", json={"thread": "system", "upto": notice.id})
+    assert marked.json() == {"read": 1}

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
+from coterie.messages import SYSTEM
 from coterie.store import Page
 from coterie.web import shapes, wire
 from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, gives, listing, problems
@@ -24,7 +25,8 @@ router = APIRouter(tags=["overview"], responses=COMMON)
     responses=gives(shapes.Read) | BODY | problems("unknown_agent", "unknown_message"),
 )
 async def read(mark: shapes.ReadMark, society: SocietyDep) -> Response:
-    wire.known(await society.store.agent(mark.thread), mark.thread)
+    if mark.thread != SYSTEM:  # the runtime's notices about no agent in particular
+        wire.known(await society.store.agent(mark.thread), mark.thread)
     count = await society.store.read(mark.thread, mark.upto)
     society.bus.stored(None)
     return answer({"read": count})
