@@ -4,6 +4,8 @@ CoterieError
 ├── Refused              a request was not accepted and nothing changed; `code` says why
 ├── ConfigError          the society's files have problems; each names its file and place
 ├── Lagged               a watcher fell behind and must catch up from the event log
+├── ServerUnusable       a society runs, but a command cannot talk to its server
+├── NoAnswer             an agent was asked, and said nothing that could be waited for
 └── StoreError           the store could not do its work; nothing was written
     ├── StoreUnavailable     for now: locked, full or closing; the same call may pass later
     ├── StoreOwned           another process runs this society
@@ -96,6 +98,14 @@ class Lagged(CoterieError):
     def __init__(self, seq: int) -> None:
         self.seq = seq
         super().__init__(f"the watcher fell behind: read the event log on from {seq}")
+
+
+class ServerUnusable(CoterieError):
+    """The running server cannot be talked to; the message says what to do."""
+
+
+class NoAnswer(CoterieError):
+    """A message was accepted, and no answer to it came; the message says why, as far as that is known."""
 
 
 class StoreError(CoterieError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -19,6 +19,7 @@ from coterie.errors import ConfigError, CoterieError, Lagged, Problem, StoreBrok
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
 from coterie.library import Library
+from coterie.live import Live
 from coterie.messages import PERSON, Message, Receipt
 from coterie.reloading import after_restart, running
 from coterie.store import Limits, Retention
@@ -45,6 +46,7 @@ class Society:
     def __init__(self, config: Config, store: SqliteStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
         self.config, self.store, self.artifacts = config, store, artifacts
         self.bus = MessageBus(store, clock)
+        self.live = Live()
         self._kept, self._clock = kept, clock
         self._crew: Crew | None = None
         self._setup: Setup | None = None
@@ -272,8 +274,11 @@ class Society:
         """Set when the disk can no longer be trusted: the process must stop, its next start recovers."""
         return self.store.broken
 
-    async def stop(self) -> int:
-        """The graceful stop: delayed messages are dealt with as configured. How many went out early. Once is enough."""
+    async def stop(self, last_words: Callable[[int], Awaitable[None]] | None = None) -> int:
+        """The graceful stop: delayed messages are dealt with as configured. How many went out early. Once is enough.
+
+        `last_words` is called with that number when all is done, and the store still open.
+        """
         if self._stopping.is_set():
             return 0
         await self._end_tidying()
@@ -283,6 +288,8 @@ class Society:
             early = await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
             if self._crew:
                 await self._crew.stop(timedelta(seconds=self.config.shutdown.drain_seconds))
+            if last_words:
+                await last_words(early)
             return early
         finally:
             await self.store.close()

@@ -287,7 +287,7 @@ class DelayMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         assert self.world.violations() == []
-        states = dict(self.world.rows("SELECT id, state FROM messages WHERE recipient = 'ada'"))  # type: ignore[arg-type]
+        states = {row[0]: row[1] for row in self.world.rows("SELECT id, state FROM messages WHERE recipient = 'ada'")}
         assert states == {one.id: one.state for one in self.sent.values()}
         self.world.close()
 

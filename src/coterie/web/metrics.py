@@ -1,0 +1,99 @@
+"""Numbers for Prometheus. What the store knows is read when somebody asks for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from coterie.runtime import Society
+from coterie.statistics import Statistics
+from coterie.web.meter import BUCKETS, HttpMeter
+
+router = APIRouter(tags=["health"])
+
+ENDS = {"done": "ok", "failed": "error", "cancelled": "cancelled", "unknown": "unknown"}
+"""A call's last state, and the outcome it is counted as."""
+
+
+class Numbers:
+    """What happened since the process began, and how things stand."""
+
+    def __init__(self, society: Society, meter: HttpMeter, stream_clients: Callable[[], int]) -> None:
+        self._society, self._meter, self._stream_clients = society, meter, stream_clients
+        self._events: Counter[str] = Counter()
+        self._seen = 0
+
+    async def text(self) -> bytes:
+        found = await self._society.store.statistics(self._seen)
+        if found.seq > self._seen:  # two may ask at once, and both count the same events
+            self._seen = found.seq
+            self._events.update(found.events)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Once([*self._of_society(found), *_of_http(self._meter)]))
+        return generate_latest(registry)
+
+    def _of_society(self, found: Statistics) -> Iterator[Metric]:
+        events, store = self._events, self._society.store
+        accepted = {"delayed": events["delayed.scheduled"], "immediate": events["message.created"]}
+        calls = {outcome: found.tool_calls.get(state, 0) for state, outcome in ENDS.items()}
+        yield _counters("coterie_messages_accepted", "Messages taken in, by kind", "kind", accepted)
+        yield CounterMetricFamily("coterie_turns", "Turns that agents began", found.turns)
+        yield _counters("coterie_model_calls", "Answers of models, by outcome", "outcome", found.model_calls)
+        yield _counters("coterie_tool_calls", "Tool calls that ended, by outcome", "outcome", calls)
+        yield CounterMetricFamily("coterie_plans_withdrawn", "Plans that a message withdrew", found.withdrawn_plans)
+        yield CounterMetricFamily(
+            "coterie_delayed_delivered", "Delayed messages delivered", events["delayed.delivered"]
+        )
+        yield GaugeMetricFamily("coterie_delayed_messages", "Messages that wait for their time", found.delayed)
+        yield GaugeMetricFamily("coterie_mailbox_messages", "Messages that wait for agents", found.waiting)
+        yield GaugeMetricFamily("coterie_mailbox_fullest", "Messages in the fullest mailbox", found.fullest)
+        yield _gauges("coterie_agents", "Agents, by state", "state", found.agents)
+        yield GaugeMetricFamily("coterie_stream_clients", "Pages that listen to events", self._stream_clients())
+        yield GaugeMetricFamily("coterie_store_healthy", "1 while what is written gets through", float(store.healthy))
+
+
+@router.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
+async def metrics(request: Request) -> Response:
+    numbers = cast(Numbers, request.app.state.numbers)
+    return Response(await numbers.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Once(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def _of_http(meter: HttpMeter) -> Iterator[Metric]:
+    family = HistogramMetricFamily(
+        "coterie_http_request_duration_seconds", "Requests and how long they took", labels=["method", "route", "status"]
+    )
+    bounds = [*map(str, BUCKETS), "+Inf"]
+    for (method, route, status), durations in meter.requests.items():
+        counted = zip(bounds, itertools.accumulate(durations.counts), strict=True)
+        family.add_metric([method, route, str(status)], list(counted), durations.total)
+    yield family
+
+
+def _counters(name: str, words: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(name, words, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _gauges(name: str, words: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, words, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
