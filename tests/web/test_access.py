@@ -33,8 +33,8 @@ async def test_a_code_may_come_in_a_body(stranger: httpx.AsyncClient, access: Ac
     answer = await stranger.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
     assert answer.status_code == 303
     stranger.cookies.clear()
+    headers = {"Content-Type": "application/json"}
     for body in (b"", b"{}", b"[]", b'{"code": 7}', b'{"code": "\xc3\xa4"}'):
-        headers = {"Content-Type": "application/json"}
         assert (await stranger.post("/session", content=body, headers=headers)).status_code == 401
     assert (await stranger.post("/session", content=b"{", headers=headers)).json()["code"] == "json_invalid"
 

@@ -11,6 +11,7 @@ async def test_the_numbers_follow_what_happens(client: httpx.AsyncClient, societ
     await client.get("/healthz")
     await client.get("/api/v1/artifacts/x/meta")
 
+    text = ""
     for _ in range(2):  # what was counted once is not counted again
         text = (await client.get("/metrics")).text
         assert 'coterie_messages_accepted_total{kind="immediate"} 1.0' in text
