@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-NAMES = ("send", "delayed", "timers", "startup", "memory", "streams", "turns")
+NAMES = ("send", "delayed", "timers", "startup", "memory", "streams", "turns", "http")
 
 
 def main(names: list[str]) -> None:

@@ -33,7 +33,19 @@ FLOORS = [
     ["watcher", "bus", "library", "live", "llm"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
-    ["address", "config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
+    [
+        "address",
+        "config",
+        "folder",
+        "crew",
+        "reloading",
+        "setup",
+        "runtime",
+        "inspection",
+        "backup",
+        "restore",
+        "testing",
+    ],
     ["cli", "web", "__main__"],
 ]
 

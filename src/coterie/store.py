@@ -120,6 +120,10 @@ class Store(Protocol):
         """A paused agent takes up its mail; a blocked one tries again."""
         ...
 
+    async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
+        """Those of them that are blocked, and not paused, try again; the ids of those that do."""
+        ...
+
     async def put_role(self, name: str, profile: str) -> None:
         """Agents can be made after this pattern; a role of that name is replaced."""
         ...
@@ -129,6 +133,10 @@ class Store(Protocol):
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]: ...
 
     async def agent(self, agent_id: str) -> Agent | None: ...
+
+    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+        """Those of them that there are."""
+        ...
 
     # Messages
 
@@ -171,6 +179,10 @@ class Store(Protocol):
         ...
 
     async def message(self, message_id: str) -> Message | None: ...
+
+    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
+        """Those of them that there are."""
+        ...
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
         """Newest first; `agent`: sent by it or to it."""

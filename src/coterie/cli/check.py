@@ -84,6 +84,7 @@ def _read_toml(folder: Path, report: Report) -> Config | None:
 def _read_services(folder: Path, report: Report, config: Config | None) -> None:
     from coterie.errors import ConfigError
     from coterie.llm.registry import Services
+    from coterie.reloading import unknown_service
 
     try:
         services = Services.load(folder)
@@ -94,18 +95,7 @@ def _read_services(folder: Path, report: Report, config: Config | None) -> None:
     report.services = names = [service.id for service in services]
     for agent in config.agents if config else ():
         if agent.service is not None and agent.service not in services:
-            report.problems.append(_unknown_service(agent.id, agent.service, names))
-
-
-def _unknown_service(agent: str, service: str, known: list[str]) -> Problem:
-    from coterie.errors import Problem
-    from coterie.text import nearest
-
-    meant = nearest(service, set(known))
-    hint = f', did you mean "{meant}"?' if meant else ""
-    return Problem(
-        f"coterie.toml: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}'
-    )
+            report.problems.append(unknown_service(agent.id, agent.service, names))
 
 
 def _print(report: Report, folder: Path) -> None:

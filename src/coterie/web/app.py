@@ -15,6 +15,7 @@ from coterie.web.addresses import Addresses, addresses
 from coterie.web.meter import HttpMeter
 from coterie.web.routes import ROUTERS
 from coterie.web.security import Gate
+from coterie.web.stream import Hub
 from coterie.web.uploads import Uploads
 
 API = "/api/v1"
@@ -39,7 +40,10 @@ def build_app(society: Society, door: Access, *, where: Addresses | None = None,
     state.health, state.meter = health.Health(society.store), HttpMeter()
     state.uploads = Uploads(society.artifacts.limit)
     state.on_shutdown = list[LastWords]()
-    state.stream_clients = lambda: 0
+    state.clock = clock or SystemClock()
+    state.hub = Hub(society, society.live, state.clock)
+    state.on_shutdown.append(state.hub.shut)
+    state.stream_clients = lambda: len(state.hub)
     state.numbers = metrics.Numbers(society, state.meter, lambda: int(state.stream_clients()))
     problems.install(app)
     # Routers are asked one after the other, so the busy ones come first.
@@ -51,7 +55,7 @@ def build_app(society: Society, door: Access, *, where: Addresses | None = None,
         Gate,
         access=door,
         where=state.where,
-        clock=clock or SystemClock(),
+        clock=state.clock,
         health=state.health,
         meter=state.meter,
     )

@@ -51,7 +51,7 @@ class Database:
         lock: FolderLock | None = None,
     ) -> None:
         self.info = info
-        self._path, self._clock, self._limits = path, clock, limits
+        self._path, self._clock, self.limits = path, clock, limits
         self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
         self.on_wake: list[Callable[[], None]] = []
@@ -132,7 +132,7 @@ class Database:
             nonlocal woke
             now = to_ms(self._clock.now())
             self._last_stamp = max(self._last_stamp, now)
-            post = Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
+            post = Post(db, now=now, stamp=self._last_stamp, limits=self.limits)
             result = run(db, post)
             post.close()
             woke = post.woke_somebody

@@ -47,6 +47,9 @@ class SqliteStore(SqliteOverview):
     async def resume(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.resume(db, post, agent_id))
 
+    async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
+        return await self._post(lambda db, post: transitions.unblock(db, post, agent_ids))
+
     async def put_role(self, name: str, profile: str) -> None:
         await self._write(lambda db: transitions.put_role(db, name, profile))
 
@@ -60,6 +63,11 @@ class SqliteStore(SqliteOverview):
     async def agent(self, agent_id: str) -> Agent | None:
         rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id = ?", agent_id)
         return to_agent(rows[0]) if rows else None
+
+    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+        marks = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id IN ({marks})", *ids)
+        return {row[0]: to_agent(row) for row in rows}
 
     # Messages
 
@@ -105,6 +113,11 @@ class SqliteStore(SqliteOverview):
 
     async def message(self, message_id: str) -> Message | None:
         return await self._read(lambda db: find_message(db, message_id))
+
+    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
+        marks = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {MESSAGE} FROM messages WHERE id IN ({marks})", *ids)
+        return {message.id: message for message in map(to_message, rows)}
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
         rows = await self._query(

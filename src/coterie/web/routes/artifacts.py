@@ -17,11 +17,12 @@ from coterie.errors import Refused
 from coterie.filetype import OCTETS
 from coterie.ids import LENGTH
 from coterie.library import Library
+from coterie.web.answers import BODY, COMMON, problems
 from coterie.web.dependencies import SocietyDep
 from coterie.web.problems import problem
 from coterie.web.ranges import Unsatisfiable, matches, wanted
 
-router = APIRouter(prefix="/artifacts", tags=["artifacts"])
+router = APIRouter(prefix="/artifacts", tags=["artifacts"], responses=COMMON | BODY | problems("unknown_artifact"))
 
 _REF = re.compile(rf"[0-9a-f]{{{LENGTH}}}")
 _BODY = {

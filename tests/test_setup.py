@@ -1,0 +1,333 @@
+"""Services set up while the society runs: written whole or not at all, keys kept apart, tried with a real question."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie import Refused, Society
+from coterie.errors import ConfigError, StoreUnavailable
+from coterie.testing import ModelServer, Status
+from coterie.testing.model_faults import html, reset
+from coterie.testing.model_server import Reply
+
+KEY, OTHER = "sk-first-0123456789abcdef", "sk-other-fedcba9876543210"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer(models={"m"}) as server:
+        yield server
+
+
+@pytest.fixture
+async def society(tmp_path: Path) -> AsyncIterator[Society]:
+    (tmp_path / "coterie.toml").write_text("[agents.ada]\n[agents.bob]\nservice = 'main'\n")
+    async with Society.open(tmp_path) as society:
+        yield society
+
+
+def entry(server: ModelServer, **more: Any) -> dict[str, Any]:
+    return {"baseURL": server.base_url, "model": "m", **more}
+
+
+def written(folder: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((folder / "llmservices.json").read_text())
+    return document
+
+
+def secrets(folder: Path) -> dict[str, str]:
+    kept: dict[str, str] = json.loads((folder / "data/secrets.json").read_text())
+    return kept
+
+
+def ids(society: Society) -> list[str]:
+    return [view.entry.id for view in society.setup.list()]
+
+
+async def code(call: Any) -> str:
+    with pytest.raises(Refused) as refusal:
+        await call
+    return refusal.value.code
+
+
+async def answer_of(society: Society, to: str) -> str:
+    await society.send(to=to, text="hello")
+    async for message in society.inbox():
+        if message.sender == to:
+            return str(message.payload["text"])
+    raise AssertionError
+
+
+async def test_the_tour_answers_until_a_real_service_is_there_and_again_when_the_last_is_gone(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    assert ids(society) == ["tour", "tour-sees"] and society.setup.view("tour").to_wire()["tour"]
+    view = await society.setup.put("first", entry(server))
+    assert ids(society) == ["first"] and not view.to_wire()["tour"]
+    assert (view.used_by, view.trial, view.problems) == (["ada"], None, [])
+    assert await answer_of(society, "ada") == "ok"
+    await society.setup.delete("first")
+    assert ids(society) == ["tour", "tour-sees"]
+    assert written(tmp_path) == {"services": []}
+
+
+async def test_a_key_goes_to_the_secrets_and_the_file_gets_its_name(
+    society: Society, server: ModelServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    view = await society.setup.put("my model", entry(server), KEY)
+    assert written(tmp_path)["services"][0]["apiKey"] == "${MY_MODEL_API_KEY}"
+    assert secrets(tmp_path) == {"MY_MODEL_API_KEY": KEY}
+    assert (tmp_path / "data/secrets.json").stat().st_mode & 0o777 == 0o600
+    assert await answer_of(society, "ada") == "ok"
+    assert server.requests[-1].headers["authorization"] == f"Bearer {KEY}"
+    assert KEY not in f"{view} {view.to_wire()} {society.setup.list()} {caplog.text}"
+
+
+async def test_a_key_that_was_put_in_the_field_of_the_reference_is_a_key_all_the_same(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    await society.setup.put("main", entry(server, apiKey=KEY))
+    assert KEY not in (tmp_path / "llmservices.json").read_text() and secrets(tmp_path) == {"MAIN_API_KEY": KEY}
+
+
+async def test_a_new_key_gets_a_new_name_so_that_the_old_address_never_sees_it_and_the_old_key_is_forgotten(
+    society: Society, server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await society.setup.put("main", entry(server), KEY)
+    await society.setup.put("main", {}, OTHER)
+    assert written(tmp_path)["services"][0]["apiKey"] == "${MAIN_API_KEY_2}"
+    assert secrets(tmp_path) == {"MAIN_API_KEY_2": OTHER}
+    monkeypatch.setenv("MAIN_API_KEY", "what another program uses")
+    await society.setup.put("main", {}, KEY)
+    assert secrets(tmp_path) == {"MAIN_API_KEY_3": KEY}
+    await society.setup.put("main", {"apiKey": None})
+    assert secrets(tmp_path) == {} and "apiKey" not in written(tmp_path)["services"][0]
+
+
+async def test_two_services_whose_ids_read_alike_do_not_share_a_key(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    await society.setup.put("a-b", entry(server), KEY)
+    await society.setup.put("a_b", entry(server), OTHER)
+    assert secrets(tmp_path) == {"A_B_API_KEY": KEY, "A_B_API_KEY_2": OTHER}
+
+
+async def test_what_the_owner_wrote_stays_other_entries_unknown_keys_and_their_order(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    mine = {
+        "note": "按我的写法",
+        "services": [
+            {"zeta": 1, "id": "old", "baseURL": server.base_url, "model": "m", "x": {"deep": [1, 2.5, None]}},
+            {"id": "broken", "model": 7},
+        ],
+        "examples": [{"id": "nothing"}],
+    }
+    (tmp_path / "llmservices.json").write_text(json.dumps(mine))
+    (tmp_path / "llmservices.json").chmod(0o640)
+    await society.setup.put("old", {"model": "m", "name": "Renamed", "zeta": None})
+    await society.setup.put("new", entry(server))
+    now = written(tmp_path)
+    assert list(now) == ["note", "services", "examples"] and now["examples"] == mine["examples"]
+    assert [list(one) for one in now["services"]] == [
+        ["id", "baseURL", "model", "x", "name"],
+        ["id", "model"],
+        ["id", "baseURL", "model"],
+    ]
+    assert "按我的写法" in (tmp_path / "llmservices.json").read_text()
+    assert (tmp_path / "llmservices.json").stat().st_mode & 0o777 == 0o640
+
+
+async def test_an_entry_sent_back_as_it_was_listed_changes_nothing_that_matters(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    await society.setup.put("main", entry(server), KEY)
+    shown = society.setup.view("main").to_wire()
+    await society.setup.put("main", shown | {"description": "for every day"})
+    again = society.setup.view("main")
+    assert again.entry.api_key is not None and again.entry.api_key.reveal() == KEY
+    assert again.entry.capabilities.inferred and again.entry.description == "for every day"
+    assert not {"problems", "trial", "usedBy", "tour", "source"} & set(written(tmp_path)["services"][0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"model": "m"}, "baseURL: expected"),
+        ({"baseURL": "ftp://x", "model": "m"}, "baseURL: expected"),
+        ({"baseURL": "http://127.0.0.1:9", "model": 7}, "model: expected"),
+        ({"baseURL": "http://127.0.0.1:9", "model": "m", "timeout": "long"}, "timeout: expected"),
+        ({"baseURL": "http://127.0.0.1:9", "model": "m", "capabilities": {"input": [7]}}, "capabilities.input[0]"),
+    ],
+)
+async def test_a_wrong_entry_is_refused_with_its_place_and_nothing_is_written(
+    society: Society, tmp_path: Path, fields: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(Refused, match="expected") as refusal:
+        await society.setup.put("main", fields, KEY)
+    assert refusal.value.code == "service_invalid" and place in refusal.value.message
+    assert not (tmp_path / "llmservices.json").exists() and not (tmp_path / "data/secrets.json").exists()
+
+
+async def test_no_id_and_a_key_that_cannot_be_one_are_refused(society: Society, server: ModelServer) -> None:
+    assert await code(society.setup.put("  ", entry(server))) == "service_invalid"
+    with pytest.raises(Refused, match="copy it again") as refusal:
+        await society.setup.put("main", entry(server), "schlüssel\n2")
+    assert refusal.value.code == "service_invalid" and "schlüssel" not in str(refusal.value)
+
+
+async def test_a_reference_to_a_key_that_nobody_has_is_saved_and_marked(society: Society, server: ModelServer) -> None:
+    view = await society.setup.put("main", entry(server, apiKey="${NOBODYS_KEY}"))
+    assert [problem.message for problem in view.problems] == [
+        "NOBODYS_KEY is set neither in the environment nor in data/secrets.json"
+    ]
+    assert (await society.setup.test("main")).code == "auth"
+
+
+async def test_a_file_that_is_no_json_is_not_written_over(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    (tmp_path / "llmservices.json").write_text("{ oops")
+    with pytest.raises(ConfigError, match=r"line 1 column 3"):
+        await society.setup.put("main", entry(server), KEY)
+    assert (tmp_path / "llmservices.json").read_text() == "{ oops"
+    assert not (tmp_path / "data/secrets.json").exists()
+    assert ids(society) == ["tour", "tour-sees"]
+
+
+async def test_when_the_file_cannot_be_written_no_key_stays_behind(
+    society: Society, server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await society.setup.put("main", entry(server), KEY)
+    before = (tmp_path / "llmservices.json").read_bytes()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("coterie.setup.write_whole", full)
+    with pytest.raises(StoreUnavailable, match="nothing was changed") as error:
+        await society.setup.put("main", {}, OTHER)
+    assert error.value.full
+    assert (tmp_path / "llmservices.json").read_bytes() == before and secrets(tmp_path) == {"MAIN_API_KEY": KEY}
+
+
+async def test_a_mistake_in_coterie_toml_keeps_no_service_from_being_set_up(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    (tmp_path / "coterie.toml").write_text("= oops")
+    await society.setup.put("main", entry(server))
+    assert ids(society) == ["main"]
+
+
+async def test_a_service_that_agents_name_is_not_deleted_under_them(society: Society, server: ModelServer) -> None:
+    await society.setup.put("main", entry(server))
+    with pytest.raises(Refused, match="bob") as refusal:
+        await society.setup.delete("main")
+    assert refusal.value.code == "service_in_use" and ids(society) == ["main"]
+    assert await code(society.setup.delete("nowhere")) == "unknown_service"
+    assert await code(society.setup.test("nowhere")) == "unknown_service"
+
+
+async def test_an_agent_that_was_blocked_for_want_of_its_service_goes_on_once_it_is_there(
+    society: Society, server: ModelServer
+) -> None:
+    assert "Mend it" in await answer_or_notice(society, "bob")
+    blocked = await society.store.agent("bob")
+    assert blocked is not None and blocked.state == "blocked"
+    await society.setup.put("main", entry(server))
+    async for message in society.inbox():
+        if message.sender == "bob":
+            assert message.payload["text"] == "ok"
+            break
+
+
+async def answer_or_notice(society: Society, to: str) -> str:
+    await society.send(to=to, text="hello")
+    async for message in society.inbox():
+        return str(message.payload["text"])
+    raise AssertionError
+
+
+# Trying out
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("ok", "ok"),
+        (Status(401, "no"), "auth"),
+        (Status(404, "no such model"), "no_model"),
+        (Status(429, "insufficient_quota: check billing"), "quota"),
+        (Status(400, "we do not like it"), "refused"),
+        (Status(503, "overloaded"), "refused"),
+        (html(), "malformed"),
+        (reset(), "unreachable"),
+    ],
+)
+async def test_a_trial_says_in_one_word_and_one_sentence_how_it_went(
+    society: Society, server: ModelServer, reply: Reply, expected: str
+) -> None:
+    server.default = reply
+    trial = await society.setup.test_entry("main", entry(server), KEY)
+    assert (trial.code, trial.ok) == (expected, expected == "ok")
+    assert trial.message.endswith(".") and KEY not in str(trial.to_wire()) and bool(trial.detail) != trial.ok
+    assert len(server.requests) == 1 and ids(society) == ["tour", "tour-sees"]
+
+
+async def test_a_service_that_says_nothing_fails_its_trial_in_time(
+    society: Society, server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datetime import timedelta
+
+    from coterie.testing.model_faults import no_first_byte
+
+    monkeypatch.setattr("coterie.llm.trial.PATIENCE", timedelta(milliseconds=100))
+    server.default = no_first_byte()
+    assert (await society.setup.test_entry("main", entry(server))).code == "timeout"
+
+
+async def test_what_a_trial_showed_counts_for_just_that_entry_and_key_over_restarts(
+    tmp_path: Path, server: ModelServer
+) -> None:
+    async with Society.open(tmp_path) as society:
+        await society.setup.test_entry("main", entry(server), OTHER)
+        assert (await society.setup.put("main", entry(server), KEY)).trial is None, "another key was tried"
+        await society.setup.test_entry("main", {}, OTHER)
+        tried = (await society.setup.put("main", {}, OTHER)).trial
+        assert tried is not None and tried.ok
+    async with Society.open(tmp_path) as society:
+        assert society.setup.view("main").trial == tried
+        assert (await society.setup.put("main", {"model": "another"})).trial is None
+        assert (await society.setup.test("main")).code == "no_model"
+        seen = society.setup.view("main").trial
+        assert seen is not None and not seen.ok
+        assert (await society.setup.put("main", {}, KEY)).trial is None
+
+
+# What could be set up
+
+
+async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
+    society: Society, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    assert await society.setup.found() == []
+    monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
+    monkeypatch.setenv("GEMINI_API_KEY", "  ")
+    (offer,) = await society.setup.found()
+    assert offer.to_wire() == {
+        "id": "anthropic",
+        "name": "Anthropic",
+        "provider": "openai",
+        "baseURL": "https://api.anthropic.com/v1",
+        "apiKey": "${ANTHROPIC_API_KEY}",
+        "models": [],
+    }
+    assert ids(society) == ["tour", "tour-sees"]

@@ -1,0 +1,67 @@
+"""A society behind a real server on loopback, in a thread with a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from coterie.clock import SystemClock
+from coterie.runtime import Society
+from coterie.web.access import Access
+from coterie.web.addresses import addresses
+from coterie.web.app import build_app
+from tests.web.conftest import TOKEN
+
+
+@dataclass
+class Served:
+    url: str
+    app: FastAPI
+    society: Society
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {TOKEN}"}
+
+
+@contextmanager
+def served(folder: Path, *, work: bool = False) -> Iterator[Served]:
+    ready = threading.Event()
+    found: list[Served] = []
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    port = listener.getsockname()[1]
+    ended = threading.Event()
+
+    async def run() -> None:
+        clock = SystemClock()
+        async with Society.open(folder, work=work) as society:
+            where = addresses("127.0.0.1", port)
+            app = build_app(society, Access(TOKEN, society.store.info.log_id, clock), where=where, clock=clock)
+            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            serving = asyncio.create_task(server.serve([listener]))
+            found.append(Served(f"http://127.0.0.1:{port}", app, society, asyncio.get_running_loop()))
+            ready.set()
+            await asyncio.to_thread(ended.wait)
+            await app.state.hub.shut(0)
+            server.should_exit = True
+            await serving
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield found[0]
+    finally:
+        ended.set()
+        thread.join(20)
+        listener.close()

@@ -1,0 +1,248 @@
+"""Agents and their services over HTTP, in a society at work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coterie.agents import Agent
+from coterie.clock import SystemClock
+from coterie.runtime import Society
+from coterie.testing import Calls, ModelServer, Says
+from coterie.web import wire
+from coterie.web.access import Access
+from coterie.web.app import build_app
+from tests.web.conftest import BASE, TOKEN
+
+API = "/api/v1"
+
+
+def service(id_: str, url: str, **more: Any) -> dict[str, Any]:
+    return {"id": id_, "baseURL": url, "model": "m", "provider": "openai", **more}
+
+
+@pytest.fixture
+async def model() -> AsyncIterator[ModelServer]:
+    async with ModelServer() as server:
+        server.default = Says("An answer.")
+        yield server
+
+
+@pytest.fixture
+async def society(tmp_path: Path, model: ModelServer) -> AsyncIterator[Society]:
+    """Ada sees pictures, bob reads text."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "coterie.toml").write_text('[agents.ada]\nname = "Ada"\nservice = "eyes"\n[agents.bob]\n')
+    eyes = {"input": ["text", "vision"], "output": ["text", "tool_calling"]}
+    services = [service("main", model.base_url), service("eyes", model.base_url, capabilities=eyes)]
+    (folder / "llmservices.json").write_text(json.dumps({"services": services}))
+    async with Society.open(folder) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def client(society: Society) -> AsyncIterator[httpx.AsyncClient]:
+    clock = SystemClock()
+    app = build_app(society, Access(TOKEN, society.store.info.log_id, clock), clock=clock)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, society: Society, text: str, to: str = "ada") -> str:
+    """Say something, and wait for the answer."""
+    answer = await client.post(f"{API}/messages", json={"to": to, "payload": {"text": text}})
+    assert answer.status_code == 202
+    async for message in society.inbox():
+        if message.sender == to:
+            return str(message.payload["text"])
+    raise AssertionError("no answer came")
+
+
+async def test_agents_are_listed_with_what_they_can_do(client: httpx.AsyncClient) -> None:
+    shown = (await client.get(f"{API}/agents")).json()
+    ada, bob = shown["items"]
+    assert (ada["id"], ada["name"], ada["state"], ada["service"]) == ("ada", "Ada", "idle", "eyes")
+    assert ada["capabilities"] == {"input": ["text", "vision"], "output": ["text", "tool_calling"], "inferred": False}
+    assert bob["service"] == "main" and bob["capabilities"]["inferred"] and shown["next"] is None
+
+
+async def test_agents_are_found_by_capability_and_direction(client: httpx.AsyncClient) -> None:
+    async def able(**params: str) -> list[str]:
+        return [agent["id"] for agent in (await client.get(f"{API}/agents", params=params)).json()["items"]]
+
+    assert await able(capability="vision") == ["ada"]
+    assert await able(capability="vision", direction="output") == []
+    assert await able(capability="text", limit="1") == ["ada"]
+    assert await able(capability="text", after="ada") == ["bob"]
+    assert (await client.get(f"{API}/agents", params={"direction": "up"})).status_code == 422
+
+
+async def test_agents_come_in_pages(client: httpx.AsyncClient) -> None:
+    first = (await client.get(f"{API}/agents", params={"limit": 1})).json()
+    second = (await client.get(f"{API}/agents", params={"limit": 1, "after": first["next"]})).json()
+    assert [first["items"][0]["id"], second["items"][0]["id"]] == ["ada", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "state", "phase"),
+    [
+        ("idle", "idle", None),
+        ("ready", "active", "starting"),
+        ("llm", "active", "thinking"),
+        ("tools", "active", "tool"),
+        ("wait_approval", "active", "approval"),
+        ("wait_retry", "active", "retry"),
+        ("blocked", "blocked", None),
+        ("paused", "paused", None),
+        ("terminated", "terminated", None),
+    ],
+)
+def test_states_of_work_are_one_with_a_phase(stored: Any, state: str, phase: str | None) -> None:
+    shown = wire.state(Agent(id="a", name="A", state=stored))
+    assert (shown["state"], shown.get("phase")) == (state, phase)
+
+
+async def test_an_agent_can_be_made_and_ended(client: httpx.AsyncClient) -> None:
+    made = await client.post(f"{API}/agents", json={"id": "eve", "prompt": "You are Eve.", "parent": "ada"})
+    assert made.status_code == 201 and (made.json()["id"], made.json()["parent"]) == ("eve", "ada")
+
+    again = await client.post(f"{API}/agents", json={"id": "eve", "prompt": "x"})
+    assert (again.status_code, again.json()["code"]) == (409, "id_taken")
+    assert (await client.delete(f"{API}/agents/eve")).status_code == 204
+    assert (await client.get(f"{API}/agents/eve")).json()["state"] == "terminated"
+    late = await client.post(f"{API}/agents/eve/pause")
+    assert (late.status_code, late.json()["code"]) == (410, "recipient_terminated")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({}, 422, "request_invalid"),
+        ({"prompt": "x", "id": "user"}, 422, "payload_invalid"),
+        ({"prompt": "x", "id": "No Way"}, 422, "payload_invalid"),
+        ({"prompt": "x", "service": "none"}, 404, "unknown_service"),
+        ({"prompt": "x", "parent": "nobody"}, 404, "unknown_agent"),
+    ],
+)
+async def test_what_cannot_be_made_says_why(
+    client: httpx.AsyncClient, body: dict[str, str], status: int, code: str
+) -> None:
+    answer = await client.post(f"{API}/agents", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", ""),
+        ("GET", "/history"),
+        ("POST", "/stop"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("DELETE", ""),
+    ],
+)
+@pytest.mark.parametrize("who", ["nobody", "user"])
+async def test_an_unknown_agent_is_one(client: httpx.AsyncClient, method: str, path: str, who: str) -> None:
+    answer = await client.request(method, f"{API}/agents/{who}{path}")
+    assert (answer.status_code, answer.json()["code"]) == (404, "unknown_agent")
+
+
+async def test_an_agent_can_be_paused_and_resumed(client: httpx.AsyncClient) -> None:
+    assert (await client.post(f"{API}/agents/ada/pause")).json()["state"] == "paused"
+    assert (await client.post(f"{API}/agents/ada/resume")).json()["state"] == "idle"
+    assert (await client.post(f"{API}/agents/ada/stop")).status_code == 200
+
+
+async def test_the_history_is_told_in_the_roles_of_the_model(
+    client: httpx.AsyncClient, society: Society, model: ModelServer
+) -> None:
+    model.script(Says(calls=(Calls("list_agents"),)), Says("Two of us."))
+    assert await ask(client, society, "Who is there?") == "Two of us."
+
+    shown = (await client.get(f"{API}/agents/ada/history")).json()
+
+    assert [item["role"] for item in shown["items"]] == ["system", "user", "assistant", "tool", "assistant"]
+    system, user, planned, result, said = shown["items"]
+    assert "You are Ada" in system["content"] and (user["content"], user["from"]) == ("Who is there?", "user")
+    assert planned["calls"][0]["name"] == "list_agents" and result["callId"] == planned["calls"][0]["id"]
+    assert said["content"] == "Two of us."
+    first = (await client.get(f"{API}/agents/ada/history", params={"limit": 1})).json()
+    rest = (await client.get(f"{API}/agents/ada/history", params={"after": first["next"]})).json()
+    assert [item["role"] for item in rest["items"]] == ["assistant", "tool", "assistant"]
+
+
+async def test_runs_and_usage_tell_what_was_done(
+    client: httpx.AsyncClient, society: Society, model: ModelServer
+) -> None:
+    model.script(Says(calls=(Calls("list_agents"),)), Says("Two of us."))
+    await ask(client, society, "Who is there?")
+
+    (run,) = (await client.get(f"{API}/runs", params={"agent": "ada"})).json()["items"]
+    assert run["outcome"] == "closed" and [(c["name"], c["state"]) for c in run["calls"]] == [("list_agents", "done")]
+    (usage,) = (await client.get(f"{API}/usage")).json()["items"]
+    assert (usage["agent"], usage["service"], usage["requests"]) == ("ada", "eyes", 2)
+    assert (await client.get(f"{API}/runs", params={"agent": "bob"})).json()["items"] == []
+
+
+# Services
+
+
+async def test_services_are_shown_with_masked_keys(client: httpx.AsyncClient, model: ModelServer) -> None:
+    put = await client.put(
+        f"{API}/services/third", json={"baseURL": model.base_url, "model": "m", "key": "sk-secret-1234"}
+    )
+    assert put.status_code == 200, put.text
+    shown = await client.get(f"{API}/services")
+    assert [item["id"] for item in shown.json()["items"]] == ["main", "eyes", "third"]
+    assert "sk-secret" not in shown.text + put.text
+    assert shown.json()["items"][0]["capabilities"]["source"] == "inferred"
+
+
+async def test_a_service_is_tried_out_with_one_real_request(client: httpx.AsyncClient, model: ModelServer) -> None:
+    trial = (await client.post(f"{API}/services/main/test")).json()
+    assert trial["ok"] and trial["code"] == "ok"
+    draft = {"baseURL": "http://127.0.0.1:9/v1", "model": "m"}
+    trial = (await client.post(f"{API}/services/new/test", json=draft)).json()
+    assert not trial["ok"] and trial["code"] == "unreachable"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", "/services/none/test", None, 404, "unknown_service"),
+        ("DELETE", "/services/none", None, 404, "unknown_service"),
+        ("DELETE", "/services/eyes", None, 409, "service_in_use"),
+        ("PUT", "/services/x", {"model": 7}, 422, "service_invalid"),
+        ("PUT", "/services/x", {"key": 7}, 422, "service_invalid"),
+        ("PUT", "/services/x", [], 422, "request_invalid"),
+    ],
+)
+async def test_what_cannot_be_done_to_a_service_says_why(
+    client: httpx.AsyncClient, method: str, path: str, body: Any, status: int, code: str
+) -> None:
+    answer = await client.request(method, API + path, json=body)
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+
+
+async def test_a_service_nobody_needs_can_be_removed(client: httpx.AsyncClient, model: ModelServer) -> None:
+    await client.put(f"{API}/services/third", json={"baseURL": model.base_url, "model": "m"})
+    assert (await client.delete(f"{API}/services/third")).status_code == 204
+    assert len((await client.get(f"{API}/services")).json()["items"]) == 2
+
+
+async def test_files_are_read_again_and_spoilt_ones_change_nothing(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    file = tmp_path / "home" / "llmservices.json"
+    assert (await client.post(f"{API}/reload")).json() == {"problems": []}
+
+    file.write_text("{")
+    answer = await client.post(f"{API}/reload")
+    assert (answer.status_code, answer.json()["code"]) == (422, "config_invalid")
+    assert len((await client.get(f"{API}/services")).json()["items"]) == 2

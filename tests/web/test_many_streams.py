@@ -1,0 +1,98 @@
+"""Many clients on a real server: whoever reads hears everything, whoever does not harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.web.served import Served, served
+
+CLIENTS, STALLED = 200, 40
+MESSAGES = 300
+GROWTH = 150 << 20
+"""Bytes. Buffers of 40 clients that read nothing may hold 1 MB each."""
+
+
+def rss() -> int:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def connect(server: Served, last: str | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+    lines = ["GET /api/v1/events HTTP/1.1", f"Host: {host}:{port}"]
+    lines += [f"{name}: {value}" for name, value in server.headers.items()]
+    lines += [f"Last-Event-ID: {last}"] if last else []
+    writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+    return reader, writer
+
+
+async def hear(reader: asyncio.StreamReader, into: list[str], count: int) -> str:
+    """First words of messages, until there are `count`; the id of the last event."""
+    last = ""
+    while len(into) < count:
+        line = (await reader.readline()).decode().rstrip()
+        if line.startswith("id: "):
+            last = line[4:]
+        elif line.startswith("data: "):
+            data: Any = json.loads(line[6:])
+            if "message" in data:
+                into.append(data["message"]["payload"]["text"].split()[0])
+    return last
+
+
+async def until_all_listen(server: Served, count: int) -> None:
+    async with asyncio.timeout(30):
+        while sum(guest.live for guest in tuple(server.app.state.hub._guests)) < count:
+            await asyncio.sleep(0.01)
+
+
+async def send(server: Served, texts: list[str]) -> None:
+    async def run() -> None:
+        for text in texts:
+            await server.society.send(to="user", sender="assistant", text=text)
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), server.loop))
+
+
+@pytest.mark.slow
+async def test_two_hundred_clients_hear_everything_though_forty_of_them_never_read(tmp_path: Path) -> None:
+    with served(tmp_path / "home") as server:
+        streams = [await connect(server) for _ in range(CLIENTS)]
+        await until_all_listen(server, CLIENTS)
+        before = rss()
+        heard: list[list[str]] = [[] for _ in streams[STALLED:]]
+        texts = [f"{number} " + "x" * 4000 for number in range(MESSAGES)]
+        readers = [hear(reader, into, MESSAGES) for (reader, _), into in zip(streams[STALLED:], heard, strict=True)]
+        async with asyncio.timeout(120):
+            await asyncio.gather(send(server, texts), *readers)
+        grown = rss() - before
+        for _, writer in streams:
+            writer.transport.abort()
+    assert all(each == [text.split()[0] for text in texts] for each in heard)
+    assert grown < GROWTH
+
+
+@pytest.mark.slow
+async def test_twenty_lost_streams_lose_no_message_and_repeat_none(tmp_path: Path) -> None:
+    with served(tmp_path / "home") as server:
+        reader, writer = await connect(server)
+        await until_all_listen(server, 1)
+        texts = [f"m{number}" for number in range(1000)]
+        sending = asyncio.create_task(send(server, texts))
+        heard: list[str] = []
+        async with asyncio.timeout(120):
+            for count in range(50, 1001, 50):
+                last = await hear(reader, heard, count)
+                writer.transport.abort()
+                reader, writer = await connect(server, last)
+            await sending
+        writer.transport.abort()
+    assert heard == texts
