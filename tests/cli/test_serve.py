@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -159,3 +163,61 @@ def test_the_log_on_a_terminal_is_for_people(folder: Path) -> None:
 
     assert "stopped" in log
     assert "{" not in log
+
+
+def _fetch(url: str, token: str | None = None) -> tuple[int, str]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def _url(society: Serving) -> str:
+    (line,) = [line for line in society.banner if line.startswith("  listens")]
+    return line.split()[1]
+
+
+def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path) -> None:
+    with Serving(folder) as society:
+        (line,) = [line for line in society.banner if "?code=" in line]
+        link, url = line.split()[1], _url(society)
+        token = (folder / "data" / "token").read_text().strip()
+
+        assert _fetch(f"{url}/readyz")[0] == 200
+        assert _fetch(f"{url}/metrics")[0] == 401
+        assert _fetch(f"{url}/metrics", token)[0] == 200
+        assert _fetch(link)[0] == 200  # redirected to the shell
+        assert _fetch(link)[0] == 401
+        note = json.loads((folder / "data" / "server.json").read_text())
+        assert (note["url"], note["pid"]) == (url, society.pid)
+        assert society.stop() == 0
+
+    assert not (folder / "data" / "server.json").exists()
+    assert token not in "".join(society.banner) + json.dumps(society.log)
+    for path in (folder / "data").iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_an_address_that_others_reach_needs_a_token_of_ones_own(folder: Path, host: str) -> None:
+    assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder, "--host", host).failure
+    (folder / "coterie.toml").write_text(f'[server]\nhost = "{host}"\n')
+    assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder).failure
+
+
+def test_a_taken_port_is_told_in_one_sentence(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port {port} is taken" in coterie_process("serve", folder, "--port", port).failure
+    assert coterie_process("serve", folder, "--port", "99999").code == 2
+
+
+def test_a_token_that_cannot_be_kept_is_told_in_one_sentence(folder: Path) -> None:
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "token").mkdir()
+    outcome = coterie_process("serve", folder)
+    assert outcome.code == 1
+    assert "token cannot be used" in outcome.stderr.splitlines()[-1]
+    assert "Traceback" not in outcome.stderr

@@ -1,0 +1,89 @@
+"""Every route there is, found in the application itself: a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+
+from coterie.web.security import EVENTS
+
+from .conftest import BASE, TOKEN
+
+PUBLIC = {"/", "/healthz", "/readyz", "/static/{path:path}"}
+STRANGE_HOSTS = [
+    "evil.example",
+    "127.0.0.1.nip.io:8642",
+    "127.0.0.1.:8642",
+    "127.0.0.1",
+    "127.0.0.1:8643",
+    "localhost.:8642",
+    "evil.example:8642",
+    "localhost:8642@evil.example",
+    "",
+]
+
+
+def calls(app: FastAPI) -> list[tuple[str, str, str]]:
+    """Method, path with something in its blanks, template."""
+    found = []
+    for context in iter_route_contexts(app.routes):
+        template = context.path or ""
+        path = re.sub(r"\{[^}]+\}", "x", template)
+        found += [(method, path, template) for method in sorted(context.methods or ())]
+    return found
+
+
+def test_there_are_routes_to_look_at(app: FastAPI) -> None:
+    assert {template for *_, template in calls(app)} >= PUBLIC | {"/api/v1/artifacts", "/metrics", "/openapi.json"}
+
+
+async def test_without_a_token_every_route_but_the_public_ones_is_closed(
+    app: FastAPI, stranger: httpx.AsyncClient
+) -> None:
+    for method, path, template in calls(app):
+        answer = await stranger.request(method, path)
+        if template in PUBLIC:
+            assert answer.status_code in (200, 404), (method, path)
+        else:
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"] == "Bearer"
+            if method != "HEAD":
+                assert answer.json()["code"] in ("unauthorized", "code_invalid")
+
+
+@pytest.mark.parametrize("host", STRANGE_HOSTS)
+async def test_no_route_answers_under_a_strange_name(app: FastAPI, client: httpx.AsyncClient, host: str) -> None:
+    for method, path, _ in calls(app):
+        answer = await client.request(method, path, headers={"Host": host})
+        assert answer.status_code == 421, (method, path, host)
+
+
+async def test_no_write_and_no_stream_is_open_to_a_foreign_page(app: FastAPI, client: httpx.AsyncClient) -> None:
+    for method, path, _ in calls(app):
+        if method in ("GET", "HEAD"):
+            continue
+        for origin in ("https://evil.example", "null", f"{BASE}.evil.example", "http://127.0.0.1:3000"):
+            answer = await client.request(method, path, headers={"Origin": origin})
+            assert (answer.status_code, answer.json()["code"]) == (403, "foreign_origin"), (method, path, origin)
+    answer = await client.get(EVENTS, headers={"Origin": "null"})
+    assert answer.status_code == 403
+
+
+async def test_no_answer_lets_another_origin_read_it(app: FastAPI, client: httpx.AsyncClient) -> None:
+    for method, path, _ in calls(app):
+        for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            for each in {method, "OPTIONS"}:
+                if path == EVENTS and each == "GET":
+                    continue  # it has no end
+                answer = await client.request(each, path, headers=headers)
+                assert not [name for name in answer.headers if name.startswith("access-control-")], (each, path)
+
+
+async def test_the_token_opens_what_was_closed(client: httpx.AsyncClient) -> None:
+    assert TOKEN not in (await client.get("/openapi.json")).text
+    assert (await client.get("/openapi.json")).status_code == 200
+    assert (await client.get("/metrics")).status_code == 200

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from coterie.testing import FakeClock
+from coterie.web.access import Access
+from coterie.web.security import BODY_BYTES, EVENTS, POLICY
+
+from .conftest import BASE, TOKEN
+
+LINK = "/api/v1/links"
+SNAPSHOT = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "media-src 'self' blob:; connect-src 'self'; frame-src 'none'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'self'; require-trusted-types-for 'script'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "x-frame-options": "DENY",
+    "cache-control": "no-store",
+}
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/openapi.json", "/metrics", "/api/v1/nothing", "/api/v1/artifacts/x"])
+async def test_every_answer_carries_the_same_security_headers(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.get(path)
+    assert {name: answer.headers[name] for name in SNAPSHOT} == SNAPSHOT
+    assert SNAPSHOT["content-security-policy"] == POLICY
+
+
+async def test_a_refusal_carries_them_too(stranger: httpx.AsyncClient) -> None:
+    for headers in ({}, {"Host": "evil.example"}):
+        answer = await stranger.get("/metrics", headers=headers)
+        assert {name: answer.headers[name] for name in SNAPSHOT} == SNAPSHOT
+
+
+@pytest.fixture
+def cookie(access: Access) -> dict[str, str]:
+    line = access.redeem(access.new_code())
+    assert line is not None
+    return {"Cookie": line.partition(";")[0]}
+
+
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.mark.parametrize(
+    ("method", "secret", "origin", "site", "status"),
+    [
+        # A program: it brings the token itself, and names no page.
+        ("POST", "bearer", None, None, 201),
+        ("POST", "bearer", BASE, None, 201),
+        ("POST", "bearer", None, "none", 201),
+        ("POST", "bearer", BASE, "same-origin", 201),
+        ("POST", "bearer", "https://evil.example", None, 403),
+        ("POST", "bearer", "null", None, 403),
+        ("POST", "bearer", None, "cross-site", 403),
+        ("POST", "bearer", None, "same-site", 403),
+        # A browser: the cookie comes by itself, so the page must be ours.
+        ("POST", "cookie", BASE, None, 201),
+        ("POST", "cookie", "http://localhost:8642", "same-origin", 201),
+        ("POST", "cookie", None, "same-origin", 201),
+        ("POST", "cookie", None, None, 403),
+        ("POST", "cookie", None, "none", 403),
+        ("POST", "cookie", "null", "same-origin", 403),
+        ("POST", "cookie", BASE, "cross-site", 403),
+        ("POST", "cookie", "http://127.0.0.1:3000", "same-site", 403),
+        # The event stream, read only but live.
+        ("GET", "bearer", "https://evil.example", None, 403),
+        ("GET", "cookie", None, None, 403),
+        ("GET", "cookie", None, "cross-site", 403),
+        ("GET", "cookie", "null", None, 403),
+    ],
+)
+async def test_who_may_write_and_listen_from_where(
+    stranger: httpx.AsyncClient,
+    cookie: dict[str, str],
+    method: str,
+    secret: str,
+    origin: str | None,
+    site: str | None,
+    status: int,
+) -> None:
+    headers = dict(BEARER if secret == "bearer" else cookie)
+    headers |= {"Origin": origin} if origin else {}
+    headers |= {"Sec-Fetch-Site": site} if site else {}
+    answer = await stranger.request(method, LINK if method == "POST" else EVENTS, headers=headers)
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["code"] == "foreign_origin"
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+async def test_a_form_cannot_write(client: httpx.AsyncClient, kind: str) -> None:
+    answer = await client.post(LINK, content=b'{"a": 1}', headers={"Content-Type": kind})
+    assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
+
+
+async def test_json_cannot_be_uploaded_as_a_file(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/api/v1/artifacts", json={})).status_code == 415
+
+
+async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
+    answer = await client.post(LINK, content=b" " * (BODY_BYTES + 1), headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+
+
+async def test_strangers_are_held_back_and_the_owner_is_not(
+    app: FastAPI, stranger: httpx.AsyncClient, client: httpx.AsyncClient, clock: FakeClock
+) -> None:
+    statuses = [(await stranger.get("/healthz")).status_code for _ in range(1_001)]
+    assert statuses.count(200) == 1_000
+    answer = await stranger.get("/metrics")
+    assert (answer.status_code, answer.json()["code"]) == (429, "too_many_requests")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert (await client.get("/metrics")).status_code == 200
+
+    await clock.advance(seconds=1)
+    assert (await stranger.get("/healthz")).status_code == 200
+
+
+async def test_who_guesses_tokens_is_held_back_even_when_right(stranger: httpx.AsyncClient, clock: FakeClock) -> None:
+    wrong = {"Authorization": "Bearer nonsense"}
+    statuses = [(await stranger.get("/metrics", headers=wrong)).status_code for _ in range(21)]
+    assert statuses == [401] * 20 + [429]
+    assert (await stranger.get("/metrics", headers=BEARER)).status_code == 429
+
+    await clock.advance(seconds=2)
+    assert (await stranger.get("/metrics", headers=BEARER)).status_code == 200
+
+
+async def test_while_it_stops_new_requests_are_turned_away_and_the_connection_ends(
+    app: FastAPI, client: httpx.AsyncClient
+) -> None:
+    app.state.health.draining = True
+    answer = await client.post(LINK)
+    assert (answer.status_code, answer.json()["code"]) == (503, "stopping")
+    assert answer.headers["connection"] == "close"
+    assert "retry-after" in answer.headers
+    assert (await client.get("/healthz")).status_code == 200
+    ready = await client.get("/readyz")
+    assert (ready.status_code, ready.json()["code"]) == (503, "stopping")
+
+
+async def test_only_the_whole_token_is_the_token(access: Access) -> None:
+    assert access.knows_token(TOKEN.encode())
+    for wrong in (TOKEN[:-1].encode(), TOKEN.upper().encode(), b"", "ä".encode()):
+        assert not access.knows_token(wrong)

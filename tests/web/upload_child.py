@@ -1,0 +1,40 @@
+"""A server in a process of its own, so that its memory can be measured. Prints its port, then how much it grew."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from coterie.clock import SystemClock
+from coterie.runtime import Society
+from coterie.web.access import Access
+from coterie.web.addresses import addresses
+from coterie.web.app import build_app
+from coterie.web.server import WebServer, listen, port_of
+
+
+def resident() -> int:
+    """Bytes now; the highest so far would include the imports."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+async def main(folder: str, token: str) -> None:
+    async with Society.open(folder, work=False) as society:
+        sockets = listen("127.0.0.1", 0)
+        where = addresses("127.0.0.1", port_of(sockets))
+        access = Access(token, society.store.info.log_id, SystemClock())
+        server = WebServer(build_app(society, access, where=where), sockets)
+        await server.start()
+        before = peak = resident()
+        print(port_of(sockets), flush=True)
+        told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+        while not told.done():
+            peak = max(peak, resident())
+            await asyncio.sleep(0.01)
+        print(peak - before, flush=True)
+        await server.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2]))
