@@ -30,6 +30,7 @@ from coterie.errors import Problem, Refused
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
 from coterie.library import Library
+from coterie.live import Live
 from coterie.llm.adapter import ContentAdapter
 from coterie.llm.models import Models
 from coterie.llm.providers.make import TOUR_ENTRIES, make_service
@@ -60,6 +61,7 @@ class Crew:
         artifacts: Library,
         kept: Bytes,
         clock: Clock,
+        live: Live,
     ) -> None:
         self._place, self._store, self._bus, self._artifacts, self._clock = place, store, bus, artifacts, clock
         profiles, unread = read_profiles(config, place)
@@ -96,6 +98,7 @@ class Crew:
             self._context,
             clock,
             rules,
+            live=live,
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
         )

@@ -114,7 +114,7 @@ class Society:
         from coterie.crew import Crew
         from coterie.setup import Setup
 
-        crew = Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock)
+        crew = Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock, self.live)
         self._setup = Setup(place, crew.services, crew.directory, self._reload_services, self._clock)
         self._place = place
         return crew

@@ -34,6 +34,7 @@ from coterie.live import Outcome as Ending
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
 from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
+from coterie.logctx import turn_context
 from coterie.messages import Envelope
 from coterie.tracing import Tracing
 from coterie.turns import Claim, StaleOwner, TurnStore
@@ -104,12 +105,13 @@ class LlmHandler:
         assert task is not None  # noqa: S101 - the scheduler gives every turn a task
         work = self._work[claim.agent_id] = Work(task)
         self._memory.add(claim.agent_id, claim.added)
+        self._bus.stored(None)  # the claim itself is news
         turn = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
         try:
             while not isinstance(claim.effect, Rest):
-                await turn.follows(claim.cause)
-                outcome = await self._perform(claim, work)
-                claim = await self._advance(claim, outcome)
+                with turn_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
+                    await turn.follows(claim.cause)
+                    claim = await self._advance(claim, await self._perform(claim, work))
         except StaleOwner as stale:
             log.warning("%s; its last step here counts for nothing", stale)
             self._memory.forget(claim.agent_id)

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from coterie.agent.prompt import system_prompt
+from coterie.agent.prompt import Prompts
 from coterie.errors import CoterieError
 from coterie.llm.service import Direction
 from coterie.runtime import Society
@@ -88,7 +88,7 @@ async def history(agent_id: str, society: SocietyDep, after: Cursor | None = Non
 
 def _told_first(society: Society, agent_id: str) -> list[dict[str, Any]]:
     try:
-        prompt = system_prompt(society.agents.profile(agent_id), society.agents)
+        prompt = Prompts(society.agents).of(society.agents.profile(agent_id))
     except CoterieError:  # it was terminated, or nobody is at work here
         return []
     return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}]
