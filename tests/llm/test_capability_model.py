@@ -1,0 +1,119 @@
+"""The way to a model against a model of it: files come and go, providers refuse, owners mend."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from coterie.llm.chat import Attachment, Inline, Text, ToolSpec
+from coterie.llm.router import uses
+from coterie.llm.service import NEEDS
+from coterie.llm.service_entry import ServiceEntry, SizeLimits
+from tests.test_bus_model import machine_settings
+
+from .room import PDF, PNG, WAV, Room, parts_of, said, service
+
+LIMIT = 1_000
+TOOL = ToolSpec(name="look_up", description="", parameters={"type": "object"})
+SERVICES = ("one", "two", "old")
+ABILITIES = ("vision", "audio", "file", "tool_calling")
+
+
+def entry(name: str, takes: frozenset[str] | None, key: str = "") -> ServiceEntry:
+    gives = ("text", "tool_calling") if takes and "tool_calling" in takes else ("text",)
+    small = SizeLimits(image=LIMIT, audio=LIMIT, file=LIMIT)
+    return service(name, None if takes is None else sorted(takes), gives, limits=small, max_tokens=len(key) + 1)
+
+
+class CapabilityMachine(RuleBasedStateMachine):
+    files = Bundle("files")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.takes: dict[str, frozenset[str] | None] = {
+            "one": frozenset({"vision"}),
+            "two": frozenset({"audio", "file", "tool_calling"}),
+            "old": None,
+        }
+        self.entries = {name: entry(name, self.takes[name]) for name in SERVICES}
+        self.room = Room(*self.entries.values(), agents={"ada": "one", "bob": "two"})
+        self.refused: dict[str, set[str]] = {name: set() for name in SERVICES}
+        self.originals: dict[str, bytes] = {}
+        self.gone: set[str] = set()
+        self.mended = 0
+
+    @rule(target=files, head=st.sampled_from([PNG, WAV, PDF]), size=st.sampled_from([0, 0, LIMIT]))
+    def upload(self, head: bytes, size: int) -> Attachment:
+        data = head + bytes([len(self.originals) % 256]) + bytes(size)
+        kept = self.room.shelf.keep(data, "it")
+        self.originals[kept.artifact_ref] = data
+        return kept
+
+    @rule(one=files)
+    def lose(self, one: Attachment) -> None:
+        self.room.shelf.bytes.broken.add(self.room.shelf.known[one.artifact_ref].sha256)
+        self.gone.add(one.artifact_ref)
+
+    @rule(name=st.sampled_from(SERVICES), ability=st.sampled_from(ABILITIES))
+    def refuse(self, name: str, ability: str) -> None:
+        self.room.refusals.note(self.entries[name], ability, "no")
+        self.refused[name].add(ability)
+
+    @rule(name=st.sampled_from(SERVICES), takes=st.none() | st.frozensets(st.sampled_from(ABILITIES)))
+    def mend(self, name: str, takes: frozenset[str] | None) -> None:
+        """A changed entry: what was refused under the old one counts no more."""
+        self.mended += 1
+        self.takes[name], self.refused[name] = takes, set()
+        self.entries[name] = entry(name, takes, "x" * self.mended)
+
+    @rule(name=st.sampled_from(SERVICES), shown=st.lists(files, max_size=4), tools=st.booleans())
+    def ask(self, name: str, shown: list[Attachment], tools: bool) -> None:
+        request = said(Text("look"), *shown)
+        if tools:
+            request = type(request)(said=request.said, tools=(TOOL,))
+        before = repr(request)
+        fitted = self.runner.run(self.room.router.fit(request, self.entries[name], reader="ada"))
+
+        text, *parts = parts_of(fitted)
+        assert text == Text("look") and len(parts) == len(shown)
+        for attachment, part in zip(shown, parts, strict=True):
+            assert isinstance(part, Inline) == self.goes_through(name, attachment), (name, attachment)
+            if isinstance(part, Inline):
+                assert part.data == self.originals[attachment.artifact_ref]
+        assert bool(fitted.tools) == (tools and self.has_tools(name))
+        assert uses(fitted) <= self.abilities(name) | ({"tool_calling"} if self.has_tools(name) else set())
+        assert repr(request) == before
+
+    def abilities(self, name: str) -> frozenset[str]:
+        return frozenset((self.takes[name] or frozenset()) - self.refused[name])
+
+    def has_tools(self, name: str) -> bool:
+        """An entry that says nothing may be an old one whose model always had them."""
+        inferred = self.takes[name] is None
+        return "tool_calling" not in self.refused[name] and (inferred or "tool_calling" in self.abilities(name))
+
+    def goes_through(self, name: str, attachment: Attachment) -> bool:
+        able = NEEDS[attachment.type] in self.abilities(name)
+        return able and attachment.size <= LIMIT and attachment.artifact_ref not in self.gone
+
+    @invariant()
+    def what_is_left_is_what_was_declared_less_what_was_refused(self) -> None:
+        for name in SERVICES:
+            left = self.room.refusals.left(self.entries[name]).input - {"text"}
+            assert left - {"tool_calling"} == self.abilities(name) - {"tool_calling"}
+
+    def teardown(self) -> None:
+        self.runner.close()
+
+
+def test_what_models_are_sent_is_what_they_can_read() -> None:
+    run_state_machine_as_test(CapabilityMachine, settings=machine_settings(20, 30))
+
+
+@pytest.mark.slow
+def test_what_models_are_sent_is_what_they_can_read_over_many_long_histories() -> None:
+    run_state_machine_as_test(CapabilityMachine, settings=machine_settings(300, 50))
