@@ -136,7 +136,7 @@ def test_configuration_that_stops_a_start_is_told_in_one_sentence(folder: Path) 
 def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) -> None:
     with Serving(folder):
         pass  # the files exist from here on
-    coterie("send", "assistant", "soon", "--delay", "3s", "--dir", folder)
+    coterie("send", "assistant", "soon", "--delay", "8s", "--dir", folder)
 
     with Serving(folder) as society:
         resource.prlimit(society.pid, resource.RLIMIT_FSIZE, (0, 0))
