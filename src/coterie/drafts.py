@@ -11,7 +11,7 @@ import msgspec
 
 from coterie.errors import Refused
 from coterie.ids import id_for, new_id
-from coterie.messages import Envelope, Payload
+from coterie.messages import PERSON, SYSTEM, Envelope, Payload
 from coterie.text import clean, one_line
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -56,7 +56,15 @@ def seal(
         option=_check_option(option, in_reply_to),
         cause=cause,
         attachments=attachments,
+        question=options is not None and to == PERSON and sender != PERSON,
+        about=_agent_spoken_of(checked) if sender == SYSTEM else None,
     )
+
+
+def _agent_spoken_of(payload: Payload) -> str | None:
+    problem = payload.get("problem")
+    agent = problem.get("agent") if isinstance(problem, dict) else None
+    return agent if isinstance(agent, str) else None
 
 
 def check_payload(payload: object) -> Payload:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 STATUS = {
     "unknown_recipient": 404,
@@ -53,12 +54,14 @@ class CoterieError(Exception):
 class Refused(CoterieError):
     """A request that was not accepted. Nothing was written."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, **details: Any) -> None:
         self.code, self.message, self.status = code, message, STATUS[code]
+        self.details = details
+        """More that the caller can act on, under the names it has on the wire."""
         super().__init__(message)
 
-    def to_wire(self) -> dict[str, str]:
-        return {"error": self.code, "message": self.message}
+    def to_wire(self) -> dict[str, Any]:
+        return {"error": self.code, "message": self.message} | self.details
 
     def to_json(self) -> str:
         """What a model is told."""

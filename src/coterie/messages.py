@@ -39,6 +39,19 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None = None
     """The message its sender was handling."""
     attachments: tuple[str, ...] = ()
+    question: bool = False
+    """It offers quick replies to the person."""
+    about: str | None = None
+    """The agent that a notice of the runtime speaks of."""
+
+    @property
+    def thread(self) -> str | None:
+        """The person's conversation it belongs to, named after the agent they talk with."""
+        if self.sender == PERSON:
+            return self.to if self.to != PERSON else None
+        if self.to == PERSON:
+            return self.about if self.sender == SYSTEM else self.sender
+        return None
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):

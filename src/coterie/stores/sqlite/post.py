@@ -27,7 +27,8 @@ from coterie.stores.sqlite.bulk import insert
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
-    " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload)"
+    " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload,"
+    " thread, question, answered_by, answered_option)"
 )
 _MAILBOX = """
 SELECT kind, state, runnable_at, next_in_seq, waiting, waiting_bytes, delayed FROM agents WHERE id = ?
@@ -40,6 +41,8 @@ _BURY = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
 
 _MS = timedelta(milliseconds=1)
 NAMED_IN_NOTICE = 20
+
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -99,7 +102,7 @@ class Post:
         self._mailboxes: dict[str, Mailbox | None] = {}
         self._new: list[tuple[Any, ...]] = []
         self._attachments: list[tuple[str, int]] = []
-        self._events: list[tuple[int, EventKind, str]] = []
+        self._events: list[tuple[int, EventKind, str, str | None]] = []
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason, the messages that died, with their recipients."""
@@ -147,7 +150,7 @@ class Post:
         self._new.append(
             (seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
              queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
-             automatic, stopped, plan, None, envelope.payload_json)
+             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.question, None, None)
         )  # fmt: skip
         self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
         return _receipt(envelope.id, queued, deliver_at)
@@ -182,7 +185,8 @@ class Post:
             return  # nobody to keep it for
         self._new.append(
             (self._next_seq(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None, None, False,
-             0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json)
+             0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json,
+             envelope.thread, envelope.question, None, None)
         )  # fmt: skip
         self.tell("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
@@ -194,8 +198,9 @@ class Post:
             raise Refused("unknown_agent", f"there is no agent {agent_id!r}")
         return mailbox
 
-    def tell(self, kind: EventKind, subject: str) -> None:
-        self._events.append((self.stamp, kind, subject))
+    def tell(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
+        """`data`: what could not be looked up afterwards."""
+        self._events.append((self.stamp, kind, subject, None if data is None else _encode(data).decode()))
 
     @property
     def woke_somebody(self) -> bool:
@@ -216,7 +221,7 @@ class Post:
                 if m is not None
             ],
         )
-        insert(self._db, "events (at, kind, subject)", self._events)
+        insert(self._db, "events (at, kind, subject, data)", self._events)
         hit("post.after_write")
 
     def _send_notices(self) -> None:

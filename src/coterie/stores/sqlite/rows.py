@@ -11,11 +11,11 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
 from coterie.errors import StoreUnusable
-from coterie.messages import Message, Payload
+from coterie.messages import Answer, Message, Payload
 
 MESSAGE = (
     "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
-    " option, cause, hops, early, stopped, reason, replay_of"
+    " option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
 )
 AGENT = "id, name, kind, state, waiting, delayed, parent, profile"
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
@@ -25,7 +25,7 @@ _decode = msgspec.json.Decoder(Payload).decode
 
 def to_message(row: tuple[Any, ...]) -> Message:
     (seq, id_, sender, to, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,
-     option, cause, hops, early, stopped, reason, replay_of) = row  # fmt: skip
+     option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option) = row  # fmt: skip
     return Message(
         seq=seq,
         id=id_,
@@ -46,6 +46,7 @@ def to_message(row: tuple[Any, ...]) -> Message:
         stopped=bool(stopped),
         reason=reason,
         replay_of=replay_of,
+        answer=Answer(answered_by, answered_option) if answered_by is not None else None,
     )
 
 

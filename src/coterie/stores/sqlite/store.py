@@ -145,7 +145,7 @@ class SqliteStore:
         await self._post(lambda db, post: transitions.resume(db, post, agent_id))
 
     async def put_role(self, name: str, profile: str) -> None:
-        await self._post(lambda db, post: transitions.put_role(db, post, name, profile))
+        await self._write(lambda db: transitions.put_role(db, name, profile))
 
     async def roles(self) -> Mapping[str, str]:
         return dict(await self._query("SELECT name, profile FROM roles ORDER BY name"))
@@ -275,9 +275,9 @@ class SqliteStore:
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
         rows = await self._query(
-            "SELECT seq, at, kind, subject FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after, limit
+            "SELECT seq, at, kind, subject, data FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after, limit
         )
-        return [Event(seq, from_ms(at), kind, subject) for seq, at, kind, subject in rows]
+        return [Event(seq, from_ms(at), kind, subject, data) for seq, at, kind, subject, data in rows]
 
     async def last_event(self) -> int:
         rows = await self._query("SELECT max(seq) FROM events")

@@ -34,12 +34,11 @@ def add_agents(db: sqlite3.Connection, post: Post, agents: Sequence[Agent]) -> N
         post.tell("agent.upsert", agent.id)
 
 
-def put_role(db: sqlite3.Connection, post: Post, name: str, profile: str) -> None:
+def put_role(db: sqlite3.Connection, name: str, profile: str) -> None:
     db.execute(
         "INSERT INTO roles (name, profile) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET profile = excluded.profile",
         (name, profile),
     )
-    post.tell("agent.upsert", name)
 
 
 def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
@@ -58,6 +57,7 @@ def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     for row in waiting:
         post.bury(DueRow(*row), "recipient_terminated")
     post.tell("agent.state", agent_id)
+    post.tell("agent.removed", agent_id)
 
 
 def pause(db: sqlite3.Connection, post: Post, agent_id: str) -> None:

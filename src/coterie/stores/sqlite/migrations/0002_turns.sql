@@ -40,14 +40,17 @@ CREATE TABLE history (
 CREATE INDEX history_turn ON history (agent_id, turn_no, seq, message_id) WHERE message_id IS NOT NULL;
 
 CREATE TABLE plans (
-    agent_id TEXT NOT NULL REFERENCES agents (id),
-    turn_no  INTEGER NOT NULL,
-    step_no  INTEGER NOT NULL,
-    text     TEXT NOT NULL,
-    outcome  TEXT NOT NULL CHECK (outcome IN ('open', 'closed', 'withdrawn')),
-    at       INTEGER NOT NULL,
-    PRIMARY KEY (agent_id, turn_no, step_no)
-) STRICT, WITHOUT ROWID;
+    seq            INTEGER PRIMARY KEY AUTOINCREMENT,
+    agent_id       TEXT NOT NULL REFERENCES agents (id),
+    turn_no        INTEGER NOT NULL,
+    step_no        INTEGER NOT NULL,
+    text           TEXT NOT NULL,
+    outcome        TEXT NOT NULL CHECK (outcome IN ('open', 'closed', 'withdrawn')),
+    -- The message that withdrew it, or cut it short.
+    interrupted_by TEXT,
+    at             INTEGER NOT NULL,
+    UNIQUE (agent_id, turn_no, step_no)
+) STRICT;
 
 CREATE UNIQUE INDEX plans_open ON plans (agent_id) WHERE outcome = 'open';
 

@@ -1,0 +1,54 @@
+"""The application: routes put together behind the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+
+from coterie import __version__
+from coterie.clock import Clock, SystemClock
+from coterie.runtime import Society
+from coterie.web import health, problems, session
+from coterie.web.access import Access
+from coterie.web.addresses import Addresses, addresses
+from coterie.web.metrics import HttpMeter
+from coterie.web.routes import ROUTERS
+from coterie.web.security import Gate
+
+API = "/api/v1"
+LastWords = Callable[[int], Awaitable[None]]
+"""Called on a graceful stop, while the store is still open, with the number of messages that went out early."""
+
+
+def build_app(society: Society, door: Access, *, where: Addresses | None = None, clock: Clock | None = None) -> FastAPI:
+    """`where`: the addresses it answers under, if other than the configured ones."""
+    server = society.config.server
+    app = FastAPI(
+        title="Coterie",
+        version=__version__,
+        summary="A society of LLM agents that people talk to.",
+        docs_url=None,  # they would load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    state = app.state
+    state.society, state.access = society, door
+    state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
+    state.health, state.meter = health.Health(society.store), HttpMeter()
+    state.on_shutdown = list[LastWords]()
+    state.stream_clients = lambda: 0
+    problems.install(app)
+    for router in (health.router, session.router):
+        app.include_router(router)
+    for router in (session.links, *ROUTERS):
+        app.include_router(router, prefix=API)
+    app.add_middleware(
+        Gate,
+        access=door,
+        where=state.where,
+        clock=clock or SystemClock(),
+        health=state.health,
+        meter=state.meter,
+    )
+    return app

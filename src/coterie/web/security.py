@@ -1,0 +1,191 @@
+"""The gate in front of every route: who asks, under which name, from which page, and how much of it.
+
+Plain ASGI around the whole application, so that no route can forget any of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coterie.clock import Clock
+from coterie.web.access import Access
+from coterie.web.addresses import Addresses
+from coterie.web.health import Health
+from coterie.web.limits import Rates
+from coterie.web.metrics import HttpMeter
+from coterie.web.problems import Rejected, as_response, unexpected
+
+Who = Literal["bearer", "cookie"]
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+    "connect-src 'self'; frame-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'; "
+    "require-trusted-types-for 'script'"
+)
+HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-frame-options", b"DENY"),
+    (b"cache-control", b"no-store"),
+)
+"""On every answer; one that a route sets itself stands."""
+HEALTH = frozenset({"/healthz", "/readyz"})
+PUBLIC = HEALTH | {"/", "/session"}
+UPLOADS = "/api/v1/artifacts"
+EVENTS = "/api/v1/events"
+BODY_BYTES = 2 << 20
+BURST, PER_SECOND = 10_000.0, 5_000.0
+"""Requests of one client. A page and its owner's programs stay far below; a loop gone wild does not."""
+
+
+class Gate:
+    def __init__(
+        self, app: ASGIApp, *, access: Access, where: Addresses, clock: Clock, health: Health, meter: HttpMeter
+    ) -> None:
+        self._app, self._access, self._where, self._health = app, access, where, health
+        self._clock, self._meter = clock, meter
+        self._rates = Rates(clock, burst=BURST, per_second=PER_SECOND)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        began, status = self._clock.monotonic(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = message["headers"]
+                names = {name for name, _ in own}
+                message["headers"] = [*own, *(header for header in HEADERS if header[0] not in names)]
+            await send(message)
+
+        try:
+            receive = self._admit(scope, receive)
+            await self._app(scope, receive, answer)
+        except Rejected as rejection:
+            await as_response(rejection)(scope, receive, answer)
+        except ClientDisconnect:
+            pass  # nobody is there to be told
+        except Exception as error:
+            told = unexpected(error)
+            if not status:
+                await told(scope, receive, answer)
+        finally:
+            self._meter.note(scope, status, self._clock.monotonic() - began)
+
+    def _admit(self, scope: Scope, receive: Receive) -> Receive:
+        """`Rejected`, or the way to read the body."""
+        headers = dict(scope["headers"])
+        path, method = scope["path"], scope["method"]
+        self._check_host(scope, headers)
+        client = scope["client"][0] if scope["client"] else ""
+        if self._health.draining and path not in HEALTH:
+            raise Rejected(503, "stopping", "the society is stopping: try again shortly", headers=_CLOSE)
+        _hold_back(self._rates.take(client))
+        who = self._who(headers, client)
+        if who is None and path not in PUBLIC and not path.startswith("/static/"):
+            sentence = "this needs the token of the society: data/token has it, coterie open makes a link for a browser"
+            raise Rejected(401, "unauthorized", sentence, headers={"WWW-Authenticate": "Bearer"})
+        if (method not in ("GET", "HEAD") or path == EVENTS) and self._is_foreign(headers, method, who):
+            raise Rejected(403, "foreign_origin", "this was asked from a page that is not ours")
+        if method in ("GET", "HEAD"):
+            return receive
+        return _checked_body(headers, path, method, receive)
+
+    def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        known = headers.get(b"host", b"").lower() in self._where.hosts
+        if known and sum(name == b"host" for name, _ in scope["headers"]) == 1:
+            return
+        sentence = "this server is not asked for under that name: add it to server.allowed_hosts in coterie.toml"
+        raise Rejected(421, "unknown_host", sentence)
+
+    def _who(self, headers: dict[bytes, bytes], client: str) -> Who | None:
+        """Who brings the right secret, and how; None for anybody else."""
+        bearer, cookie = headers.get(b"authorization"), self._cookie(headers)
+        if bearer is None and cookie is None:
+            return None
+        _hold_back(self._access.guesses.wait(client))
+        if bearer is not None:
+            scheme, _, token = bearer.partition(b" ")
+            if scheme.lower() == b"bearer" and self._access.knows_token(token.strip()):
+                return "bearer"
+        elif cookie is not None and self._access.knows_cookie(cookie):
+            return "cookie"
+        self._access.guesses.take(client)
+        return None
+
+    def _cookie(self, headers: dict[bytes, bytes]) -> bytes | None:
+        wanted = self._access.cookie_name.encode()
+        for pair in headers.get(b"cookie", b"").split(b";"):
+            name, _, value = pair.strip().partition(b"=")
+            if name == wanted:
+                return value
+        return None
+
+    def _is_foreign(self, headers: dict[bytes, bytes], method: str, who: Who | None) -> bool:
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
+        if origin is not None and origin not in self._where.origins:
+            return True
+        if site not in (None, b"same-origin", b"none"):
+            return True
+        if who != "cookie" or origin is not None or site == b"same-origin":
+            return False
+        # A cookie comes by itself, so the browser has to say that our own page asks. On plain http beyond loopback
+        # browsers say nothing when a page reads from where it came, and only then: every write names its origin.
+        silent = site is None and method == "GET" and headers[b"host"].lower() not in self._where.trusted
+        return not silent
+
+
+_CLOSE = {"Connection": "close"}
+
+
+def _hold_back(seconds: float) -> None:
+    if seconds > 0:
+        wait = str(math.ceil(seconds))
+        raise Rejected(429, "too_many_requests", f"too many requests: wait {wait} s", headers={"Retry-After": wait})
+
+
+def _checked_body(headers: dict[bytes, bytes], path: str, method: str, receive: Receive) -> Receive:
+    chunked = b"transfer-encoding" in headers
+    length = int(headers.get(b"content-length", b"0"))
+    if not chunked and not length:
+        return receive
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    uploads = path == UPLOADS and method == "POST"
+    wanted = b"multipart/form-data" if uploads else b"application/json"
+    if kind != wanted:
+        raise Rejected(415, "unsupported_media_type", f"the body must be {wanted.decode()}")
+    if uploads:
+        return receive  # its own limit is kept where it is read
+    if length > BODY_BYTES:
+        raise too_large()
+    return _counted(receive) if chunked else receive
+
+
+def too_large() -> Rejected:
+    sentence = f"the body is larger than {BODY_BYTES:,} bytes, the most allowed: upload files to {UPLOADS}"
+    return Rejected(413, "body_too_large", sentence, headers=_CLOSE)
+
+
+def _counted(receive: Receive) -> Receive:
+    size = 0
+
+    async def counted() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > BODY_BYTES:
+            raise too_large()
+        return message
+
+    return counted

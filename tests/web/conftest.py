@@ -1,0 +1,42 @@
+"""A society behind its door, and a client that has the key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from coterie.runtime import Society
+from coterie.testing import FakeClock
+from coterie.web.access import Access
+from coterie.web.app import build_app
+
+TOKEN = "a-token-of-the-tests-0123456789abcdef"
+BASE = "http://127.0.0.1:8642"
+
+
+@pytest.fixture
+def access(society: Society, clock: FakeClock) -> Access:
+    return Access(TOKEN, society.store.info.log_id, clock)
+
+
+@pytest.fixture
+def app(society: Society, access: Access, clock: FakeClock) -> FastAPI:
+    return build_app(society, access, clock=clock)
+
+
+@pytest.fixture
+async def stranger(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Somebody without a token."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """Somebody with the token."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:
+        yield client
