@@ -57,6 +57,11 @@ class Line:
         return {self.sender, self.to} == {PERSON, agent_id}
 
     @property
+    def is_trouble(self) -> bool:
+        """The runtime tells that the agent could not answer."""
+        return self.sender == SYSTEM and "problem" in self.wire["payload"]
+
+    @property
     def is_heard(self) -> bool:
         """It has reached the person, from whomever."""
         return self.to == PERSON and self.state in ("pending", "taken")

@@ -1,0 +1,146 @@
+"""A conversation with a society that nobody runs: it runs in this process, for as long as the conversation lasts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+from coterie.agents import ACTIVE, Agent
+from coterie.cli.conversation import Arrived, Line, News, Over, Speech, Stands, State, Taken
+from coterie.cli.files import pieces
+from coterie.errors import Lagged, Refused
+from coterie.events import Event
+from coterie.messages import Receipt
+from coterie.runtime import Society
+from coterie.store import Page
+
+MISSED = 50
+"""Messages that are looked at again when more happened than the watcher could keep."""
+PHASES = {
+    "ready": "starting",
+    "llm": "thinking",
+    "tools": "tool",
+    "wait_approval": "approval",
+    "wait_retry": "retry",
+}
+
+
+class OwnConversation:
+    def __init__(self, society: Society, agent_id: str) -> None:
+        self._society, self._agent = society, agent_id
+        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._listening = asyncio.Event()
+        self._untaken: set[str] = set()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, society: Society, agent_id: str) -> AsyncIterator[Self]:
+        """Whatever happens from here on is heard."""
+        conversation = cls(society, agent_id)
+        listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
+        try:
+            await conversation._listening.wait()
+            yield conversation
+        finally:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
+
+    @property
+    def agent_id(self) -> str:
+        return self._agent
+
+    async def recent(self, limit: int) -> Sequence[Line]:
+        found = await self._society.store.messages(Page(limit=limit * 4), agent=self._agent)
+        lines = [Line.of(message.to_wire()) for message in reversed(found)]
+        return [line for line in lines if line.is_between(self._agent)][-limit:]
+
+    async def line(self, message_id: str) -> Line:
+        message = await self._society.store.message(message_id)
+        if message is None:
+            raise Refused("unknown_message", f"there is no message {message_id!r}")
+        return Line.of(message.to_wire())
+
+    async def stands(self) -> Stands:
+        agent = await self._society.store.agent(self._agent)
+        return stands(agent) if agent else Stands(state="terminated")
+
+    async def attach(self, file: Path) -> str:
+        return (await self._society.artifacts.put(pieces(file), file.name)).ref
+
+    async def say(self, speech: Speech) -> Receipt:
+        receipt = await say(self._society, self._agent, speech)
+        self._untaken.add(receipt.message_id)
+        return receipt
+
+    async def withdraw(self, message_id: str) -> None:
+        await self._society.bus.withdraw(message_id)
+
+    async def stop_turn(self) -> None:
+        self._society.stop_turn(self._agent)
+
+    async def read(self, line: Line) -> None:
+        message = await self._society.store.message(line.id)
+        if message and message.in_seq:
+            await self._society.store.read(message.sender, message.in_seq)
+
+    async def news(self) -> News:
+        return await self._news.get()
+
+    # The log
+
+    async def _listen(self) -> None:
+        after: int | None = None
+        while True:
+            try:
+                async with self._society.bus.watch(after) as watcher:
+                    self._listening.set()
+                    async for event in watcher:
+                        await self._take(event)
+                self._news.put_nowait(Over())
+                return
+            except Lagged as lagged:
+                after = lagged.seq
+
+    async def _take(self, event: Event) -> None:
+        match event.kind:
+            case "message.created" | "delayed.delivered":
+                await self._take_message(event.subject)
+            case "queue.changed" if event.subject == self._agent:
+                await self._look_what_was_taken()
+            case "agent.state" if event.subject == self._agent:
+                self._news.put_nowait(await self.stands())
+            case _:
+                pass
+
+    async def _take_message(self, message_id: str) -> None:
+        message = await self._society.store.message(message_id)
+        if message and (line := Line.of(message.to_wire())).is_between(self._agent):
+            self._news.put_nowait(Arrived(line))
+
+    async def _look_what_was_taken(self) -> None:
+        found = [await self._society.store.message(message_id) for message_id in self._untaken]
+        taken = frozenset(message.id for message in found if message and message.state == "taken")
+        self._untaken -= taken
+        self._news.put_nowait(Taken(taken))
+
+
+def stands(agent: Agent) -> Stands:
+    state: State = "active"
+    if agent.state not in ACTIVE and agent.state not in PHASES:
+        state = agent.state  # type: ignore[assignment]
+    return Stands(state=state, phase=PHASES.get(agent.state), tool=agent.tool)
+
+
+async def say(society: Society, to: str, speech: Speech) -> Receipt:
+    return await society.send(
+        to=to,
+        text=speech.text,
+        delay_ms=speech.delay_ms,
+        quick_replies=speech.quick_replies or None,
+        attachments=speech.attachments,
+        in_reply_to=speech.answers,
+        option=speech.option,
+    )
