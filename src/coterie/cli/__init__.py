@@ -8,6 +8,7 @@ import typer
 
 from coterie import __version__, failpoints
 from coterie.cli.care import backup, restore, verify
+from coterie.cli.chat import chat
 from coterie.cli.check import check
 from coterie.cli.delayed import delayed
 from coterie.cli.failures import OneSentence, end_output, tell
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (init, serve, check, send, delayed, verify, backup, restore):
+for command in (init, serve, check, send, chat, delayed, verify, backup, restore):
     app.command()(command)
 
 

@@ -15,9 +15,9 @@ from coterie.cli.screen import Screen
 class Reply:
     """Shows each message once, whether it was seen growing or not."""
 
-    def __init__(self, screen: Screen, *, named: bool) -> None:
-        """`named`: who speaks is told."""
-        self._screen, self._named = screen, named
+    def __init__(self, screen: Screen, *, speaker: str | None = None) -> None:
+        """`speaker`: whose drafts are heard. None: nobody is named."""
+        self._screen, self._speaker = screen, speaker
         self._draft: str | None = None
         self._said = ""
         """What was seen of that draft."""
@@ -25,7 +25,7 @@ class Reply:
 
     @classmethod
     def on_stdout(cls) -> Self:
-        return cls(Screen(sys.stdout), named=False)
+        return cls(Screen(sys.stdout))
 
     def __enter__(self) -> Self:
         return self
@@ -42,10 +42,14 @@ class Reply:
             case DraftOver(draft, outcome) if draft == self._draft and outcome != "stored":
                 self._end_draft()
                 self._screen.say(self._screen.dim(f"  ({outcome})"))
-            case Arrived(line) if line.is_heard:
+            case Arrived(line) if line.state != "delayed":
                 self.show([line])
             case _:
                 pass
+
+    def leave_out(self, message_id: str) -> None:
+        """It needs no showing."""
+        self._shown.add(message_id)
 
     def show(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -61,14 +65,14 @@ class Reply:
             self._end_draft()
             self._screen.say(*below(line, self._screen))
             return
-        self._screen.say(*shown(line, self._screen, named=self._named))
+        self._screen.say(*shown(line, self._screen, named=self._speaker is not None))
 
     def _grow(self, piece: Piece) -> None:
         if piece.draft != self._draft:
             self._end_draft()
             self._draft = piece.draft
-            if self._named:
-                self._screen.grow("")
+            if self._speaker is not None:
+                self._screen.grow(f"{self._speaker}: ")
         new = piece.text[max(0, len(self._said) - piece.start) :]
         self._said += new
         self._screen.grow(new)

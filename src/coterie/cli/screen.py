@@ -26,6 +26,7 @@ class Screen:
         self.moves = out.isatty()
         self._tail = ""
         self._typed, self._place = "", 0
+        self._status = ""
         self._rows_above = 0
 
     def bold(self, text: str) -> str:
@@ -59,6 +60,12 @@ class Screen:
         self._typed, self._place = text, place
         self._draw()
 
+    def tell(self, status: str) -> None:
+        """What goes on, in a row above the line being typed; empty: nothing does."""
+        self._erase()
+        self._status = status
+        self._draw()
+
     def close(self) -> None:
         """Nothing moves any more."""
         self._erase()
@@ -88,11 +95,11 @@ class Screen:
             return
         rows = [self._tail] if self._tail else []
         if self._typing:
-            shown = _visible(self._typed)
-            rows += _cut(PROMPT + shown, self._width)
-            self._rows_above = len(rows) - 1
-            self._out.write("\n".join(rows))
-            self._put_cursor(len(_cut(PROMPT + shown, self._width)), PROMPT + _visible(self._typed[: self._place]))
+            rows += [self.dim(_cut(self._status, self._width)[0])] if self._status else []
+            typed = _cut(PROMPT + _visible(self._typed), self._width)
+            self._out.write("\n".join([*rows, *typed]))
+            self._rows_above = len(rows) + len(typed) - 1
+            self._put_cursor(len(typed), PROMPT + _visible(self._typed[: self._place]))
         elif rows:
             self._out.write(rows[0])
         self._out.flush()

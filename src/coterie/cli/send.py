@@ -111,6 +111,8 @@ async def _ask(
         async with open_conversation(folder, to, token) as conversation:
             refs = [await conversation.attach(file) for file in files]
             receipt = await conversation.say(replace(speech, attachments=refs))
+            if reply:
+                reply.leave_out(receipt.message_id)
             try:
                 async with asyncio.timeout(seconds):
                     answers = await answers_to(conversation, receipt.message_id, hear)
