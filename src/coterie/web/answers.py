@@ -1,0 +1,74 @@
+"""What every route has in common: JSON out, places in a list, and which problems it may answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import Query
+from starlette.responses import Response
+
+from coterie.errors import STATUS
+
+JSON = "application/json"
+PROBLEM = "application/problem+json"
+
+Limit = Annotated[int, Query(ge=1, le=200, description="How many items at most.")]
+Id = Annotated[str, Query(max_length=200)]
+"""An id in a query."""
+Cursor = Annotated[str, Query(max_length=200, description="The `next` of the page before.")]
+
+_encode = msgspec.json.Encoder().encode
+_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "code"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "One sentence for people."},
+        "code": {"type": "string", "description": "For programs."},
+    },
+}
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    return Response(_encode(value), status, media_type=JSON)
+
+
+def nothing() -> Response:
+    return Response(status_code=204)
+
+
+def listing(items: Sequence[Any], following: str | int | None, **more: Any) -> Response:
+    return answer({**more, "items": items, "next": None if following is None else str(following)})
+
+
+def problems(*codes: str, **statuses: str) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`: each refusal it may answer with, by its code; others as `_401="…"`."""
+    described: dict[int, list[str]] = {}
+    for code in codes:
+        described.setdefault(STATUS[code], []).append(f"`{code}`")
+    for status, words in statuses.items():
+        described.setdefault(int(status.removeprefix("_")), []).append(words)
+    return {status: _described(", ".join(words)) for status, words in described.items()}
+
+
+def _described(words: str) -> dict[str, Any]:
+    return {"description": words, "content": {PROBLEM: {"schema": _SCHEMA}}}
+
+
+COMMON = problems(
+    _401="`unauthorized`",
+    _403="`foreign_origin`",
+    _421="`unknown_host`",
+    _422="`request_invalid`",
+    _429="`too_many_requests`",
+    _500="`internal_error`",
+    _503="`store_unavailable`, `stopping`",
+    _507="`store_full`",
+)
+"""Of the gate and the store: any route may."""
+BODY = problems(_400="`json_invalid`", _413="`body_too_large`", _415="`unsupported_media_type`")
+"""Of routes with a body."""

@@ -1,0 +1,163 @@
+"""Nouns as they go over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from coterie.agent.context import SET_ASIDE
+from coterie.agents import Agent, AgentState
+from coterie.clock import to_wire
+from coterie.errors import CoterieError, Refused
+from coterie.llm.service import INFERRED, Capabilities
+from coterie.messages import Message
+from coterie.overview import CallRecord, PlanRecord, Thread, Usage
+from coterie.runtime import Society
+from coterie.text import one_line
+from coterie.turns import HistoryRow
+from coterie.web.markdown import rendered
+
+PREVIEW = 120
+"""Characters."""
+
+_PHASES: dict[AgentState, str] = {
+    "ready": "starting",
+    "llm": "thinking",
+    "tools": "tool",
+    "wait_approval": "approval",
+    "wait_retry": "retry",
+}
+
+
+def message(one: Message) -> dict[str, Any]:
+    """As people see it, with its text as a tree."""
+    text = one.payload.get("text")
+    return one.to_wire() | {"rendered": rendered(text) if isinstance(text, str) and text else []}
+
+
+def messages(many: Iterable[Message]) -> list[dict[str, Any]]:
+    return [message(one) for one in many]
+
+
+def preview(one: Message) -> str:
+    return one_line(str(one.payload.get("text", "")), PREVIEW)
+
+
+def agent(society: Society, one: Agent, unread: int | None = None) -> dict[str, Any]:
+    service, capabilities = _mind(society, one)
+    wire = {"id": one.id, "name": one.name} | state(one)
+    wire |= {
+        "service": service,
+        "capabilities": capabilities
+        and {
+            "input": sorted(capabilities.input),
+            "output": sorted(capabilities.output),
+            "inferred": capabilities.inferred,
+        },
+        "parent": one.parent,
+        "waiting": one.waiting,
+        "delayed": one.delayed,
+    }
+    if one.kind != "agent":
+        wire["kind"] = one.kind
+    if unread is not None:
+        wire["unread"] = unread
+    return wire
+
+
+def state(one: Agent) -> dict[str, Any]:
+    """What it is doing. The store's states of work are one to people, with a phase."""
+    phase = _PHASES.get(one.state)
+    optional = {"phase": phase, "tool": one.tool, "step": one.step, "why": one.why}
+    return {
+        "state": "active" if phase else one.state,
+        "since": to_wire(one.since),
+        **{key: value for key, value in optional.items() if value is not None},
+    }
+
+
+def _mind(society: Society, one: Agent) -> tuple[str | None, Capabilities | None]:
+    """Its service and what that can do; of a person nothing, of an agent without a model what is assumed."""
+    if one.kind == "person":
+        return None, None
+    try:
+        return society.agents.service_of(one.id).id, society.agents.capabilities_of(one.id)
+    except CoterieError:
+        return None, INFERRED
+
+
+def thread(one: Thread) -> dict[str, Any]:
+    return {
+        "agent": one.agent_id,
+        "last": message(one.last),
+        "unread": one.unread,
+        "firstUnread": one.first_unread,
+    }
+
+
+def run(plan: PlanRecord) -> dict[str, Any]:
+    return {
+        "agent": plan.agent_id,
+        "turn": plan.turn_no,
+        "step": plan.step_no,
+        "text": plan.text,
+        "outcome": plan.outcome,
+        "interruptedBy": plan.interrupted_by,
+        "at": to_wire(plan.at),
+        "calls": [call(one) for one in plan.calls],
+    }
+
+
+def call(one: CallRecord) -> dict[str, Any]:
+    return {
+        "callId": one.call_id,
+        "name": one.name,
+        "arguments": one.arguments,
+        "state": one.state,
+        "result": one.result,
+        "startedAt": to_wire(one.started_at),
+        "endedAt": to_wire(one.ended_at),
+    }
+
+
+def usage(one: Usage) -> dict[str, Any]:
+    return {
+        "day": one.day,
+        "agent": one.agent_id,
+        "service": one.service,
+        "requests": one.requests,
+        "withdrawn": one.withdrawn,
+        "inputTokens": one.input_tokens,
+        "outputTokens": one.output_tokens,
+    }
+
+
+def said(row: HistoryRow) -> dict[str, Any]:
+    """One row of a history, under the role that the model sees it in."""
+    wire: dict[str, Any] = {"seq": row.seq, "turn": row.turn_no, "role": row.role, "content": row.text}
+    if row.role == "assistant" and row.calls:
+        wire["calls"] = [{"id": one.id, "name": one.name, "arguments": one.arguments} for one in row.calls]
+    elif row.role == "tool":
+        wire["callId"] = row.call_id
+    elif row.role == "user":
+        wire |= _heard(row)
+    return wire
+
+
+def _heard(row: HistoryRow) -> dict[str, Any]:
+    if row.hidden or row.message is None:
+        return {"content": SET_ASIDE, "hidden": True}
+    payload = row.message.payload
+    return {
+        "content": payload.get("text", ""),
+        "messageId": row.message.id,
+        "from": row.message.sender,
+        "payload": payload,
+    }
+
+
+def known(one: Agent | None, agent_id: str) -> Agent:
+    """An agent, not the person; `Refused` when there is none."""
+    if one is None or one.kind == "person":
+        raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}": GET /api/v1/agents lists them')
+    return one
