@@ -7,12 +7,11 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from coterie.cli import durations
 from coterie.cli.conversation import Arrived, Conversation, Line, News, Over, Speech, Stands, Taken
 from coterie.cli.editor import Closed, Entered
-from coterie.cli.files import check_file
+from coterie.cli.files import check_file, home_of
 from coterie.cli.keyboard import piped, typing
 from coterie.cli.lines import shown
 from coterie.cli.output import moment, say_aside
@@ -75,6 +74,12 @@ class Session:
 
     # What happens
 
+    async def show(self, lines: Sequence[Line]) -> None:
+        """As if they had just come in."""
+        for line in lines:
+            self.hear(Arrived(line))
+        await self._mark_read(lines)
+
     async def take(self, news: News) -> None:
         self.hear(news)
         if isinstance(news, Arrived):
@@ -136,7 +141,7 @@ class Session:
                 for line in HELP:
                     self._aside(f"  {line}")
             case "/attach":
-                await self._attach(Path(rest.strip()).expanduser())
+                await self._attach(rest.strip())
             case "/stop":
                 await self._stop_turn()
             case "/withdraw":
@@ -191,7 +196,8 @@ class Session:
             self._queued[receipt.message_id] = one_line(text, 60)
             self._aside(f"  queued: {self._conversation.agent_id} is at work and reads it at its next step")
 
-    async def _attach(self, file: Path) -> None:
+    async def _attach(self, name: str) -> None:
+        file = home_of(name)
         check_file(file)
         self._attached.append(await self._conversation.attach(file))
         self._aside(f"  {file.name} goes along with what you say next")
@@ -271,7 +277,8 @@ async def take_lines(session: Session) -> bool:
             if receipt is None or receipt.scheduled_delivery_time:
                 continue
             try:
-                await answers_to(session.conversation, receipt.message_id, session.hear)
+                answers = await answers_to(session.conversation, receipt.message_id, session.hear)
+                await session.show(answers)
             except NoAnswer as silence:
                 say_aside(f"Error: {silence}")
                 answered = False

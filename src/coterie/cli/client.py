@@ -1,4 +1,4 @@
-"""The way to the running server: found by the note in the society's folder, asked with the token that lies beside it."""
+"""The way to the running server: found by a note in the society's folder, asked with the token that lies beside it."""
 
 from __future__ import annotations
 

@@ -14,6 +14,11 @@ def check_file(file: Path) -> None:
         pass
 
 
+def home_of(name: str) -> Path:
+    """The file that `name` means to a person, who may write ~ for their own folder."""
+    return Path(name).expanduser()
+
+
 async def pieces(path: Path) -> AsyncIterator[bytes]:
     import asyncio
 
