@@ -27,12 +27,13 @@ FLOORS = [
         "drafts",
         "invariants",
         "private_file",
+        "address",
     ],
     ["artifacts", "filetype", "store", "overview", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "llm"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
-    ["address", "config", "folder", "crew", "runtime", "inspection", "backup", "restore", "testing"],
+    ["config", "folder", "crew", "reloading", "setup", "runtime", "inspection", "backup", "restore", "testing"],
     ["cli", "web", "__main__"],
 ]
 

@@ -25,7 +25,7 @@ from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import AgentEntry, Config
-from coterie.errors import Problem
+from coterie.errors import Problem, Refused
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
 from coterie.library import Library
@@ -35,7 +35,8 @@ from coterie.llm.providers.make import TOUR_ENTRIES, make_service
 from coterie.llm.refusals import Refusals
 from coterie.llm.registry import Services
 from coterie.llm.router import CapabilityRouter
-from coterie.messages import Payload, Receipt
+from coterie.llm.service_entry import ServiceEntry
+from coterie.messages import PERSON, Payload, Receipt
 from coterie.stores.sqlite import SqliteStore
 
 log = logging.getLogger(__name__)
@@ -56,10 +57,13 @@ class Crew:
         kept: Bytes,
         clock: Clock,
     ) -> None:
-        self._bus, self._artifacts = bus, artifacts
+        self._place, self._store, self._bus, self._artifacts = place, store, bus, artifacts
+        profiles, unread = read_profiles(config, place)
+        self._described = {profile.id for profile in profiles}
+        self._tokens_per_day = config.limits.tokens_per_day
         self.services = load_services(place)
         refusals = Refusals(clock, place.data / "refusals.json")
-        self.directory = Directory(self.services, refusals, [_profile(entry, place) for entry in config.agents])
+        self.directory = Directory(self.services, refusals, profiles)
         self.router = CapabilityRouter(store, kept, ContentAdapter(self.directory), refusals)
         self._models = Models(self.services, self.router, refusals, lambda entry: make_service(entry, clock), clock)
         self._registrar = Registrar(store, self.directory)
@@ -69,11 +73,8 @@ class Crew:
         )
         self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
         self._connecting: asyncio.Task[list[Problem]] | None = None
-        self.problems = (*self.services.problems, *self._adopt_owner_tools(place))
-        rules = Rules(
-            max_withdrawals=config.interruption.max_withdrawals,
-            max_rounds=config.limits.max_rounds,
-        )
+        self.problems: Sequence[Problem] = (*unread, *self.services.problems, *self._adopt_owner_tools())
+        rules = _rules(config)
         self._handler = LlmHandler(
             store,
             bus,
@@ -90,6 +91,7 @@ class Crew:
 
     async def start(self) -> None:
         await self._registrar.recall()
+        self.problems = (*self.problems, *self._ended_but_described())
         for problem in self.problems:
             log.warning("%s", problem)
         self._connecting = asyncio.create_task(self._mcp.connect(), name="coterie-mcp")
@@ -97,9 +99,64 @@ class Crew:
         await asyncio.wait({self._connecting}, timeout=MCP_PATIENCE.total_seconds())
         self._scheduler.start()
 
+    async def create_agent(
+        self,
+        *,
+        id: str | None,  # noqa: A002
+        name: str | None,
+        prompt: str,
+        service: str | None,
+        tools: Sequence[str] | None,
+        parent: str | None,
+    ) -> Profile:
+        return await self._registrar.create(
+            id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent
+        )
+
+    async def terminate_agent(self, agent_id: str) -> Sequence[str]:
+        ended = await self._registrar.terminate(agent_id, by=PERSON)
+        for one in ended:
+            self._handler.stop(one)  # what it is in the middle of counts for nothing any more
+        return ended
+
     def stop_turn(self, agent_id: str) -> bool:
         """End what the agent is doing now; its mail is kept, and begins the next turn."""
-        return self._handler.stop(agent_id)
+        if self._handler.stop(agent_id):
+            return True
+        self.directory.profile(agent_id)
+        return False
+
+    async def adopt(self, config: Config, services: Services) -> Sequence[Problem]:
+        """From now on it is as the owner's files say now. Agents that were blocked for want of just that go on."""
+        blocked = {agent.id: self._mind(agent.id) for agent in await self._registrar.blocked()}
+        profiles, unread = read_profiles(config, self._place)
+        described = {profile.id for profile in profiles}
+        missing = [_missing(one) for one in sorted(self._described - described) if not self.directory.has_ended(one)]
+        for one in self._described - described:
+            self.directory.forget(one)
+        for profile in profiles:
+            self.directory.add(profile)
+        self._described, self._tokens_per_day = described, config.limits.tokens_per_day
+        self.services.adopt(services)
+        self._toolbox.deadline = timedelta(seconds=config.limits.tool_seconds)
+        self._handler.adopt(_rules(config), config.limits.tokens_per_day)
+        self._scheduler.adopt(_rules(config))
+        self.problems = (*unread, *services.problems, *self._adopt_owner_tools(), *self._ended_but_described())
+        await self._store.unblock([one for one, mind in blocked.items() if self._mind(one) not in (None, mind)])
+        return (*self.problems, *missing)
+
+    def _mind(self, agent_id: str) -> tuple[ServiceEntry | int, ...] | None:
+        """All that decides whether its model answers; None when it has none."""
+        try:
+            first = self.directory.service_of(agent_id)
+        except Refused:
+            return None
+        return (self._tokens_per_day, first, *map(self.services.entry, first.fallback))
+
+    def _ended_but_described(self) -> Sequence[Problem]:
+        words = "was terminated and stays so: take it out of the file, or give the new one another id"
+        ended = sorted(one for one in self._described if self.directory.has_ended(one))
+        return [Problem(f"coterie.toml: agents.{one}", words) for one in ended]
 
     async def stop_claiming(self) -> None:
         await self._scheduler.stop_claiming()
@@ -114,8 +171,8 @@ class Crew:
         await self._toolbox.close()
         await self._models.close()
 
-    def _adopt_owner_tools(self, place: SocietyFolder) -> Sequence[Problem]:
-        owned = load_owner_tools(place.path, taken={SEND_MESSAGE.name})
+    def _adopt_owner_tools(self) -> Sequence[Problem]:
+        owned = load_owner_tools(self._place.path, taken={SEND_MESSAGE.name})
         return (*owned.problems, *self._toolbox.adopt("tools", owned.tools))
 
     def _context(self, profile: Profile, key: str, cause: str | None) -> ToolContext:
@@ -149,6 +206,27 @@ def load_services(place: SocietyFolder) -> Services:
     """The owner's; where there are none, the tour's."""
     services = Services.load(place.path)
     return services if len(services) else Services(TOUR_ENTRIES, services.problems)
+
+
+def read_profiles(config: Config, place: SocietyFolder) -> tuple[Sequence[Profile], Sequence[Problem]]:
+    """The agents of coterie.toml; one whose prompt cannot be read is left out and reported."""
+    profiles, problems = [], list[Problem]()
+    for entry in config.agents:
+        try:
+            profiles.append(_profile(entry, place))
+        except OSError as error:
+            where = f"coterie.toml: agents.{entry.id}.prompt_file"
+            problems.append(Problem(where, f"{entry.prompt_file} cannot be read: {error.strerror}"))
+    return profiles, problems
+
+
+def _rules(config: Config) -> Rules:
+    return Rules(max_withdrawals=config.interruption.max_withdrawals, max_rounds=config.limits.max_rounds)
+
+
+def _missing(agent_id: str) -> Problem:
+    words = "is no longer described: it keeps its mail and answers when it is put back; to end it, terminate it"
+    return Problem(f"coterie.toml: agents.{agent_id}", words)
 
 
 def _profile(entry: AgentEntry, place: SocietyFolder) -> Profile:

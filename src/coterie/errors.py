@@ -25,6 +25,7 @@ STATUS = {
     "unknown_message": 404,
     "unknown_agent": 404,
     "unknown_artifact": 404,
+    "unknown_service": 404,
     "recipient_terminated": 410,
     "payload_too_large": 413,
     "artifact_too_large": 413,
@@ -33,6 +34,8 @@ STATUS = {
     "already_delivered": 409,
     "already_answered": 409,
     "agent_busy": 409,
+    "id_taken": 409,
+    "service_in_use": 409,
     "not_yours": 403,
     "quickReplies_too_many": 422,
     "quickReplies_invalid_type": 422,
@@ -43,6 +46,7 @@ STATUS = {
     "hop_limit": 422,
     "inReplyTo_unknown": 422,
     "option_invalid": 422,
+    "service_invalid": 422,
 }
 """Every code a `Refused` may carry, with the HTTP status it answers as."""
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 class Library:
     def __init__(self, store: Store, kept: Bytes, clock: Clock, *, limit: int) -> None:
-        self._store, self._bytes, self._clock, self._limit = store, kept, clock, limit
+        self._store, self._bytes, self._clock, self.limit = store, kept, clock, limit
         self._deleting = asyncio.Lock()
         self._coming_in = 0
 
@@ -37,7 +37,7 @@ class Library:
             self._coming_in -= 1
 
     async def _take_in(self, chunks: AsyncIterable[bytes] | bytes, filename: str | None, key: str | None) -> Artifact:
-        stored = await self._bytes.put(_one(chunks) if isinstance(chunks, bytes) else chunks, self._limit)
+        stored = await self._bytes.put(_one(chunks) if isinstance(chunks, bytes) else chunks, self.limit)
         type_, mime_type = sniff(stored.head)
         return await self._store.add_artifact(
             Artifact(

@@ -14,21 +14,24 @@ from coterie.agents import Agent
 from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
-from coterie.config import Config, read_config
+from coterie.config import AgentEntry, Config, read_config
 from coterie.errors import ConfigError, CoterieError, Lagged, Problem, StoreBroken
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
 from coterie.library import Library
 from coterie.messages import PERSON, Message, Receipt
+from coterie.reloading import after_restart, running
 from coterie.store import Limits, Retention
 from coterie.stores.folder import FolderBytes
 from coterie.stores.sqlite import SqliteStore
 
 if TYPE_CHECKING:
     from coterie.agent.directory import Directory
+    from coterie.agent.profile import Profile
     from coterie.crew import Crew
     from coterie.llm.registry import Services
     from coterie.llm.router import CapabilityRouter
+    from coterie.setup import Setup
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ class Society:
         self.bus = MessageBus(store, clock)
         self._kept, self._clock = kept, clock
         self._crew: Crew | None = None
+        self._setup: Setup | None = None
+        self._reloading = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._tidier: asyncio.Task[None] | None = None
 
@@ -96,17 +101,21 @@ class Society:
             kept = FolderBytes(place.artifacts)
             artifacts = Library(store, kept, clock, limit=config.limits.upload_mb * 1_000_000)
             people = [Agent(id=PERSON, name="You", kind="person")]
-            agents = [Agent(id=entry.id, name=entry.name or entry.id) for entry in config.agents]
-            await store.add_agents(people + agents)
+            await store.add_agents([*people, *map(_agent, config.agents)])
         except BaseException:
             await store.close()
             raise
         return cls(config, store, artifacts, kept, clock)
 
     def _hire(self, place: SocietyFolder) -> Crew:
-        from coterie.crew import Crew  # models and tools take a while to import, and an errand needs none of them
+        # Models and tools take a while to import, and an errand needs none of them.
+        from coterie.crew import Crew
+        from coterie.setup import Setup
 
-        return Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock)
+        crew = Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock)
+        self._setup = Setup(place, crew.services, crew.directory, self.reload, self._clock)
+        self._place = place
+        return crew
 
     async def send(
         self,
@@ -139,6 +148,55 @@ class Society:
             option=option,
         )
 
+    async def create_agent(
+        self,
+        *,
+        id: str | None = None,  # noqa: A002
+        name: str | None = None,
+        prompt: str = "",
+        service: str | None = None,
+        tools: Sequence[str] | None = None,
+        parent: str | None = None,
+    ) -> Profile:
+        """A new agent, kept over restarts.
+
+        `Refused`: `id_taken`, `payload_invalid` (no possible id), `unknown_service`; `unknown_agent` for the parent.
+        """
+        made = await self._at_work().create_agent(
+            id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent
+        )
+        self.bus.stored(None)
+        return made
+
+    async def terminate_agent(self, agent_id: str) -> Sequence[str]:
+        """It, and all it made, read and answer nothing more; who that was."""
+        ended = await self._at_work().terminate_agent(agent_id)
+        self.bus.stored(None)
+        return ended
+
+    async def reload(self) -> Sequence[Problem]:
+        """Read coterie.toml, llmservices.json and the owner's tools again; what is wrong, or waits for a restart.
+
+        `ConfigError`: one of the files cannot be read, and everything stays as it was.
+        """
+        from coterie.crew import load_services
+
+        crew = self._at_work()
+        async with self._reloading:
+            config = read_config(self._place.path)
+            check_engine(config)
+            services = load_services(self._place)
+            changed = [entry for entry in config.agents if entry not in self.config.agents]
+            await self.store.add_agents([_agent(entry) for entry in changed])
+            later = after_restart(self.config, config)
+            self.config = running(self.config, config)
+            self.store.limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
+            self.artifacts.limit = config.limits.upload_mb * 1_000_000
+            problems = (*config.problems, *later, *await crew.adopt(config, services))
+        self.bus.stored(None)
+        log.info("the configuration was read again; %d problems", len(problems))
+        return problems
+
     async def inbox(self, who: str = PERSON) -> AsyncGenerator[Message, None]:
         """What reaches `who` and was not read yet, then whatever comes, in order; for ever."""
         seen, lagged = 0, True
@@ -164,11 +222,19 @@ class Society:
     async def pause(self, agent_id: str) -> None:
         """The agent ends its turn and rests until `resume`; its mail waits."""
         await self.store.pause(agent_id)
+        self.bus.stored(None)
 
     async def resume(self, agent_id: str) -> None:
         """A paused agent takes up its mail, a blocked one tries again."""
         await self.store.resume(agent_id)
         self.bus.stored(None)
+
+    @property
+    def setup(self) -> Setup:
+        """Services added, changed, tried out and removed while the society runs."""
+        self._at_work()
+        assert self._setup is not None  # noqa: S101
+        return self._setup
 
     @property
     def services(self) -> Services:
@@ -245,15 +311,19 @@ class Society:
         self._tidier = asyncio.create_task(self._tidy_now_and_then(), name="coterie-tidier")
 
     async def _tidy_now_and_then(self) -> None:
-        keep = self.config.store.keep_days
-        retention = Retention(messages=timedelta(days=keep) if keep else None)
         while not await self._clock.wait(self._stopping, TIDY_EVERY):
+            keep = self.config.store.keep_days
+            retention = Retention(messages=timedelta(days=keep) if keep else None)
             await self.artifacts.tidy(retention)
 
     async def _end_tidying(self) -> None:
         self._stopping.set()
         if self._tidier:
             await self._tidier
+
+
+def _agent(entry: AgentEntry) -> Agent:
+    return Agent(id=entry.id, name=entry.name or entry.id, parent=entry.parent)
 
 
 def check_engine(config: Config) -> None:

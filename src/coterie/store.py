@@ -120,6 +120,10 @@ class Store(Protocol):
         """A paused agent takes up its mail; a blocked one tries again."""
         ...
 
+    async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
+        """Those of them that are blocked, and not paused, try again; the ids of those that do."""
+        ...
+
     async def put_role(self, name: str, profile: str) -> None:
         """Agents can be made after this pattern; a role of that name is replaced."""
         ...

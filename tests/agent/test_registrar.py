@@ -60,7 +60,7 @@ async def test_the_same_call_run_again_makes_no_second_agent(registrar: Registra
 
 
 async def test_a_taken_or_impossible_id_and_an_unknown_role_are_refused(registrar: Registrar) -> None:
-    assert await code(registrar.spawn("ada", "scout", id="bob", key="k")) == "payload_invalid"
+    assert await code(registrar.spawn("ada", "scout", id="bob", key="k")) == "id_taken"
     assert await code(registrar.spawn("ada", "scout", id="user", key="k")) == "payload_invalid"
     assert await code(registrar.spawn("ada", "scout", id="No Way", key="k")) == "payload_invalid"
     assert await code(registrar.spawn("ada", "scuot", key="k")) == "unknown_agent"
@@ -81,7 +81,8 @@ async def test_only_the_parent_or_the_person_ends_an_agent_and_its_children_go_w
         stored = await store.agent(gone.id)
         assert stored is not None and stored.state == "terminated"
         assert gone.id not in list(directory)
-    assert await code(registrar.terminate("child", by="ada")) == "unknown_agent"
+    assert await code(registrar.terminate("child", by="ada")) == "recipient_terminated"
+    assert await code(registrar.terminate("nobody", by="ada")) == "unknown_agent"
 
 
 async def test_an_agent_cannot_make_agents_without_end(registrar: Registrar) -> None:

@@ -18,13 +18,25 @@ class Directory:
     def __init__(self, services: Services, refusals: Refusals, agents: Iterable[Profile]) -> None:
         self._services, self._refusals = services, refusals
         self._agents = {profile.id: profile for profile in agents}
+        self._ended: set[str] = set()
 
     def add(self, profile: Profile) -> None:
+        """It is there from now on, or is as it says now. Whoever was terminated does not come back."""
+        if profile.id in self._ended:
+            return
         self._agents[profile.id] = profile
 
     def remove(self, agent_id: str) -> None:
         """It is terminated: nobody is sent to it any more."""
+        self.forget(agent_id)
+        self._ended.add(agent_id)
+
+    def forget(self, agent_id: str) -> None:
+        """The owner's file describes it no more. It still has its mail, and comes back when it is described again."""
         self._agents.pop(agent_id, None)
+
+    def has_ended(self, agent_id: str) -> bool:
+        return agent_id in self._ended
 
     def __iter__(self) -> Iterator[str]:
         """The agents whose service exists; the others can do nothing until their configuration is mended."""
@@ -45,6 +57,8 @@ class Directory:
             self._services.entry(service)
 
     def profile(self, agent_id: str) -> Profile:
+        if agent_id in self._ended:
+            raise Refused("recipient_terminated", f'"{one_line(agent_id)}" was terminated')
         if agent_id not in self._agents:
             raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')
         return self._agents[agent_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from coterie.agent.turn import ModelFailed
-from coterie.llm.service import Local, Malformed, ServiceError, Terminal, TooLong, Transient
+from coterie.llm.service import Local, Malformed, ServiceError, Terminal, TooLong, Transient, UnknownService
 
 TRIES = 10
 MALFORMED_TRIES = 2
@@ -27,6 +27,13 @@ def told(error: ServiceError, retries: int, luck: float) -> ModelFailed:
             return ModelFailed(
                 words=f"{error}. Clear the conversation, or use a model with a larger window.", then="block"
             )
+    return ModelFailed(words=f"{error}. Mend it, then write to me again.", then="block")
+
+
+def without_service(error: UnknownService, *, mended: bool) -> ModelFailed:
+    """`mended`: the agent has a service by now, so it was only looking while the configuration changed."""
+    if mended:
+        return ModelFailed(words=str(error), then="retry", after=timedelta(0))
     return ModelFailed(words=f"{error}. Mend it, then write to me again.", then="block")
 
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from coterie.agent.compaction import cut, digest, fits, summary_request
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
-from coterie.agent.failures import told
+from coterie.agent.failures import told, without_service
 from coterie.agent.profile import Profile
 from coterie.agent.prompt import system_prompt
 from coterie.agent.send_message import SEND_MESSAGE, seal_call
@@ -30,7 +30,7 @@ from coterie.errors import Refused, StoreUnavailable
 from coterie.failpoints import hit
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
-from coterie.llm.service import ServiceError, Terminal, TooLong
+from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
 from coterie.messages import Envelope
 from coterie.turns import Claim, StaleOwner, TurnStore, View
 
@@ -82,6 +82,10 @@ class LlmHandler:
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
         self._tokens_per_day = tokens_per_day
         self._work: dict[str, Work] = {}
+
+    def adopt(self, rules: Rules, tokens_per_day: int) -> None:
+        """Limits that count from the next step on."""
+        self._rules, self._tokens_per_day = rules, tokens_per_day
 
     async def work(self, claim: Claim) -> None:
         """Until there is nothing more to do for this agent, or somebody else has taken it over."""
@@ -154,6 +158,8 @@ class LlmHandler:
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             return told(error, claim.retries, random.random())
+        except UnknownService as error:
+            return without_service(error, mended=claim.agent_id in self._directory)
         except Exception:
             # Whatever it is, it must not leave the agent at work for ever.
             log.exception("%s cannot ask its model", claim.agent_id)

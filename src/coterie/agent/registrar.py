@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 
 from coterie.agent.directory import Directory
 from coterie.agent.profile import Profile
 from coterie.agents import ID, Agent
 from coterie.errors import Refused
-from coterie.ids import id_for
+from coterie.ids import id_for, new_id
 from coterie.messages import PERSON, RESERVED
 from coterie.store import Store
 from coterie.text import clean, nearest, one_line
@@ -23,14 +24,25 @@ _PAGE = 200
 class Registrar:
     def __init__(self, store: Store, directory: Directory) -> None:
         self._store, self._directory = store, directory
+        self._making = asyncio.Lock()
+        """Whether an id is free and that it is taken are one step."""
 
     async def recall(self) -> None:
-        """Those made at run time before the last stop are in the directory again."""
+        """Those made at run time before the last stop are in the directory again, those that were ended are not."""
+        async for agent in self._all():
+            if agent.state == "terminated":
+                self._directory.remove(agent.id)
+            elif agent.profile:
+                self._directory.add(_profile(agent.profile))
+
+    async def blocked(self) -> Sequence[Agent]:
+        return [agent async for agent in self._all() if agent.state == "blocked"]
+
+    async def _all(self) -> AsyncIterator[Agent]:
         after = ""
         while page := await self._store.agents(after, _PAGE):
             for agent in page:
-                if agent.profile and agent.state != "terminated":
-                    self._directory.add(_profile(agent.profile))
+                yield agent
             after = page[-1].id
 
     async def create_role(
@@ -60,23 +72,66 @@ class Registrar:
             parent=None if parent == PERSON else parent,
             made_by=key,
         )
-        if await self._is_made(made):
-            return made
-        await self._check_room(parent)
+        async with self._making:
+            if await self._is_made(made):
+                return made
+            await self._check_room(parent)
+            await self._add(made)
+        return made
+
+    async def create(
+        self,
+        *,
+        id: str | None,  # noqa: A002
+        name: str | None,
+        prompt: str,
+        service: str | None,
+        tools: Sequence[str] | None,
+        parent: str | None,
+    ) -> Profile:
+        """An agent made by the person, without a role."""
+        self._directory.check_service(service)
+        if parent is not None:
+            self._directory.profile(parent)
+        key = new_id()
+        chosen = id or f"agent-{id_for('agent', key)[:6]}"
+        made = Profile(
+            id=chosen,
+            name=clean(name or "").strip() or chosen,
+            service=service,
+            prompt=clean(prompt),
+            tools=("*",) if tools is None else tuple(clean(one) for one in tools),
+            parent=parent,
+            made_by=key,
+        )
+        async with self._making:
+            await self._is_made(made)
+            await self._add(made)
+        return made
+
+    async def _add(self, made: Profile) -> None:
         await self._store.add_agents([_agent(made)])
         self._directory.add(made)
-        return made
 
     async def terminate(self, agent_id: str, by: str) -> Sequence[str]:
         """It, and all it made, read and answer nothing more. An agent may end its own children only."""
-        profile = self._directory.profile(agent_id)
-        if by not in (PERSON, profile.parent):
+        if by not in (PERSON, await self._parent(agent_id)):
             raise Refused("not_yours", f"only its parent or the person may terminate {agent_id}")
         ended = [*self._below(agent_id), agent_id]
         for one in ended:
             await self._store.terminate(one)
             self._directory.remove(one)
         return ended
+
+    async def _parent(self, agent_id: str) -> str | None:
+        try:
+            return self._directory.profile(agent_id).parent
+        except Refused:
+            stored = await self._store.agent(agent_id)
+            if stored is None or stored.kind == "person" or stored.state == "terminated":
+                raise
+            # The owner's file describes it no more; it can be ended all the same.
+            return stored.parent
 
     async def _role(self, role: str) -> Profile:
         roles = await self._store.roles()
@@ -94,7 +149,7 @@ class Registrar:
             return False
         if known.profile and _profile(known.profile).made_by == wanted.made_by:
             return True
-        raise Refused("payload_invalid", f"the id {wanted.id!r} is taken: choose another, or leave it out")
+        raise Refused("id_taken", f"the id {wanted.id!r} is taken: choose another, or leave it out")
 
     async def _check_room(self, parent: str) -> None:
         children = sum(1 for one in self._directory if self._directory.profile(one).parent == parent)

@@ -31,6 +31,9 @@ class Scheduler:
         self._ending = False
         self._loop: asyncio.Task[None] | None = None
 
+    def adopt(self, rules: Rules) -> None:
+        self._rules = rules
+
     def start(self) -> None:
         self._loop = asyncio.create_task(self._claim_for_ever(), name="coterie-scheduler")
 

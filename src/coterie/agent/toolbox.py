@@ -39,7 +39,8 @@ class Toolbox:
     def __init__(
         self, tools: Iterable[Tool] = (), *, deadline: timedelta = DEADLINE, max_abandoned: int = MAX_ABANDONED
     ) -> None:
-        self._deadline, self._max_abandoned = deadline, max_abandoned
+        self.deadline, self._max_abandoned = deadline, max_abandoned
+        """For a tool that names none of its own."""
         self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
         self._tools: dict[str, Tool] = {}
         self._reach: dict[tuple[str, ...], dict[str, Tool]] = {}
@@ -102,7 +103,7 @@ class Toolbox:
             return _unknown(name, self._within(patterns))
         if self.abandoned >= self._max_abandoned and not isinstance(tool.run, InProcess):
             return failed("tools_stuck", f"{self.abandoned} earlier calls never came back: the society needs a restart")
-        allowed = tool.deadline or deadline or self._deadline
+        allowed = tool.deadline or deadline or self.deadline
         try:
             return await fit(tool, await self._run(tool, arguments, ctx, allowed.total_seconds()), ctx)
         except BadArguments as error:

@@ -24,7 +24,7 @@ class Services:
     def load(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Services:
         """What the society in `folder` has; no file, no services. `ConfigError` when the file cannot be read at all."""
         stored, problems = SecretsFile(folder / "data" / "secrets.json").read()
-        data = _read(folder / FILE)
+        data = read_file(folder / FILE)
         if data is None:
             return cls(problems=problems)
         entries, more = read_services(data, keys_from(environ, stored))
@@ -59,7 +59,7 @@ class Services:
         return self.entry(service_id).capabilities
 
 
-def _read(path: Path) -> bytes | None:
+def read_file(path: Path) -> bytes | None:
     try:
         with path.open("rb") as file:
             # One byte more than allowed is enough to know that it is too long.

@@ -18,11 +18,13 @@ from datetime import timedelta
 from typing import Literal, Protocol
 
 from coterie.artifacts import ArtifactType
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Refused
 from coterie.llm.chat import Answer, Delta, Request
 from coterie.text import one_line
 
 Direction = Literal["input", "output"]
+Passing = Literal["unreachable", "late", "busy", "cut"]
+"""What may pass by itself: no connection, no answer in time, a service that says "not now", half an answer."""
 STANDARD = frozenset({"text", "vision", "audio", "file", "structured_output", "tool_calling"})
 NEEDS: dict[ArtifactType, str] = {"image": "vision", "audio": "audio", "file": "file"}
 """What a model must be able to take in, to be sent an attachment of that type as it is."""
@@ -66,13 +68,14 @@ class LLMService(Protocol):
     async def close(self) -> None: ...
 
 
-class UnknownService(CoterieError):
+class UnknownService(Refused):
     """No service of that id is configured."""
 
     def __init__(self, service_id: str, known: Iterable[str]) -> None:
         self.service_id = service_id
         there = ", ".join(known) or "none"
-        super().__init__(f'no service "{one_line(service_id)}" is configured (llmservices.json has: {there})')
+        sentence = f'no service "{one_line(service_id)}" is configured (llmservices.json has: {there})'
+        super().__init__("unknown_service", sentence)
 
 
 class ServiceError(CoterieError):
@@ -80,8 +83,8 @@ class ServiceError(CoterieError):
 
 
 class Transient(ServiceError):
-    def __init__(self, message: str, *, retry_after: timedelta | None = None) -> None:
-        self.retry_after = retry_after
+    def __init__(self, message: str, *, retry_after: timedelta | None = None, why: Passing = "busy") -> None:
+        self.retry_after, self.why = retry_after, why
         super().__init__(message)
 
 

@@ -157,19 +157,19 @@ def _plain_failure(asked: Asked, said: Complaint, quote: str, now: datetime) -> 
 def unreachable(asked: Asked, error: BaseException) -> Transient:
     """The connection could not be made, or broke."""
     what = f"cannot be reached at {asked.address} ({without_key(_cause(error), asked.key)})"
-    return Transient(asked.sentence(what, f"check that it runs, and baseURL in {_FILE}"))
+    return Transient(asked.sentence(what, f"check that it runs, and baseURL in {_FILE}"), why="unreachable")
 
 
 def late(asked: Asked, why: object) -> Transient:
-    return Transient(asked.sentence(str(why), f"check that it is well, or raise timeout in {_FILE}"))
+    return Transient(asked.sentence(str(why), f"check that it is well, or raise timeout in {_FILE}"), why="late")
 
 
 def cut(asked: Asked) -> Transient:
-    return Transient(asked.sentence("broke off in the middle of its answer", "it is tried again"))
+    return Transient(asked.sentence("broke off in the middle of its answer", "it is tried again"), why="cut")
 
 
 def empty(asked: Asked) -> Transient:
-    return Transient(asked.sentence("sent an empty answer", f"it is tried again; check baseURL in {_FILE}"))
+    return Transient(asked.sentence("sent an empty answer", f"it is tried again; check baseURL in {_FILE}"), why="cut")
 
 
 def malformed(asked: Asked, why: str) -> Malformed:

@@ -61,7 +61,7 @@ class SqliteStore:
         lock: FolderLock | None = None,
     ) -> None:
         self.info = info
-        self._path, self._clock, self._limits = path, clock, limits
+        self._path, self._clock, self.limits = path, clock, limits
         self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
         self.on_wake: list[Callable[[], None]] = []
@@ -143,6 +143,9 @@ class SqliteStore:
 
     async def resume(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.resume(db, post, agent_id))
+
+    async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
+        return await self._post(lambda db, post: transitions.unblock(db, post, agent_ids))
 
     async def put_role(self, name: str, profile: str) -> None:
         await self._write(lambda db: transitions.put_role(db, name, profile))
@@ -309,7 +312,7 @@ class SqliteStore:
             nonlocal woke
             now = to_ms(self._clock.now())
             self._last_stamp = max(self._last_stamp, now)
-            post = Post(db, now=now, stamp=self._last_stamp, limits=self._limits)
+            post = Post(db, now=now, stamp=self._last_stamp, limits=self.limits)
             result = run(db, post)
             post.close()
             woke = post.woke_somebody

@@ -80,6 +80,18 @@ def resume(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     post.tell("agent.state", agent_id)
 
 
+def unblock(db: sqlite3.Connection, post: Post, agent_ids: Sequence[str]) -> Sequence[str]:
+    freed = []
+    for agent_id in agent_ids:
+        mailbox = post.mailbox(agent_id)
+        (held,) = db.execute("SELECT hold FROM agents WHERE id = ?", (agent_id,)).fetchone()
+        if mailbox.state == "blocked" and not held:
+            mailbox.wake(post.now)
+            post.tell("agent.state", agent_id)
+            freed.append(agent_id)
+    return freed
+
+
 def _agents_mailbox(post: Post, agent_id: str) -> Mailbox:
     mailbox = post.mailbox(agent_id)
     if mailbox.kind == "person":

@@ -1,0 +1,242 @@
+"""The model services of a running society: what there is, what could be, and changing it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coterie.agent.directory import Directory
+from coterie.clock import Clock
+from coterie.errors import ConfigError, Problem, Refused, StoreUnavailable
+from coterie.folder import SocietyFolder
+from coterie.llm.offers import Offer, keys_found, servers_found
+from coterie.llm.providers.make import TOUR, make_service
+from coterie.llm.registry import Services, read_file
+from coterie.llm.secrets import SecretsFile, keys_from
+from coterie.llm.service import LLMService, UnknownService
+from coterie.llm.service_entry import ServiceEntry
+from coterie.llm.services_edit import ServicesText, as_written
+from coterie.llm.services_file import FILE, read_services
+from coterie.llm.trial import Trial, try_out
+from coterie.llm.trials import Trials
+from coterie.private_file import write_whole
+
+log = logging.getLogger(__name__)
+
+Reload = Callable[[], Awaitable[Sequence[Problem]]]
+_PLACE = re.compile(r"services\[(\d+)\](?:\.(.*))?$")
+_SLIP = "expected"
+"""How a problem begins that made the reader leave something out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceView:
+    """One service as its owner sees it."""
+
+    entry: ServiceEntry
+    problems: Sequence[Problem]
+    trial: Trial | None
+    """None: nobody has tried it out as it is now."""
+    used_by: Sequence[str]
+    """The agents that think with it."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return self.entry.to_wire() | {
+            "problems": [{"place": one.place, "message": one.message} for one in self.problems],
+            "trial": self.trial and self.trial.to_wire(),
+            "usedBy": list(self.used_by),
+            "tour": self.entry.provider == TOUR,
+        }
+
+
+class Setup:
+    def __init__(
+        self,
+        place: SocietyFolder,
+        services: Services,
+        directory: Directory,
+        reload: Reload,
+        clock: Clock,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._file = place.path / FILE
+        self._secrets = SecretsFile(place.data / "secrets.json")
+        self._trials = Trials(place.data / "trials.json")
+        self._services, self._directory, self._reload = services, directory, reload
+        self._clock, self._environ = clock, environ
+        self._changing = asyncio.Lock()
+
+    @property
+    def problems(self) -> Sequence[Problem]:
+        """Everything that is wrong with the file and the keys, also of entries too wrong to be listed."""
+        return self._services.problems
+
+    def list(self) -> Sequence[ServiceView]:
+        """The services in use, in their order; the tour's while there is no other."""
+        try:
+            places = {one: i for i, one in reversed([*enumerate(self._text().ids())])}
+        except ConfigError:
+            places = {}  # the file was spoilt since it was read; what runs is shown all the same
+        return [self._view(entry, places.get(entry.id)) for entry in self._services]
+
+    def view(self, service_id: str) -> ServiceView:
+        self._services.entry(service_id)
+        return next(one for one in self.list() if one.entry.id == service_id)
+
+    async def found(self, *, probe: bool = False) -> Sequence[Offer]:
+        """What could be set up at a word: keys in the environment and, if asked to `probe`, servers on this machine."""
+        return [*keys_found(self._environ), *(await servers_found() if probe else [])]
+
+    async def put(self, service_id: str, fields: Mapping[str, Any], key: str | None = None) -> ServiceView:
+        """The service is as `fields` say, in the file and at work. Fields that are not named stay as they are.
+
+        `key`: goes into data/secrets.json, the file gets a reference to it; empty: it needs none; None: as it was.
+        `Refused("service_invalid")` says what is wrong with it, and then nothing was written.
+        """
+        async with self._changing:
+            draft = self._draft(service_id, fields, key)
+            if draft.name:
+                name, value = draft.name, draft.key
+                await _written(lambda: self._secrets.put(name, value))
+            try:
+                # A crash before this line leaves a key that nobody names, and the file as it was.
+                await _written(lambda: write_whole(self._file, draft.text.data()))
+            except StoreUnavailable:
+                await self._forget_key(draft.name, self._text())
+                raise
+            await self._forget_key(draft.old, draft.text)
+            self._trials.saved(draft.entry, new_key=key is not None)
+            await self._reload()
+        return self.view(service_id)
+
+    async def delete(self, service_id: str) -> None:
+        """The service is gone, and its key. Who named none goes on with the first of the others, or with the tour."""
+        async with self._changing:
+            text = self._text()
+            old = text.key_name(service_id)
+            if not text.remove(service_id):
+                raise UnknownService(service_id, [one for one in text.ids() if one])
+            if users := [agent.id for agent in self._directory.everybody() if agent.service == service_id]:
+                who = ", ".join(users[:5]) + (" and others" if len(users) > 5 else "")
+                raise Refused("service_in_use", f"{who} think with it: give them another service first")
+            await _written(lambda: write_whole(self._file, text.data()))
+            await self._forget_key(old, text)
+            await self._reload()
+
+    async def test(self, service_id: str) -> Trial:
+        """One real question to the service as it is; how that went is remembered until the entry changes."""
+        entry = self._services.entry(service_id)
+        trial = await try_out(entry, self._make, self._clock)
+        self._trials.note(entry, trial)
+        return trial
+
+    async def test_entry(self, service_id: str, fields: Mapping[str, Any], key: str | None = None) -> Trial:
+        """One real question to a service that is not saved: what `put` would make of the same words."""
+        draft = self._draft(service_id, fields, key)
+        trial = await try_out(draft.entry, self._make, self._clock)
+        self._trials.note_draft(draft.entry, trial)
+        return trial
+
+    # What is shown
+
+    def _view(self, entry: ServiceEntry, index: int | None) -> ServiceView:
+        return ServiceView(
+            entry=entry,
+            problems=[problem for problem in self._services.problems if index is not None and _is_of(problem, index)],
+            trial=self._trials.of(entry),
+            used_by=[one for one in self._directory if self._directory.service_of(one).id == entry.id],
+        )
+
+    # What is written
+
+    def _text(self) -> ServicesText:
+        return ServicesText(read_file(self._file))
+
+    def _draft(self, service_id: str, fields: Mapping[str, Any], key: str | None) -> _Draft:
+        text, written = self._text(), as_written(fields)
+        old = text.key_name(service_id)
+        told = written.get("apiKey")
+        if key is None and isinstance(told, str) and told.strip() and "${" not in told:
+            key = told  # a key that was put where its reference belongs
+        name = self._name_for(service_id, text, key.strip()) if key else None
+        if key is not None:
+            written["apiKey"] = f"${{{name}}}" if name else None
+        text.put(service_id, written)
+        fresh = name if name != old else None
+        value = (key or "").strip()
+        entry = self._read_back(text, service_id, {name: value} if name else {})
+        return _Draft(text=text, entry=entry, name=fresh, key=value, old=old)
+
+    def _name_for(self, service_id: str, text: ServicesText, key: str) -> str:
+        """Its old name for the key it has; else one that means nothing to anybody yet, here or in the environment."""
+        stored, _ = self._secrets.read()
+        old = text.key_name(service_id)
+        if old and stored.get(old) == key and old not in self._environ:
+            return old
+        base = re.sub(r"[^A-Z0-9]+", "_", service_id.upper()).strip("_")
+        first = f"{base if base[:1].isalpha() else f'SERVICE_{base}'.strip('_')}_API_KEY"
+        taken = {*stored, *text.names_in_use(), *self._environ}
+        return next(one for n in itertools.count(1) if (one := first if n == 1 else f"{first}_{n}") not in taken)
+
+    def _read_back(self, text: ServicesText, service_id: str, new: Mapping[str, str]) -> ServiceEntry:
+        """The entry as the file's own reader understands it."""
+        stored, _ = self._secrets.read()
+        entries, problems = read_services(text.data(), keys_from(self._environ, {**stored, **new}))
+        index = text.ids().index(service_id)
+        wrong = [one for one in problems if _is_of(one, index) and (one.message.startswith(_SLIP) or new)]
+        entry = next((one for one in entries if one.id == service_id), None)
+        if wrong or entry is None:
+            raise Refused("service_invalid", "; ".join(map(_in_entry, wrong)) or "it cannot be used")
+        return entry
+
+    async def _forget_key(self, name: str | None, text: ServicesText) -> None:
+        """A key that no entry names any more is not kept."""
+        if name is None or name in text.names_in_use():
+            return
+        try:
+            await asyncio.to_thread(self._secrets.remove, name)
+        except (OSError, ConfigError) as error:
+            log.warning("the key %s is not used any more, but could not be deleted: %s", name, error)
+
+    def _make(self, entry: ServiceEntry) -> LLMService:
+        return make_service(entry, self._clock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """The file as it shall be, and what must be written beside it."""
+
+    text: ServicesText
+    entry: ServiceEntry
+    name: str | None
+    """What the new key is kept under. None: there is no new one."""
+    key: str = field(repr=False)
+    old: str | None
+    """The name of the key it had."""
+
+
+async def _written(write: Callable[[], None]) -> None:
+    try:
+        await asyncio.to_thread(write)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space" if full else "let the society's owner write to its folder"
+        words = f"nothing was changed ({error.strerror}): {remedy}, then try again"
+        raise StoreUnavailable(words, full=full) from error
+
+
+def _is_of(problem: Problem, index: int) -> bool:
+    found = _PLACE.search(problem.place)
+    return found is not None and int(found[1]) == index
+
+
+def _in_entry(problem: Problem) -> str:
+    found = _PLACE.search(problem.place)
+    return f"{found[2]}: {problem.message}" if found and found[2] else problem.message
