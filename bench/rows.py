@@ -12,8 +12,8 @@ from coterie.folder import SocietyFolder
 from coterie.ids import new_id
 from coterie.stores.sqlite.bulk import insert
 from coterie.stores.sqlite.connections import open_writer
+from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.migrate import migrate
-from coterie.stores.sqlite.store import DATABASE
 
 TEXT = "x" * 440
 PAYLOAD = {"text": TEXT, "kind": "note", "topic": "benchmark"}

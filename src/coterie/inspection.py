@@ -15,8 +15,9 @@ from coterie.errors import StoreBroken, StoreUnusable
 from coterie.folder import SocietyFolder
 from coterie.store import Store
 from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
+from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.lock import owner_of
-from coterie.stores.sqlite.store import DATABASE, SqliteStore
+from coterie.stores.sqlite.store import SqliteStore
 
 PAGE = 500
 FINDINGS = 20

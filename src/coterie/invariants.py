@@ -157,7 +157,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
           FROM messages m
           JOIN agents a ON a.id = m.recipient AND a.kind = 'agent'
           LEFT JOIN history h ON h.message_id = m.id
-         WHERE m.state = 'taken' AND h.message_id IS NULL
+         WHERE m.state = 'taken' AND h.message_id IS NULL AND m.in_seq > a.cleared_seq
         """,
     ),
     "H7 read is taken": (
@@ -239,6 +239,36 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "H12 sizes": (
         "message {0} has a payload of {1} characters, beyond the limit",
         "SELECT id, length(payload) FROM messages WHERE length(payload) > 1048576",
+    ),
+    "questions and answers": (
+        "question {0} is answered by {1}, which is no accepted message of the person to whoever asked",
+        """
+        SELECT q.id, q.answered_by
+          FROM messages q LEFT JOIN messages m ON m.id = q.answered_by
+         WHERE q.answered_by IS NOT NULL
+           AND (q.question = 0 OR m.sender <> 'user' OR m.recipient <> q.sender OR m.state = 'withdrawn'
+                OR (q.answered_option IS NOT NULL AND (m.option IS NULL OR m.option <> q.answered_option
+                                                       OR m.in_reply_to <> q.id))
+                OR (m.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
+        """,
+    ),
+    "one answer": (
+        "the button that {0} pressed on question {1} does not count",
+        """
+        SELECT m.id, q.id
+          FROM messages m JOIN messages q ON q.id = m.in_reply_to AND q.question = 1
+         WHERE m.sender = 'user' AND m.option IS NOT NULL AND m.state <> 'withdrawn'
+           AND (q.answered_by IS NULL OR q.answered_by <> m.id)
+        """,
+    ),
+    "threads": (
+        "message {0} is in the conversation with {1}, where it does not belong",
+        """
+        SELECT id, coalesce(thread, 'nobody') FROM messages
+         WHERE (sender = 'user' AND recipient <> 'user' AND (thread IS NULL OR thread <> recipient))
+            OR (recipient = 'user' AND sender NOT IN ('user', 'system') AND (thread IS NULL OR thread <> sender))
+            OR (thread IS NOT NULL AND (sender = 'user') = (recipient = 'user'))
+        """,
     ),
     "replies point somewhere": (
         "message {0} answers {1}, which was sent after it",

@@ -158,8 +158,12 @@ class Store(Protocol):
         """A delayed message gets a new due time, `delay` from now. `Refused` once it was delivered."""
         ...
 
-    async def read(self, sender: str, upto: int) -> int:
-        """The person has seen all of `sender`'s messages up to `in_seq` `upto`; how many of them were new."""
+    async def read(self, thread: str, upto: str) -> int:
+        """The person has seen their conversation with the agent `thread` up to the message `upto`.
+
+        How many were new to them. The runtime's notices about no agent in particular are the thread `system`.
+        `Refused("unknown_message")` when `upto` is not in it.
+        """
         ...
 
     async def resend(self, message_id: str) -> Receipt:

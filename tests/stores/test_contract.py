@@ -78,7 +78,7 @@ async def test_fifty_parallel_sends_under_one_name_are_one_message_and_fifty_equ
 async def test_sent_again_after_it_was_taken_it_is_not_sent_a_second_time(store: Store) -> None:
     reply = seal(sender="ada", to="user", payload={"text": "done"}, client_id="c")
     first = await store.send(reply)
-    await store.read("ada", 99)
+    await store.read("ada", first.message_id)
     assert await store.send(reply) == first
     assert await store.waiting("user") == []
 
@@ -225,7 +225,7 @@ async def test_a_message_can_be_withdrawn_until_it_is_taken_and_again_is_the_sam
 
 async def test_what_was_taken_cannot_be_withdrawn(store: Store) -> None:
     receipt = await store.send(seal(sender="ada", to="user", payload={"text": "news"}))
-    assert await store.read("ada", 1) == 1
+    assert await store.read("ada", receipt.message_id) == 1
     assert await refusal(store.withdraw(receipt.message_id, "ada")) == "already_taken"
     assert (await stored(store, receipt.message_id)).taken_at is not None
 
@@ -238,11 +238,13 @@ async def test_an_agent_withdraws_only_its_own_and_the_person_anything(store: St
 
 
 async def test_reading_one_conversation_leaves_the_others_unread(store: Store) -> None:
-    for sender in ("ada", "bob", "ada"):
-        await store.send(seal(sender=sender, to="user", payload={"text": sender}))
-    assert await store.read("ada", 1) == 1
-    assert await store.read("ada", 3) == 1
-    assert await store.read("ada", 3) == 0
+    first, _, last = [
+        await store.send(seal(sender=sender, to="user", payload={"text": sender})) for sender in ("ada", "bob", "ada")
+    ]
+    assert await store.read("ada", first.message_id) == 1
+    assert await store.read("ada", last.message_id) == 1
+    assert await store.read("ada", last.message_id) == 0
+    assert await refusal(store.read("bob", last.message_id)) == "unknown_message"
     assert texts(await store.waiting("user")) == ["bob"]
 
 
@@ -331,12 +333,26 @@ async def test_the_log_tells_what_happened_in_order(store: Store, clock: FakeClo
     assert [event.seq for event in events] == list(range(start + 1, start + 6))
 
 
+async def test_whoever_watches_is_told_what_was_read_and_who_is_gone_and_of_roles_nothing(store: Store) -> None:
+    receipt = await store.send(seal(sender="ada", to="user", payload={"text": "news"}))
+    start = await store.last_event()
+    await store.put_role("scout", "{}")
+    await store.read("ada", receipt.message_id)
+    await store.terminate("ada")
+    events = await store.events(start)
+    assert [(event.kind, event.subject, event.data) for event in events] == [
+        ("read", "ada", f'{{"upto":"{receipt.message_id}"}}'),
+        ("agent.state", "ada", None),
+        ("agent.removed", "ada", None),
+    ]
+
+
 async def test_old_messages_go_when_the_owner_wants_them_gone_and_waiting_ones_never(
     store: Store, clock: FakeClock
 ) -> None:
     read = await store.send(seal(sender="ada", to="user", payload={"text": "old"}))
     await store.send(to_ada("waits"))
-    await store.read("ada", 1)
+    await store.read("ada", read.message_id)
     await clock.advance(days=8)
     assert (await store.prune(Retention())).messages == 0
     pruned = await store.prune(Retention(messages=timedelta(days=7)))

@@ -53,6 +53,9 @@ DAMAGE = {
     "H12 attachments exist": "DELETE FROM artifacts",
     "H12 sizes": "UPDATE messages SET payload = printf('%1048577s', '') WHERE in_seq = 1",
     "H13 withdrawn plans": "UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'closed'",
+    "questions and answers": "UPDATE messages SET state = 'withdrawn' WHERE option IS NOT NULL",
+    "one answer": "UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE question = 1",
+    "threads": "UPDATE messages SET thread = 'cyd' WHERE sender = 'bob'",
     "replies point somewhere": "UPDATE messages SET in_reply_to = id WHERE in_seq = 1",
 }
 
@@ -99,6 +102,10 @@ def db() -> Iterator[sqlite3.Connection]:
     send("ada", "begins another")
     advance(claim("ada"), plan)
     send("bob", "waits")
+    office = post()
+    asked = office.accept(seal(sender="bob", to="user", payload={"text": "Well?"}, quick_replies=["Yes"]))
+    office.accept(seal(sender="user", to="bob", payload={"text": "Yes"}, in_reply_to=asked.message_id, option=0))
+    office.close()
     db.execute("INSERT INTO artifacts VALUES ('r', 'a.png', 'image', 'image/png', 1, '00', 0)")
     db.execute("INSERT INTO attachments VALUES ('r', 1)")
     yield db

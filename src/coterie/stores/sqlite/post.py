@@ -24,6 +24,7 @@ from coterie.failpoints import hit
 from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sqlite.questions import Questions
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
@@ -107,6 +108,7 @@ class Post:
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason, the messages that died, with their recipients."""
         self._last_seq: int | None = None
+        self._questions = Questions(db, self._new, self.tell)
 
     def accept(self, envelope: Envelope, *, hops: int | None = None, **marks: Any) -> Receipt:
         """Take in one message, or raise `Refused`. `marks` are columns that only the runtime may set."""
@@ -115,13 +117,14 @@ class Post:
         mailbox = self._check_recipient(envelope)
         if hops is None:
             hops = self._check_hops(envelope)
-        if envelope.in_reply_to is not None:
-            self._check_reply(envelope)
+        answers = self._questions.to_answer(envelope)
         for ref in envelope.attachments:
             self._check_artifact(ref)
         seq = self._next_seq()
         receipt = self._put(seq, envelope, mailbox, hops, **marks)
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
+        if answers:
+            self._questions.answer(answers, envelope)
         if envelope.retried:
             self._receipts[envelope.id] = receipt
         return receipt
@@ -152,6 +155,8 @@ class Post:
              queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
              automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.question, None, None)
         )  # fmt: skip
+        if envelope.question:
+            self._questions.asked(envelope)
         self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
         return _receipt(envelope.id, queued, deliver_at)
 
@@ -273,20 +278,6 @@ class Post:
                 " or start afresh with a message delayed by a minute or more",
             )
         return hops
-
-    def _check_reply(self, envelope: Envelope) -> None:
-        row = self._db.execute("SELECT payload FROM messages WHERE id = ?", (envelope.in_reply_to,)).fetchone()
-        if row is None:
-            raise Refused("inReplyTo_unknown", f"there is no message {envelope.in_reply_to!r} to reply to")
-        if envelope.option is None:
-            return
-        options = msgspec.json.decode(row[0]).get("quickReplies") or []
-        if envelope.option >= len(options):
-            raise Refused(
-                "option_invalid", f"that message offers {len(options)} quick replies, not {envelope.option + 1}"
-            )
-        if msgspec.json.decode(envelope.payload_json).get("text") != options[envelope.option]:
-            raise Refused("option_invalid", "payload.text must be the text of the chosen quick reply, unchanged")
 
     def _check_artifact(self, ref: str) -> None:
         if not self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,)).fetchone():

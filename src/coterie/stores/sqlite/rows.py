@@ -17,7 +17,19 @@ MESSAGE = (
     "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
     " option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
 )
-AGENT = "id, name, kind, state, waiting, delayed, parent, profile"
+M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
+"""The same where messages are joined as `m`."""
+AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count"
+AGENTS = """
+(SELECT a.*, c.name AS tool, c.idx + 1 AS call_no,
+        (SELECT count(*) FROM calls n
+          WHERE n.agent_id = c.agent_id AND n.turn_no = c.turn_no AND n.step_no = c.step_no) AS call_count
+   FROM agents a
+   LEFT JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
+   LEFT JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
+                    AND c.state IN ('started', 'gated'))
+"""
+"""The table with, beside each agent, the call that runs or waits for the person's word: there is one at most."""
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
 
 _decode = msgspec.json.Decoder(Payload).decode
@@ -60,7 +72,7 @@ def _payload(message_id: str, stored: str) -> Payload:
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:
-    id_, name, kind, state, waiting, delayed, parent, profile = row
+    (id_, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count) = row
     return Agent(
         id=id_,
         name=name,
@@ -70,6 +82,10 @@ def to_agent(row: tuple[Any, ...]) -> Agent:
         delayed=delayed,
         parent=parent,
         profile=profile,
+        since=None if since is None else from_ms(since),
+        why=why,
+        tool=tool,
+        step=None if tool is None else (call_no, call_count),
     )
 
 

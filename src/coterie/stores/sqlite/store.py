@@ -3,132 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import sqlite3
-import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from coterie.agent.turn import Event as TurnEvent
 from coterie.agent.turn import Rules
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import EPOCH, Clock, from_ms, to_ms
-from coterie.errors import Refused, StoreBroken, StoreError, StoreUnusable
+from coterie.clock import from_ms, to_ms
+from coterie.errors import Refused, StoreError
 from coterie.events import Event
-from coterie.failpoints import hit
-from coterie.ids import new_id
 from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
-from coterie.store import Limits, Page, Promotion, Pruned, Retention, StoreInfo
-from coterie.stores.sqlite import history, transitions, turns
-from coterie.stores.sqlite.connections import (
-    ADVISED,
-    DATABASE_ERRORS,
-    Durability,
-    check_filesystem,
-    open_reader,
-    open_writer,
-    translate,
-)
-from coterie.stores.sqlite.lock import FolderLock
-from coterie.stores.sqlite.migrate import check_version, migrate
+from coterie.store import Page, Promotion, Pruned, Retention
+from coterie.stores.sqlite import history, threads, transitions, turns
+from coterie.stores.sqlite.connections import copy
+from coterie.stores.sqlite.overview import SqliteOverview
 from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.rows import AGENT, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
-from coterie.stores.sqlite.writer import Writer
-from coterie.text import one_line
+from coterie.stores.sqlite.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.turns import Claim, HistoryRow, View
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
 
-DATABASE = "coterie.db"
-READERS = 2
-
-
-class SqliteStore:
-    def __init__(
-        self,
-        path: Path,
-        db: sqlite3.Connection | None,
-        info: StoreInfo,
-        clock: Clock,
-        limits: Limits,
-        lock: FolderLock | None = None,
-    ) -> None:
-        self.info = info
-        self._path, self._clock, self.limits = path, clock, limits
-        self._last_stamp = to_ms(info.last_seen)
-        self._db, self._lock = db, lock
-        self.on_wake: list[Callable[[], None]] = []
-        """Called when an agent has got something to do."""
+class SqliteStore(SqliteOverview):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._outbox: list[tuple[Envelope, asyncio.Future[Receipt]]] = []
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
-        self._local = threading.local()
-        self._reading: list[sqlite3.Connection] = []
-        self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        """Set when writing can no longer be trusted and the process must stop."""
-        self._writer = Writer(db, self._on_broken) if db else None
-
-    @classmethod
-    async def open(
-        cls, folder: Path, clock: Clock, *, limits: Limits | None = None, durability: Durability = "full"
-    ) -> Self:
-        """Own the society's data in `folder`, made if missing. Only one process can."""
-        _make_private(folder)
-        check_filesystem(folder)
-        lock = FolderLock(folder)
-        try:
-            db, info = await asyncio.to_thread(_open, folder / DATABASE, durability)
-        except BaseException:
-            lock.release()
-            raise
-        return cls(folder / DATABASE, db, info, clock, limits or Limits(), lock)
-
-    @classmethod
-    async def open_read_only(cls, folder: Path, clock: Clock) -> Self:
-        """Look at the society's data beside whoever owns it; every write is refused."""
-        path = folder / DATABASE
-        if not path.exists():
-            raise StoreUnusable(f"there is no society in {folder.parent}: make one with coterie init or coterie serve")
-        try:
-            db = open_reader(path)
-            check_version(db)
-            log_id = transitions.get_meta(db, "log_id") or ""
-            db.close()
-        except DATABASE_ERRORS as error:
-            raise _unusable(error) from error
-        info = StoreInfo(engine="sqlite", version=sqlite3.sqlite_version, log_id=log_id)
-        return cls(path, None, info, clock, Limits())
-
-    @property
-    def healthy(self) -> bool:
-        return self._writer is not None and self._writer.healthy and not self.broken.done()
-
-    async def close(self) -> None:
-        try:
-            if self._writer and not self.broken.done():
-                await self._write(transitions.end_boot)
-        except StoreError as error:
-            log.warning("the orderly end could not be noted (%s): the next start checks the database", error)
-        finally:
-            await self._let_go()
-
-    async def _let_go(self) -> None:
-        if self._writer:
-            await self._writer.close()
-        self._readers.shutdown()
-        for connection in self._reading:
-            connection.close()
-        if self._db:
-            self._db.close()
-        if self._lock:
-            self._lock.release()
-            self._lock = None
 
     # Agents
 
@@ -154,11 +55,11 @@ class SqliteStore:
         return dict(await self._query("SELECT name, profile FROM roles ORDER BY name"))
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
-        rows = await self._query(f"SELECT {AGENT} FROM agents WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id > ? ORDER BY id LIMIT ?", after, limit)
         return [to_agent(row) for row in rows]
 
     async def agent(self, agent_id: str) -> Agent | None:
-        rows = await self._query(f"SELECT {AGENT} FROM agents WHERE id = ?", agent_id)
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id = ?", agent_id)
         return to_agent(rows[0]) if rows else None
 
     # Messages
@@ -194,8 +95,8 @@ class SqliteStore:
     async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
         return await self._post(lambda db, post: transitions.move(db, post, message_id, delay, by))
 
-    async def read(self, sender: str, upto: int) -> int:
-        return await self._post(lambda db, post: transitions.read(db, post, sender, upto))
+    async def read(self, thread: str, upto: str) -> int:
+        return await self._post(lambda db, post: threads.read(db, post, thread, upto))
 
     async def resend(self, message_id: str) -> Receipt:
         return await self._post(lambda db, post: transitions.resend(db, post, message_id))
@@ -271,8 +172,7 @@ class SqliteStore:
         return {row[0]: to_artifact(row) for row in rows}
 
     async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
-        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts ORDER BY created_at DESC, ref DESC LIMIT ?", limit)
-        return [to_artifact(row) for row in rows]
+        return await self.artifacts_before(None, limit)
 
     # The log, and care
 
@@ -295,60 +195,7 @@ class SqliteStore:
                 yield f"{name}: {sentence.format(*row)}"
 
     async def backup(self, target: Path) -> None:
-        await asyncio.to_thread(_copy, self._path, target)
-
-    # Plumbing
-
-    def _write(self, run: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
-        if self._writer is None:
-            raise StoreError("this society was opened for reading only")
-        return self._writer.write(run)
-
-    def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> asyncio.Future[T]:
-        """One transition, with a post office of its own."""
-        woke = False
-
-        def work(db: sqlite3.Connection) -> T:
-            nonlocal woke
-            now = to_ms(self._clock.now())
-            self._last_stamp = max(self._last_stamp, now)
-            post = Post(db, now=now, stamp=self._last_stamp, limits=self.limits)
-            result = run(db, post)
-            post.close()
-            woke = post.woke_somebody
-            return result
-
-        def told(_: asyncio.Future[T]) -> None:
-            for listener in self.on_wake if woke else ():
-                listener()
-
-        written = self._write(work)
-        written.add_done_callback(told)
-        return written
-
-    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
-        return await self._read(lambda db: db.execute(sql, parameters).fetchall())
-
-    async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        def work() -> T:
-            try:
-                return run(self._reader())
-            except DATABASE_ERRORS as error:
-                raise translate(error) from error
-
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
-
-    def _reader(self) -> sqlite3.Connection:
-        """This thread's own connection."""
-        db: sqlite3.Connection | None = getattr(self._local, "db", None)
-        if db is None:
-            db = self._local.db = open_reader(self._path)
-            self._reading.append(db)
-        return db
-
-    def _on_broken(self, error: StoreBroken) -> None:
-        if not self.broken.done():
-            self.broken.set_result(error)
+        await asyncio.to_thread(copy, self._path, target)
 
 
 def _accept_all(post: Post, batch: list[tuple[Envelope, asyncio.Future[Receipt]]]) -> list[Receipt | Refused]:
@@ -372,83 +219,3 @@ def _answer_all(
             answer.set_result(each)
         else:
             answer.set_exception(each)
-
-
-def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:
-    try:
-        db = open_writer(path, durability)
-    except DATABASE_ERRORS as error:
-        raise _unusable(error) from error
-    try:
-        path.chmod(0o600)
-        unclean = transitions.was_unclean(db)
-        if unclean:
-            _check_after_crash(db)
-        migrate(db)
-        hit("open.checked")
-        transitions.begin_boot(db)
-        log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
-        last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
-    except DATABASE_ERRORS as error:
-        db.close()
-        raise _unusable(error) from error
-    except BaseException:
-        db.close()
-        raise
-    info = StoreInfo(
-        engine="sqlite",
-        version=sqlite3.sqlite_version,
-        log_id=log_id,
-        last_seen=from_ms(last[0]) if last else EPOCH,
-        unclean=unclean,
-        warnings=_warnings(),
-    )
-    return db, info
-
-
-def _check_after_crash(db: sqlite3.Connection) -> None:
-    finding = one_line(db.execute("PRAGMA quick_check(1)").fetchone()[0])
-    if finding != "ok":
-        raise StoreUnusable(f"data/coterie.db is damaged ({finding}): restore a backup with coterie restore FILE")
-
-
-def _unusable(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
-    meaning = translate(error)
-    if isinstance(meaning, StoreBroken):
-        return StoreUnusable(f"data/coterie.db is damaged ({error}): restore a backup with coterie restore FILE")
-    if "unable to open" in str(error) or "readonly" in str(error):
-        return StoreUnusable(f"data/coterie.db cannot be opened ({error}): make the data folder readable and writable")
-    return meaning
-
-
-def _warnings() -> Sequence[str]:
-    if sqlite3.sqlite_version_info >= ADVISED:
-        return ()
-    advised = ".".join(map(str, ADVISED))
-    return (f"SQLite {sqlite3.sqlite_version} is older than {advised}, which is advised",)
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "not writable")
-    except OSError as error:
-        raise StoreUnusable(
-            f"{folder} cannot be used ({error.strerror}): make it writable, or choose another with --dir"
-        ) from error
-
-
-def _copy(path: Path, target: Path) -> None:
-    db = open_reader(path)
-    try:
-        db.execute("PRAGMA query_only = OFF")  # the copy is a write, though not to us; the file stays opened read-only
-        # One snapshot is read, so the copy is consistent while the owner goes on writing.
-        db.execute("VACUUM INTO ?", (str(target),))
-    except sqlite3.Error as error:
-        raise translate(error) from error
-    finally:
-        db.close()
-    with target.open("rb") as file:
-        os.fsync(file.fileno())

@@ -17,6 +17,7 @@ from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
 from coterie.stores.sqlite.desk import TurnDesk
 from coterie.stores.sqlite.post import DueRow, Mailbox, Post
+from coterie.stores.sqlite.questions import reopen
 from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
@@ -129,6 +130,9 @@ def withdraw(db: sqlite3.Connection, post: Post, message_id: str, by: str) -> Me
         post.tell("queue.changed", message.to)
     db.execute("UPDATE messages SET state = 'withdrawn' WHERE seq = ?", (message.seq,))
     post.tell("delayed.withdrawn" if message.state == "delayed" else "message.updated", message.id)
+    if message.sender == PERSON:
+        for question in reopen(db, message.id):
+            post.tell("quick_replies.changed", question)
     return _again(db, message)
 
 
@@ -142,25 +146,11 @@ def move(db: sqlite3.Connection, post: Post, message_id: str, delay: timedelta, 
     return _again(db, message)
 
 
-def read(db: sqlite3.Connection, post: Post, sender: str, upto: int) -> int:
-    rows = db.execute(
-        "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = 'user' AND state = 'pending'"
-        " AND sender = ? AND in_seq <= ? RETURNING id, length(payload)",
-        (post.stamp, sender, upto),
-    ).fetchall()
-    mailbox = post.mailbox(PERSON)
-    for _, size in rows:
-        mailbox.remove(size)
-    if rows:
-        post.tell("read", sender)
-    return len(rows)
-
-
 def resend(db: sqlite3.Connection, post: Post, message_id: str) -> Receipt:
     letter = _dead_letter(db, message_id)
-    payload, attachments = db.execute(
-        "SELECT payload, (SELECT json_group_array(artifact_ref) FROM attachments WHERE message_seq = seq)"
-        " FROM messages WHERE seq = ?",
+    payload, question, thread, attachments = db.execute(
+        "SELECT payload, question, thread,"
+        " (SELECT json_group_array(artifact_ref) FROM attachments WHERE message_seq = seq) FROM messages WHERE seq = ?",
         (letter.seq,),
     ).fetchone()
     refs = tuple(row[0] for row in db.execute("SELECT value FROM json_each(?)", (attachments,)))
@@ -172,6 +162,8 @@ def resend(db: sqlite3.Connection, post: Post, message_id: str) -> Receipt:
         in_reply_to=letter.in_reply_to,
         cause=letter.cause,
         attachments=refs,
+        question=bool(question),
+        about=thread,
     )
     return post.accept(envelope, hops=letter.hops, replay_of=letter.id)
 

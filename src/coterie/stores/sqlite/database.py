@@ -1,0 +1,237 @@
+"""The file of a society and the connections to it: who owns it, one thread that writes, a few that read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from coterie.clock import EPOCH, Clock, from_ms, to_ms
+from coterie.errors import StoreBroken, StoreError, StoreUnusable
+from coterie.failpoints import hit
+from coterie.ids import new_id
+from coterie.store import Limits, StoreInfo
+from coterie.stores.sqlite import transitions
+from coterie.stores.sqlite.connections import (
+    ADVISED,
+    DATABASE_ERRORS,
+    Durability,
+    check_filesystem,
+    open_reader,
+    open_writer,
+    translate,
+)
+from coterie.stores.sqlite.lock import FolderLock
+from coterie.stores.sqlite.migrate import check_version, migrate
+from coterie.stores.sqlite.post import Post
+from coterie.stores.sqlite.writer import Writer
+from coterie.text import one_line
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DATABASE = "coterie.db"
+READERS = 2
+
+
+class Database:
+    def __init__(
+        self,
+        path: Path,
+        db: sqlite3.Connection | None,
+        info: StoreInfo,
+        clock: Clock,
+        limits: Limits,
+        lock: FolderLock | None = None,
+    ) -> None:
+        self.info = info
+        self._path, self._clock, self.limits = path, clock, limits
+        self._last_stamp = to_ms(info.last_seen)
+        self._db, self._lock = db, lock
+        self.on_wake: list[Callable[[], None]] = []
+        """Called when an agent has got something to do."""
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
+        self._local = threading.local()
+        self._reading: list[sqlite3.Connection] = []
+        self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
+        """Set when writing can no longer be trusted and the process must stop."""
+        self._writer = Writer(db, self._on_broken) if db else None
+
+    @classmethod
+    async def open(
+        cls, folder: Path, clock: Clock, *, limits: Limits | None = None, durability: Durability = "full"
+    ) -> Self:
+        """Own the society's data in `folder`, made if missing. Only one process can."""
+        _make_private(folder)
+        check_filesystem(folder)
+        lock = FolderLock(folder)
+        try:
+            db, info = await asyncio.to_thread(_open, folder / DATABASE, durability)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(folder / DATABASE, db, info, clock, limits or Limits(), lock)
+
+    @classmethod
+    async def open_read_only(cls, folder: Path, clock: Clock) -> Self:
+        """Look at the society's data beside whoever owns it; every write is refused."""
+        path = folder / DATABASE
+        if not path.exists():
+            raise StoreUnusable(f"there is no society in {folder.parent}: make one with coterie init or coterie serve")
+        try:
+            db = open_reader(path)
+            check_version(db)
+            log_id = transitions.get_meta(db, "log_id") or ""
+            db.close()
+        except DATABASE_ERRORS as error:
+            raise _unusable(error) from error
+        info = StoreInfo(engine="sqlite", version=sqlite3.sqlite_version, log_id=log_id)
+        return cls(path, None, info, clock, Limits())
+
+    @property
+    def healthy(self) -> bool:
+        return self._writer is not None and self._writer.healthy and not self.broken.done()
+
+    async def close(self) -> None:
+        try:
+            if self._writer and not self.broken.done():
+                await self._write(transitions.end_boot)
+        except StoreError as error:
+            log.warning("the orderly end could not be noted (%s): the next start checks the database", error)
+        finally:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        if self._writer:
+            await self._writer.close()
+        self._readers.shutdown()
+        for connection in self._reading:
+            connection.close()
+        if self._db:
+            self._db.close()
+        if self._lock:
+            self._lock.release()
+            self._lock = None
+
+    def _write(self, run: Callable[[sqlite3.Connection], T]) -> asyncio.Future[T]:
+        if self._writer is None:
+            raise StoreError("this society was opened for reading only")
+        return self._writer.write(run)
+
+    def _post(self, run: Callable[[sqlite3.Connection, Post], T]) -> asyncio.Future[T]:
+        """One transition, with a post office of its own."""
+        woke = False
+
+        def work(db: sqlite3.Connection) -> T:
+            nonlocal woke
+            now = to_ms(self._clock.now())
+            self._last_stamp = max(self._last_stamp, now)
+            post = Post(db, now=now, stamp=self._last_stamp, limits=self.limits)
+            result = run(db, post)
+            post.close()
+            woke = post.woke_somebody
+            return result
+
+        def told(_: asyncio.Future[T]) -> None:
+            for listener in self.on_wake if woke else ():
+                listener()
+
+        written = self._write(work)
+        written.add_done_callback(told)
+        return written
+
+    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
+        return await self._read(lambda db: db.execute(sql, parameters).fetchall())
+
+    async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
+        def work() -> T:
+            try:
+                return run(self._reader())
+            except DATABASE_ERRORS as error:
+                raise translate(error) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def _reader(self) -> sqlite3.Connection:
+        """This thread's own connection."""
+        db: sqlite3.Connection | None = getattr(self._local, "db", None)
+        if db is None:
+            db = self._local.db = open_reader(self._path)
+            self._reading.append(db)
+        return db
+
+    def _on_broken(self, error: StoreBroken) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+
+def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:
+    try:
+        db = open_writer(path, durability)
+    except DATABASE_ERRORS as error:
+        raise _unusable(error) from error
+    try:
+        path.chmod(0o600)
+        unclean = transitions.was_unclean(db)
+        if unclean:
+            _check_after_crash(db)
+        migrate(db)
+        hit("open.checked")
+        transitions.begin_boot(db)
+        log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
+        last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
+    except DATABASE_ERRORS as error:
+        db.close()
+        raise _unusable(error) from error
+    except BaseException:
+        db.close()
+        raise
+    info = StoreInfo(
+        engine="sqlite",
+        version=sqlite3.sqlite_version,
+        log_id=log_id,
+        last_seen=from_ms(last[0]) if last else EPOCH,
+        unclean=unclean,
+        warnings=_warnings(),
+    )
+    return db, info
+
+
+def _check_after_crash(db: sqlite3.Connection) -> None:
+    finding = one_line(db.execute("PRAGMA quick_check(1)").fetchone()[0])
+    if finding != "ok":
+        raise StoreUnusable(f"data/coterie.db is damaged ({finding}): restore a backup with coterie restore FILE")
+
+
+def _unusable(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
+    meaning = translate(error)
+    if isinstance(meaning, StoreBroken):
+        return StoreUnusable(f"data/coterie.db is damaged ({error}): restore a backup with coterie restore FILE")
+    if "unable to open" in str(error) or "readonly" in str(error):
+        return StoreUnusable(f"data/coterie.db cannot be opened ({error}): make the data folder readable and writable")
+    return meaning
+
+
+def _warnings() -> Sequence[str]:
+    if sqlite3.sqlite_version_info >= ADVISED:
+        return ()
+    advised = ".".join(map(str, ADVISED))
+    return (f"SQLite {sqlite3.sqlite_version} is older than {advised}, which is advised",)
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "not writable")
+    except OSError as error:
+        raise StoreUnusable(
+            f"{folder} cannot be used ({error.strerror}): make it writable, or choose another with --dir"
+        ) from error

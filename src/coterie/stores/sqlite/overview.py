@@ -1,0 +1,48 @@
+"""The overview port on SQLite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from coterie.artifacts import Artifact
+from coterie.clock import to_ms
+from coterie.messages import Message
+from coterie.overview import SHOWN, PlanRecord, Snapshot, Usage
+from coterie.store import Page
+from coterie.stores.sqlite import records, snapshot, threads
+from coterie.stores.sqlite.database import Database
+
+
+class SqliteOverview(Database):
+    async def snapshot(self) -> Snapshot:
+        return await self._read(snapshot.snapshot)
+
+    async def thread(
+        self,
+        agent_id: str,
+        *,
+        before: str | None = None,
+        after: str | None = None,
+        around: str | None = None,
+        limit: int = 50,
+    ) -> Sequence[Message]:
+        return await self._read(lambda db: threads.part(db, agent_id, before, after, around, limit))
+
+    async def clear_thread(self, agent_id: str) -> int:
+        return await self._post(lambda db, post: threads.clear(db, post, agent_id))
+
+    async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
+        return await self._read(lambda db: threads.open_questions(db, agent_id, limit))
+
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        return await self._read(lambda db: records.runs(db, page, agent_id))
+
+    async def usage(self, since: datetime) -> Sequence[Usage]:
+        return await self._read(lambda db: records.usage(db, to_ms(since)))
+
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
+        return await self._read(lambda db: records.search(db, words, page, agent_id))
+
+    async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
+        return await self._read(lambda db: records.artifacts_before(db, ref, limit))

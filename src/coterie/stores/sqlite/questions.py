@@ -1,0 +1,112 @@
+"""Questions to the person within one transaction: which are open, and what answers them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from coterie.errors import Refused
+from coterie.events import EventKind
+from coterie.messages import PERSON, Answer, Envelope
+
+_ASKED = "SELECT sender, payload, question, answered_by, answered_option FROM messages WHERE id = ?"
+_OPEN = """
+SELECT id FROM messages
+ WHERE sender = ? AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
+"""
+_ANSWER = "UPDATE messages SET answered_by = ?, answered_option = ? WHERE id = ?"
+_REOPEN = "UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE answered_by = ? RETURNING seq, id"
+
+_decode = msgspec.json.decode
+
+
+class _Asked(NamedTuple):
+    sender: str
+    payload_json: str
+    question: bool
+    answered_by: str | None
+    answered_option: int | None
+
+
+class Questions:
+    def __init__(
+        self, db: sqlite3.Connection, rows: list[tuple[Any, ...]], tell: Callable[[EventKind, str], None]
+    ) -> None:
+        self._db, self._tell = db, tell
+        self._rows = rows
+        """Messages of this transaction that are not written yet; the last two columns are the answer."""
+        self._fresh: dict[str, tuple[int, Envelope]] = {}
+        """Questions among them, with their place."""
+        self._open: dict[str, dict[str, None]] = {}
+        """Per agent asked about so far, its open questions in their order."""
+
+    def asked(self, envelope: Envelope) -> None:
+        """The question whose row was added last."""
+        self._fresh[envelope.id] = (len(self._rows) - 1, envelope)
+        if envelope.sender in self._open and not envelope.delay:
+            self._open[envelope.sender][envelope.id] = None
+
+    def to_answer(self, envelope: Envelope) -> Sequence[str]:
+        """Those that this message will answer once it is accepted; `Refused` when it cannot be."""
+        if envelope.in_reply_to is not None:
+            return self._aimed_at(envelope, envelope.in_reply_to)
+        return tuple(self._open_of(envelope.to)) if envelope.sender == PERSON else ()
+
+    def answer(self, questions: Sequence[str], envelope: Envelope) -> None:
+        for question in questions:
+            self._open.get(envelope.to, {}).pop(question, None)
+            if question in self._fresh:
+                place, _ = self._fresh[question]
+                self._rows[place] = (*self._rows[place][:-2], envelope.id, envelope.option)
+            else:
+                self._db.execute(_ANSWER, (envelope.id, envelope.option, question))
+            self._tell("quick_replies.changed", question)
+
+    def _aimed_at(self, envelope: Envelope, message_id: str) -> Sequence[str]:
+        asked = self._find(message_id)
+        if asked is None:
+            raise Refused("inReplyTo_unknown", f"there is no message {message_id!r} to reply to")
+        if envelope.option is not None:
+            _check_option(envelope, envelope.option, asked)
+        if envelope.sender != PERSON or not asked.question or envelope.to != asked.sender:
+            return ()
+        if asked.answered_by is None:
+            return (message_id,)
+        if envelope.option is None:
+            return ()  # words are never refused
+        winner = Answer(asked.answered_by, asked.answered_option)
+        raise Refused("already_answered", "that question was answered already", answer=winner.to_wire())
+
+    def _find(self, message_id: str) -> _Asked | None:
+        if message_id in self._fresh:
+            place, envelope = self._fresh[message_id]
+            return _Asked(envelope.sender, envelope.payload_json, True, *self._rows[place][-2:])
+        row = self._db.execute(_ASKED, (message_id,)).fetchone()
+        return row and _Asked(*row)
+
+    def _open_of(self, agent_id: str) -> dict[str, None]:
+        if agent_id not in self._open:
+            found = dict.fromkeys(question for (question,) in self._db.execute(_OPEN, (agent_id,)))
+            for question, (place, envelope) in self._fresh.items():
+                if envelope.sender == agent_id and not envelope.delay and self._rows[place][-2] is None:
+                    found[question] = None
+            self._open[agent_id] = found
+        return self._open[agent_id]
+
+
+def reopen(db: sqlite3.Connection, answer_id: str) -> list[str]:
+    """The message that answered them is withdrawn; which questions are open again."""
+    return [question for _, question in sorted(db.execute(_REOPEN, (answer_id,)))]
+
+
+def _check_option(envelope: Envelope, option: int, asked: _Asked) -> None:
+    options = _decode(asked.payload_json).get("quickReplies") or []
+    if option >= len(options):
+        raise Refused("option_invalid", f"that message offers {len(options)} quick replies, not {option + 1}")
+    if _decode(envelope.payload_json).get("text") != options[option]:
+        raise Refused("option_invalid", "payload.text must be the text of the chosen quick reply, unchanged")
+    if envelope.sender == PERSON and asked.question and envelope.to != asked.sender:
+        raise Refused("option_invalid", f"a quick reply goes to whoever offered it: send it to {asked.sender!r}")

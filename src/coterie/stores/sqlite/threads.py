@@ -1,0 +1,145 @@
+"""The person's conversations: parts of them, how far they were read, and their end."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from coterie.agents import ACTIVE
+from coterie.errors import Refused
+from coterie.messages import PERSON, SYSTEM, Message
+from coterie.stores.sqlite.post import Post
+from coterie.stores.sqlite.rows import MESSAGE, to_message
+from coterie.stores.sqlite.transitions import set_meta
+
+Place = tuple[int, int]
+_LAST: Place = (1 << 62, 1 << 62)
+
+# In the order in which things were said to somebody: a message is in its thread from its delivery on.
+_UP_TO = f"""
+SELECT {MESSAGE} FROM messages
+ WHERE thread = ? AND delivered_at IS NOT NULL AND (delivered_at, seq) <= (?, ?)
+ ORDER BY delivered_at DESC, seq DESC LIMIT ?
+"""
+_BEHIND = f"""
+SELECT {MESSAGE} FROM messages
+ WHERE thread = ? AND delivered_at IS NOT NULL AND (delivered_at, seq) > (?, ?)
+ ORDER BY delivered_at, seq LIMIT ?
+"""
+_OPEN = """
+question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken')
+"""
+_READ = """
+UPDATE messages SET state = 'taken', taken_at = ?
+ WHERE recipient = 'user' AND state = 'pending' AND thread IS ? AND (delivered_at, seq) <= (?, ?)
+RETURNING length(payload)
+"""
+_CLEAR = """
+DELETE FROM messages
+ WHERE thread = ?1 AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = ?1)
+RETURNING recipient, state, length(payload)
+"""
+_FORGET = """
+UPDATE agents SET epoch = epoch + 1, next_hist_seq = 1, cleared_seq = taken_seq, why = NULL WHERE id = ?
+"""
+_MEMORY = (
+    "DELETE FROM summaries WHERE agent_id = ?",
+    "DELETE FROM history WHERE agent_id = ?",
+    "DELETE FROM calls WHERE agent_id = ?",
+    "DELETE FROM plans WHERE agent_id = ?",
+)
+
+
+def part(
+    db: sqlite3.Connection, agent_id: str, before: str | None, after: str | None, around: str | None, limit: int
+) -> list[Message]:
+    if after is not None:
+        return _behind(db, agent_id, _place(db, agent_id, after), limit)
+    if before is not None:
+        delivered_at, seq = _place(db, agent_id, before)
+        return _up_to(db, agent_id, (delivered_at, seq - 1), limit)
+    if around is not None:
+        place = _place(db, agent_id, around)
+        # What one side lacks, the other may have: the message named stands in the middle where it can.
+        up_to, behind = _up_to(db, agent_id, place, limit), _behind(db, agent_id, place, limit)
+        first = max(limit - limit // 2, limit - len(behind))
+        return (up_to[-first:] + behind)[:limit]
+    return _up_to(db, agent_id, _LAST, limit)
+
+
+def open_questions(db: sqlite3.Connection, agent_id: str | None, limit: int) -> list[Message]:
+    rows = db.execute(
+        f"SELECT {MESSAGE} FROM messages WHERE {_OPEN} AND (?1 IS NULL OR sender = ?1)"
+        " ORDER BY delivered_at DESC, seq DESC LIMIT ?2",
+        (agent_id, limit),
+    )
+    return [to_message(row) for row in rows]
+
+
+def count_open_questions(db: sqlite3.Connection) -> int:
+    return int(db.execute(f"SELECT count(*) FROM messages WHERE {_OPEN}").fetchone()[0])
+
+
+def read(db: sqlite3.Connection, post: Post, thread: str, upto: str) -> int:
+    named = None if thread == SYSTEM else thread
+    rows = db.execute(_READ, (post.stamp, named, *_place(db, named, upto))).fetchall()
+    mailbox = post.mailbox(PERSON)
+    for (size,) in rows:
+        mailbox.remove(size)
+    if rows:
+        post.tell("read", thread, {"upto": upto})
+    return len(rows)
+
+
+def clear(db: sqlite3.Connection, post: Post, agent_id: str) -> int:
+    """What is delayed, and what waits for the agent, stays: nobody has met it yet.
+
+    What other agents wrote to it stays as well, for their sake, though it remembers none of that. A turn in which it
+    got stuck is over.
+    """
+    mailbox = post.mailbox(agent_id)
+    if mailbox.kind == "person":
+        raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
+    if mailbox.state in ACTIVE:
+        raise Refused("agent_busy", f"{agent_id!r} is at work: stop it first, or wait until it is done")
+    gone = db.execute(_CLEAR, (agent_id,)).fetchall()
+    persons = post.mailbox(PERSON)
+    for recipient, state, size in gone:
+        if recipient == PERSON and state == "pending":
+            persons.remove(size)
+    for forget in _MEMORY:
+        db.execute(forget, (agent_id,))
+    db.execute(_FORGET, (agent_id,))
+    if mailbox.state == "blocked":
+        _unblock(db, post, agent_id)
+    if gone:
+        set_meta(db, "pruned", "1")
+    post.tell("thread.cleared", agent_id)
+    return len(gone)
+
+
+def _unblock(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+    mailbox = post.mailbox(agent_id)
+    (hold,) = db.execute("SELECT hold FROM agents WHERE id = ?", (agent_id,)).fetchone()
+    mailbox.state, mailbox.runnable_at = "paused" if hold else "idle", None
+    if mailbox.waiting and not hold:
+        mailbox.state = "ready"
+        mailbox.wake(post.now)
+    post.tell("agent.state", agent_id)
+
+
+def _up_to(db: sqlite3.Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
+    return [to_message(row) for row in db.execute(_UP_TO, (agent_id, *place, limit))][::-1]
+
+
+def _behind(db: sqlite3.Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
+    return [to_message(row) for row in db.execute(_BEHIND, (agent_id, *place, limit))]
+
+
+def _place(db: sqlite3.Connection, thread: str | None, message_id: str) -> Place:
+    row = db.execute(
+        "SELECT delivered_at, seq FROM messages WHERE id = ? AND thread IS ? AND delivered_at IS NOT NULL",
+        (message_id, thread),
+    ).fetchone()
+    if row is None:
+        raise Refused("unknown_message", f"there is no message {message_id!r} in this conversation")
+    return int(row[0]), int(row[1])

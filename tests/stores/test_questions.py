@@ -1,0 +1,345 @@
+"""Questions to the person: what answers them, what does not, and what opens them again."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.drafts import seal
+from coterie.errors import Refused
+from coterie.messages import Answer, Envelope
+from coterie.overview import Overview
+from coterie.store import Store
+from coterie.stores.sqlite import SqliteStore
+from coterie.testing import FakeClock
+
+PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
+OPTIONS = ("Yes", "No")
+
+
+class Society(Store, Overview, Protocol):
+    """A store, and what it shows."""
+
+
+def question(sender: str = "ada", **more: Any) -> Envelope:
+    return seal(**{"sender": sender, "to": "user", "payload": {"text": "Well?"}, "quick_replies": OPTIONS} | more)
+
+
+def press(asked: str, option: int = 0, to: str = "ada", **more: Any) -> Envelope:
+    draft = {
+        "sender": "user",
+        "to": to,
+        "payload": {"text": OPTIONS[option % 2]},
+        "in_reply_to": asked,
+        "option": option,
+    }
+    return seal(**draft | more)
+
+
+def words(to: str = "ada", **more: Any) -> Envelope:
+    return seal(**{"sender": "user", "to": to, "payload": {"text": "Perhaps"}} | more)
+
+
+async def ask(store: Society, sender: str = "ada", **more: Any) -> str:
+    return (await store.send(question(sender, **more))).message_id
+
+
+async def answer(store: Society, message_id: str) -> Answer | None:
+    message = await store.message(message_id)
+    assert message is not None
+    return message.answer
+
+
+async def open_ones(store: Society, agent_id: str | None = None) -> list[str]:
+    return [message.id for message in await store.open_questions(agent_id)]
+
+
+async def refusal(call: Any) -> Refused:
+    with pytest.raises(Refused) as refused:
+        await call
+    return refused.value
+
+
+async def changed(store: Society, after: int) -> list[str]:
+    return [event.subject for event in await store.events(after) if event.kind == "quick_replies.changed"]
+
+
+async def test_a_button_answers_its_question_and_no_other(store: Society) -> None:
+    first, second = await ask(store), await ask(store)
+    start = await store.last_event()
+    pressed = await store.send(press(first, 1))
+    assert await answer(store, first) == Answer(pressed.message_id, 1)
+    assert await answer(store, second) is None
+    assert await open_ones(store) == [second]
+    assert await changed(store, start) == [first]
+
+
+async def test_a_second_button_is_refused_and_told_the_winner(store: Society) -> None:
+    asked = await ask(store)
+    winner = await store.send(press(asked, 1))
+    refused = await refusal(store.send(press(asked, 0)))
+    assert (refused.code, refused.status) == ("already_answered", 409)
+    assert refused.to_wire()["answer"] == {"messageId": winner.message_id, "option": 1}
+    assert len(await store.waiting("ada")) == 1
+
+
+async def test_of_two_buttons_pressed_at_once_one_wins_and_the_other_is_told(store: Society) -> None:
+    asked = await ask(store)
+    outcomes = await asyncio.gather(
+        store.send(press(asked, 0)), store.send(press(asked, 1)), return_exceptions=True
+    )  # one batch
+    assert isinstance(outcomes[1], Refused) and outcomes[1].code == "already_answered"
+    assert len(await store.waiting("ada")) == 1
+
+
+async def test_the_same_button_under_the_same_name_is_one_message_and_one_answer(store: Society) -> None:
+    asked = await ask(store)
+    receipts = await asyncio.gather(*(store.send(press(asked, client_id="c")) for _ in range(5)))
+    receipts += [await store.send(press(asked, client_id="c"))]
+    assert len({receipt.message_id for receipt in receipts}) == 1
+    assert await answer(store, asked) == Answer(receipts[0].message_id, 0)
+
+
+async def test_a_question_asked_and_answered_in_one_transaction_is_answered(store: Society) -> None:
+    fresh, other = question(client_id="q"), question()
+    sends = [fresh, other, press(fresh.id), words(), press(fresh.id, 1)]
+    outcomes = await asyncio.gather(*(store.send(each) for each in sends), return_exceptions=True)
+    assert isinstance(outcomes[-1], Refused) and outcomes[-1].code == "already_answered"
+    assert await answer(store, fresh.id) == Answer(sends[2].id, 0)
+    assert await answer(store, other.id) == Answer(sends[3].id, None)
+
+
+async def test_what_is_asked_behind_the_words_that_answered_stays_open(store: Society) -> None:
+    before, after = question(), question()
+    await asyncio.gather(*(store.send(each) for each in (before, words(), after)))
+    assert await open_ones(store) == [after.id]
+
+
+async def test_words_answer_every_open_question_of_that_agent_and_of_no_other(store: Society) -> None:
+    first, second, bobs = await ask(store), await ask(store), await ask(store, "bob")
+    start = await store.last_event()
+    typed = await store.send(words())
+    assert await answer(store, first) == await answer(store, second) == Answer(typed.message_id, None)
+    assert await open_ones(store) == [bobs]
+    assert await changed(store, start) == [first, second]
+
+
+async def test_words_in_reply_to_one_question_answer_that_one_only(store: Society) -> None:
+    first, second = await ask(store), await ask(store)
+    typed = await store.send(words(in_reply_to=first))
+    assert await answer(store, first) == Answer(typed.message_id, None)
+    assert await open_ones(store) == [second]
+
+
+async def test_words_in_reply_to_an_answered_question_are_an_ordinary_message(store: Society) -> None:
+    first, second = await ask(store), await ask(store)
+    pressed = await store.send(press(first))
+    await store.send(words(in_reply_to=first))
+    assert await answer(store, first) == Answer(pressed.message_id, 0)
+    assert await open_ones(store) == [second]
+
+
+async def test_an_attachment_without_words_counts_as_typed(store: Society, clock: FakeClock) -> None:
+    asked = await ask(store)
+    picture: dict[str, Any] = {
+        "ref": "p",
+        "filename": "a.png",
+        "type": "image",
+        "mime_type": "image/png",
+        "size": 1,
+        "sha256": "00",
+    }
+    await store.add_artifact(Artifact(**picture, created_at=clock.now()))
+    await store.send(words(payload={"attachments": [{"artifactRef": "p"}]}))
+    assert await open_ones(store) == []
+    assert await answer(store, asked) is not None
+
+
+async def test_a_refused_message_answers_nothing(store: Society) -> None:
+    await ask(store)
+    refused = await refusal(store.send(words(payload={"attachments": [{"artifactRef": "gone"}]})))
+    assert refused.code == "attachment_unknown"
+    assert len(await open_ones(store)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"option": 2, "payload": {"text": "Yes"}},
+        {"option": 0, "payload": {"text": "yes"}},
+        {"option": 0, "payload": {"attachments": []}},
+        {"option": 0, "to": "bob"},
+    ],
+    ids=["no such option", "other words", "no words", "to another agent"],
+)
+async def test_a_button_that_was_not_offered_is_refused(store: Society, wrong: dict[str, Any]) -> None:
+    asked = await ask(store)
+    assert (await refusal(store.send(press(asked, **wrong)))).code == "option_invalid"
+    assert await open_ones(store) == [asked]
+
+
+async def test_only_the_person_answers_and_only_what_asks_the_person(store: Society) -> None:
+    asked = await ask(store)
+    await store.send(words(sender="bob", in_reply_to=asked))
+    await store.send(words("bob", in_reply_to=asked))
+    between = await store.send(question(to="bob"))
+    await store.send(press(between.message_id))
+    assert await open_ones(store) == [asked]
+
+
+@pytest.mark.parametrize("delay", [None, 1000])
+async def test_withdrawing_the_answer_opens_every_question_it_answered(store: Society, delay: int | None) -> None:
+    first, second = await ask(store), await ask(store)
+    typed = await store.send(words(delay_ms=delay))
+    assert await open_ones(store) == []
+    start = await store.last_event()
+    for _ in range(2):
+        await store.withdraw(typed.message_id, "user")
+    assert await open_ones(store) == [second, first]
+    assert await changed(store, start) == [first, second]
+    await store.send(press(first))
+    assert await open_ones(store) == [second]
+
+
+async def test_a_question_that_is_yet_to_come_is_neither_open_nor_answered_by_words(
+    store: Society, clock: FakeClock
+) -> None:
+    asked = await ask(store, delay_ms=1000)
+    await store.send(words())
+    assert await open_ones(store) == []
+    await clock.advance(seconds=1)
+    await store.promote(10)
+    assert await open_ones(store) == [asked]
+
+
+async def test_the_questions_of_a_terminated_agent_stay_as_they_are(store: Society) -> None:
+    answered, left = await ask(store), await ask(store)
+    pressed = await store.send(press(answered))
+    await store.terminate("ada")
+    assert await answer(store, answered) == Answer(pressed.message_id, 0)
+    assert await open_ones(store) == [left]
+    assert (await refusal(store.send(press(left)))).code == "recipient_terminated"
+
+
+async def test_open_questions_are_listed_newest_first_for_all_or_for_one(store: Society) -> None:
+    first, bobs, last = await ask(store), await ask(store, "bob"), await ask(store)
+    await store.send(seal(sender="ada", to="user", payload={"text": "no question"}))
+    assert await open_ones(store) == [last, bobs, first]
+    assert await open_ones(store, "bob") == [bobs]
+    assert [message.id for message in await store.open_questions(limit=1)] == [last]
+
+
+# The rules once more, as a model that knows nothing of rows
+
+Move = tuple[str, int, str]
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "press", "reply", "type", "withdraw"]),
+        st.integers(0, 5),
+        st.sampled_from(["ada", "bob"]),
+    ),
+    max_size=12,
+)
+
+
+class Model:
+    """Questions by name, with who asked and what answered them."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, str] = {}
+        self.answers: dict[str, Answer] = {}
+
+    def expect(self, envelope: Envelope) -> str | None:
+        """The code of the refusal, if it is to be one."""
+        if envelope.question:
+            self.asked[envelope.id] = envelope.sender
+        elif envelope.in_reply_to is not None:
+            if envelope.in_reply_to not in self.answers:
+                self.answers[envelope.in_reply_to] = Answer(envelope.id, envelope.option)
+            elif envelope.option is not None:
+                return "already_answered"
+        else:
+            for name, asker in self.asked.items():
+                if asker == envelope.to:
+                    self.answers.setdefault(name, Answer(envelope.id, None))
+        return None
+
+    def withdraw(self, message_id: str) -> None:
+        self.answers = {name: each for name, each in self.answers.items() if each.message_id != message_id}
+
+
+class Table:
+    """The store and the model side by side: what is said to one is said to the other."""
+
+    def __init__(self, store: Society) -> None:
+        self.store, self.model = store, Model()
+        self.said: list[Envelope] = []
+        self.batch: list[tuple[Envelope, str | None]] = []
+
+    def draft(self, kind: str, pick: int, agent: str) -> Envelope:
+        asked = [each for each in self.said if each.question]
+        if kind == "ask":
+            return question(agent)
+        if kind == "type" or not asked:
+            return words(agent)
+        aim = asked[pick % len(asked)]
+        return press(aim.id, pick % 2, aim.sender) if kind == "press" else words(aim.sender, in_reply_to=aim.id)
+
+    def say(self, envelope: Envelope) -> None:
+        code = self.model.expect(envelope)
+        self.batch.append((envelope, code))
+        if code is None:
+            self.said.append(envelope)
+
+    async def hand_in(self) -> None:
+        sends = (self.store.send(envelope) for envelope, _ in self.batch)
+        outcomes = await asyncio.gather(*sends, return_exceptions=True)
+        assert [getattr(outcome, "code", None) for outcome in outcomes] == [code for _, code in self.batch]
+        self.batch.clear()
+
+    async def withdraw(self, pick: int) -> None:
+        await self.hand_in()
+        if mine := [each for each in self.said if each.sender == "user"]:
+            chosen = mine[pick % len(mine)]
+            await self.store.withdraw(chosen.id, "user")
+            self.model.withdraw(chosen.id)
+
+    async def compare(self) -> None:
+        await self.hand_in()
+        assert {name: await answer(self.store, name) for name in self.model.asked} == {
+            name: self.model.answers.get(name) for name in self.model.asked
+        }
+        left = [name for name in self.model.asked if name not in self.model.answers]
+        assert await open_ones(self.store) == left[::-1]
+        assert [each async for each in self.store.violations()] == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=moves, together=st.integers(1, 4))
+def test_whatever_is_asked_pressed_typed_and_withdrawn_the_answers_are_those_of_the_rules(
+    plan: list[Move], together: int
+) -> None:
+    async def play(folder: str) -> None:
+        store = await SqliteStore.open(Path(folder), FakeClock())
+        await store.add_agents(PEOPLE)
+        table = Table(store)
+        for kind, pick, agent in plan:
+            if kind == "withdraw":
+                await table.withdraw(pick)
+            else:
+                table.say(table.draft(kind, pick, agent))
+            if len(table.batch) >= together:
+                await table.hand_in()
+        await table.compare()
+        await store.close()
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(play(folder))
