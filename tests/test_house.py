@@ -29,7 +29,7 @@ FLOORS = [
         "private_file",
         "address",
     ],
-    ["artifacts", "filetype", "store", "overview", "llm.chat", "llm.service"],
+    ["artifacts", "filetype", "store", "overview", "transcript", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "llm"],
     ["agent", "turns"],
     ["stores", "llm.providers"],

@@ -46,7 +46,7 @@ class Line:
             in_reply_to=wire.get("inReplyTo"),
             answered=bool(wire.get("answer")),
             stopped=bool(wire.get("stopped")),
-            wire=wire,
+            wire={key: value for key, value in wire.items() if key != "rendered"},  # that is for pages
         )
 
     def is_between(self, agent_id: str) -> bool:
@@ -106,6 +106,10 @@ class Stands:
     state: State
     phase: str | None = None
     tool: str | None = None
+
+    @classmethod
+    def of(cls, wire: Mapping[str, Any]) -> Stands:
+        return cls(state=wire["state"], phase=wire.get("phase"), tool=wire.get("tool"))
 
     @property
     def words(self) -> str:

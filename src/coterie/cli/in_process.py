@@ -8,24 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-from coterie.agents import ACTIVE, Agent
-from coterie.cli.conversation import Arrived, Line, News, Over, Speech, Stands, State, Taken
+from coterie.cli.conversation import Arrived, Line, News, Over, Speech, Stands, Taken
 from coterie.cli.files import pieces
 from coterie.errors import Lagged, Refused
 from coterie.events import Event
 from coterie.messages import Receipt
 from coterie.runtime import Society
-from coterie.store import Page
-
-MISSED = 50
-"""Messages that are looked at again when more happened than the watcher could keep."""
-PHASES = {
-    "ready": "starting",
-    "llm": "thinking",
-    "tools": "tool",
-    "wait_approval": "approval",
-    "wait_retry": "retry",
-}
+from coterie.web import wire
 
 
 class OwnConversation:
@@ -53,9 +42,7 @@ class OwnConversation:
         return self._agent
 
     async def recent(self, limit: int) -> Sequence[Line]:
-        found = await self._society.store.messages(Page(limit=limit * 4), agent=self._agent)
-        lines = [Line.of(message.to_wire()) for message in reversed(found)]
-        return [line for line in lines if line.is_between(self._agent)][-limit:]
+        return [Line.of(message.to_wire()) for message in await self._society.store.thread(self._agent, limit=limit)]
 
     async def line(self, message_id: str) -> Line:
         message = await self._society.store.message(message_id)
@@ -65,7 +52,7 @@ class OwnConversation:
 
     async def stands(self) -> Stands:
         agent = await self._society.store.agent(self._agent)
-        return stands(agent) if agent else Stands(state="terminated")
+        return Stands.of(wire.state(agent)) if agent else Stands(state="terminated")
 
     async def attach(self, file: Path) -> str:
         return (await self._society.artifacts.put(pieces(file), file.name)).ref
@@ -82,9 +69,7 @@ class OwnConversation:
         self._society.stop_turn(self._agent)
 
     async def read(self, line: Line) -> None:
-        message = await self._society.store.message(line.id)
-        if message and message.in_seq:
-            await self._society.store.read(message.sender, message.in_seq)
+        await self._society.store.read(self._agent, line.id)
 
     async def news(self) -> News:
         return await self._news.get()
@@ -125,13 +110,6 @@ class OwnConversation:
         taken = frozenset(message.id for message in found if message and message.state == "taken")
         self._untaken -= taken
         self._news.put_nowait(Taken(taken))
-
-
-def stands(agent: Agent) -> Stands:
-    state: State = "active"
-    if agent.state not in ACTIVE and agent.state not in PHASES:
-        state = agent.state  # type: ignore[assignment]
-    return Stands(state=state, phase=PHASES.get(agent.state), tool=agent.tool)
 
 
 async def say(society: Society, to: str, speech: Speech) -> Receipt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -53,7 +53,7 @@ class HttpConversation:
         return Line.of(await self._client.get(f"/messages/{quote(message_id)}"))
 
     async def stands(self) -> Stands:
-        return _stands(await self._client.get(f"/agents/{quote(self._agent)}"))
+        return Stands.of(await self._client.get(f"/agents/{quote(self._agent)}"))
 
     async def attach(self, file: Path) -> str:
         return await self._client.upload(file)
@@ -144,11 +144,7 @@ def _news(event: ServerEvent, agent_id: str) -> News | None:
         case "draft.ended" if data["agent"] == agent_id:
             return DraftOver(data["draftId"], data["outcome"])
         case "agent.state" if data["id"] == agent_id:
-            return _stands(data)
+            return Stands.of(data)
         case "shutdown":
             return Over()
     return None
-
-
-def _stands(wire: Mapping[str, Any]) -> Stands:
-    return Stands(state=wire["state"], phase=wire.get("phase"), tool=wire.get("tool"))
