@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 class Library:
     def __init__(self, store: Store, kept: Bytes, clock: Clock, *, limit: int) -> None:
+        """`limit`: the most bytes that one file may have."""
         self._store, self._bytes, self._clock, self.limit = store, kept, clock, limit
         self._deleting = asyncio.Lock()
         self._coming_in = 0

@@ -19,6 +19,7 @@ from coterie.errors import ConfigError, CoterieError, Lagged, Problem, StoreBrok
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
 from coterie.library import Library
+from coterie.live import Live
 from coterie.messages import PERSON, Message, Receipt
 from coterie.reloading import after_restart, running
 from coterie.store import Limits, Retention
@@ -45,6 +46,7 @@ class Society:
     def __init__(self, config: Config, store: SqliteStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
         self.config, self.store, self.artifacts = config, store, artifacts
         self.bus = MessageBus(store, clock)
+        self.live = Live()
         self._kept, self._clock = kept, clock
         self._crew: Crew | None = None
         self._setup: Setup | None = None

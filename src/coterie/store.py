@@ -134,6 +134,10 @@ class Store(Protocol):
 
     async def agent(self, agent_id: str) -> Agent | None: ...
 
+    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+        """Those of them that there are."""
+        ...
+
     # Messages
 
     async def send(self, envelope: Envelope) -> Receipt:
@@ -175,6 +179,10 @@ class Store(Protocol):
         ...
 
     async def message(self, message_id: str) -> Message | None: ...
+
+    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
+        """Those of them that there are."""
+        ...
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
         """Newest first; `agent`: sent by it or to it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from coterie.errors import Lagged
 from coterie.events import Event
@@ -32,6 +32,17 @@ class Watcher:
 
     def end(self) -> None:
         self._queue.put_nowait(None)
+
+    async def batch(self, limit: int) -> Sequence[Event]:
+        """What is new, at least one and at most `limit`; ends and lags as the iteration does."""
+        events = [await anext(self)]
+        while len(events) < limit and not self._queue.empty():
+            event = self._queue.get_nowait()
+            if event is None:
+                self._queue.put_nowait(None)  # the end is for the next call
+                break
+            events.append(event)
+        return events
 
     def __aiter__(self) -> AsyncIterator[Event]:
         return self

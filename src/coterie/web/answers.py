@@ -19,6 +19,9 @@ Id = Annotated[str, Query(max_length=200)]
 """An id in a query."""
 Cursor = Annotated[str, Query(max_length=200, description="The `next` of the page before.")]
 
+Responses = dict[int | str, dict[str, Any]]
+"""What FastAPI calls a route's `responses`."""
+
 _encode = msgspec.json.Encoder().encode
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -45,7 +48,11 @@ def listing(items: Sequence[Any], following: str | int | None, **more: Any) -> R
     return answer({**more, "items": items, "next": None if following is None else str(following)})
 
 
-def problems(*codes: str, **statuses: str) -> dict[int | str, dict[str, Any]]:
+def gives(model: type, status: int = 200, **more: Any) -> Responses:
+    return {status: {"model": model, **more}}
+
+
+def problems(*codes: str, **statuses: str) -> Responses:
     """For a route's `responses`: each refusal it may answer with, by its code; others as `_401="…"`."""
     described: dict[int, list[str]] = {}
     for code in codes:

@@ -9,12 +9,14 @@ from fastapi import FastAPI
 from coterie import __version__
 from coterie.clock import Clock, SystemClock
 from coterie.runtime import Society
-from coterie.web import health, problems, session
+from coterie.web import health, metrics, page, problems, session
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses, addresses
-from coterie.web.metrics import HttpMeter
+from coterie.web.meter import HttpMeter
 from coterie.web.routes import ROUTERS
 from coterie.web.security import Gate
+from coterie.web.stream import Hub
+from coterie.web.uploads import Uploads
 
 API = "/api/v1"
 LastWords = Callable[[int], Awaitable[None]]
@@ -36,18 +38,23 @@ def build_app(society: Society, door: Access, *, where: Addresses | None = None,
     state.society, state.access = society, door
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
     state.health, state.meter = health.Health(society.store), HttpMeter()
+    state.uploads = Uploads(society.artifacts.limit)
     state.on_shutdown = list[LastWords]()
-    state.stream_clients = lambda: 0
+    state.clock = clock or SystemClock()
+    state.hub = Hub(society, society.live, state.clock)
+    state.on_shutdown.append(state.hub.shut)
+    state.stream_clients = lambda: len(state.hub)
+    state.numbers = metrics.Numbers(society, state.meter, lambda: int(state.stream_clients()))
     problems.install(app)
-    for router in (health.router, session.router):
-        app.include_router(router)
-    for router in (session.links, *ROUTERS):
+    for router in (*ROUTERS, session.links):
         app.include_router(router, prefix=API)
+    for router in (health.router, session.router, page.router, metrics.router):
+        app.include_router(router)
     app.add_middleware(
         Gate,
         access=door,
         where=state.where,
-        clock=clock or SystemClock(),
+        clock=state.clock,
         health=state.health,
         meter=state.meter,
     )

@@ -17,8 +17,8 @@ A node is a string (plain text) or an object whose `t` says what it is. `c` hold
                                                         `image`: a picture that is only linked to, never loaded
               {"t": "br"}
 
-Links go to http, https and mailto; any other stays the text it was written as, and so does HTML. What is too long or too
-deep is one string: the text itself.
+Links go to http, https and mailto; any other stays the text it was written as, and so does HTML. What is too long or
+too deep is one string: the text itself.
 """
 
 from __future__ import annotations
@@ -240,4 +240,4 @@ def _nearest(kind: Any) -> str:
     """Lexers make token types of their own; the standard one above it has the colour."""
     while kind is not None and kind not in STANDARD_TYPES:
         kind = kind.parent
-    return STANDARD_TYPES.get(kind, "")
+    return str(STANDARD_TYPES.get(kind, ""))

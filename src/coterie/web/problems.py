@@ -82,8 +82,7 @@ def install(app: FastAPI) -> None:
 
 
 async def _refused(_: Request, error: Any) -> Response:
-    details: Mapping[str, Any] = getattr(error, "details", {})
-    return problem(error.status, error.code, error.message, **details)
+    return problem(error.status, error.code, error.message, **error.details)
 
 
 async def _store_error(_: Request, error: Any) -> Response:

@@ -16,7 +16,7 @@ from coterie.web.access import Access
 from coterie.web.addresses import Addresses
 from coterie.web.health import Health
 from coterie.web.limits import Rates
-from coterie.web.metrics import HttpMeter
+from coterie.web.meter import HttpMeter
 from coterie.web.problems import Rejected, as_response, unexpected
 
 Who = Literal["bearer", "cookie"]
@@ -174,7 +174,7 @@ def _checked_body(headers: dict[bytes, bytes], path: str, method: str, receive: 
 
 def too_large() -> Rejected:
     sentence = f"the body is larger than {BODY_BYTES:,} bytes, the most allowed: upload files to {UPLOADS}"
-    return Rejected(413, "body_too_large", sentence, headers=_CLOSE)
+    return Rejected(413, "body_too_large", sentence)
 
 
 def _counted(receive: Receive) -> Receive:

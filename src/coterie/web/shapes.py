@@ -1,5 +1,4 @@
-"""The shapes on the wire, for /openapi.json. Nothing is made from them: answers are built in `wire`, and tests hold both
-against each other."""
+"""The shapes on the wire, for /openapi.json. Answers are made in `wire`, and a test holds them against these."""
 
 from __future__ import annotations
 
@@ -209,3 +208,42 @@ class NewMessage(Shape):
     quick_replies: list[str] | None = None
     in_reply_to: str | None = None
     option: int | None = None
+
+
+class ProblemFound(Shape):
+    place: str
+    message: str
+
+
+class Trial(Shape):
+    ok: bool
+    code: str
+    message: str
+    detail: str
+    ms: int
+    at: str
+
+
+class Service(Shape):
+    id: str
+    name: str
+    provider: str
+    base_url: str = Field(alias="baseURL")
+    model: str
+    api_key: str | None = Field(description="Masked.")
+    capabilities: dict[str, Any]
+    problems: list[ProblemFound]
+    trial: Trial | None
+    used_by: list[str]
+    tour: bool
+
+
+class Services(Shape):
+    items: list[Service]
+    next: None
+    problems: list[ProblemFound]
+    offers: list[dict[str, Any]]
+
+
+class Reloaded(Shape):
+    problems: list[ProblemFound]

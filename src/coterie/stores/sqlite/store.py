@@ -17,12 +17,14 @@ from coterie.errors import Refused, StoreError
 from coterie.events import Event
 from coterie.invariants import INVARIANTS
 from coterie.messages import Envelope, Message, Receipt, State
+from coterie.statistics import Statistics
 from coterie.store import Page, Promotion, Pruned, Retention
 from coterie.stores.sqlite import history, threads, transitions, turns
 from coterie.stores.sqlite.connections import copy
 from coterie.stores.sqlite.overview import SqliteOverview
 from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sqlite.statistics import statistics
 from coterie.turns import Claim, HistoryRow, View
 
 
@@ -61,6 +63,11 @@ class SqliteStore(SqliteOverview):
     async def agent(self, agent_id: str) -> Agent | None:
         rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id = ?", agent_id)
         return to_agent(rows[0]) if rows else None
+
+    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+        marks = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id IN ({marks})", *ids)
+        return {row[0]: to_agent(row) for row in rows}
 
     # Messages
 
@@ -106,6 +113,11 @@ class SqliteStore(SqliteOverview):
 
     async def message(self, message_id: str) -> Message | None:
         return await self._read(lambda db: find_message(db, message_id))
+
+    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
+        marks = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {MESSAGE} FROM messages WHERE id IN ({marks})", *ids)
+        return {message.id: message for message in map(to_message, rows)}
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
         rows = await self._query(
@@ -185,6 +197,9 @@ class SqliteStore(SqliteOverview):
     async def last_event(self) -> int:
         rows = await self._query("SELECT max(seq) FROM events")
         return int(rows[0][0] or 0)
+
+    async def statistics(self, after: int) -> Statistics:
+        return await self._read(lambda db: statistics(db, after))
 
     async def prune(self, retention: Retention) -> Pruned:
         return await self._post(lambda db, post: transitions.prune(db, post, retention))

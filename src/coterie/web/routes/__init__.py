@@ -4,5 +4,29 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-ROUTERS: list[APIRouter] = []
-"""Mounted under /api/v1, in this order."""
+from coterie.web.routes import (
+    agents,
+    artifacts,
+    dead_letters,
+    delayed,
+    events,
+    messages,
+    overview,
+    services,
+    snapshot,
+    threads,
+)
+
+ROUTERS: list[APIRouter] = [
+    messages.router,
+    events.router,
+    snapshot.router,
+    threads.router,
+    agents.router,
+    delayed.router,
+    overview.router,
+    dead_letters.router,
+    services.router,
+    artifacts.router,
+]
+"""Mounted under /api/v1, in this order: what is asked for most stands first."""

@@ -12,18 +12,18 @@ from coterie.errors import CoterieError
 from coterie.llm.service import Direction
 from coterie.runtime import Society
 from coterie.web import shapes, wire
-from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, listing, nothing, problems
+from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, gives, listing, nothing, problems
 from coterie.web.dependencies import SocietyDep
 from coterie.web.routes.overview import number
 
 router = APIRouter(prefix="/agents", tags=["agents"], responses=COMMON)
 
-_ONE: dict[int | str, dict[str, Any]] = {200: {"model": shapes.Agent}}
+_ONE = gives(shapes.Agent)
 _KNOWN = problems("unknown_agent")
 _WORKING = problems("unknown_agent", "recipient_terminated")
 
 
-@router.get("", summary="By id", responses={200: {"model": shapes.Agents}})
+@router.get("", summary="By id", responses=gives(shapes.Agents))
 async def everybody(
     society: SocietyDep,
     capability: Id | None = None,
@@ -49,7 +49,7 @@ async def everybody(
     "",
     status_code=201,
     summary="Make an agent",
-    responses={201: {"model": shapes.Agent}}
+    responses=gives(shapes.Agent, 201)
     | BODY
     | problems(
         "id_taken", "payload_invalid", "unknown_service", "unknown_agent", "recipient_terminated",
@@ -76,11 +76,9 @@ async def one(agent_id: str, society: SocietyDep) -> Response:
 @router.get(
     "/{agent_id}/history",
     summary="What the agent remembers, in the roles that its model sees",
-    responses={200: {"model": shapes.History}} | _KNOWN,
+    responses=gives(shapes.History) | _KNOWN,
 )
-async def history(
-    agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50
-) -> Response:
+async def history(agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50) -> Response:
     wire.known(await society.store.agent(agent_id), agent_id)
     rows = (await society.store.history(agent_id, number(after) or 0))[: limit + 1]
     told = [wire.said(row) for row in rows[:limit]]

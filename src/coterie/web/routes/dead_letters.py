@@ -7,16 +7,14 @@ from starlette.responses import Response
 
 from coterie.store import Page
 from coterie.web import shapes
-from coterie.web.answers import COMMON, Cursor, Limit, answer, nothing, problems
+from coterie.web.answers import COMMON, Cursor, Limit, answer, gives, nothing, problems
 from coterie.web.dependencies import SocietyDep
 from coterie.web.routes.messages import newest_first, place
 
 router = APIRouter(prefix="/dead-letters", tags=["dead letters"], responses=COMMON)
 
 
-@router.get(
-    "", summary="Newest first", responses={200: {"model": shapes.Messages}} | problems("unknown_message")
-)
+@router.get("", summary="Newest first", responses=gives(shapes.Messages) | problems("unknown_message"))
 async def letters(society: SocietyDep, before: Cursor | None = None, limit: Limit = 50) -> Response:
     page = Page(before=await place(society.store, before), limit=limit)
     return newest_first(await society.store.messages(page, state="dead"), limit)
@@ -26,7 +24,7 @@ async def letters(society: SocietyDep, before: Cursor | None = None, limit: Limi
     "/{message_id}/resend",
     status_code=202,
     summary="Send it again, as a new message",
-    responses={202: {"model": shapes.Receipt}}
+    responses=gives(shapes.Receipt, 202)
     | problems("unknown_message", "recipient_terminated", "mailbox_full", "hop_limit", "attachment_unknown"),
 )
 async def resend(message_id: str, society: SocietyDep) -> Response:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from coterie.web import shapes, wire
-from coterie.web.answers import COMMON, Cursor, Id, Limit, listing, problems
+from coterie.web.answers import COMMON, Cursor, Id, Limit, gives, listing, problems
 from coterie.web.dependencies import SocietyDep
 from coterie.web.routes.messages import found
 
@@ -16,7 +16,7 @@ router = APIRouter(tags=["messages"], responses=COMMON)
 @router.get(
     "/delayed",
     summary="Delayed messages, by due time",
-    responses={200: {"model": shapes.Delayed}} | problems("unknown_message"),
+    responses=gives(shapes.Delayed) | problems("unknown_message"),
 )
 async def delayed(
     society: SocietyDep, recipient: Id | None = None, after: Cursor | None = None, limit: Limit = 50

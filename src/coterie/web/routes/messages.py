@@ -15,7 +15,7 @@ from coterie.runtime import Society
 from coterie.store import Page, Store
 from coterie.text import one_line
 from coterie.web import shapes, wire
-from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, listing, nothing, problems
+from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, gives, listing, nothing, problems
 from coterie.web.dependencies import SocietyDep
 
 router = APIRouter(tags=["messages"], responses=COMMON)
@@ -41,7 +41,7 @@ _decode = msgspec.json.Decoder(Draft).decode
     "/messages",
     status_code=202,
     summary="Send a message",
-    responses={202: {"model": shapes.Receipt}}
+    responses=gives(shapes.Receipt, 202)
     | BODY
     | problems(
         "unknown_recipient",
@@ -96,7 +96,7 @@ def _read(body: bytes) -> Draft:
         raise Refused("payload_invalid", "the body is nested too deep") from error
 
 
-@router.get("/messages", summary="The timeline, newest first", responses={200: {"model": shapes.Messages}})
+@router.get("/messages", summary="The timeline, newest first", responses=gives(shapes.Messages))
 async def timeline(
     society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
 ) -> Response:
@@ -107,7 +107,7 @@ async def timeline(
 @router.get(
     "/messages/{message_id}",
     summary="One message",
-    responses={200: {"model": shapes.Message}} | problems("unknown_message"),
+    responses=gives(shapes.Message) | problems("unknown_message"),
 )
 async def one(message_id: str, society: SocietyDep) -> Response:
     return answer(wire.message(await found(society.store, message_id)))
@@ -128,7 +128,7 @@ async def withdraw(message_id: str, society: SocietyDep) -> Response:
 @router.patch(
     "/messages/{message_id}",
     summary="Move a delayed message",
-    responses={200: {"model": shapes.Message}}
+    responses=gives(shapes.Message)
     | BODY
     | problems("unknown_message", "already_delivered", "delayMs_invalid", _422="`request_invalid`"),
 )

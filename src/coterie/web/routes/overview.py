@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from coterie.store import Page
 from coterie.web import shapes, wire
-from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, listing, problems
+from coterie.web.answers import BODY, COMMON, Cursor, Id, Limit, answer, gives, listing, problems
 from coterie.web.dependencies import ClockDep, SocietyDep
 from coterie.web.routes.messages import newest_first, place
 
@@ -21,7 +21,7 @@ router = APIRouter(tags=["overview"], responses=COMMON)
 @router.post(
     "/read",
     summary="The person has read a conversation up to a message",
-    responses={200: {"model": shapes.Read}} | BODY | problems("unknown_agent", "unknown_message"),
+    responses=gives(shapes.Read) | BODY | problems("unknown_agent", "unknown_message"),
 )
 async def read(mark: shapes.ReadMark, society: SocietyDep) -> Response:
     wire.known(await society.store.agent(mark.thread), mark.thread)
@@ -33,7 +33,7 @@ async def read(mark: shapes.ReadMark, society: SocietyDep) -> Response:
 @router.get(
     "/search",
     summary="Messages that contain all the words, newest first",
-    responses={200: {"model": shapes.Messages}} | problems("unknown_message"),
+    responses=gives(shapes.Messages) | problems("unknown_message"),
 )
 async def search(
     society: SocietyDep,
@@ -46,7 +46,7 @@ async def search(
     return newest_first(await society.store.search(q, page, agent), limit)
 
 
-@router.get("/runs", summary="Tool runs and withdrawn plans, newest first", responses={200: {"model": shapes.Runs}})
+@router.get("/runs", summary="Tool runs and withdrawn plans, newest first", responses=gives(shapes.Runs))
 async def runs(
     society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
 ) -> Response:
@@ -54,10 +54,8 @@ async def runs(
     return listing([wire.run(plan) for plan in plans], plans[-1].seq if len(plans) == limit else None)
 
 
-@router.get("/usage", summary="What models cost, by day", responses={200: {"model": shapes.Usage}})
-async def usage(
-    society: SocietyDep, clock: ClockDep, days: Annotated[int, Query(ge=1, le=3660)] = 30
-) -> Response:
+@router.get("/usage", summary="What models cost, by day", responses=gives(shapes.Usage))
+async def usage(society: SocietyDep, clock: ClockDep, days: Annotated[int, Query(ge=1, le=3660)] = 30) -> Response:
     rows = await society.store.usage(clock.now() - timedelta(days=days))
     return listing([wire.usage(row) for row in rows], None)
 

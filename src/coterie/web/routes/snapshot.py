@@ -7,14 +7,14 @@ from starlette.responses import Response
 
 from coterie.clock import to_wire
 from coterie.web import shapes, wire
-from coterie.web.answers import COMMON, answer
+from coterie.web.answers import COMMON, answer, gives
 from coterie.web.dependencies import ClockDep, SocietyDep
 from coterie.web.stream import epoch_of
 
 router = APIRouter(tags=["overview"], responses=COMMON)
 
 
-@router.get("/snapshot", summary="Everything at one glance", responses={200: {"model": shapes.Snapshot}})
+@router.get("/snapshot", summary="Everything at one glance", responses=gives(shapes.Snapshot))
 async def snapshot(society: SocietyDep, clock: ClockDep) -> Response:
     """Open the event stream with `lastEventId=<epoch>.<seq>` and nothing in between is missed."""
     seen = await society.store.snapshot()

@@ -14,7 +14,7 @@ from coterie.clock import to_wire
 from coterie.messages import PERSON, Message
 from coterie.runtime import Society
 from coterie.web import shapes, wire
-from coterie.web.answers import COMMON, Cursor, Limit, answer, listing, problems
+from coterie.web.answers import COMMON, Cursor, Limit, answer, gives, listing, problems
 from coterie.web.dependencies import ClockDep, SocietyDep
 
 router = APIRouter(tags=["threads"], responses=COMMON)
@@ -26,7 +26,7 @@ MARKDOWN = "text/markdown"
 @router.get(
     "/threads/{agent}/messages",
     summary="A part of the conversation, oldest first",
-    responses={200: {"model": shapes.Messages}} | problems("unknown_agent", "unknown_message"),
+    responses=gives(shapes.Messages) | problems("unknown_agent", "unknown_message"),
 )
 async def read(
     agent: str,
@@ -54,7 +54,7 @@ async def read(
 @router.delete(
     "/threads/{agent}",
     summary="Clear the conversation, and what the agent remembers",
-    responses={200: {"model": shapes.Cleared}} | problems("unknown_agent", "agent_busy"),
+    responses=gives(shapes.Cleared) | problems("unknown_agent", "agent_busy"),
 )
 async def clear(agent: str, society: SocietyDep) -> Response:
     wire.known(await society.store.agent(agent), agent)
@@ -66,8 +66,7 @@ async def clear(agent: str, society: SocietyDep) -> Response:
 @router.get(
     "/threads/{agent}/export",
     summary="The whole conversation, as Markdown or JSON",
-    responses={200: {"model": shapes.Export, "content": {MARKDOWN: {"schema": {"type": "string"}}}}}
-    | problems("unknown_agent"),
+    responses=gives(shapes.Export, content={MARKDOWN: {"schema": {"type": "string"}}}) | problems("unknown_agent"),
 )
 async def export(
     agent: str,

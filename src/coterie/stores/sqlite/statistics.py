@@ -1,0 +1,28 @@
+"""The numbers behind `/metrics`. Counted on a reader when somebody asks, so that no write pays for them."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from coterie.statistics import Statistics
+
+
+def statistics(db: sqlite3.Connection, after: int) -> Statistics:
+    events = db.execute("SELECT kind, count(*), max(seq) FROM events WHERE seq > ? GROUP BY kind", (after,)).fetchall()
+    turns, waiting, fullest, delayed = db.execute(
+        "SELECT total(turn_no), total(waiting), coalesce(max(waiting), 0), total(delayed) FROM agents"
+        " WHERE kind = 'agent'"
+    ).fetchone()
+    (withdrawn,) = db.execute("SELECT count(*) FROM plans WHERE outcome = 'withdrawn'").fetchone()
+    return Statistics(
+        seq=max((seq for _, _, seq in events), default=after),
+        events={kind: count for kind, count, _ in events},
+        turns=int(turns),
+        model_calls=dict(db.execute("SELECT outcome, count(*) FROM llm_calls GROUP BY outcome").fetchall()),
+        tool_calls=dict(db.execute("SELECT state, count(*) FROM calls GROUP BY state").fetchall()),
+        withdrawn_plans=withdrawn,
+        waiting=int(waiting),
+        fullest=fullest,
+        delayed=int(delayed),
+        agents=dict(db.execute("SELECT state, count(*) FROM agents WHERE kind = 'agent' GROUP BY state").fetchall()),
+    )
