@@ -21,6 +21,9 @@ settings.register_profile("gate", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("gate")
 
+# Any number of servers run beside each other in the tests, and perhaps a real one.
+os.environ["COTERIE_PORT"] = "0"
+
 ENGINES = ["sqlite"]
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -266,10 +266,16 @@ class Society:
         """Set when the disk can no longer be trusted: the process must stop, its next start recovers."""
         return self.store.broken
 
-    async def stop(self, *, deliver_delayed: bool | None = None) -> int:
+    async def stop(
+        self,
+        last_words: Callable[[int], Awaitable[None]] | None = None,
+        *,
+        deliver_delayed: bool | None = None,
+    ) -> int:
         """The graceful stop: delayed messages are dealt with as configured. How many went out early. Once is enough.
 
-        `deliver_delayed`: decided here instead, by somebody who ran the society for a moment only.
+        `last_words` is called with that number when all is done, and the store still open. `deliver_delayed`: decided
+        here instead, by somebody who ran the society for a moment only.
         """
         if self._stopping.is_set():
             return 0
@@ -282,6 +288,8 @@ class Society:
             early = await self.bus.stop(deliver_delayed=deliver_delayed)
             if self._crew:
                 await self._crew.stop(timedelta(seconds=self.config.shutdown.drain_seconds))
+            if last_words:
+                await last_words(early)
             return early
         finally:
             await self.store.close()

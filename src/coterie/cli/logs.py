@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from coterie.cli.output import harmless
 from coterie.clock import to_wire
+from coterie.logctx import Context, context_of
 
 
 def start() -> None:
@@ -18,27 +19,36 @@ def start() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines() if sys.stderr.isatty() else JsonLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger("coterie").setLevel(logging.DEBUG if _debugging() else logging.INFO)
+    handler.addFilter(Context())
+    logging.getLogger("coterie").setLevel(logging.DEBUG if debugging() else logging.INFO)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # made only when debugging
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # senders could fill the log with what they send
 
 
 def stay_quiet() -> None:
     """For a command that says itself what went wrong; with COTERIE_DEBUG=1 everything is written all the same."""
-    if _debugging():
+    if debugging():
         start()
     else:
         logging.getLogger("coterie").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").addHandler(logging.NullHandler())
 
 
-def _debugging() -> bool:
+def debugging() -> bool:
     return os.environ.get("COTERIE_DEBUG") == "1"
+
+
+_NAMES = {"agent": "agent", "message": "messageId", "turn": "turn"}
+"""`message` is what the line says."""
 
 
 class Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        lines = [f"{at} {level}{harmless(record.getMessage())}", *_error(self, record)]
+        about = "".join(f"[{harmless(value)}] " for value in context_of(record).values())
+        lines = [f"{at} {level}{about}{harmless(record.getMessage())}", *_error(self, record)]
         return "\n    ".join(lines)
 
 
@@ -49,6 +59,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": harmless(record.getMessage()),
+            **{_NAMES[key]: harmless(value) for key, value in context_of(record).items()},
         }
         if lines := _error(self, record):
             line["error"] = "\n".join(lines)
@@ -58,7 +69,7 @@ class JsonLines(logging.Formatter):
 def _error(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
     if not record.exc_info or record.exc_info[1] is None:
         return []
-    if not _debugging():
+    if not debugging():
         error = record.exc_info[1]
         return [harmless(f"{type(error).__name__}: {error}")]
     return [harmless(line) for line in formatter.formatException(record.exc_info).splitlines()]

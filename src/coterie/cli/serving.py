@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import typer
 
 from coterie import __version__
+from coterie.cli.front_door import FrontDoor
 from coterie.cli.output import counted, harmless, say
 from coterie.clock import SystemClock
 from coterie.errors import StoreError
@@ -30,21 +32,41 @@ SETTLE = 0.5
 SHOWN = 10
 
 
-async def run(folder: Path) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What was said on the command line."""
+
+    folder: Path
+    host: str | None = None
+    port: int | None = None
+    token: str | None = field(default=None, repr=False)
+
+
+async def run(wanted: Wanted) -> int:
     """Until a signal asks to stop; the exit code."""
     wishes = Wishes()
-    is_new = not SocietyFolder(folder).exists
-    starting = asyncio.create_task(Society.start(folder))
-    await _first_of(starting, wishes.at_once)
-    if not starting.done():
-        await _force(starting, folder)
-    society = starting.result()
+    folder, is_new = wanted.folder, not SocietyFolder(wanted.folder).exists
+    front = FrontDoor.bound(folder, host=wanted.host, port=wanted.port, token=wanted.token)
+    try:
+        starting = asyncio.create_task(Society.start(folder))
+        await _first_of(starting, wishes.at_once)
+        if not starting.done():
+            await _force(starting, folder)
+        society = starting.result()
+    except BaseException:
+        front.shut()
+        raise
+    try:
+        await front.open(society)
+    except BaseException:
+        await society.abandon()
+        raise
     if not wishes.stop.done():
-        await _announce(society, folder, is_new)
-        await _first_of(wishes.stop, society.broken)
+        await _announce(society, folder, is_new, front)
+        await _first_of(wishes.stop, society.broken, front.ended)
     if society.broken.done():
         _give_up(society)
-    return await _stop(society, folder, wishes)
+    return await _stop(society, front, folder, wishes)
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
@@ -67,7 +89,7 @@ class Wishes:
             wish.set_result(None)
 
 
-async def _announce(society: Society, folder: Path, is_new: bool) -> None:
+async def _announce(society: Society, folder: Path, is_new: bool, front: FrontDoor) -> None:
     info, delayed = society.store.info, await society.bus.delayed_count()
     agents = [agent.id for agent in society.config.agents]
     more = f" and {len(agents) - SHOWN:,} more" if len(agents) > SHOWN else ""
@@ -80,6 +102,8 @@ async def _announce(society: Society, folder: Path, is_new: bool) -> None:
         f"  agents   {', '.join(agents[:SHOWN])}{more}",
         f"  models   {_models(society)}",
         f"  delayed  {counted(delayed, 'message')} ({'kept' if kept else 'delivered early'} on a stop)",
+        f"  listens  {front.where.url}",
+        f"  open     {front.link()}  (good once, for ten minutes; coterie open makes another)",
         f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}",
     ]
     typer.echo("\n".join(map(harmless, lines)))
@@ -92,9 +116,9 @@ def _models(society: Society) -> str:
     return ", ".join(entry.id for entry in society.services)
 
 
-async def _stop(society: Society, folder: Path, wishes: Wishes) -> int:
+async def _stop(society: Society, front: FrontDoor, folder: Path, wishes: Wishes) -> int:
     log.info("stopping; a second signal ends it at once")
-    stopping = asyncio.create_task(society.stop())
+    stopping = asyncio.create_task(front.close(society))
     progress = asyncio.create_task(_tell_progress(society))
     await _first_of(stopping, wishes.at_once, society.broken)
     progress.cancel()

@@ -21,6 +21,8 @@ class Addresses:
     """What `Origin` may say."""
     trusted: frozenset[bytes]
     """Those hosts at which every browser says where a request comes from: on loopback, and over https."""
+    local: str
+    """Where programs on the same machine reach it."""
     url: str
     """The one to tell people."""
 
@@ -44,10 +46,14 @@ def addresses(host: str, port: int, public_url: str = "", allowed: Sequence[str]
         hosts.append(name)
         origins.append(f"{scheme}://{name}")
         trusted += [name] if scheme == "https" else []
-        url = f"{scheme}://{name}"
-    else:
-        url = f"http://{'127.0.0.1' if host in _ANY else bracketed(host)}:{port}"
-    return Addresses(hosts=_encoded(hosts), origins=_encoded(origins), trusted=_encoded(trusted), url=url)
+    local = f"http://{'127.0.0.1' if host in _ANY else bracketed(host)}:{port}"
+    return Addresses(
+        hosts=_encoded(hosts),
+        origins=_encoded(origins),
+        trusted=_encoded(trusted),
+        local=local,
+        url="://".join(public) if public else local,
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -12,7 +12,7 @@ class Unsatisfiable(Exception):
 
 
 def wanted(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and the one behind the last. None: all of it; so it is for several ranges, and for what is no range."""
+    """First byte and the one behind the last. None: all of it, as for several ranges or none."""
     found = _ONE.fullmatch(header.strip()) if header else None
     if found is None or found.groups() == ("", ""):
         return None

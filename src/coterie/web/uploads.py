@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 from python_multipart.exceptions import FormParserError
@@ -29,7 +29,7 @@ class Uploads:
     def __init__(self, limit: int) -> None:
         self._limit, self._under_way = limit, 0
 
-    async def receive(self, request: Request) -> AsyncIterator[tuple[str, AsyncIterator[bytes]]]:
+    async def receive(self, request: Request) -> AsyncGenerator[tuple[str, AsyncGenerator[bytes, None]], None]:
         """One pair: the name of the file, and its bytes. They end only when the whole body was there, and in order."""
         if self._under_way >= UNDER_WAY:
             raise Rejected(429, "too_many_uploads", "too many files are coming in at once: try again shortly")
@@ -49,7 +49,7 @@ def too_large(limit: int) -> Refused:
     return Refused("artifact_too_large", f"the file is larger than {limit:,} bytes, the most allowed")
 
 
-async def _body(request: Request, limit: int) -> AsyncIterator[bytes]:
+async def _body(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
     size, stream = 0, request.stream()
     while True:
         try:
@@ -97,7 +97,7 @@ class Parts:
                 return self._filename
         raise invalid('there is no part named "file" in the body')
 
-    async def file(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def file(self, body: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         while True:
             if self._pieces:
                 pieces, self._pieces = self._pieces, []
