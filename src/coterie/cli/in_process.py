@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-from coterie.cli.conversation import Arrived, Line, News, Over, Speech, Stands, Taken
+from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken
 from coterie.cli.files import pieces
 from coterie.errors import Lagged, Refused
 from coterie.events import Event
+from coterie.live import Draft
 from coterie.messages import Receipt
 from coterie.runtime import Society
 from coterie.web import wire
@@ -22,7 +23,10 @@ class OwnConversation:
         self._society, self._agent = society, agent_id
         self._news: asyncio.Queue[News] = asyncio.Queue()
         self._listening = asyncio.Event()
-        self._untaken: set[str] = set()
+        self._unread: set[str] = set()
+        """What was said here and not yet read by the agent."""
+        self._told: dict[str, int] = {}
+        """How much of each reply under way was told."""
 
     @classmethod
     @asynccontextmanager
@@ -30,10 +34,12 @@ class OwnConversation:
         """Whatever happens from here on is heard."""
         conversation = cls(society, agent_id)
         listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
+        be_deaf = society.live.listen(conversation._hear)
         try:
             await conversation._listening.wait()
             yield conversation
         finally:
+            be_deaf()
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
 
@@ -59,7 +65,7 @@ class OwnConversation:
 
     async def say(self, speech: Speech) -> Receipt:
         receipt = await say(self._society, self._agent, speech)
-        self._untaken.add(receipt.message_id)
+        self._unread.add(receipt.message_id)
         return receipt
 
     async def withdraw(self, message_id: str) -> None:
@@ -94,7 +100,7 @@ class OwnConversation:
             case "message.created" | "delayed.delivered":
                 await self._take_message(event.subject)
             case "queue.changed" if event.subject == self._agent:
-                await self._look_what_was_taken()
+                self._news.put_nowait(Taken(await self._read_by_now()))
             case "agent.state" if event.subject == self._agent:
                 self._news.put_nowait(await self.stands())
             case _:
@@ -105,11 +111,21 @@ class OwnConversation:
         if message and (line := Line.of(message.to_wire())).is_between(self._agent):
             self._news.put_nowait(Arrived(line))
 
-    async def _look_what_was_taken(self) -> None:
-        found = [await self._society.store.message(message_id) for message_id in self._untaken]
-        taken = frozenset(message.id for message in found if message and message.state == "taken")
-        self._untaken -= taken
-        self._news.put_nowait(Taken(taken))
+    async def _read_by_now(self) -> frozenset[str]:
+        lines = [await self.line(message_id) for message_id in self._unread]
+        self._unread = {line.id for line in lines if line.state in ("pending", "delayed")}
+        return frozenset(line.id for line in lines if line.state == "taken")
+
+    def _hear(self, draft: Draft) -> None:
+        if draft.agent_id != self._agent:
+            return
+        told = self._told.get(draft.id, 0)
+        if draft.length > told:
+            self._told[draft.id] = draft.length
+            self._news.put_nowait(Piece(draft.id, told, draft.text[told:]))
+        if draft.outcome is not None:
+            self._told.pop(draft.id, None)
+            self._news.put_nowait(DraftOver(draft.id, draft.outcome))
 
 
 async def say(society: Society, to: str, speech: Speech) -> Receipt:

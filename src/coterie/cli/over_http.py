@@ -27,6 +27,8 @@ class HttpConversation:
         self._client, self._agent, self._clock = client, agent_id, clock or SystemClock()
         self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
         self._listening = asyncio.Event()
+        self._unread: set[str] = set()
+        """What was said here and not yet read by the agent."""
 
     @classmethod
     @asynccontextmanager
@@ -59,7 +61,9 @@ class HttpConversation:
         return await self._client.upload(file)
 
     async def say(self, speech: Speech) -> Receipt:
-        return await say(self._client, self._agent, speech)
+        receipt = await say(self._client, self._agent, speech)
+        self._unread.add(receipt.message_id)
+        return receipt
 
     async def withdraw(self, message_id: str) -> None:
         await self._client.delete(f"/messages/{quote(message_id)}")
@@ -107,8 +111,15 @@ class HttpConversation:
             for line in await self.recent(MISSED):
                 self._news.put_nowait(Arrived(line))
             self._news.put_nowait(await self.stands())
+        elif event.kind == "queue.changed" and event.data["agent"] == self._agent:
+            self._news.put_nowait(Taken(await self._read_by_now()))
         elif (news := _news(event, self._agent)) is not None:
             self._news.put_nowait(news)
+
+    async def _read_by_now(self) -> frozenset[str]:
+        lines = [await self.line(message_id) for message_id in self._unread]
+        self._unread = {line.id for line in lines if line.state in ("pending", "delayed")}
+        return frozenset(line.id for line in lines if line.state == "taken")
 
 
 async def say(client: Client, to: str, speech: Speech) -> Receipt:
@@ -134,11 +145,11 @@ async def say(client: Client, to: str, speech: Speech) -> Receipt:
 def _news(event: ServerEvent, agent_id: str) -> News | None:
     data = event.data
     match event.kind:
+        case _ if data.get("gone"):
+            return None  # it was there when the event was written
         case "message.created" | "delayed.delivered":
             line = Line.of(data["message"])
             return Arrived(line, data.get("draftId")) if line.is_between(agent_id) else None
-        case "queue.changed" if data["agent"] == agent_id:
-            return Taken(frozenset(data.get("taken") or ()))
         case "draft.delta" | "draft.snapshot" if data["agent"] == agent_id:
             return Piece(data["draftId"], data.get("from", 0), data.get("delta", data.get("text", "")))
         case "draft.ended" if data["agent"] == agent_id:

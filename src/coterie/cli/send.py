@@ -77,18 +77,21 @@ def _sent(to: str, receipt: Receipt) -> str:
 
 
 async def _send(folder: Path, to: str, speech: Speech, files: Sequence[Path], token: str | None) -> Receipt:
-    from coterie.cli import in_process, over_http
     from coterie.cli.client import find_server
-    from coterie.cli.files import pieces
     from coterie.cli.recipients import check_recipient
     from coterie.inspection import Inspection
-    from coterie.runtime import Society
 
     if client := find_server(folder, token):
+        from coterie.cli import over_http
+
         async with client, Inspection.open(folder) as stored:
             await check_recipient(stored.store, to)
             refs = [await client.upload(file) for file in files]
             return await over_http.say(client, to, replace(speech, attachments=refs))
+    from coterie.cli import in_process
+    from coterie.cli.files import pieces
+    from coterie.runtime import Society
+
     async with Society.visit(folder) as society:
         await check_recipient(society.store, to)
         kept = [await society.artifacts.put(pieces(file), file.name) for file in files]
