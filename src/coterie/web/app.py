@@ -46,6 +46,7 @@ def build_app(society: Society, door: Access, *, where: Addresses | None = None,
     state.stream_clients = lambda: len(state.hub)
     state.numbers = metrics.Numbers(society, state.meter, lambda: int(state.stream_clients()))
     problems.install(app)
+    # Routers are asked one after the other, so the busy ones come first.
     for router in (*ROUTERS, session.links):
         app.include_router(router, prefix=API)
     for router in (health.router, session.router, page.router, metrics.router):

@@ -26,6 +26,8 @@ class Rates:
 
     def wait(self, client: str) -> float:
         """What `take` would say, with nothing taken."""
+        if client not in self._left:
+            return 0.0
         _, left = self._look(client)
         return 0.0 if left >= 1.0 else (1.0 - left) / self._per_second
 

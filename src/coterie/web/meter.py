@@ -30,10 +30,10 @@ class HttpMeter:
     def note(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in METHODS else "other"
         key = (method, template(scope), status)
-        durations = self.requests.get(key)
-        if durations is None:
-            durations = self.requests[key] = Durations()
-        durations.note(seconds)
+        found = self.requests.get(key)
+        if found is None:
+            found = self.requests[key] = Durations()
+        found.note(seconds)
 
 
 API = "/api/v1"

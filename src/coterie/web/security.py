@@ -6,6 +6,7 @@ Plain ASGI around the whole application, so that no route can forget any of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from starlette.requests import ClientDisconnect
@@ -36,13 +37,16 @@ HEADERS = (
     (b"cache-control", b"no-store"),
 )
 """On every answer; one that a route sets itself stands."""
+OURS = frozenset(name for name, _ in HEADERS)
 HEALTH = frozenset({"/healthz", "/readyz"})
 PUBLIC = HEALTH | {"/", "/session"}
 UPLOADS = "/api/v1/artifacts"
 EVENTS = "/api/v1/events"
 BODY_BYTES = 2 << 20
-BURST, PER_SECOND = 10_000.0, 5_000.0
-"""Requests of one client. A page and its owner's programs stay far below; a loop gone wild does not."""
+RATE = 20_000.0
+"""Requests a second, and at once, of one client who has the token: more than the society can answer."""
+STRANGERS_RATE, STRANGERS_BURST = 200.0, 1_000.0
+"""Of one who has not: a page with all its files, many times over."""
 
 
 class Gate:
@@ -51,7 +55,8 @@ class Gate:
     ) -> None:
         self._app, self._access, self._where, self._health = app, access, where, health
         self._clock, self._meter = clock, meter
-        self._rates = Rates(clock, burst=BURST, per_second=PER_SECOND)
+        self._rates = Rates(clock, burst=RATE, per_second=RATE)
+        self._strangers = Rates(clock, burst=STRANGERS_BURST, per_second=STRANGERS_RATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,8 +70,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 own = message["headers"]
-                names = {name for name, _ in own}
-                message["headers"] = [*own, *(header for header in HEADERS if header[0] not in names)]
+                message["headers"] = [*own, *(HEADERS if OURS.isdisjoint([h[0] for h in own]) else _missing(own))]
             await send(message)
 
         try:
@@ -91,8 +95,8 @@ class Gate:
         client = scope["client"][0] if scope["client"] else ""
         if self._health.draining and path not in HEALTH:
             raise Rejected(503, "stopping", "the society is stopping: try again shortly", headers=_CLOSE)
-        _hold_back(self._rates.take(client))
         who = self._who(headers, client)
+        _hold_back((self._rates if who else self._strangers).take(client))
         if who is None and path not in PUBLIC and not path.startswith("/static/"):
             sentence = "this needs the token of the society: data/token has it, coterie open makes a link for a browser"
             raise Rejected(401, "unauthorized", sentence, headers={"WWW-Authenticate": "Bearer"})
@@ -104,14 +108,15 @@ class Gate:
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         known = headers.get(b"host", b"").lower() in self._where.hosts
-        if known and sum(name == b"host" for name, _ in scope["headers"]) == 1:
+        if known and [name for name, _ in scope["headers"]].count(b"host") == 1:
             return
         sentence = "this server is not asked for under that name: add it to server.allowed_hosts in coterie.toml"
         raise Rejected(421, "unknown_host", sentence)
 
     def _who(self, headers: dict[bytes, bytes], client: str) -> Who | None:
         """Who brings the right secret, and how; None for anybody else."""
-        bearer, cookie = headers.get(b"authorization"), self._cookie(headers)
+        bearer = headers.get(b"authorization")
+        cookie = self._cookie(headers) if bearer is None else None
         if bearer is None and cookie is None:
             return None
         _hold_back(self._access.guesses.wait(client))
@@ -125,8 +130,10 @@ class Gate:
         return None
 
     def _cookie(self, headers: dict[bytes, bytes]) -> bytes | None:
+        if b"cookie" not in headers:
+            return None
         wanted = self._access.cookie_name.encode()
-        for pair in headers.get(b"cookie", b"").split(b";"):
+        for pair in headers[b"cookie"].split(b";"):
             name, _, value = pair.strip().partition(b"=")
             if name == wanted:
                 return value
@@ -147,6 +154,11 @@ class Gate:
 
 
 _CLOSE = {"Connection": "close"}
+
+
+def _missing(own: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    names = {name for name, _ in own}
+    return [header for header in HEADERS if header[0] not in names]
 
 
 def _hold_back(seconds: float) -> None:
