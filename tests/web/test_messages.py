@@ -1,0 +1,219 @@
+"""Messages over HTTP: sent once, looked at, moved, withdrawn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from coterie.runtime import Society
+from coterie.testing import FakeClock
+
+API = "/api/v1"
+HOUR = 3_600_000
+
+
+async def send(client: httpx.AsyncClient, text: str = "hello", to: str = "ada", **more: Any) -> str:
+    answer = await client.post(f"{API}/messages", json={"to": to, "payload": {"text": text}, **more})
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["messageId"])
+
+
+async def test_a_message_is_accepted_and_there(client: httpx.AsyncClient, society: Society) -> None:
+    answer = await client.post(f"{API}/messages", json={"to": "ada", "payload": {"text": "**hi**"}, "from": "bob"})
+
+    assert answer.status_code == 202 and answer.json()["state"] == "pending"
+    assert "scheduledDeliveryTime" not in answer.json()
+    found = (await client.get(f"{API}/messages/{answer.json()['messageId']}")).json()
+    assert found["from"] == "user" and found["payload"] == {"text": "**hi**"}
+    assert found["rendered"] == [{"t": "p", "c": [{"t": "strong", "c": ["hi"]}]}]
+
+
+async def test_a_delayed_message_says_when_it_is_due(client: httpx.AsyncClient, clock: FakeClock) -> None:
+    answer = await client.post(f"{API}/messages", json={"to": "ada", "payload": {"text": "later"}, "delayMs": HOUR})
+
+    assert answer.json()["state"] == "delayed"
+    assert answer.json()["scheduledDeliveryTime"] == "2030-01-01T01:00:00.000Z"
+
+
+async def test_fifty_posts_under_one_client_id_are_one_message_with_one_answer(
+    client: httpx.AsyncClient, society: Society
+) -> None:
+    body = {"to": "ada", "payload": {"text": "once"}, "clientId": "c-1", "delayMs": 500}
+
+    answers = await asyncio.gather(*(client.post(f"{API}/messages", json=body) for _ in range(50)))
+
+    assert {answer.status_code for answer in answers} == {202}
+    assert len({answer.text for answer in answers}) == 1
+    assert await society.store.delayed_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"to": "nobody", "payload": {}}, 404, "unknown_recipient"),
+        ({"payload": {}}, 404, "unknown_recipient"),
+        ({"to": "ada", "payload": "words"}, 422, "payload_invalid"),
+        ({"to": "ada"}, 422, "payload_invalid"),
+        ({"to": "ada", "payload": {}, "delayMs": "soon"}, 422, "delayMs_invalid"),
+        ({"to": "ada", "payload": {}, "quickReplies": ["a"] * 11}, 422, "quickReplies_too_many"),
+        ({"to": "ada", "payload": {}, "quickReplies": [1]}, 422, "quickReplies_invalid_type"),
+        ({"to": "ada", "payload": {}, "quickReplies": [" "]}, 422, "quickReplies_empty_string"),
+        ({"to": "ada", "payload": {}, "inReplyTo": "nothing"}, 422, "inReplyTo_unknown"),
+        ({"to": "ada", "payload": {}, "option": 1}, 422, "option_invalid"),
+        ({"to": "ada", "payload": {"attachments": [{"artifactRef": "x"}]}}, 422, "attachment_unknown"),
+        ({"to": "ada", "payload": {}, "clientId": 7}, 422, "request_invalid"),
+        ({"to": "ada", "payload": {"text": "x" * 1_100_000}}, 413, "payload_too_large"),
+        ([], 422, "request_invalid"),
+    ],
+)
+async def test_what_cannot_be_sent_is_a_problem_with_its_code(
+    client: httpx.AsyncClient, society: Society, body: Any, status: int, code: str
+) -> None:
+    answer = await client.post(f"{API}/messages", json=body)
+
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert await society.waiting("ada") == []
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"\xff", b'{"to": NaN}'])
+async def test_a_body_that_is_no_json_is_said_to_be_none(client: httpx.AsyncClient, body: bytes) -> None:
+    answer = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["code"]) == (400, "json_invalid")
+
+
+async def test_a_body_nested_without_end_is_refused(client: httpx.AsyncClient) -> None:
+    body = b'{"to": "ada", "payload": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001
+    answer = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["code"]) == (422, "payload_invalid")
+
+
+async def test_a_terminated_recipient_and_a_full_mailbox_say_so(client: httpx.AsyncClient, society: Society) -> None:
+    await society.store.terminate("bob")
+    answer = await client.post(f"{API}/messages", json={"to": "bob", "payload": {}})
+    assert (answer.status_code, answer.json()["code"]) == (410, "recipient_terminated")
+
+
+async def test_a_withdrawn_message_stays_withdrawn_and_a_taken_one_is_too_late(
+    client: httpx.AsyncClient, society: Society
+) -> None:
+    waiting = await send(client)
+    assert [(await client.delete(f"{API}/messages/{waiting}")).status_code for _ in range(2)] == [204, 204]
+
+    read = await society.bus.send(sender="ada", to="user", payload={"text": "seen"})
+    await society.store.read("ada", read.message_id)
+    answer = await client.delete(f"{API}/messages/{read.message_id}")
+    assert (answer.status_code, answer.json()["code"]) == (409, "already_taken")
+
+
+async def test_a_delayed_message_can_be_moved_until_it_is_delivered(
+    client: httpx.AsyncClient, clock: FakeClock
+) -> None:
+    later = await send(client, delayMs=HOUR)
+    moved = await client.patch(f"{API}/messages/{later}", json={"delayMs": 1000})
+    assert moved.status_code == 200 and moved.json()["deliverAt"] == "2030-01-01T00:00:01.000Z"
+
+    await clock.advance(seconds=1)
+    answer = await client.patch(f"{API}/messages/{later}", json={"delayMs": 1000})
+    assert (answer.status_code, answer.json()["code"]) == (409, "already_delivered")
+
+
+@pytest.mark.parametrize("body", [{}, {"delayMs": True}, {"delayMs": "5"}, {"delayMs": 1e15}])
+async def test_a_move_needs_a_number(client: httpx.AsyncClient, body: Any) -> None:
+    later = await send(client, delayMs=HOUR)
+    assert (await client.patch(f"{API}/messages/{later}", json=body)).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/messages/nothing"),
+        ("DELETE", "/messages/nothing"),
+        ("PATCH", "/messages/nothing"),
+        ("GET", "/messages?before=nothing"),
+        ("GET", "/delayed?after=nothing"),
+        ("POST", "/dead-letters/nothing/resend"),
+        ("DELETE", "/dead-letters/nothing"),
+    ],
+)
+async def test_an_unknown_message_is_one(client: httpx.AsyncClient, method: str, path: str) -> None:
+    body = {"delayMs": 5} if method == "PATCH" else None
+    answer = await client.request(method, API + path, json=body)
+    assert (answer.status_code, answer.json()["code"]) == (404, "unknown_message")
+
+
+async def test_the_timeline_comes_in_pages_newest_first(client: httpx.AsyncClient) -> None:
+    sent = [await send(client, f"n{n}", to="ada" if n % 2 else "bob") for n in range(7)]
+
+    first = (await client.get(f"{API}/messages", params={"limit": 4})).json()
+    second = (await client.get(f"{API}/messages", params={"limit": 4, "before": first["next"]})).json()
+    assert [m["id"] for m in first["items"] + second["items"]] == sent[::-1] and second["next"] is None
+    behind = (await client.get(f"{API}/messages", params={"before": sent[2], "agent": "ada"})).json()
+    assert [m["id"] for m in behind["items"]] == [sent[1]]
+
+
+@pytest.mark.parametrize("limit", ["0", "201", "many"])
+async def test_a_list_has_at_most_two_hundred_items(client: httpx.AsyncClient, limit: str) -> None:
+    answer = await client.get(f"{API}/messages", params={"limit": limit})
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+
+
+async def test_delayed_messages_are_counted_and_come_by_due_time(client: httpx.AsyncClient) -> None:
+    late, soon, other = [await send(client, to=to, delayMs=ms) for to, ms in (("ada", 9), ("ada", 5), ("bob", 7))]
+
+    everything = (await client.get(f"{API}/delayed")).json()
+    assert everything["count"] == 3 and [m["id"] for m in everything["items"]] == [soon, other, late]
+    first = (await client.get(f"{API}/delayed", params={"recipient": "ada", "limit": 1})).json()
+    assert (first["count"], [m["id"] for m in first["items"]]) == (2, [soon])
+    rest = (await client.get(f"{API}/delayed", params={"recipient": "ada", "after": first["next"]})).json()
+    assert [m["id"] for m in rest["items"]] == [late]
+
+
+async def test_a_dead_letter_is_listed_sent_again_and_let_go_of(client: httpx.AsyncClient, society: Society) -> None:
+    letter = await send(client, to="bob")
+    await society.store.terminate("bob")
+    dead = (await client.get(f"{API}/dead-letters")).json()["items"]
+    assert [m["id"] for m in dead] == [letter] and dead[0]["reason"] == "recipient_terminated"
+
+    again = await client.post(f"{API}/dead-letters/{letter}/resend")
+    assert (again.status_code, again.json()["code"]) == (410, "recipient_terminated")
+    assert (await client.delete(f"{API}/dead-letters/{letter}")).status_code == 204
+    assert (await client.get(f"{API}/dead-letters")).json() == {"items": [], "next": None}
+
+
+# Questions
+
+
+async def ask(society: Society, options: list[str]) -> str:
+    asked = await society.bus.send(sender="ada", to="user", payload={"text": "which?"}, quick_replies=options)
+    return asked.message_id
+
+
+async def test_of_two_answers_at_once_one_wins_and_the_other_is_told_which(
+    client: httpx.AsyncClient, society: Society
+) -> None:
+    question = await ask(society, ["Yes", "No"])
+
+    async def choose(option: int) -> httpx.Response:
+        text = ["Yes", "No"][option]
+        body = {"to": "ada", "payload": {"text": text}, "inReplyTo": question, "option": option}
+        return await client.post(f"{API}/messages", json=body)
+
+    answers = await asyncio.gather(choose(0), choose(1))
+
+    (won,) = [answer for answer in answers if answer.status_code == 202]
+    (lost,) = [answer for answer in answers if answer.status_code == 409]
+    assert lost.json()["code"] == "already_answered"
+    assert lost.json()["answer"]["messageId"] == won.json()["messageId"]
+    shown = (await client.get(f"{API}/messages/{question}")).json()
+    assert shown["answer"] == lost.json()["answer"]
+
+
+async def test_an_option_that_is_none_is_refused(client: httpx.AsyncClient, society: Society) -> None:
+    question = await ask(society, ["Yes"])
+    body = {"to": "ada", "payload": {"text": "Maybe"}, "inReplyTo": question, "option": 1}
+    answer = await client.post(f"{API}/messages", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "option_invalid")
