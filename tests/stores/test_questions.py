@@ -34,7 +34,7 @@ def question(sender: str = "ada", **more: Any) -> Envelope:
 
 
 def press(asked: str, option: int = 0, to: str = "ada", **more: Any) -> Envelope:
-    draft = {
+    draft: dict[str, Any] = {
         "sender": "user",
         "to": to,
         "payload": {"text": OPTIONS[option % 2]},
@@ -322,7 +322,7 @@ class Table:
         assert [each async for each in self.store.violations()] == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plan=moves, together=st.integers(1, 4))
 def test_whatever_is_asked_pressed_typed_and_withdrawn_the_answers_are_those_of_the_rules(
     plan: list[Move], together: int

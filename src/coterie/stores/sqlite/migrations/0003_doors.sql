@@ -6,8 +6,7 @@ ALTER TABLE messages ADD COLUMN answered_by TEXT;
 ALTER TABLE messages ADD COLUMN answered_option INTEGER;
 
 -- By delivery and not by sending: what was delayed stands where the person met it.
-CREATE INDEX messages_thread ON messages (thread, delivered_at, seq)
-    WHERE thread IS NOT NULL AND delivered_at IS NOT NULL;
+CREATE INDEX messages_thread ON messages (thread, delivered_at, seq) WHERE thread IS NOT NULL;
 CREATE INDEX messages_open_questions ON messages (sender, seq) WHERE question = 1 AND answered_by IS NULL;
 CREATE INDEX messages_answers ON messages (answered_by) WHERE answered_by IS NOT NULL;
 DROP INDEX messages_unread;
