@@ -18,7 +18,7 @@ from coterie.cli.output import moment, say_aside
 from coterie.cli.reply import Reply
 from coterie.cli.screen import Screen, plain
 from coterie.cli.waiting import answers_to
-from coterie.errors import CoterieError, NoAnswer, Refused, ServerUnusable
+from coterie.errors import CoterieError, NoAnswer, Refused, ServerStopping, ServerUnusable
 from coterie.messages import PERSON, Receipt
 from coterie.text import one_line
 
@@ -253,6 +253,13 @@ async def _listen(
 
 
 async def _happen(session: Session, happening: News | Entered | Closed | Interrupt | CoterieError) -> None:
+    try:
+        await _act(session, happening)
+    except ServerStopping:
+        session.hear(Over())
+
+
+async def _act(session: Session, happening: News | Entered | Closed | Interrupt | CoterieError) -> None:
     match happening:
         case Entered(text):
             await session.enter(text)

@@ -14,7 +14,7 @@ import httpx
 
 from coterie import __version__
 from coterie.address import Address, find_address
-from coterie.errors import STATUS, Refused, ServerUnusable, StoreOwned
+from coterie.errors import STATUS, Refused, ServerStopping, ServerUnusable, StoreOwned
 from coterie.inspection import owner, require_society
 from coterie.web.access import FILE as TOKEN
 from coterie.web.addresses import is_loopback
@@ -144,6 +144,8 @@ def _check_answer(answer: httpx.Response) -> None:
             " COTERIE_TOKEN"
         )
     code, sentence = _problem(answer)
+    if code == "stopping":
+        raise ServerStopping(sentence)
     if code in STATUS:
         raise Refused(code, sentence)
     raise ServerUnusable(f"the running server refused: {sentence} ({code})")

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from coterie.cli.client import Client, ServerEvent
 from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken
 from coterie.clock import Clock, SystemClock
-from coterie.errors import ServerUnusable
+from coterie.errors import ServerStopping, ServerUnusable
 from coterie.messages import Receipt
 
 RETRY = timedelta(seconds=1)
@@ -95,6 +95,10 @@ class HttpConversation:
                         await self._take(event)
                         if event.kind == "shutdown":
                             return
+            except ServerStopping:
+                self._news.put_nowait(Over())
+                self._listening.set()
+                return
             except ServerUnusable as error:
                 trouble = error
             failures += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coterie.cli.conversation import Arrived, Conversation, Line, News, Over, Stands, Taken
-from coterie.errors import NoAnswer
+from coterie.errors import NoAnswer, ServerStopping
 
 LOOKED_AT = 50
 """Messages among which an answer is looked for when the agent is done."""
@@ -27,6 +27,17 @@ async def answers_to(
 
     `NoAnswer` when it said nothing, or cannot. `hear` is told everything that happens meanwhile.
     """
+    try:
+        return await _wait(conversation, message_id, hear)
+    except ServerStopping:
+        raise _stopped(conversation.agent_id) from None
+
+
+def _stopped(agent_id: str) -> NoAnswer:
+    return NoAnswer(f"the society stopped before {agent_id} answered: start it again")
+
+
+async def _wait(conversation: Conversation, message_id: str, hear: Callable[[News], None]) -> Sequence[Line]:
     heard: dict[str, Line] = {}
     over = await _is_over(conversation, message_id)
     while not over:
@@ -39,7 +50,7 @@ async def answers_to(
             case Stands() | Taken():
                 over = await _is_over(conversation, message_id)
             case Over():
-                raise NoAnswer(f"the society stopped before {conversation.agent_id} answered: start it again")
+                raise _stopped(conversation.agent_id)
             case _:
                 pass
     if not any(line.in_reply_to == message_id for line in heard.values()):
