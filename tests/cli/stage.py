@@ -26,7 +26,7 @@ from coterie.testing.replies import Reply, Says
 
 T = TypeVar("T")
 
-PATIENCE = 6
+PATIENCE = 30
 """Seconds. Nothing waits that long; it only keeps what hangs from hanging the tests."""
 AGENTS = '[agents.ada]\nname = "Ada"\n[agents.bob]\nname = "Bob"\nparent = "ada"\n'
 

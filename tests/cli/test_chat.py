@@ -98,6 +98,8 @@ def test_files_delays_and_withdrawals(either: Stage, tmp_path: Path) -> None:
         chat.sees("goes along")
         chat.enter("/delay 1h look at this")
         chat.sees("due")
+        (message,) = coterie("delayed", "--json", "--dir", either.folder).json["items"]
+        assert message["payload"]["attachments"][0]["filename"] == "a.txt"
         chat.enter("/withdraw")
         chat.sees("taken back")
         chat.enter("/delay soon x")
@@ -107,9 +109,7 @@ def test_files_delays_and_withdrawals(either: Stage, tmp_path: Path) -> None:
         chat.enter("/help")
         chat.sees("/attach FILE")
 
-    (message,) = coterie_export(either.folder)
-    assert message["state"] == "withdrawn"
-    assert message["payload"]["attachments"][0]["filename"] == "a.txt"
+    assert coterie("delayed", "--json", "--dir", either.folder).json["count"] == 0
 
 
 def test_the_end_of_the_conversation_is_shown_first(either: Stage) -> None:

@@ -46,7 +46,9 @@ def test_a_model_that_fails_is_a_failure_in_its_own_words(either: Stage) -> None
 
     failure = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder).failure
 
-    assert failure == 'service "main" wants a key (401): edit apiKey in llmservices.json. Mend it, then write to me again.'
+    assert (
+        failure == 'service "main" wants a key (401): edit apiKey in llmservices.json. Mend it, then write to me again.'
+    )
 
 
 def test_an_agent_that_says_nothing_is_told_of(either: Stage) -> None:

@@ -41,7 +41,7 @@ def typing(screen: Screen, got: Callable[[Entered | Closed], None]) -> Iterator[
             got(one)
 
     before = termios.tcgetattr(terminal)
-    tty.setcbreak(terminal)
+    tty.setcbreak(terminal, termios.TCSADRAIN)  # what was typed meanwhile is kept
     loop.add_reader(terminal, read)
     screen.type("", 0)
     _write(_PASTE_ON)
