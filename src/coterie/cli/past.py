@@ -81,9 +81,11 @@ async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
 
 
 def _print(row: Mapping[str, Any]) -> None:
+    from json import dumps
+
     who = f"{row['role']} ({row['from']})" if "from" in row else row["role"]
     lines = str(row["content"]).split("\n") if row["content"] else []
-    calls = [f"→ {call['name']} {call['arguments']}" for call in row.get("calls", ())]
+    calls = [f"→ {call['name']} {dumps(call['arguments'], ensure_ascii=False)}" for call in row.get("calls", ())]
     say(f"[{who}]")
     for line in (*lines, *calls):
         say(f"  {line.expandtabs(4)}")
