@@ -47,7 +47,7 @@ async def _order(order: Order, agent_id: str, folder: Path, token: str | None) -
     """The state it is in then, and whether it was at work before."""
     from urllib.parse import quote
 
-    from coterie.cli.client import find_server
+    from coterie.cli.finding import find_server
     from coterie.cli.recipients import check_agent
     from coterie.inspection import Inspection
     from coterie.runtime import Society

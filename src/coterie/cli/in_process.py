@@ -10,6 +10,7 @@ from typing import Self
 
 from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken
 from coterie.cli.files import pieces
+from coterie.cli.saying import say
 from coterie.errors import Lagged, Refused
 from coterie.events import Event
 from coterie.live import Draft
@@ -126,15 +127,3 @@ class OwnConversation:
         if draft.outcome is not None:
             self._told.pop(draft.id, None)
             self._news.put_nowait(DraftOver(draft.id, draft.outcome))
-
-
-async def say(society: Society, to: str, speech: Speech) -> Receipt:
-    return await society.send(
-        to=to,
-        text=speech.text,
-        delay_ms=speech.delay_ms,
-        quick_replies=speech.quick_replies or None,
-        attachments=speech.attachments,
-        in_reply_to=speech.answers,
-        option=speech.option,
-    )

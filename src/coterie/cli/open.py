@@ -32,7 +32,7 @@ def open_panel(
 
 
 async def _link(folder: Path, token: str | None) -> str:
-    from coterie.cli.client import find_server
+    from coterie.cli.finding import find_server
     from coterie.errors import ServerUnusable
 
     client = find_server(folder, token)

@@ -77,7 +77,7 @@ def _sent(to: str, receipt: Receipt) -> str:
 
 
 async def _send(folder: Path, to: str, speech: Speech, files: Sequence[Path], token: str | None) -> Receipt:
-    from coterie.cli.client import find_server
+    from coterie.cli.finding import find_server
     from coterie.cli.recipients import check_recipient
     from coterie.inspection import Inspection
 
@@ -88,14 +88,14 @@ async def _send(folder: Path, to: str, speech: Speech, files: Sequence[Path], to
             await check_recipient(stored.store, to)
             refs = [await client.upload(file) for file in files]
             return await over_http.say(client, to, replace(speech, attachments=refs))
-    from coterie.cli import in_process
     from coterie.cli.files import pieces
+    from coterie.cli.saying import say as say_here
     from coterie.runtime import Society
 
     async with Society.visit(folder) as society:
         await check_recipient(society.store, to)
         kept = [await society.artifacts.put(pieces(file), file.name) for file in files]
-        return await in_process.say(society, to, replace(speech, attachments=[artifact.ref for artifact in kept]))
+        return await say_here(society, to, replace(speech, attachments=[artifact.ref for artifact in kept]))
 
 
 async def _ask(

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coterie.cli.client import find_server
 from coterie.cli.conversation import Conversation
+from coterie.cli.finding import find_server
 from coterie.cli.recipients import check_agent
 from coterie.inspection import Inspection
 
