@@ -29,7 +29,7 @@ FLOORS = [
         "private_file",
         "logctx",
     ],
-    ["artifacts", "filetype", "store", "overview", "statistics", "llm.chat", "llm.service"],
+    ["artifacts", "filetype", "store", "overview", "statistics", "transcript", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "llm", "tracing", "spans"],
     ["agent", "turns"],
     ["stores", "llm.providers"],

@@ -5,6 +5,7 @@ CoterieError
 ├── ConfigError          the society's files have problems; each names its file and place
 ├── Lagged               a watcher fell behind and must catch up from the event log
 ├── ServerUnusable       a society runs, but a command cannot talk to its server
+│   └── ServerStopping       because it is stopping
 ├── NoAnswer             an agent was asked, and said nothing that could be waited for
 └── StoreError           the store could not do its work; nothing was written
     ├── StoreUnavailable     for now: locked, full or closing; the same call may pass later
@@ -102,6 +103,10 @@ class Lagged(CoterieError):
 
 class ServerUnusable(CoterieError):
     """The running server cannot be talked to; the message says what to do."""
+
+
+class ServerStopping(ServerUnusable):
+    """The running server takes no more requests, because its society stops."""
 
 
 class NoAnswer(CoterieError):

@@ -13,7 +13,6 @@ from typing import Self
 from coterie.clock import Clock, SystemClock
 from coterie.errors import StoreBroken, StoreUnusable
 from coterie.folder import SocietyFolder
-from coterie.store import Store
 from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
 from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.lock import owner_of
@@ -25,7 +24,7 @@ FINDINGS = 20
 
 
 class Inspection:
-    def __init__(self, place: SocietyFolder, store: Store) -> None:
+    def __init__(self, place: SocietyFolder, store: SqliteStore) -> None:
         self.place, self.store = place, store
 
     @classmethod

@@ -274,10 +274,16 @@ class Society:
         """Set when the disk can no longer be trusted: the process must stop, its next start recovers."""
         return self.store.broken
 
-    async def stop(self, last_words: Callable[[int], Awaitable[None]] | None = None) -> int:
+    async def stop(
+        self,
+        last_words: Callable[[int], Awaitable[None]] | None = None,
+        *,
+        deliver_delayed: bool | None = None,
+    ) -> int:
         """The graceful stop: delayed messages are dealt with as configured. How many went out early. Once is enough.
 
-        `last_words` is called with that number when all is done, and the store still open.
+        `last_words` is called with that number when all is done, and the store still open. `deliver_delayed`: decided
+        here instead, by somebody who ran the society for a moment only.
         """
         if self._stopping.is_set():
             return 0
@@ -285,7 +291,9 @@ class Society:
         try:
             if self._crew:
                 await self._crew.stop_claiming()
-            early = await self.bus.stop(deliver_delayed=self.config.shutdown.delayed == "deliver")
+            if deliver_delayed is None:
+                deliver_delayed = self.config.shutdown.delayed == "deliver"
+            early = await self.bus.stop(deliver_delayed=deliver_delayed)
             if self._crew:
                 await self._crew.stop(timedelta(seconds=self.config.shutdown.drain_seconds))
             if last_words:

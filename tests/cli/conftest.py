@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from coterie.messages import Message
 from coterie.runtime import Society
 
 from .door import coterie
+from .stage import Stage
 
 DAY_MS = 86_400_000
 
@@ -49,3 +50,18 @@ def delayed(folder: Path) -> Sequence[Message]:
             return await society.store.delayed("assistant", limit=1_000_000)
 
     return asyncio.run(read())
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Nobody runs its society until a test says `serve`."""
+    with Stage(tmp_path / "home") as made:
+        yield made
+
+
+@pytest.fixture(params=["with a server", "without one"])
+def either(request: pytest.FixtureRequest, stage: Stage) -> Stage:
+    """Once beside a running server, once with a folder that nobody runs."""
+    if request.param == "with a server":
+        stage.serve()
+    return stage

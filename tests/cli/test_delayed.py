@@ -4,6 +4,7 @@ from pathlib import Path
 
 from .conftest import delayed, schedule
 from .door import coterie
+from .stage import Terminal
 
 
 def test_delayed_messages_are_listed_by_due_time_with_a_countdown(folder: Path) -> None:
@@ -63,3 +64,14 @@ def test_a_text_cannot_steer_the_terminal_or_forge_a_row(folder: Path) -> None:
 
 def test_a_society_that_never_ran_says_so(folder: Path) -> None:
     assert "has not run yet" in coterie("delayed", "--dir", folder).failure
+
+
+def test_on_a_terminal_the_countdown_goes_on_until_ctrl_c(folder: Path) -> None:
+    coterie("send", "assistant", "the tea", "--delay", "2h", "--dir", folder)
+
+    with Terminal("delayed", "--watch", "--dir", folder) as terminal:
+        terminal.sees("1 h 59 min")
+        terminal.sees("1 h 59 min")
+        terminal.type("\x03")
+
+        assert terminal.ends() == 0

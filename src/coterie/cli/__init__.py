@@ -7,12 +7,17 @@ from typing import Annotated
 import typer
 
 from coterie import __version__, failpoints
+from coterie.cli.agents import agents
 from coterie.cli.care import backup, restore, verify
+from coterie.cli.chat import chat
 from coterie.cli.check import check
+from coterie.cli.control import pause, resume, stop
 from coterie.cli.delayed import delayed
 from coterie.cli.failures import OneSentence, end_output, tell
 from coterie.cli.init import init
+from coterie.cli.open import open_panel
 from coterie.cli.output import forgiving_streams
+from coterie.cli.past import export, history
 from coterie.cli.send import send
 from coterie.cli.serve import serve
 
@@ -27,8 +32,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (init, serve, check, send, delayed, verify, backup, restore):
-    app.command()(command)
+for command in (
+    init, serve, check, open_panel, send, chat, agents, delayed, history, export, stop, pause, resume, verify, backup,
+    restore,
+):  # fmt: skip
+    app.command(command.__name__.removesuffix("_panel"))(command)
 
 
 def _version(wanted: bool) -> None:

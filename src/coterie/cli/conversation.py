@@ -46,7 +46,7 @@ class Line:
             in_reply_to=wire.get("inReplyTo"),
             answered=bool(wire.get("answer")),
             stopped=bool(wire.get("stopped")),
-            wire=wire,
+            wire={key: value for key, value in wire.items() if key != "rendered"},  # that is for pages
         )
 
     def is_between(self, agent_id: str) -> bool:
@@ -55,6 +55,11 @@ class Line:
             about = self.wire["payload"].get("problem")
             return self.to == PERSON and isinstance(about, dict) and about.get("agent") == agent_id
         return {self.sender, self.to} == {PERSON, agent_id}
+
+    @property
+    def is_trouble(self) -> bool:
+        """The runtime tells that the agent could not answer."""
+        return self.sender == SYSTEM and "problem" in self.wire["payload"]
 
     @property
     def is_heard(self) -> bool:
@@ -101,6 +106,10 @@ class Stands:
     state: State
     phase: str | None = None
     tool: str | None = None
+
+    @classmethod
+    def of(cls, wire: Mapping[str, Any]) -> Stands:
+        return cls(state=wire["state"], phase=wire.get("phase"), tool=wire.get("tool"))
 
     @property
     def words(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from coterie.cli import durations
 from coterie.cli.options import HOME, Dir, Json
-from coterie.cli.output import moment, say, say_json, say_table
+from coterie.cli.output import moment, say, say_json, say_table, table_of
 
 if TYPE_CHECKING:
     from coterie.messages import Message
@@ -23,13 +24,19 @@ def delayed(
     dir: Dir = HOME,  # noqa: A002
     recipient: Annotated[str | None, typer.Option(metavar="AGENT", help="Only messages to this agent.")] = None,
     limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many, the next due first.")] = 50,
+    watch: Annotated[bool, typer.Option("--watch", help="Count down on the terminal until Ctrl-C.")] = False,
     json: Json = False,
 ) -> None:
     """List delayed messages with their due times. Works beside a running society."""
     import asyncio
+    import sys
 
     from coterie.clock import SystemClock, to_ms
 
+    if watch and not json and sys.stdout.isatty():
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_watch(dir, recipient, limit))
+        return
     count, messages = asyncio.run(_read(dir, recipient, limit))
     now = SystemClock().now()
     waits = [(message.deliver_at or now) - now for message in messages]
@@ -44,6 +51,23 @@ def delayed(
     say_table(("DUE", "IN", "FROM", "TO", "TEXT"), rows)
     if count > len(messages):
         say(f"{len(messages):,} of {count:,} shown: see more with --limit {count}")
+
+
+async def _watch(folder: Path, recipient: str | None, limit: int) -> None:
+    from datetime import timedelta
+
+    from rich.live import Live
+
+    from coterie.clock import SystemClock
+
+    clock = SystemClock()
+    with Live(auto_refresh=False, transient=True) as live:
+        while True:
+            _, messages = await _read(folder, recipient, limit)
+            now = clock.now()
+            rows = [_row(message, durations.shown((message.deliver_at or now) - now)) for message in messages]
+            live.update(table_of(("DUE", "IN", "FROM", "TO", "TEXT"), rows), refresh=True)
+            await clock.sleep(timedelta(seconds=1))
 
 
 async def _read(folder: Path, recipient: str | None, limit: int) -> tuple[int, Sequence[Message]]:

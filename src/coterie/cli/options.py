@@ -16,6 +16,18 @@ def _remember(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
+def a_duration(text: str | None) -> str | None:
+    """For options that take one: what cannot be read is wrong usage."""
+    from coterie.cli import durations
+
+    try:
+        if text is not None:
+            durations.to_ms(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
 def wants_json(context: typer.Context) -> bool:
     """Whoever reports a failure needs to know, too."""
     return bool(context.meta.get(_AS_JSON))
@@ -31,4 +43,10 @@ _dir = typer.Option(
 Dir = Annotated[Path, _dir]
 MaybeDir = Annotated[Path | None, _dir]
 Place = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="The same as --dir.", show_default=False)]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COTERIE_TOKEN", metavar="TOKEN", help="Of the running server; otherwise data/token.", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", callback=_remember, help="Write JSON, for programs.")]

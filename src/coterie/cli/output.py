@@ -17,6 +17,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.status import Status
+    from rich.table import Table
 
 PROGRESS_AFTER = 1.0
 """Seconds. Whatever is done by then needs no explanation."""
@@ -44,6 +45,12 @@ def say_json(value: Any) -> None:
 
 def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
+
+    # A pipe has no width: there a row is as long as it needs to be, so that whatever reads it finds whole words.
+    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table_of(columns, rows))
+
+
+def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -53,8 +60,7 @@ def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
     for row in rows:
         table.add_row(*(Text(harmless(cell)) for cell in row))
-    # A pipe has no width: there a row is as long as it needs to be, so that whatever reads it finds whole words.
-    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table)
+    return table
 
 
 def counted(number: int, noun: str) -> str:

@@ -8,19 +8,31 @@ from coterie.errors import Refused
 from coterie.text import nearest, one_line
 
 if TYPE_CHECKING:
+    from coterie.agents import Agent
     from coterie.store import Store
 
 SHOWN = 10
 
 
-async def check_recipient(store: Store, name: str) -> None:
-    """There is somebody of that name; otherwise `Refused` says who was probably meant, or who there is."""
-    if await store.agent(name):
-        return
-    known = [agent.id for agent in await store.agents()]
-    meant = nearest(name, set(known))
-    if meant:
+async def check_recipient(store: Store, name: str) -> Agent:
+    """Whoever is of that name; otherwise `Refused` says who was probably meant, or who there is."""
+    if found := await store.agent(name):
+        return found
+    raise Refused("unknown_recipient", _nobody(name, [agent.id for agent in await store.agents()]))
+
+
+async def check_agent(store: Store, name: str) -> Agent:
+    """The same for agents alone: the person does not count."""
+    found = await store.agent(name)
+    if found and found.kind == "agent":
+        return found
+    known = [agent.id for agent in await store.agents() if agent.kind == "agent"]
+    raise Refused("unknown_agent", _nobody(name, known))
+
+
+def _nobody(name: str, known: list[str]) -> str:
+    if meant := nearest(name, set(known)):
         hint = f'did you mean "{meant}"?'
     else:
         hint = f"choose one of {', '.join(known[:SHOWN])}{' and others' if len(known) > SHOWN else ''}"
-    raise Refused("unknown_recipient", f'there is no agent "{one_line(name)}": {hint}')
+    return f'there is no agent "{one_line(name)}": {hint}'

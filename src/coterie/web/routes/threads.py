@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
-from coterie.agents import Agent
 from coterie.clock import to_wire
-from coterie.messages import PERSON, Message
-from coterie.runtime import Society
+from coterie.transcript import as_markdown, whole_thread
 from coterie.web import shapes, wire
 from coterie.web.answers import COMMON, Cursor, Limit, answer, gives, listing, problems
 from coterie.web.dependencies import ClockDep, SocietyDep
 
 router = APIRouter(tags=["threads"], responses=COMMON)
 
-PAGE = 200
 MARKDOWN = "text/markdown"
 
 
@@ -77,7 +73,7 @@ async def export(
 ) -> Response:
     """By `format`, else by `Accept`, else Markdown."""
     known = wire.known(await society.store.agent(agent), agent)
-    whole = await _all(society, agent)
+    whole = await whole_thread(society.store, agent)
     as_json = format == "json" or (format is None and "json" in accept and MARKDOWN not in accept)
     name = f'attachment; filename="{agent}.{"json" if as_json else "md"}"'
     if as_json:
@@ -90,32 +86,4 @@ async def export(
         )
         told.headers["Content-Disposition"] = name
         return told
-    return Response(_markdown(known, whole), headers={"Content-Disposition": name}, media_type=MARKDOWN)
-
-
-async def _all(society: Society, agent_id: str) -> Sequence[Message]:
-    pages: list[Sequence[Message]] = []
-    before = None
-    while page := await society.store.thread(agent_id, before=before, limit=PAGE):
-        pages.append(page)
-        before = page[0].id
-    return [message for page in reversed(pages) for message in page]
-
-
-def _markdown(agent: Agent, messages: Sequence[Message]) -> str:
-    parts = [f"# {agent.name}\n"]
-    for message in messages:
-        who = "You" if message.sender == PERSON else agent.name if message.sender == agent.id else message.sender
-        parts.append(f"## {who}, {to_wire(message.delivered_at or message.created_at)}\n")
-        parts.append(f"{_words(message)}\n")
-    return "\n".join(parts)
-
-
-def _words(message: Message) -> str:
-    payload: dict[str, Any] = message.payload
-    lines = [str(payload["text"])] if payload.get("text") else []
-    lines += [f"- file: {item.get('filename', 'file')}" for item in payload.get("attachments", [])]
-    chosen = message.answer.option if message.answer else None
-    for number, option in enumerate(payload.get("quickReplies", [])):
-        lines.append(f"- [{'x' if number == chosen else ' '}] {option}")
-    return "\n".join(lines)
+    return Response(as_markdown(known, whole), headers={"Content-Disposition": name}, media_type=MARKDOWN)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from coterie.address import FILE, Address, leave_address
+from coterie.stores.sqlite.lock import FolderLock
+
+from .door import coterie
+from .stage import Stage
+
+
+def test_a_wrong_token_is_told_with_where_to_give_the_right_one(stage: Stage) -> None:
+    stage.serve()
+
+    failure = coterie("send", "ada", "x", "--token", "wrong", "--dir", stage.folder).failure
+
+    assert failure.startswith("the running server does not accept this token")
+
+
+def test_a_token_that_lies_nowhere_must_be_given(stage: Stage) -> None:
+    stage.serve(token="secret")
+
+    assert "give it with --token or COTERIE_TOKEN" in coterie("send", "ada", "x", "--dir", stage.folder).failure
+    assert coterie("send", "ada", "x", "--dir", stage.folder, env={"COTERIE_TOKEN": "secret"}).code == 0
+
+
+def test_a_server_of_another_version_is_not_talked_to(stage: Stage) -> None:
+    stage.serve()
+    _rewrite(stage.folder, version="99.0.0")
+
+    failure = coterie("send", "ada", "x", "--dir", stage.folder).failure
+
+    assert "the server is coterie 99.0.0" in failure
+    assert "restart the server" in failure
+
+
+def test_the_token_goes_to_this_machine_only(stage: Stage) -> None:
+    stage.serve()
+    _rewrite(stage.folder, url="http://192.0.2.1:8642")
+
+    assert "listens on 192.0.2.1 only" in coterie("send", "ada", "x", "--dir", stage.folder).failure
+
+
+def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path) -> None:
+    coterie("send", "assistant", "x", "--dir", folder)
+    (folder / "data" / "token").write_text("t")
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        lock = FolderLock(folder / "data")
+        try:
+            leave_address(folder / "data", Address(url=f"http://127.0.0.1:{taken.getsockname()[1]}", pid=os.getpid()))
+            failure = coterie("send", "assistant", "x", "--dir", folder).failure
+        finally:
+            lock.release()
+
+    assert f"process {os.getpid()} runs this society" in failure
+    assert "cannot be reached" in failure
+
+
+def test_a_note_left_by_a_server_that_died_counts_for_nothing(folder: Path) -> None:
+    (folder / "data").mkdir(exist_ok=True)
+    leave_address(folder / "data", Address(url="http://127.0.0.1:1", pid=1))
+
+    assert coterie("send", "assistant", "x", "--dir", folder).code == 0
+
+
+def test_a_typo_beside_a_server_gets_a_hint(stage: Stage) -> None:
+    stage.serve()
+
+    assert 'did you mean "ada"?' in coterie("send", "adda", "x", "--dir", stage.folder).failure
+
+
+def test_a_refusal_of_the_server_keeps_its_code(stage: Stage) -> None:
+    stage.serve()
+    options = [f"--quick-reply={n}" for n in range(11)]
+
+    assert (
+        coterie("send", "ada", "x", *options, "--json", "--dir", stage.folder).json["error"] == "quickReplies_too_many"
+    )
+
+
+@pytest.mark.parametrize("order", ["stop", "pause", "resume"])
+def test_orders_reach_an_agent(either: Stage, order: str) -> None:
+    expected = {"stop": "idle", "pause": "paused", "resume": "idle"}[order]
+
+    assert coterie(order, "ada", "--json", "--dir", either.folder).json == {"id": "ada", "state": expected}
+    assert 'did you mean "ada"?' in coterie(order, "adda", "--dir", either.folder).failure
+
+
+def test_open_writes_a_link_where_there_is_no_display(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert "nobody runs the society" in coterie("open", "--dir", stage.folder).failure
+    stage.serve()
+
+    assert "/?code=" in coterie("open", "--dir", stage.folder).stdout
+
+
+def test_agents_are_listed_below_who_made_them(either: Stage) -> None:
+    coterie("send", "bob", "x", "--delay", "1h", "--dir", either.folder)
+
+    heading, ada, bob = coterie("agents", "--dir", either.folder).stdout.splitlines()
+
+    assert heading.split() == ["AGENT", "NAME", "STATE", "SERVICE", "WAITING", "UNREAD"]
+    assert ada.split() == ["ada", "Ada", "idle", "main", "0", "0"]
+    assert bob.split() == ["└", "bob", "Bob", "idle", "main", "0", "0"]
+    items = coterie("agents", "--json", "--dir", either.folder).json["items"]
+    assert [(one["id"], one["parent"]) for one in items] == [("ada", None), ("bob", "ada")]
+
+
+def test_history_and_export_tell_what_was_said(either: Stage) -> None:
+    either.script("Fine.")
+    coterie("send", "ada", "How are you?", "--wait", "--dir", either.folder)
+
+    roles = [row["role"] for row in coterie("history", "ada", "--json", "--dir", either.folder).json["items"]]
+    exported = coterie("export", "ada", "--dir", either.folder).stdout
+
+    assert roles == ["system", "user", "assistant"]
+    assert "[user (user)]\n  How are you?" in coterie("history", "ada", "--dir", either.folder).stdout
+    assert exported.startswith("# Ada\n")
+    assert exported.index("How are you?") < exported.index("Fine.")
+    assert 'did you mean "ada"?' in coterie("export", "adda", "--dir", either.folder).failure
+
+
+def test_the_shell_completes_agents_from_the_folder(either: Stage) -> None:
+    words = {"_COTERIE_COMPLETE": "complete_bash", "COMP_WORDS": "coterie history a", "COMP_CWORD": "2"}
+
+    done = coterie("history", env=words | {"COTERIE_DIR": str(either.folder)})
+
+    assert done.stdout.split() == ["ada"]
+
+
+def _rewrite(folder: Path, **other: str) -> None:
+    note = folder / "data" / FILE
+    note.write_text(json.dumps(json.loads(note.read_text()) | other))
