@@ -55,7 +55,10 @@ class Memory:
 
     def add(self, agent_id: str, rows: Sequence[HistoryRow] | None) -> None:
         """A step has added `rows`. None: it has changed earlier ones."""
-        if (conversation := self._kept.get(agent_id)) is None:
+        conversation = self._kept.get(agent_id)
+        if conversation is None:
+            if rows and rows[0].seq == 1:
+                self.keep(agent_id, View("", rows))  # the first words: there is nothing else to read
             return
         if rows is None or (rows and rows[0].seq != conversation.last + 1):
             self.forget(agent_id)

@@ -159,7 +159,9 @@ class Toolbox:
 
     async def _within_time(self, call: asyncio.Future[Any], seconds: float) -> Any:
         try:
-            await asyncio.wait({call}, timeout=seconds)
+            await asyncio.sleep(0)  # many have nothing to wait for, and need no timer
+            if not call.done():
+                await asyncio.wait({call}, timeout=seconds)
         except asyncio.CancelledError:
             await self._stop(call)
             raise

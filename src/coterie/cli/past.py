@@ -62,7 +62,7 @@ def export(
 
 
 async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
-    from coterie.agent.prompt import system_prompt
+    from coterie.agent.prompt import Prompts
     from coterie.cli.recipients import check_agent
     from coterie.cli.roster import directory_of
     from coterie.errors import CoterieError
@@ -74,7 +74,7 @@ async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
         rows = [wire.said(row) for row in await stored.store.history(agent_id)]
         directory = await directory_of(stored)
     try:
-        prompt = system_prompt(directory.profile(agent_id), directory)
+        prompt = Prompts(directory).of(directory.profile(agent_id))
     except CoterieError:  # it was ended, or the files describe it no more
         return rows
     return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}, *rows]

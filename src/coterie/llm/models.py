@@ -33,6 +33,8 @@ class Models:
         self._services, self._router, self._refusals = services, router, refusals
         self._make, self._clock = make, clock
         self._lines: dict[ServiceEntry, _Line] = {}
+        self._edition = services.edition
+        """The one whose changes are dealt with."""
 
     async def ask(self, service_id: str, request: Request, *, reader: str) -> Stream:
         """Text as it comes, then one `Answer`; or the `ServiceError` that the caller is to act on.
@@ -89,37 +91,35 @@ class Models:
             self._check(entry, line.breaker)
             async with line.slots:
                 self._check(entry, line.breaker)  # it may have opened while we stood in the queue
-                async with aclosing(self._judged(entry, line, request)) as judged:
-                    async for piece in judged:
+                probe, pieces = line.breaker.enter(), line.service.generate(request)
+                try:
+                    async for piece in pieces:
+                        if isinstance(piece, Answer):
+                            line.breaker.succeeded()
+                            yield replace(piece, service=entry.id)
+                            return
                         yield piece
+                    raise Malformed(f'service "{entry.id}" ended its stream without an answer')
+                except BaseException as error:
+                    self._judge(line.breaker, error, probe)
+                    raise
+                finally:
+                    if isinstance(pieces, AsyncGenerator):
+                        await pieces.aclose()
         finally:
             line.users -= 1
-            if not line.users and not self._services.has(entry):
+            if self._edition != self._services.edition:
                 await self._close_unused()
 
-    async def _judged(self, entry: ServiceEntry, line: _Line, request: Request) -> Stream:
-        """The pieces up to the answer, which is signed with the service's id; how they end is told to the breaker."""
-        probe, pieces = line.breaker.enter(), line.service.generate(request)
-        try:
-            async for piece in pieces:
-                if isinstance(piece, Answer):
-                    line.breaker.succeeded()
-                    yield replace(piece, service=entry.id)
-                    return
-                yield piece
-            raise Malformed(f'service "{entry.id}" ended its stream without an answer')
-        except (Transient, Malformed):
-            line.breaker.failed(self._clock.monotonic(), probe=probe)
-            raise
-        except ServiceError:
-            line.breaker.succeeded()  # it is there, and says no
-            raise
-        except BaseException:
-            line.breaker.left(probe=probe)
-            raise
-        finally:
-            if isinstance(pieces, AsyncGenerator):
-                await pieces.aclose()
+    def _judge(self, breaker: Breaker, error: BaseException, probe: bool) -> None:
+        """How a request ended tells something of the service, or nothing when its caller went away."""
+        match error:
+            case Transient() | Malformed():
+                breaker.failed(self._clock.monotonic(), probe=probe)
+            case ServiceError():
+                breaker.succeeded()  # it is there, and says no
+            case _:
+                breaker.left(probe=probe)
 
     def _check(self, entry: ServiceEntry, breaker: Breaker) -> None:
         wait = breaker.wait(self._clock.monotonic())
@@ -136,9 +136,13 @@ class Models:
 
     async def _close_unused(self) -> None:
         """Services whose entry was changed or removed are closed when their last request has ended."""
-        unused = [entry for entry, line in self._lines.items() if not line.users and not self._services.has(entry)]
-        for line in [self._lines.pop(entry) for entry in unused]:
-            await line.service.close()
+        old = {entry: line for entry, line in self._lines.items() if not self._services.has(entry)}
+        if not any(line.users for line in old.values()):
+            self._edition = self._services.edition
+        for entry, line in old.items():
+            if not line.users:
+                del self._lines[entry]
+                await line.service.close()
 
 
 @dataclass(slots=True)

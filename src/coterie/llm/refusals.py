@@ -60,6 +60,8 @@ class Refusals:
     def left(self, entry: ServiceEntry) -> Capabilities:
         """What the service can do: what its entry says, less what its provider refused."""
         refused, declared = self._current(entry).keys(), entry.capabilities
+        if not refused:
+            return declared
         return replace(declared, input=declared.input - refused, output=declared.output - refused)
 
     def _current(self, entry: ServiceEntry) -> dict[str, Refusal]:

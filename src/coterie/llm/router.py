@@ -37,7 +37,7 @@ class CapabilityRouter:
         views = await self._views(request.said, entry, reader)
         said = tuple(_shown(one, views) for one in request.said) if views else request.said
         if self.takes_tools(entry):
-            return replace(request, said=said)
+            return replace(request, said=said) if views else request
         return Request(said=tuple(tool_runs_as_text(said)), tools=())
 
     def takes_tools(self, entry: ServiceEntry) -> bool:

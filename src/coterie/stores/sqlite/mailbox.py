@@ -62,7 +62,12 @@ _COLUMNS = [field.name for field in fields(Mailbox)]
 _LIST, _SETS = ", ".join(_COLUMNS), ", ".join(f"{column} = ?" for column in _COLUMNS)
 _READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
 _SAVE = f"UPDATE agents SET {_SETS} WHERE id = ?"
+_STATE, _RUNNABLE_AT = _COLUMNS.index("state"), _COLUMNS.index("runnable_at")
 as_row = attrgetter(*_COLUMNS)
+
+
+def _could_run(row: tuple[Any, ...], now: int) -> bool:
+    return row[_RUNNABLE_AT] is not None and row[_RUNNABLE_AT] <= now
 
 
 class Mailboxes:
@@ -86,19 +91,19 @@ class Mailboxes:
         return [
             (agent_id, found[0].state)
             for agent_id, found in self._open.items()
-            if found and found[0].can_run(now) and not Mailbox(*found[1]).can_run(now)
+            if found and found[0].can_run(now) and not _could_run(found[1], now)
         ]
 
     def save(self, stamp: int) -> None:
         """Write those that were changed."""
         changed = []
         for agent_id, found in self._open.items():
-            if found is None or as_row(found[0]) == found[1]:
+            if found is None or (row := as_row(found[0])) == found[1]:
                 continue
-            mailbox, before = found
-            if mailbox.state != Mailbox(*before).state:
-                mailbox.since = stamp
-            changed.append((*as_row(mailbox), agent_id))
+            if row[_STATE] != found[1][_STATE]:
+                found[0].since = stamp
+                row = as_row(found[0])
+            changed.append((*row, agent_id))
         if len(changed) == 1:
             self._db.execute(_SAVE, changed[0])
         else:

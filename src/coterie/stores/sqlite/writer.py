@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 BATCH = 256
 """Jobs in one commit at most: bounds how long the first of them waits for the last."""
 BUSY_TRIES = 3
-CHECKPOINT_EVERY = 128
-"""Transactions done at once between two checkpoints."""
+CHECKPOINT_EVERY = 256
+"""Transactions between two checkpoints where commits do not flush: a log of some ten megabytes."""
 
 
 @dataclass(slots=True)

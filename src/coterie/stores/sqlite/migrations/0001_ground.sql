@@ -76,7 +76,8 @@ CREATE TABLE attachments (
 CREATE INDEX attachments_message ON attachments (message_seq);
 
 CREATE TABLE events (
-    seq     INTEGER PRIMARY KEY AUTOINCREMENT,
+    -- Strictly increasing without AUTOINCREMENT, because the newest row is never deleted.
+    seq     INTEGER PRIMARY KEY,
     at      INTEGER NOT NULL,
     kind    TEXT NOT NULL,
     subject TEXT NOT NULL

@@ -28,7 +28,7 @@ CREATE TABLE history (
     turn_no    INTEGER NOT NULL,
     role       TEXT NOT NULL CHECK (role IN ('user', 'assistant', 'tool')),
     -- A user row is the message it stands for.
-    message_id TEXT UNIQUE,
+    message_id TEXT,
     content    TEXT,
     calls      TEXT,
     call_id    TEXT,
@@ -36,6 +36,7 @@ CREATE TABLE history (
     PRIMARY KEY (agent_id, seq)
 ) STRICT, WITHOUT ROWID;
 
+CREATE UNIQUE INDEX history_message ON history (message_id) WHERE message_id IS NOT NULL;
 -- With all that is asked of it inside: otherwise SQLite reads the whole history of the agent for every answer.
 CREATE INDEX history_turn ON history (agent_id, turn_no, seq, message_id) WHERE message_id IS NOT NULL;
 
