@@ -278,12 +278,12 @@ class Society:
         self,
         last_words: Callable[[int], Awaitable[None]] | None = None,
         *,
-        deliver_delayed: bool | None = None,
+        briefly: bool = False,
     ) -> int:
         """The graceful stop: delayed messages are dealt with as configured. How many went out early. Once is enough.
 
-        `last_words` is called with that number when all is done, and the store still open. `deliver_delayed`: decided
-        here instead, by somebody who ran the society for a moment only.
+        `last_words` is called with that number when all is done, and the store still open. `briefly`: it ran for a
+        moment only, so what is delayed stays so, and nobody waits for turns under way: the next start resumes them.
         """
         if self._stopping.is_set():
             return 0
@@ -291,11 +291,10 @@ class Society:
         try:
             if self._crew:
                 await self._crew.stop_claiming()
-            if deliver_delayed is None:
-                deliver_delayed = self.config.shutdown.delayed == "deliver"
-            early = await self.bus.stop(deliver_delayed=deliver_delayed)
+            settings = self.config.shutdown
+            early = await self.bus.stop(deliver_delayed=settings.delayed == "deliver" and not briefly)
             if self._crew:
-                await self._crew.stop(timedelta(seconds=self.config.shutdown.drain_seconds))
+                await self._crew.stop(timedelta(seconds=0 if briefly else settings.drain_seconds))
             if last_words:
                 await last_words(early)
             return early

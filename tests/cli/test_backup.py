@@ -30,7 +30,7 @@ def full(folder: Path, tmp_path: Path) -> Path:
     for name in ("prompts/deep/b.md", "roles/a.md", "tools.py", "tools/more.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"# {name}")
-    (folder / "data" / "token").write_text("the token")
+    (folder / "data" / "token").write_text("the-token-of-this-society-0123456789")
     (folder / "data" / "secrets.json").write_text('{"KEY": "the key"}')
     return folder
 

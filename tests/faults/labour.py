@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from coterie.agent.context import build_request, said
 from coterie.agent.send_message import SEND_MESSAGE
 from coterie.clock import SystemClock
+from coterie.errors import Refused
 from coterie.folder import SocietyFolder
 from coterie.llm.providers.openai_dialect import Dialect
 from coterie.runtime import Society
@@ -65,7 +67,9 @@ class Judge(Client):
         note = {"wanted": self._name, "to": agent, "delay": 0, "at": time.time_ns() // 1_000_000}
         note |= {"question": question.id, "option": option, "text": VERDICTS[option]}
         self._witness.note(**note)
-        await self._send(note, again=True)
+        # Somebody's words may have come first: then the question is closed, and the button says so.
+        with contextlib.suppress(Refused):
+            await self._send(note, again=True)
 
 
 async def start(folder: Path, witness: Witness) -> Society:

@@ -160,7 +160,8 @@ class Client:
 
     async def work(self, owed: list[Note]) -> None:
         for note in owed:
-            await self._send(note, again=True)
+            with contextlib.suppress(Refused):  # a button on a question that was closed meanwhile
+                await self._send(note, again=True)
         while True:
             await self._rng.choices((self._say, self._delay, self._repeat, self._take_back), (5, 5, 1, 1))[0]()
             if self._pause:

@@ -267,7 +267,7 @@ def full_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             case "while writing":
                 before = resource.getrlimit(resource.RLIMIT_FSIZE)
                 patch.setattr(patch, "undo", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before))
-                resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
             case "on the flush":
                 patch.setattr(os, "fsync", full)
             case "on the rename":
