@@ -66,6 +66,7 @@ def test_a_backup_is_private_and_holds_no_keys(full: Path, archive: Path) -> Non
     assert "Not in it: the access token and the keys of model services" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp_path: Path) -> None:
     with Serving(full) as society:
         made = coterie("backup", "--dir", full, "--to", tmp_path, "--json").json

@@ -29,6 +29,7 @@ def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
         assert coterie("check", "--dir", folder, "--json").json["runningPid"] == society.pid
 
 
+@pytest.mark.slow
 def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
     with Serving(tmp_path / "new") as society:
         assert society.stop() == 0
@@ -37,6 +38,7 @@ def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "llmservices.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Path, number: signal.Signals) -> None:
     schedule(folder, 3)
@@ -49,6 +51,7 @@ def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Pat
     assert [(m.payload["text"], m.early) for m in waiting(folder)] == [("0", True), ("1", True), ("2", True)]
 
 
+@pytest.mark.slow
 def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Path) -> None:
     schedule(folder, 3)
     with Serving(folder) as first:
@@ -60,6 +63,7 @@ def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Pat
         assert not [line for line in second.messages if "did not stop in order" in line]
 
 
+@pytest.mark.slow
 def test_a_stop_can_leave_the_schedule_as_it_is(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[shutdown]\ndelayed = "keep"\n')
     schedule(folder, 2)
@@ -72,6 +76,7 @@ def test_a_stop_can_leave_the_schedule_as_it_is(folder: Path) -> None:
     assert "stopping: 2 delayed messages stay scheduled" in society.messages
 
 
+@pytest.mark.slow
 def test_after_kill_9_every_delayed_message_is_still_there(folder: Path) -> None:
     schedule(folder, 5)
     before = delayed(folder)
@@ -115,6 +120,7 @@ def test_a_long_stop_tells_every_second_how_much_is_left(folder: Path) -> None:
     assert len(waiting(folder)) == 50_000
 
 
+@pytest.mark.slow
 def test_a_second_process_is_turned_away_and_the_first_goes_on(folder: Path) -> None:
     with Serving(folder) as first:
         second = coterie_process("serve", folder)
@@ -200,6 +206,7 @@ def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path)
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_an_address_that_others_reach_needs_a_token_of_ones_own(folder: Path, host: str) -> None:
     assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder, "--host", host).failure
@@ -214,6 +221,7 @@ def test_a_taken_port_is_told_in_one_sentence(folder: Path) -> None:
     assert coterie_process("serve", folder, "--port", "99999").code == 2
 
 
+@pytest.mark.slow
 def test_a_token_that_cannot_be_kept_is_told_in_one_sentence(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "token").mkdir()

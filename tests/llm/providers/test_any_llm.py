@@ -59,6 +59,7 @@ async def test_without_the_extra_it_says_in_one_sentence_what_to_install(monkeyp
 
 
 @installed
+@pytest.mark.slow
 async def test_text_calls_and_usage_come_through(server: ModelServer, main: AnyLLMService) -> None:
     server.script(Says("Let me see.", (Calls("look_up", {"city": "Oslo"}, "a"),)))
 
