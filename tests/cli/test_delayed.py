@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .conftest import delayed, schedule
 from .door import coterie
 from .stage import Terminal
