@@ -80,8 +80,9 @@ class Answer:
         return {"messageId": self.message_id, "option": self.option}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    # Like Envelope, it is made by the thousand.
+
     seq: int
     """Send order over the whole society; the cursor of every listing."""
     id: str

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
 
+import msgspec
+
 from coterie.agent.turn import Ask, Event, Plan, PlannedCall, Rest, Rules, Run
 from coterie.errors import StoreError
 from coterie.llm.chat import Answer, Call
@@ -17,8 +19,7 @@ class StaleOwner(StoreError):
     """Somebody else has taken this agent over: whatever was decided here counts for nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryRow:
+class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     """One row of an agent's history."""
 
     seq: int
@@ -32,8 +33,7 @@ class HistoryRow:
     hidden: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The right to work on one agent's turn. It holds for exactly one more step."""
 
     agent_id: str

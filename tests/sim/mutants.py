@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
+
+import msgspec
 
 from coterie.agent import turn
 from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Reply, Run, Step, Turn
@@ -150,7 +151,9 @@ def unfenced_read(later: Later) -> Iterator[Any]:
             return claim
         turn_no, step_no, index, name = started[0]
         call = PlannedCall(call=Call(id="", name=str(name), arguments={}))
-        return replace(claim, plan_key=(int(str(turn_no)), int(str(step_no))), effect=Run(int(str(index))), call=call)
+        return msgspec.structs.replace(
+            claim, plan_key=(int(str(turn_no)), int(str(step_no))), effect=Run(int(str(index))), call=call
+        )
 
     yield mock.patch.object(Simulation, "effect_of", look)
 

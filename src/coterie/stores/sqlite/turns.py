@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -37,7 +36,10 @@ def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: 
         (post.now, min(1, limit - len(rows))),
     ).fetchall()
     claims = [_claim_one(db, post, agent_id, worker, rules) for (agent_id,) in rows]
-    claims += [replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True) for (agent_id,) in suspects]
+    claims += [
+        msgspec.structs.replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True)
+        for (agent_id,) in suspects
+    ]
     if claims:
         hit("turn.claimed")
     return claims
