@@ -92,6 +92,14 @@ def test_orders_reach_an_agent(either: Stage, order: str) -> None:
     assert 'did you mean "ada"?' in coterie(order, "adda", "--dir", either.folder).failure
 
 
+def test_one_order_can_halt_everybody(either: Stage) -> None:
+    halted = coterie("pause", "--all", "--json", "--dir", either.folder).json["items"]
+
+    assert halted == [{"id": "ada", "state": "paused"}, {"id": "bob", "state": "paused"}]
+    assert coterie("resume", "--all", "--dir", either.folder).stdout.splitlines() == ["ada goes on.", "bob goes on."]
+    assert coterie("pause", "--dir", either.folder).code == 2
+
+
 def test_open_writes_a_link_where_there_is_no_display(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"):
         monkeypatch.delenv(name, raising=False)

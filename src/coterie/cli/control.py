@@ -3,44 +3,85 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
+from coterie.cli.completion import agent_ids
 from coterie.cli.options import HOME, Dir, Json, Token
 from coterie.cli.output import say, say_json
-from coterie.cli.past import AgentArgument
 
+if TYPE_CHECKING:
+    from coterie.agents import Agent
+
+MaybeAgent = Annotated[
+    str | None,
+    typer.Argument(metavar="AGENT", help="The id of an agent.", autocompletion=agent_ids, show_default=False),
+]
+All = Annotated[bool, typer.Option("--all", help="Everybody at once.")]
 Order = Literal["stop", "pause", "resume"]
 _DONE = {"stop": "was told to stop", "pause": "is paused; its mail waits", "resume": "goes on"}
 
 
-def stop(agent: AgentArgument, dir: Dir = HOME, token: Token = None, json: Json = False) -> None:  # noqa: A002
+def stop(
+    agent: MaybeAgent = None,
+    all: All = False,  # noqa: A002
+    dir: Dir = HOME,  # noqa: A002
+    token: Token = None,
+    json: Json = False,
+) -> None:
     """End what an agent is doing. Its mail is kept."""
-    _tell("stop", agent, dir, token, json)
+    _tell("stop", agent, all, dir, token, json)
 
 
-def pause(agent: AgentArgument, dir: Dir = HOME, token: Token = None, json: Json = False) -> None:  # noqa: A002
+def pause(
+    agent: MaybeAgent = None,
+    all: All = False,  # noqa: A002
+    dir: Dir = HOME,  # noqa: A002
+    token: Token = None,
+    json: Json = False,
+) -> None:
     """Let an agent rest until it is resumed. Its mail waits."""
-    _tell("pause", agent, dir, token, json)
+    _tell("pause", agent, all, dir, token, json)
 
 
-def resume(agent: AgentArgument, dir: Dir = HOME, token: Token = None, json: Json = False) -> None:  # noqa: A002
+def resume(
+    agent: MaybeAgent = None,
+    all: All = False,  # noqa: A002
+    dir: Dir = HOME,  # noqa: A002
+    token: Token = None,
+    json: Json = False,
+) -> None:
     """Let a paused or blocked agent go on."""
-    _tell("resume", agent, dir, token, json)
+    _tell("resume", agent, all, dir, token, json)
 
 
-def _tell(order: Order, agent_id: str, folder: Path, token: str | None, as_json: bool) -> None:
+def _tell(order: Order, agent_id: str | None, everybody: bool, folder: Path, token: str | None, as_json: bool) -> None:
     import asyncio
 
     from coterie.cli import logs
 
+    if (agent_id is None) != everybody:
+        raise typer.BadParameter("name one agent, or say --all")
     logs.stay_quiet()
-    state, at_work = asyncio.run(_order(order, agent_id, folder, token))
+    agents = [agent_id] if agent_id else asyncio.run(_everybody(folder))
+    told = [(one, *asyncio.run(_order(order, one, folder, token))) for one in agents]
     if as_json:
-        say_json({"id": agent_id, "state": state})
-    elif order == "stop" and not at_work:
-        say(f"{agent_id} was doing nothing.")
-    else:
-        say(f"{agent_id} {_DONE[order]}.")
+        states = [{"id": one, "state": state} for one, state, _ in told]
+        say_json({"items": states} if everybody else states[0])
+        return
+    for one, _, at_work in told:
+        say(f"{one} was doing nothing." if order == "stop" and not at_work else f"{one} {_DONE[order]}.")
+
+
+async def _everybody(folder: Path) -> list[str]:
+    from coterie.inspection import Inspection
+
+    agents: list[Agent] = []
+    async with Inspection.open(folder) as stored:
+        while page := await stored.store.agents(agents[-1].id if agents else ""):
+            agents += page
+    return [agent.id for agent in agents if agent.kind == "agent" and agent.state != "terminated"]
 
 
 async def _order(order: Order, agent_id: str, folder: Path, token: str | None) -> tuple[str, bool]:
