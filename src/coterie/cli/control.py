@@ -64,7 +64,7 @@ def _tell(order: Order, agent_id: str | None, everybody: bool, folder: Path, tok
     if (agent_id is None) != everybody:
         raise typer.BadParameter("name one agent, or say --all")
     logs.stay_quiet()
-    agents = [agent_id] if agent_id else asyncio.run(_everybody(folder))
+    agents = [agent_id] if agent_id else asyncio.run(_everybody(folder, token))
     told = [(one, *asyncio.run(_order(order, one, folder, token))) for one in agents]
     if as_json:
         states = [{"id": one, "state": state} for one, state, _ in told]
@@ -74,12 +74,14 @@ def _tell(order: Order, agent_id: str | None, everybody: bool, folder: Path, tok
         say(f"{one} was doing nothing." if order == "stop" and not at_work else f"{one} {_DONE[order]}.")
 
 
-async def _everybody(folder: Path) -> list[str]:
+async def _everybody(folder: Path, token: str | None) -> list[str]:
+    from coterie.cli.finding import find_server
     from coterie.inspection import Inspection
+    from coterie.runtime import Society
 
     agents: list[Agent] = []
-    async with Inspection.open(folder) as stored:
-        while page := await stored.store.agents(agents[-1].id if agents else ""):
+    async with Inspection.open(folder) if find_server(folder, token) else Society.visit(folder) as society:
+        while page := await society.store.agents(agents[-1].id if agents else ""):
             agents += page
     return [agent.id for agent in agents if agent.kind == "agent" and agent.state != "terminated"]
 
