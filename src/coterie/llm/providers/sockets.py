@@ -39,7 +39,7 @@ class AsyncioBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         async with _connecting(timeout):
-            return _Stream(*await asyncio.open_connection(host, port, happy_eyeballs_delay=_TRY_NEXT_ADDRESS))
+            return _Stream(*await asyncio.open_connection(host, port, **_options()))
 
 
 class _Stream(httpcore.AsyncNetworkStream):
@@ -83,6 +83,12 @@ class _Stream(httpcore.AsyncNetworkStream):
                 self._reader.at_eof() or self._writer.is_closing() or _readable(self._writer.get_extra_info("socket"))
             )
         return self._writer.get_extra_info(info)
+
+
+def _options() -> dict[str, Any]:
+    """Not every event loop can try a second address while it waits for the first."""
+    can = isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
+    return {"happy_eyeballs_delay": _TRY_NEXT_ADDRESS} if can else {}
 
 
 def _readable(connection: socket.socket) -> bool:
