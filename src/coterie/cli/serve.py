@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from coterie.cli.options import HOME, MaybeDir, Place
 
 if TYPE_CHECKING:
-    import asyncio
+    pass
 
 
 def serve(
@@ -38,14 +37,4 @@ def serve(
 
     logs.start()
     wanted = serving.Wanted(folder=(place or dir or HOME).resolve(), host=host, port=port, token=token or None)
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
-        raise typer.Exit(runner.run(serving.run(wanted)))
-
-
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop comes with uvicorn where it can be built; elsewhere the standard loop does the same."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+    raise typer.Exit(asyncio.run(serving.run(wanted)))
