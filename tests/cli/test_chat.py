@@ -61,7 +61,8 @@ def test_other_words_answer_it_too(either: Stage) -> None:
 
 def test_what_is_said_to_a_working_agent_is_queued_until_it_is_read(either: Stage) -> None:
     first, let_go = either.gated("Working on it.")
-    either.script(first, "And the second.")
+    second, let_go_again = either.gated("And the second.")
+    either.script(first, second)
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter("one")
         either.asked(1)
@@ -70,6 +71,7 @@ def test_what_is_said_to_a_working_agent_is_queued_until_it_is_read(either: Stag
         chat.sees("queued")
         let_go()
         chat.sees("ada has read: two")
+        let_go_again()
         chat.sees("And the second.")
 
 

@@ -8,9 +8,6 @@ import typer
 
 from coterie.cli.options import HOME, MaybeDir, Place
 
-if TYPE_CHECKING:
-    pass
-
 
 def serve(
     place: Place = None,
