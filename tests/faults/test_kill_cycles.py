@@ -100,7 +100,7 @@ def test_1000_kills_of_agents_at_work_lose_nothing_double_nothing_spoil_no_histo
         found_in_wait_approval=20,
         found_in_blocked=10,
         found_in_wait_retry=10,
-        killed_while_a_summary_was_made=15,
+        killed_while_a_summary_was_made=5,
         killed_while_opening=20,
         killed_at_random=300,
         killed_while_a_model_was_asked=250,
