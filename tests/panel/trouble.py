@@ -8,7 +8,8 @@ from playwright.async_api import BrowserContext, ConsoleMessage, Dialog, Page, R
 
 WATCH = """
 window.__violations = [];
-addEventListener('securitypolicyviolation', e => __violations.push(`${e.effectiveDirective} ${e.blockedURI} ${e.sample}`));
+addEventListener('securitypolicyviolation', e =>
+  __violations.push(`${e.effectiveDirective} ${e.blockedURI} ${e.sample}`));
 """
 _LOUD = ("error", "warning")
 
