@@ -1,0 +1,97 @@
+// Everything that was said to the person: what waits for an answer first, then all of it, newest first.
+
+import { query } from '../api.js';
+import { button, fill, h } from '../dom.js';
+import { dayAndTime, t } from '../i18n.js';
+import { quickReplies } from '../quick_replies.js';
+import { agentPath } from '../router.js';
+import { PERSON, keep, nameOf, on, openQuestions, plainText, state, threadOf } from '../state.js';
+import { empty, failed } from './parts.js';
+
+export function render(root, { compact }) {
+  const questions = h('div', { class: 'cards' });
+  const heading = h('h2', { id: 'inbox-open' });
+  const list = h('ul', { class: 'rows', 'aria-labelledby': 'inbox-all' });
+  const foot = h('div');
+  const cards = new Map();
+  const ids = new Set();
+  let next = null;
+
+  const drawQuestions = () => {
+    const open = openQuestions().sort((a, b) => (a.createdAt < b.createdAt ? 1 : -1));
+    heading.textContent = t('inboxOpen', { n: open.length });
+    for (const message of open) if (!cards.has(message.id)) cards.set(message.id, card(message));
+    const shown = [...cards].filter(([id, one]) => state.questions.has(id) || one.el.contains(document.activeElement));
+    for (const [id, one] of cards) {
+      if (shown.some(([other]) => other === id)) continue;
+      one.stop();
+      cards.delete(id);
+    }
+    // Those that stay are not touched: a set with the focus in it would lose it.
+    const wanted = shown.map(([, one]) => one.el);
+    if (wanted.length !== questions.children.length || wanted.some((el, i) => questions.children[i] !== el)) {
+      for (const el of [...questions.children]) if (!wanted.includes(el)) el.remove();
+      for (const el of wanted) if (el.parentNode !== questions) questions.prepend(el);
+      if (!wanted.length) fill(questions, empty(t('inboxNoQuestions')));
+    }
+  };
+  const drawAll = () => {
+    const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
+    all.sort((a, b) => ((a.deliveredAt ?? '') < (b.deliveredAt ?? '') ? 1 : -1));
+    fill(list, all.map(line));
+    fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : all.length ? null : empty(t('inboxNone')));
+  };
+  const load = async () => {
+    try {
+      const page = await query('/messages', { agent: PERSON, before: next, limit: compact ? 20 : 50 });
+      for (const item of page.items) if (item.to === PERSON && item.deliveredAt) ids.add(keep(item).id);
+      next = page.next;
+      drawAll();
+    } catch {
+      fill(foot, failed(t('notLoaded'), load));
+    }
+  };
+  const come = () => {
+    for (const one of state.threads.values()) if (one.last?.to === PERSON) ids.add(one.last.id);
+    drawAll();
+  };
+
+  fill(
+    root,
+    h('section', { 'aria-labelledby': 'inbox-open' }, heading, questions),
+    h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
+  );
+  drawQuestions();
+  load();
+  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread'], come)];
+  return () => {
+    for (const one of cards.values()) one.stop();
+    stops.forEach((stop) => stop());
+  };
+}
+
+function card(message) {
+  const set = quickReplies(message);
+  const el = h(
+    'article',
+    { class: 'card', data: { messageId: message.id } },
+    h('p', { class: 'row-head' }, h('a', { href: agentPath(message.from), text: nameOf(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
+    h('p', { class: 'row-text', dir: 'auto', text: message.payload.text ?? '' }),
+    set.el ?? set,
+  );
+  return { el, stop: () => set.stop?.() };
+}
+
+function line(message) {
+  const unread = message.state === 'pending';
+  return h(
+    'li',
+    { class: unread ? 'row unread' : 'row' },
+    h(
+      'a',
+      { class: 'row-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
+      h('span', { class: 'row-head' }, h('span', { dir: 'auto', text: nameOf(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), h('time', { class: 'meta', datetime: message.deliveredAt, text: dayAndTime(message.deliveredAt) })),
+      h('span', { class: 'row-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
+    ),
+  );
+}

@@ -1,0 +1,28 @@
+// What is a matter of taste, kept in this browser.
+
+import { h } from '../dom.js';
+import { t } from '../i18n.js';
+import { allowed, ask, wanted } from './notifications.js';
+import { SINGLE_KEYS, singleKeys } from './shortcuts.js';
+import { toggle } from './parts.js';
+
+const CTRL_ENTER = 'coterie.ctrlEnter';
+
+export function settings() {
+  const kept = (name) => (on) => localStorage.setItem(name, on ? '1' : '0');
+  const told = h('p', { class: 'meta', role: 'status' });
+  const notify = toggle(t('notifyOn'), wanted() && allowed(), async (on) => {
+    const may = await ask(on);
+    told.textContent = on && !may ? t('notifyRefused') : '';
+    notify.querySelector('input').checked = on && may;
+  });
+  return h(
+    'section',
+    { class: 'settings', 'aria-labelledby': 'setup-taste' },
+    h('h2', { id: 'setup-taste', text: t('settings') }),
+    toggle(t('ctrlEnterSends'), localStorage.getItem(CTRL_ENTER) === '1', kept(CTRL_ENTER)),
+    toggle(t('singleKeysOn'), singleKeys(), (on) => localStorage.setItem(SINGLE_KEYS, on ? '0' : '1')),
+    notify,
+    told,
+  );
+}
