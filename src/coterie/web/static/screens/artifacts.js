@@ -16,7 +16,7 @@ export function render(root, { args, compact }) {
 }
 
 function listing(root, compact) {
-  const list = h('ul', { class: 'rows', 'aria-label': t('artifacts') });
+  const list = h('ul', { class: 'items', 'aria-label': t('artifacts') });
   const foot = h('div');
   const items = new Map();
   let next = null;
@@ -43,12 +43,12 @@ function listing(root, compact) {
 const row = (file) =>
   h(
     'li',
-    { class: 'row' },
+    { class: 'item' },
     h(
       'a',
-      { class: 'row-link file-link', href: `#/artifacts/${encodeURIComponent(file.artifactRef)}` },
+      { class: 'item-link file-link', href: `#/artifacts/${encodeURIComponent(file.artifactRef)}` },
       icon(ICONS[file.type] ?? 'file'),
-      h('span', {}, h('span', { class: 'row-text', dir: 'auto', text: file.filename }), ' ', h('span', { class: 'meta', text: `${bytes(file.size)} · ${dayAndTime(file.createdAt)}` })),
+      h('span', {}, h('span', { class: 'item-text', dir: 'auto', text: file.filename }), ' ', h('span', { class: 'meta', text: `${bytes(file.size)} · ${dayAndTime(file.createdAt)}` })),
     ),
   );
 

@@ -4,13 +4,13 @@ import { del, query } from '../api.js';
 import { button, fill, h, setText } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { everySecond, keep, nameOf, now, on, plainText, state } from '../state.js';
-import { toast } from '../toast.js';
+import { toast } from '../toasts.js';
 import { empty, toggle } from './parts.js';
 
 const ONLY_TIMES = 'coterie.onlyTimes';
 
 export function render(root, { compact }) {
-  const list = h('ul', { class: 'rows', 'aria-label': t('delayed') });
+  const list = h('ul', { class: 'items', 'aria-label': t('delayed') });
   const rows = new Map();
   let onlyTimes = localStorage.getItem(ONLY_TIMES) === '1';
   const more = h('div');
@@ -64,10 +64,10 @@ function row(message) {
   cancel.addEventListener('click', () => callOff(message, cancel));
   const el = h(
     'li',
-    { class: 'row delayed-row', data: { messageId: message.id } },
-    h('p', { class: 'row-head', dir: 'auto', text: `${nameOf(message.from)} → ${nameOf(message.to)}` }),
-    h('p', { class: 'row-text', dir: 'auto', text: plainText(message) || t('noText') }),
-    h('p', { class: 'row-foot' }, left, ' ', at, cancel),
+    { class: 'item delayed-item', data: { messageId: message.id } },
+    h('p', { class: 'item-head', dir: 'auto', text: `${nameOf(message.from)} → ${nameOf(message.to)}` }),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
+    h('p', { class: 'item-foot' }, left, ' ', at, cancel),
   );
   let shown = null;
   return {
@@ -102,7 +102,7 @@ async function callOff(message, cancel) {
     await del(`/messages/${encodeURIComponent(message.id)}`);
   } catch (error) {
     cancel.removeAttribute('aria-disabled');
-    if (error.code === 'already_taken') toast(t('delayedTooLate'));
-    else toast(t('actionFailed', { detail: error.detail }), { error: true });
+    if (error.code === 'already_taken') toast({ text: t('delayedTooLate') });
+    else toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
   }
 }

@@ -11,9 +11,9 @@ export function openDialog(title, content, { wide = false, closed = () => {} } =
   const close = () => el.close();
   const el = h(
     'dialog',
-    { class: wide ? 'dialog wide' : 'dialog', 'aria-labelledby': id },
-    h('header', { class: 'dialog-head' }, h('h2', { id, text: title, dir: 'auto' }), iconButton('close', t('close'), { onclick: close })),
-    h('div', { class: 'dialog-body' }, content),
+    { class: wide ? 'modal wide' : 'modal', 'aria-labelledby': id },
+    h('header', { class: 'modal-head' }, h('h2', { id, text: title, dir: 'auto' }), iconButton('close', t('close'), { onclick: close })),
+    h('div', { class: 'modal-body' }, content),
   );
   el.addEventListener('close', () => {
     el.remove();
@@ -37,7 +37,7 @@ export function confirm(question, { yes, danger = true } = {}) {
     const no = button({ class: 'plain-btn', text: t('cancel'), onclick: answer(false), autofocus: true });
     const { close } = openDialog(
       question,
-      h('div', { class: 'dialog-foot' }, no, button({ class: danger ? 'plain-btn danger' : 'primary', text: yes, onclick: answer(true) })),
+      h('div', { class: 'modal-foot' }, no, button({ class: danger ? 'plain-btn danger' : 'primary', text: yes, onclick: answer(true) })),
       { closed: () => resolve(said) },
     );
     no.focus();

@@ -15,5 +15,5 @@ export function openImage({ artifactRef, filename, mimeType, size }) {
   });
   const about = h('span', { class: 'meta', text: [mimeType, size !== undefined && bytes(size)].filter(Boolean).join(' · ') });
   const save = h('a', { class: 'plain-btn', href: artifactUrl(artifactRef), download: filename, text: t('downloadFile') });
-  return openDialog(filename, [frame, h('div', { class: 'dialog-foot' }, about, whole, save)], { wide: true });
+  return openDialog(filename, [frame, h('div', { class: 'modal-foot' }, about, whole, save)], { wide: true });
 }

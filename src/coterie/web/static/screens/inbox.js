@@ -11,7 +11,7 @@ import { empty, failed } from './parts.js';
 export function render(root, { compact }) {
   const questions = h('div', { class: 'cards' });
   const heading = h('h2', { id: 'inbox-open' });
-  const list = h('ul', { class: 'rows', 'aria-labelledby': 'inbox-all' });
+  const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
   const cards = new Map();
   const ids = new Set();
@@ -75,8 +75,8 @@ function card(message) {
   const el = h(
     'article',
     { class: 'card', data: { messageId: message.id } },
-    h('p', { class: 'row-head' }, h('a', { href: agentPath(message.from), text: nameOf(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
-    h('p', { class: 'row-text', dir: 'auto', text: message.payload.text ?? '' }),
+    h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: nameOf(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
+    h('p', { class: 'item-text', dir: 'auto', text: message.payload.text ?? '' }),
     set.el ?? set,
   );
   return { el, stop: () => set.stop?.() };
@@ -86,12 +86,12 @@ function line(message) {
   const unread = message.state === 'pending';
   return h(
     'li',
-    { class: unread ? 'row unread' : 'row' },
+    { class: unread ? 'item unread' : 'item' },
     h(
       'a',
-      { class: 'row-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
-      h('span', { class: 'row-head' }, h('span', { dir: 'auto', text: nameOf(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), h('time', { class: 'meta', datetime: message.deliveredAt, text: dayAndTime(message.deliveredAt) })),
-      h('span', { class: 'row-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
+      { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
+      h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: nameOf(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), h('time', { class: 'meta', datetime: message.deliveredAt, text: dayAndTime(message.deliveredAt) })),
+      h('span', { class: 'item-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
     ),
   );
 }

@@ -2,9 +2,10 @@
 
 import { button, fill, h, icon } from '../dom.js';
 import { t } from '../i18n.js';
+import { doing, dot } from '../header.js';
 import { agentPath, go } from '../router.js';
 import { on, state } from '../state.js';
-import { activity, empty } from './parts.js';
+import { empty } from './parts.js';
 import { drawGraph } from './org_graph.js';
 
 const SHOWN = 'coterie.org';
@@ -32,7 +33,7 @@ export function render(root, { compact }) {
     const inside = stage.contains(document.activeElement);
     const visible = flat(roots, folded);
     if (!visible.some(({ agent }) => agent.id === current)) current = visible[0].agent.id;
-    fill(stage, h('ul', { class: 'tree', role: 'tree', 'aria-label': t('org'), onkeydown: keys }, visible.map(row)));
+    fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: keys }, visible.map(row)));
     if (inside) focus();
   };
   const row = ({ agent, level, children }) =>
@@ -40,7 +41,7 @@ export function render(root, { compact }) {
       'li',
       {
         role: 'treeitem',
-        class: `tree-row level-${Math.min(level, 8)}`,
+        class: `org-row org-level-${Math.min(level, 8)}`,
         'aria-level': String(level),
         'aria-expanded': children.length ? String(!folded.has(agent.id)) : null,
         'aria-selected': String(agent.id === current),
@@ -49,9 +50,9 @@ export function render(root, { compact }) {
         onclick: () => go(agentPath(agent.id)),
       },
       children.length ? h('span', { class: 'fold', 'aria-hidden': 'true', text: folded.has(agent.id) ? '▸' : '▾', onclick: (event) => (event.stopPropagation(), fold(agent.id)) }) : h('span', { class: 'fold' }),
-      h('span', { class: `dot dot-${agent.state}`, 'aria-hidden': 'true' }),
-      h('span', { class: 'tree-name', dir: 'auto', text: agent.name }),
-      h('span', { class: 'meta', text: activity(agent) }),
+      dot(agent),
+      h('span', { class: 'org-name', dir: 'auto', text: agent.name }),
+      h('span', { class: 'meta', text: doing(agent) }),
       agent.waiting > 0 && h('span', { class: 'tag queued', text: t('orgWaiting', { n: agent.waiting }) }),
       agent.delayed > 0 && h('span', { class: 'tag', text: t('orgDelayed', { n: agent.delayed }) }),
       capabilities(agent),
@@ -123,5 +124,5 @@ function typed(visible, at, letter) {
 function capabilities(agent) {
   const reads = (agent.capabilities?.input ?? []).filter((name) => CAPABILITIES[name]);
   const label = `${t('takesIn')}: ${reads.map((name) => t(`cap_${name}`)).join(', ')}`;
-  return h('span', { class: 'caps', role: 'img', 'aria-label': label, title: label }, reads.map((name) => icon(CAPABILITIES[name])));
+  return h('span', { class: 'org-caps', role: 'img', 'aria-label': label, title: label }, reads.map((name) => icon(CAPABILITIES[name])));
 }

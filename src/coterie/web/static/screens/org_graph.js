@@ -1,9 +1,10 @@
 // The organisation as a drawing: parents above, leaves side by side. Every node is a link to its conversation.
 
 import { h } from '../dom.js';
+import { doing } from '../header.js';
 import { t } from '../i18n.js';
 import { agentPath } from '../router.js';
-import { activity } from './parts.js';
+;
 
 const SVG = 'http://www.w3.org/2000/svg';
 const [WIDE, HIGH, GAP] = [148, 96, 24];
@@ -40,9 +41,9 @@ function nodeOf({ node: { agent } }, [x, y]) {
   const name = s('text', { x, y: y + 32, class: 'node-name' });
   name.textContent = agent.name.length > 16 ? `${agent.name.slice(0, 15)}…` : agent.name;
   const state = s('text', { x, y: y + 50, class: 'node-state' });
-  state.textContent = activity(agent).slice(0, 20);
+  state.textContent = doing(agent).slice(0, 20);
   const title = s('title', {});
-  title.textContent = `${agent.name}: ${activity(agent)}`;
+  title.textContent = `${agent.name}: ${doing(agent)}`;
   link.append(title, s('circle', { cx: x, cy: y, r: 14 }), name, state);
   return link;
 }

@@ -2,7 +2,7 @@
 
 import { button, h } from '../dom.js';
 import { t } from '../i18n.js';
-import { toast } from '../toast.js';
+import { toast } from '../toasts.js';
 import './words.js';
 
 await styled('/static/screens/screens.css');
@@ -48,17 +48,11 @@ export async function busy(el, work) {
   try {
     await work();
   } catch (error) {
-    toast(t('actionFailed', { detail: error.detail ?? String(error) }), { error: true });
+    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail ?? String(error) }) });
   } finally {
     el.removeAttribute('aria-disabled');
     el.textContent = label;
   }
-}
-
-/** What an agent is doing, in words. */
-export function activity(agent) {
-  const phase = agent.state === 'active' && agent.phase ? ` · ${agent.phase === 'tool' && agent.tool ? agent.tool : t(`phase_${agent.phase}`)}` : '';
-  return `${t(agent.state)}${phase}`;
 }
 
 /** Screens bring their own rules when the first of them is opened. */

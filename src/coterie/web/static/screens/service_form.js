@@ -85,7 +85,7 @@ export function serviceForm(from, { known, offers, saved, closed }) {
     field(t('key'), key, known && from.apiKey ? t('keyKept', { key: from.apiKey }) : apiKey ? t('keyFromEnvironment', { name: apiKey.slice(2, -1) }) : t('keyWriteOnly')),
     abilities,
     outcome,
-    h('div', { class: 'dialog-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
+    h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
   );
   form.addEventListener('submit', (event) => {
     event.preventDefault();

@@ -4,7 +4,7 @@ import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { resync, state } from '../state.js';
-import { toast } from '../toast.js';
+import { toast } from '../toasts.js';
 import { confirm } from './dialog.js';
 import { settings } from './settings.js';
 import { CAPABILITIES, serviceForm } from './service_form.js';
@@ -56,10 +56,10 @@ export function render(root) {
 async function reload(load) {
   try {
     const { problems } = await post('/reload');
-    toast(problems.length ? t('setupReloadedProblems', { n: problems.length }) : t('setupReloaded'));
+    toast({ text: problems.length ? t('setupReloadedProblems', { n: problems.length }) : t('setupReloaded') });
     await Promise.all([load(), resync()]);
   } catch (error) {
-    toast(t('actionFailed', { detail: error.detail }), { error: true });
+    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
   }
 }
 
@@ -98,7 +98,7 @@ function card(one, { edit, changed }) {
     one.usedBy.length > 0 && h('p', { class: 'meta', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
     one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: problem.message })),
     outcome,
-    h('p', { class: 'row-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
+    h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
   );
 }
 
@@ -133,7 +133,7 @@ function offers(found, { use, probe }) {
     { 'aria-labelledby': 'setup-found' },
     h('h2', { id: 'setup-found', text: t('setupFound') }),
     found.length ? null : h('p', { class: 'meta', text: t('setupFoundNone') }),
-    h('ul', { class: 'rows' }, found.map((one) => h('li', { class: 'row' }, h('span', { text: one.name }), ' ', h('span', { class: 'meta', text: one.apiKey ? t('keyInEnvironment', { name: one.apiKey.slice(2, -1) }) : one.baseURL }), ' ', button({ class: 'text-btn', text: t('use'), 'aria-label': t('useThis', { name: one.name }), onclick: () => use(one) })))),
+    h('ul', { class: 'items' }, found.map((one) => h('li', { class: 'item' }, h('span', { text: one.name }), ' ', h('span', { class: 'meta', text: one.apiKey ? t('keyInEnvironment', { name: one.apiKey.slice(2, -1) }) : one.baseURL }), ' ', button({ class: 'text-btn', text: t('use'), 'aria-label': t('useThis', { name: one.name }), onclick: () => use(one) })))),
     look,
   );
 }
@@ -154,7 +154,7 @@ function tour(items, changed) {
         await del('/services/tour');
       }
     } catch (error) {
-      toast(t('actionFailed', { detail: error.detail }), { error: true });
+      toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
     }
     await changed();
   };

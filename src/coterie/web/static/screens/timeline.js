@@ -10,7 +10,7 @@ const HOURS = { hour: 1, day: 24, week: 168 };
 
 export function render(root, { query: asked }) {
   const filters = { agent: asked.get('agent') ?? '', kind: asked.get('kind') ?? '', time: asked.get('time') ?? '' };
-  const list = h('ol', { class: 'rows timeline', 'aria-label': t('timeline') });
+  const list = h('ol', { class: 'items timeline', 'aria-label': t('timeline') });
   const foot = h('div');
   let sources = {};
   let items = new Map();
@@ -102,10 +102,10 @@ function messageRow(message) {
   const options = message.to === PERSON ? null : optionsOf(message);
   return h(
     'li',
-    { class: 'row', data: { messageId: message.id } },
+    { class: 'item', data: { messageId: message.id } },
     h(
       'p',
-      { class: 'row-head' },
+      { class: 'item-head' },
       h('span', { dir: 'auto', text: nameOf(message.from) }),
       ' → ',
       h('span', { dir: 'auto', text: nameOf(message.to) }),
@@ -113,7 +113,7 @@ function messageRow(message) {
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
       h('time', { class: 'meta', datetime: message.createdAt, text: dayAndTime(message.createdAt) }),
     ),
-    h('p', { class: 'row-text', dir: 'auto', text: plainText(message) || t('noText') }),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
     // Somebody else's question: options to read, not to press.
     options && h('ul', { class: 'plain-options', 'aria-label': t('quickReplies') }, options.map((text) => h('li', { dir: 'auto', text }))),
   );
@@ -124,15 +124,15 @@ const WORD = { done: 'ok', failed: 'failed', cancelled: 'cancelled', unknown: 'u
 function runRow(run) {
   return h(
     'li',
-    { class: 'row run' },
+    { class: 'item run' },
     h(
       'p',
-      { class: 'row-head' },
+      { class: 'item-head' },
       h('span', { dir: 'auto', text: nameOf(run.agent) }),
       h('span', { class: 'tag', text: t(run.outcome === 'withdrawn' ? 'runWithdrawn' : 'runPlan') }),
       h('time', { class: 'meta', datetime: run.at, text: dayAndTime(run.at) }),
     ),
-    run.text && h('p', { class: 'row-text', dir: 'auto', text: run.text }),
+    run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
     run.calls.map((call) =>
       h(
         'details',
