@@ -8,32 +8,32 @@ import { agentPath } from '../router.js';
 import { PERSON, keep, nameOf, on, openQuestions, plainText, state, threadOf } from '../state.js';
 import { empty, failed } from './parts.js';
 
-export function render(root, { compact }) {
+export function render(root, { compact, query: asked }) {
   const questions = h('div', { class: 'cards' });
   const heading = h('h2', { id: 'inbox-open' });
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
   const cards = new Map();
   const ids = new Set();
+  const onlyQuestions = asked.get('only') === 'questions';
   let next = null;
 
   const drawQuestions = () => {
     const open = openQuestions().sort((a, b) => (a.createdAt < b.createdAt ? 1 : -1));
     heading.textContent = t('inboxOpen', { n: open.length });
     for (const message of open) if (!cards.has(message.id)) cards.set(message.id, card(message));
-    const shown = [...cards].filter(([id, one]) => state.questions.has(id) || one.el.contains(document.activeElement));
     for (const [id, one] of cards) {
-      if (shown.some(([other]) => other === id)) continue;
+      if (state.questions.has(id) || one.el.contains(document.activeElement)) continue;
       one.stop();
+      one.el.remove();
       cards.delete(id);
     }
-    // Those that stay are not touched: a set with the focus in it would lose it.
-    const wanted = shown.map(([, one]) => one.el);
-    if (wanted.length !== questions.children.length || wanted.some((el, i) => questions.children[i] !== el)) {
-      for (const el of [...questions.children]) if (!wanted.includes(el)) el.remove();
-      for (const el of wanted) if (el.parentNode !== questions) questions.prepend(el);
-      if (!wanted.length) fill(questions, empty(t('inboxNoQuestions')));
-    }
+    questions.querySelector('.empty')?.remove();
+    // Those that stay are not moved: a set with the focus in it would lose it.
+    [...cards.values()].sort((a, b) => (a.at < b.at ? 1 : -1)).forEach(({ el }, i) => {
+      if (questions.children[i] !== el) questions.insertBefore(el, questions.children[i] ?? null);
+    });
+    if (!cards.size) fill(questions, empty(t('inboxNoQuestions')));
   };
   const drawAll = () => {
     const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
@@ -59,10 +59,10 @@ export function render(root, { compact }) {
   fill(
     root,
     h('section', { 'aria-labelledby': 'inbox-open' }, heading, questions),
-    h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
+    onlyQuestions ? null : h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
   );
   drawQuestions();
-  load();
+  if (!onlyQuestions) load();
   const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread'], come)];
   return () => {
     for (const one of cards.values()) one.stop();
@@ -77,9 +77,17 @@ function card(message) {
     { class: 'card', data: { messageId: message.id } },
     h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: nameOf(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
     h('p', { class: 'item-text', dir: 'auto', text: message.payload.text ?? '' }),
-    set.el ?? set,
+    set?.el,
   );
-  return { el, stop: () => set.stop?.() };
+  const stop = on([`message:${message.id}`, 'questions'], () => set?.update());
+  return {
+    el,
+    at: message.createdAt,
+    stop() {
+      stop();
+      set?.leave();
+    },
+  };
 }
 
 function line(message) {

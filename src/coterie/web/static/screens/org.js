@@ -92,13 +92,7 @@ export function render(root, { compact }) {
       if (stage.isConnected) draw();
     });
   };
-  let stops = [];
-  const listen = () => {
-    stops.forEach((stop) => stop());
-    stops = [on(['agents', 'snapshot'], () => (listen(), soon())), on([...state.agents.keys()].map((id) => `agent:${id}`), soon)];
-  };
-  listen();
-  return () => stops.forEach((stop) => stop());
+  return on(['agents', 'snapshot', 'agent:*'], soon);
 }
 
 const parentOf = (agent) => (state.agents.has(agent.parent) ? agent.parent : null);

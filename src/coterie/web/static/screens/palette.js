@@ -6,13 +6,20 @@ import { dayAndTime, t } from '../i18n.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, keep, nameOf, plainText, state, threadOf } from '../state.js';
 import { openDialog } from './dialog.js';
+import { toggle } from './parts.js';
 
 const SCREENS = ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
 const PAUSE_MS = 150;
 const SHOWN = 8;
 
-/** `actions`: more things to do, `{label, run}`. */
-export function openPalette({ actions = [], find = '' } = {}) {
+/** `actions`: more things to do, `{label, run}`. `agent`: only messages of that conversation, until asked for all. */
+export function openPalette({ actions = [], find = '', agent = null } = {}) {
+  let within = agent;
+  const scope = agent && toggle(t('searchIn'), true, (only) => {
+    within = only ? agent : null;
+    draw();
+    search();
+  });
   const input = h('input', { type: 'search', class: 'palette-input', role: 'combobox', 'aria-expanded': 'true', 'aria-controls': 'palette-list', 'aria-autocomplete': 'list', 'aria-label': t('paletteWhat'), placeholder: t('paletteWhat'), autocomplete: 'off', spellcheck: 'false' });
   const list = h('div', { id: 'palette-list', class: 'palette-list', role: 'listbox', 'aria-label': t('search') });
   const status = h('p', { class: 'meta', role: 'status' });
@@ -29,8 +36,8 @@ export function openPalette({ actions = [], find = '' } = {}) {
   const draw = () => {
     const words = input.value.trim().toLowerCase();
     const has = (text) => words.split(/\s+/).every((word) => text.toLowerCase().includes(word));
-    const agents = [...state.agents.values()].filter((one) => one.kind !== 'person' && has(`${one.name} ${one.id}`)).slice(0, SHOWN);
-    const deeds = [...SCREENS.map((name) => ({ label: t(name), run: () => go(`#/${name}`) })), ...actions].filter((one) => has(one.label));
+    const agents = within ? [] : [...state.agents.values()].filter((one) => one.kind !== 'person' && has(`${one.name} ${one.id}`)).slice(0, SHOWN);
+    const deeds = within ? [] : [...SCREENS.map((name) => ({ label: t(name), run: () => go(`#/${name}`) })), ...actions].filter((one) => has(one.label));
     const groups = [
       ['paletteAgents', agents.map((one) => ({ label: one.name, hint: t(one.state), run: () => go(agentPath(one.id)) }))],
       ['paletteActions', deeds.slice(0, SHOWN)],
@@ -40,7 +47,7 @@ export function openPalette({ actions = [], find = '' } = {}) {
     at = Math.min(at, Math.max(0, found.length - 1));
     let n = 0;
     fill(list, groups.map(([title, items]) => h('div', { role: 'group', 'aria-label': t(title) }, h('p', { class: 'palette-head', 'aria-hidden': 'true', text: t(title) }), items.map((item) => option(item, n++)))));
-    status.textContent = found.length ? '' : t('searchNone');
+    status.textContent = found.length ? '' : words ? t('searchNone') : '';
     mark();
   };
   const option = (item, n) =>
@@ -59,7 +66,7 @@ export function openPalette({ actions = [], find = '' } = {}) {
     const mine = (turn += 1);
     if (words.length < 2) messages = [];
     else {
-      const page = await query('/search', { q: words, limit: SHOWN }).catch(() => ({ items: [] }));
+      const page = await query('/search', { q: words, agent: within, limit: within ? 50 : SHOWN }).catch(() => ({ items: [] }));
       if (mine !== turn) return;
       messages = page.items.map(asItem);
     }
@@ -80,7 +87,7 @@ export function openPalette({ actions = [], find = '' } = {}) {
     event.preventDefault();
     mark();
   });
-  const { close } = openDialog(t('palette'), h('div', { class: 'palette' }, input, list, status), {
+  const { close } = openDialog(t(agent ? 'search' : 'palette'), h('div', { class: 'palette' }, input, scope, list, status), {
     closed: () => {
       clearTimeout(timer);
       turn += 1;

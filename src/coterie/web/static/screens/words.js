@@ -131,11 +131,7 @@ addWords({
   paletteActions: ['Actions', '操作'],
   paletteMessages: ['Messages', '消息'],
   searchNone: ['Nothing found.', '没有找到。'],
-  searchIn: ['Search this conversation', '搜索此对话'],
-  searchEverywhere: ['Search everywhere', '搜索全部'],
-  searchOf: ['{n} of {m}', '{n}/{m}'],
-  searchPrevious: ['Previous match', '上一个'],
-  searchNext: ['Next match', '下一个'],
+  searchIn: ['Only in this conversation', '仅限此对话'],
 
   // Shortcuts
   keysConversation: ['In a conversation', '对话中'],
