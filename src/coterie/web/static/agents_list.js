@@ -49,6 +49,7 @@ export function mountAgents(root) {
     };
     add(null, 1);
     fill(tree, items);
+    tree.classList.toggle('is-flat', !tree.querySelector('[aria-expanded]'));
     empty.hidden = items.length > 0;
     setText(empty, agents.length ? t('noMatch') : state.booted ? t('noAgents') : '');
     rove(focused ?? place().args[0]);

@@ -6,6 +6,7 @@
 const AROUND = 14;
 const NEAR_END = 48;
 const GUESS = 92;
+const END = 16; // below the last item
 
 export class Feed {
   /** `make(item)` gives `{el, update(item), leave()}`. `moved` is told where the window is. */
@@ -65,7 +66,7 @@ export class Feed {
   }
 
   scrollTo(anchor) {
-    this.list.style.height = `${this.total}px`;
+    this.list.style.height = `${this.total + END}px`;
     const box = this.scroller;
     let top = box.scrollTop;
     if (this.follow) top = box.scrollHeight - box.clientHeight;
@@ -135,7 +136,7 @@ export class Feed {
     this.order();
     let changed = false;
     for (const key of fresh) changed = this.note(key, this.views.get(key).el.offsetHeight) || changed;
-    for (const key of fresh) this.sizes.observe(this.views.get(key).el);
+    for (const key of fresh) this.sizes.observe(this.views.get(key).el, { box: 'border-box' });
     return changed;
   }
 

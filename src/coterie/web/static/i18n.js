@@ -252,8 +252,8 @@ export function dayName(when, today = new Date()) {
   const date = new Date(when);
   const text = format('day', { month: 'long', day: 'numeric', weekday: 'short' }).format(date);
   const days = Math.round((midnight(today) - midnight(date)) / 86_400_000);
-  if (days === 0) return `${t('today')} ${text}`;
-  if (days === 1) return `${t('yesterday')} ${text}`;
+  if (days === 0) return `${t('today')} · ${text}`;
+  if (days === 1) return `${t('yesterday')} · ${text}`;
   return date.getFullYear() === today.getFullYear() ? text : `${date.getFullYear()} ${text}`;
 }
 

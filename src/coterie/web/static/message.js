@@ -58,7 +58,8 @@ export function messageView(item, acts) {
   }
 
   function paintFoot(message) {
-    const parts = [];
+    const time = mine && (message.deliveredAt ?? message.createdAt);
+    const parts = time ? [clockTime(time)] : [];
     if (message.local) {
       const { status } = message;
       if (status === 'failed') {

@@ -287,6 +287,10 @@ function created(data) {
   if (data.draftId) endDraft(data.draftId);
   join(message);
   setOpen(message);
+  if (message.to !== PERSON && message.state === 'pending' && !queue(message.to).includes(message.id)) {
+    queue(message.to).push(message.id);
+    touch(`queue:${message.to}`);
+  }
   if (isNew && message.to === PERSON && message.state === 'pending') {
     const one = thread(threadOf(message));
     one.unread += 1;
