@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from playwright.async_api import Browser, BrowserContext, Locator, Page, Route
+from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, Route
 
 from coterie.clock import SystemClock
 from coterie.messages import Message
@@ -118,7 +119,8 @@ class Held:
         self.bodies.append(route.request.post_data_json)
         self.arrived.set()
         await self.may_pass.wait()
-        await route.continue_()
+        with contextlib.suppress(Error):  # the page that asked may be gone
+            await route.continue_()
 
 
 async def fails(page: Page, status: int | None, *, path: str = "**/api/v1/messages", method: str = "POST") -> None:
