@@ -52,9 +52,7 @@ class Room:
         context.set_default_timeout(8_000)
         await context.add_init_script(WATCH)
         self.watched.append((context, Trouble(context, self.url)))
-        page = await context.new_page()
-        await page.goto(f"{self.url}/?code={self._door.new_code()}")
-        await page.close()
+        await context.request.get(f"{self.url}/?code={self._door.new_code()}")
         return context
 
     async def open(self, place: str = "#/a/ada", *, context: BrowserContext | None = None, **settings: Any) -> Page:
