@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from playwright.async_api import Browser, BrowserContext, Locator, Page, Route
+from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, Route
 
 from coterie.clock import SystemClock
 from coterie.messages import Message
@@ -51,9 +52,7 @@ class Room:
         context.set_default_timeout(8_000)
         await context.add_init_script(WATCH)
         self.watched.append((context, Trouble(context, self.url)))
-        page = await context.new_page()
-        await page.goto(f"{self.url}/?code={self._door.new_code()}")
-        await page.close()
+        await context.request.get(f"{self.url}/?code={self._door.new_code()}")
         return context
 
     async def open(self, place: str = "#/a/ada", *, context: BrowserContext | None = None, **settings: Any) -> Page:
@@ -118,7 +117,8 @@ class Held:
         self.bodies.append(route.request.post_data_json)
         self.arrived.set()
         await self.may_pass.wait()
-        await route.continue_()
+        with contextlib.suppress(Error):  # the page that asked may be gone
+            await route.continue_()
 
 
 async def fails(page: Page, status: int | None, *, path: str = "**/api/v1/messages", method: str = "POST") -> None:

@@ -41,6 +41,7 @@ async function boot() {
   ]);
   stream.start();
   for (const each of rest) each.start();
+  document.documentElement.dataset.ready = '';
 }
 
 boot();

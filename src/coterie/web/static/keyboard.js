@@ -12,9 +12,9 @@ export function start() {
   addEventListener('keydown', pressed);
 }
 
-export async function openPalette(find = '') {
+export async function openPalette(agent = null) {
   const { openPalette: show } = await import('./screens/palette.js');
-  show({ find, actions: [
+  show({ agent, actions: [
     { label: t('theme'), run: nextTheme },
     { label: t('languageLabel'), run: switchLanguage },
     { label: t('shortcuts'), run: showSheet },
@@ -77,7 +77,7 @@ let foundAt = -10_000;
 function find() {
   if (place().name !== 'a' || performance.now() - foundAt < 2_000) return false;
   foundAt = performance.now();
-  openPalette();
+  openPalette(openAgent());
   return true;
 }
 

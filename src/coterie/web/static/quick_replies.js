@@ -151,6 +151,8 @@ export async function choose(question, option) {
 }
 
 function close(question, answer) {
+  // The name is used up: chosen again after a withdrawal, it is another message.
+  for (const option of optionsOf(question).keys()) sessionStorage.removeItem(kept(question.id, option));
   state.sending.delete(question.id);
   keep({ id: question.id, answer });
   state.questions.delete(question.id);

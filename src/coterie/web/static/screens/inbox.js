@@ -14,7 +14,7 @@ export function render(root, { compact, query: asked }) {
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
   const cards = new Map();
-  const ids = new Set();
+  let ids = new Set();
   const onlyQuestions = asked.get('only') === 'questions';
   let next = null;
 
@@ -37,7 +37,7 @@ export function render(root, { compact, query: asked }) {
   };
   const drawAll = () => {
     const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
-    all.sort((a, b) => ((a.deliveredAt ?? '') < (b.deliveredAt ?? '') ? 1 : -1));
+    all.sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
     fill(list, all.map(line));
     fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : all.length ? null : empty(t('inboxNone')));
   };
@@ -52,7 +52,8 @@ export function render(root, { compact, query: asked }) {
     }
   };
   const come = () => {
-    for (const one of state.threads.values()) if (one.last?.to === PERSON) ids.add(one.last.id);
+    const last = [...state.threads.values()].map((one) => one.last).filter((one) => one?.to === PERSON && one.deliveredAt);
+    ids = new Set([...last.map((one) => one.id), ...ids]);
     drawAll();
   };
 
@@ -63,7 +64,7 @@ export function render(root, { compact, query: asked }) {
   );
   drawQuestions();
   if (!onlyQuestions) load();
-  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread'], come)];
+  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come)];
   return () => {
     for (const one of cards.values()) one.stop();
     stops.forEach((stop) => stop());

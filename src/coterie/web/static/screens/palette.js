@@ -20,7 +20,7 @@ export function openPalette({ actions = [], find = '', agent = null } = {}) {
     draw();
     search();
   });
-  const input = h('input', { type: 'search', class: 'palette-input', role: 'combobox', 'aria-expanded': 'true', 'aria-controls': 'palette-list', 'aria-autocomplete': 'list', 'aria-label': t('paletteWhat'), placeholder: t('paletteWhat'), autocomplete: 'off', spellcheck: 'false' });
+  const input = h('input', { type: 'text', class: 'palette-input', role: 'combobox', 'aria-expanded': 'true', 'aria-controls': 'palette-list', 'aria-autocomplete': 'list', 'aria-label': t('paletteWhat'), placeholder: t('paletteWhat'), autocomplete: 'off', spellcheck: 'false' });
   const list = h('div', { id: 'palette-list', class: 'palette-list', role: 'listbox', 'aria-label': t('search') });
   const status = h('p', { class: 'meta', role: 'status' });
   let found = [];

@@ -3,7 +3,7 @@
 import { query } from '../api.js';
 import { button, fill, h } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
-import { PERSON, SYSTEM, keep, nameOf, optionsOf, plainText, state, watchers } from '../state.js';
+import { PERSON, SYSTEM, keep, nameOf, on, optionsOf, plainText, state, watchers } from '../state.js';
 import { choice, empty, failed, field } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
@@ -16,8 +16,12 @@ export function render(root, { query: asked }) {
   let items = new Map();
   let turn = 0;
 
-  const names = () => [...state.agents.values()].map((one) => [one.id, one.name]);
-  const agent = choice([['', t('timelineEverybody')], ...names()], filters.agent, (value) => change({ agent: value }));
+  const agent = choice([], '', (value) => change({ agent: value }));
+  const everybody = () => {
+    const names = [...state.agents.values()].map((one) => [one.id, one.name]);
+    fill(agent, [['', t('timelineEverybody')], ...names].map(([value, text]) => h('option', { value, text })));
+    agent.value = filters.agent;
+  };
   const kind = choice([['', t('timelineAnyKind')], ['message', t('timelineMessages')], ['tool', t('timelineTools')]], filters.kind, (value) => change({ kind: value }));
   const time = choice([['', t('timelineAnyTime')], ['hour', t('timelineHour')], ['day', t('timelineDay')], ['week', t('timelineWeek')]], filters.time, (value) => change({ time: value }));
 
@@ -59,7 +63,7 @@ export function render(root, { query: asked }) {
     const open = Object.values(sources).filter((one) => one.open);
     const edge = open.reduce((latest, one) => (one.oldest > latest ? one.oldest : latest), '');
     const since = filters.time ? new Date(Date.now() + state.skew - HOURS[filters.time] * 3_600_000).toISOString() : '';
-    const shown = [...items.values()].filter((one) => one.at >= edge && one.at >= since).sort((a, b) => (a.at < b.at ? 1 : -1));
+    const shown = [...items.values()].filter((one) => one.at >= edge && one.at >= since).sort(newestFirst);
     fill(list, shown.map((one) => (one.run ? runRow(one.run) : messageRow(one.message))));
     const more = open.length && edge >= since;
     fill(foot, more ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : shown.length ? null : empty(t('timelineNone')));
@@ -70,7 +74,8 @@ export function render(root, { query: asked }) {
       if (source.path === (filters.kind === 'tool' ? '/messages' : filters.kind === 'message' ? '/runs' : '')) continue;
       const page = await query(source.path, { agent: filters.agent, limit: 50 }).catch(() => null);
       if (mine !== turn || !page) return;
-      for (const one of page.items.map(source.take)) items.set(one.id, one);
+      // In front of what is there: of two within one millisecond, the page knows which came first.
+      items = new Map([...page.items.map(source.take).map((one) => [one.id, one]), ...items]);
     }
     draw();
   };
@@ -81,7 +86,12 @@ export function render(root, { query: asked }) {
     list,
     foot,
   );
+  everybody();
   again();
+  const stop = on(['agents', 'snapshot'], () => {
+    everybody();
+    draw();
+  });
   let soon = null;
   const watch = (kind) => {
     if (!/^(message|delayed|queue|tool)/.test(kind)) return;
@@ -95,8 +105,11 @@ export function render(root, { query: asked }) {
     turn += 1;
     clearTimeout(soon);
     watchers.delete(watch);
+    stop();
   };
 }
+
+const newestFirst = (a, b) => (a.at < b.at ? 1 : a.at > b.at ? -1 : 0);
 
 function messageRow(message) {
   const options = message.to === PERSON ? null : optionsOf(message);
