@@ -111,7 +111,7 @@ function brokeText({ withdrawn }) {
 export function content(message) {
   const payload = message.payload ?? {};
   const parts = [];
-  if (message.inReplyTo && message.option === undefined) parts.push(quoted(message.inReplyTo));
+  if (message.inReplyTo && message.from === PERSON && message.option === undefined) parts.push(quoted(message.inReplyTo));
   if (typeof payload.text === 'string' && payload.text) {
     const tree = message.rendered;
     parts.push(h('div', { class: 'md' }, tree?.length ? nodes(tree) : h('p', { class: 'as-typed' }, payload.text)));
