@@ -93,14 +93,15 @@ class Room:
 
     def drop_streams(self) -> int:
         """Every event stream is cut, as by a proxy that restarts."""
-        guests = tuple(self.app.state.hub._guests)
+        guests = [guest for guest in self.app.state.hub._guests if guest.live]
         for guest in guests:
             guest.drop()
         return len(guests)
 
     @property
     def streams(self) -> int:
-        return len(self.app.state.hub)
+        """Those that have caught up."""
+        return sum(guest.live for guest in self.app.state.hub._guests)
 
 
 class Held:
