@@ -105,10 +105,10 @@ class Room:
 
 
 class Held:
-    """Requests that do not reach the server until a test says so."""
+    """Requests that never reach the server, and get no answer until a test says so."""
 
     def __init__(self) -> None:
-        self.arrived, self.may_pass = asyncio.Event(), asyncio.Event()
+        self.arrived, self.may_end = asyncio.Event(), asyncio.Event()
         self.bodies: list[Any] = []
 
     async def __call__(self, route: Route) -> None:
@@ -117,9 +117,9 @@ class Held:
             return
         self.bodies.append(route.request.post_data_json)
         self.arrived.set()
-        await self.may_pass.wait()
+        await self.may_end.wait()
         with contextlib.suppress(Error):  # the page that asked may be gone
-            await route.continue_()
+            await route.abort()
 
 
 async def fails(page: Page, status: int | None, *, path: str = "**/api/v1/messages", method: str = "POST") -> None:
