@@ -36,6 +36,7 @@ async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> 
     await panel.tell("From the seer", by="seer")
     page = await panel.open("#/timeline")
     rows = page.locator(".timeline > li")
+    await expect(rows.filter(has_text="From the seer")).to_contain_text("Seer → You")
     await expect(rows.filter(has_text="Between agents")).to_contain_text("Bob → Ada")
     await expect(page.locator(".call")).to_have_count(1)
     await page.get_by_label("Kind").select_option("message")

@@ -1,8 +1,9 @@
 // A word from the browser when somebody writes and nobody looks at the page.
 
 import { t } from '../i18n.js';
+import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
-import { PERSON, nameOf, plainText, threadOf, watchers } from '../state.js';
+import { PERSON, plainText, threadOf, watchers } from '../state.js';
 import './words.js';
 
 const WANTED = 'coterie.notify';
@@ -24,7 +25,7 @@ export function start() {
     if (!document.hidden || !wanted() || !allowed()) return;
     const { message } = data;
     // The same tag in every tab: the browser shows one.
-    const note = new Notification(nameOf(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
+    const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
     note.onclick = () => {
       window.focus();
       go(agentPath(threadOf(message)));
