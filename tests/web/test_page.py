@@ -1,22 +1,44 @@
 from __future__ import annotations
 
+import re
+
 import httpx
 
 
 async def test_the_shell_is_there_for_anybody_and_names_nobody(stranger: httpx.AsyncClient) -> None:
     answer = await stranger.get("/")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "coterie send" in answer.text
+    assert "coterie chat" in answer.text
     assert 'lang="zh"' in answer.text
-    assert "<script" not in answer.text
     for secret in ("Ada", "Bob", '"ada"', "<style"):
         assert secret not in answer.text
 
 
+async def test_the_shell_names_only_files_of_ours_that_are_there(stranger: httpx.AsyncClient) -> None:
+    shell = (await stranger.get("/")).text
+    named = re.findall(r'(?:src|href)="([^"]+)"', shell)
+    assert {path.rpartition(".")[2] for path in named} == {"js", "css", "svg"}
+    for path in named:
+        assert (await stranger.get(path)).status_code == 200, path
+    assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", shell))  # the policy runs no other
+
+
+async def test_every_script_that_the_first_one_needs_is_fetched_ahead(stranger: httpx.AsyncClient) -> None:
+    shell = (await stranger.get("/")).text
+    ahead = set(re.findall(r'modulepreload" href="/static/(\w+\.js)"', shell))
+    needed, left = {"app.js"}, ["app.js"]
+    while left:
+        text = (await stranger.get(f"/static/{left.pop()}")).text
+        found = set(re.findall(r"^(?:import|\}) .*from '\./(\w+\.js)';$", text, re.M)) - needed
+        needed |= found
+        left += found
+    assert needed - {"app.js"} == ahead
+
+
 async def test_static_files_have_their_type_and_are_not_sent_twice(stranger: httpx.AsyncClient) -> None:
-    answer = await stranger.get("/static/shell.css")
+    answer = await stranger.get("/static/tokens.css")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/css; charset=utf-8")
-    again = await stranger.get("/static/shell.css", headers={"If-None-Match": answer.headers["etag"]})
+    again = await stranger.get("/static/tokens.css", headers={"If-None-Match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
@@ -24,7 +46,7 @@ async def test_what_is_no_file_of_ours_is_not_found(stranger: httpx.AsyncClient)
     for path in (
         "",
         "nothing.css",
-        "shell.css/x.css",
+        "tokens.css/x.css",
         "..%2fapp.py",
         "%2e%2e/app.py",
         ".css",

@@ -1,0 +1,47 @@
+// Where the page starts: the shell at once, then the society, then everything that can wait.
+
+import { whenLocked } from './api.js';
+import { t } from './i18n.js';
+import { place, screen, show, start } from './router.js';
+import { resync, state } from './state.js';
+import { applyTheme, buildShell, frame, locked, repaint } from './shell.js';
+import * as thread from './thread.js';
+
+const RETRY_MS = 2_000;
+
+screen('a', { title: () => t('conversation'), render: thread.render });
+screen('', { title: () => t('conversation'), render: thread.render });
+screen('inbox', { title: () => t('inbox'), load: () => import('./screens/inbox.js') });
+screen('timeline', { title: () => t('timeline'), load: () => import('./screens/timeline.js') });
+screen('org', { title: () => t('org'), load: () => import('./screens/org.js') });
+screen('delayed', { title: () => t('delayed'), load: () => import('./screens/delayed.js') });
+screen('artifacts', { title: () => t('artifacts'), load: () => import('./screens/artifacts.js') });
+screen('setup', { title: () => t('setup'), load: () => import('./screens/setup.js') });
+
+async function boot() {
+  applyTheme();
+  buildShell();
+  let isLocked = false;
+  whenLocked(() => {
+    if (!isLocked) locked();
+    isLocked = true;
+  });
+  await start(frame);
+  while (!state.booted && !isLocked) {
+    await resync().catch(() => new Promise((resolve) => setTimeout(resolve, RETRY_MS)));
+  }
+  if (isLocked) return;
+  if (place().name === '') await show();
+  repaint();
+  const [stream, ...rest] = await Promise.all([
+    import('./stream.js'),
+    import('./keyboard.js'),
+    import('./announce.js'),
+    import('./inspector.js'),
+  ]);
+  stream.start();
+  for (const each of rest) each.start();
+  document.documentElement.dataset.ready = '';
+}
+
+boot();

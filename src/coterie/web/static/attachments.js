@@ -1,0 +1,99 @@
+// Files on their way into a message: a chip each, with how far it is and how the recipient will get it.
+
+import { button, fill, h, icon, iconButton } from './dom.js';
+import { upload } from './api.js';
+import { bytes, t } from './i18n.js';
+import { on, state } from './state.js';
+
+const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
+const ICONS = { image: 'image', audio: 'audio' };
+
+/** `changed` is called whenever a chip changes, `moveTo(agent)` when the person sends the lot to somebody else. */
+export function mountTray(root, agent, changed, moveTo) {
+  let chips = [];
+
+  function add(files) {
+    for (const file of files) {
+      const chip = { file, name: file.name || 'file', size: file.size, kind: file.type.split('/')[0], share: 0, status: 'uploading' };
+      chips.push(chip);
+      begin(chip);
+    }
+    paint();
+  }
+
+  function begin(chip) {
+    Object.assign(chip, { status: 'uploading', share: 0 });
+    const { done, cancel } = upload(chip.file, (share) => {
+      chip.share = share;
+      chip.bar?.style.setProperty('inline-size', `${Math.round(share * 100)}%`);
+      if (chip.word) chip.word.textContent = t('uploading', { n: Math.round(share * 100) });
+    });
+    chip.cancel = cancel;
+    done.then(
+      (artifact) => Object.assign(chip, { status: 'ready', artifact, size: artifact.size, kind: artifact.type }),
+      (problem) => Object.assign(chip, { status: problem.status === 413 ? 'big' : 'failed', why: problem.detail }),
+    ).then(paint);
+  }
+
+  function drop(chip) {
+    if (chip.status === 'uploading') chip.cancel?.();
+    chips = chips.filter((one) => one !== chip);
+    paint();
+    document.getElementById('composer')?.focus();
+  }
+
+  function paint() {
+    if (!chips.length) tray.waits = false;
+    fill(root, chips.length ? h('ul', { class: 'file-chips', 'aria-label': t('attachments') }, chips.map(view)) : null);
+    changed();
+  }
+
+  function view(chip) {
+    chip.bar = h('span', { class: 'chip-bar' });
+    chip.bar.style.inlineSize = `${Math.round(chip.share * 100)}%`;
+    chip.word = h('span', { class: 'meta num' }, { uploading: t('uploading', { n: Math.round(chip.share * 100) }), ready: bytes(chip.size), big: t('uploadTooBig'), failed: t('uploadFailed') }[chip.status]);
+    return h('li', { class: `file-chip is-${chip.status}`, 'data-testid': 'attachment', title: chip.why ?? null }, icon(ICONS[chip.kind] ?? 'file'),
+      h('span', { class: 'chip-words' }, h('span', { class: 'chip-line' }, h('span', { class: 'chip-name', dir: 'auto' }, chip.name), chip.word), note(chip)),
+      chip.status === 'failed' ? button({ class: 'text-btn', 'aria-label': t('retryFile', { name: chip.name }), onclick: () => {
+        begin(chip);
+        paint();
+      } }, t('retry')) : null,
+      iconButton('close', t('removeFile', { name: chip.name }), { class: 'chip-close', onclick: () => drop(chip) }), chip.status === 'uploading' ? chip.bar : null);
+  }
+
+  /** How the recipient gets it, by what their model takes in. */
+  function note(chip) {
+    if (chip.status !== 'ready' && chip.status !== 'uploading') return null;
+    const kind = NEEDS[chip.kind] ? chip.kind : 'file';
+    const can = (one) => one.capabilities?.input?.includes(NEEDS[kind]);
+    const one = state.agents.get(agent);
+    if (!one || can(one)) return h('span', { class: 'chip-note', 'data-testid': 'how' }, `→ ${t('asOriginal')}`);
+    const able = [...state.agents.values()].find((other) => other.id !== agent && other.kind !== 'person' && other.state !== 'terminated' && can(other));
+    return h('span', { class: 'chip-note is-adapted', 'data-testid': 'how' }, `→ ${t('asText', { name: one.name, kind: t(`kind_${kind}`) })}`,
+      able ? button({ class: 'text-btn', 'data-testid': 'send-instead', onclick: () => moveTo(able.id) }, `→ ${t('sendInstead', { name: able.name })}`) : null);
+  }
+
+  const end = on([`agent:${agent}`, 'agents', 'snapshot'], () => chips.length && paint());
+  const tray = {
+    waits: false,
+    add,
+    restore(files) {
+      for (const one of files) {
+        if (typeof one?.artifactRef === 'string') chips.push({ name: one.filename ?? '', size: one.size ?? 0, kind: one.type, status: 'ready', share: 1, artifact: one });
+      }
+      paint();
+    },
+    any: () => chips.some((one) => one.status === 'ready' || one.status === 'uploading'),
+    busy: () => chips.some((one) => one.status === 'uploading'),
+    ready: () => chips.filter((one) => one.status === 'ready').map((one) => one.artifact),
+    clear() {
+      chips = chips.filter((one) => one.status !== 'ready');
+      paint();
+    },
+    leave() {
+      end();
+      for (const chip of chips) if (chip.status === 'uploading') chip.cancel?.();
+    },
+  };
+  return tray;
+}

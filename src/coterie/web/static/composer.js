@@ -1,0 +1,287 @@
+// Where the person writes. Nothing typed is ever lost: it is sent, waits as a draft, or comes back.
+
+import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
+import { newId, send } from './api.js';
+import { t } from './i18n.js';
+import { confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
+import { takeEarly } from './shell.js';
+import { mountStrip, waitingFor, withdraw } from './waiting.js';
+
+const LONGEST = 200_000;
+const CTRL_ENTER = 'coterie.ctrlEnterSends';
+const kept = (agent) => `coterie.draft.${agent}`;
+
+export const ctrlEnterSends = () => localStorage.getItem(CTRL_ENTER) === '1';
+export const setCtrlEnterSends = (yes) => localStorage.setItem(CTRL_ENTER, yes ? '1' : '0');
+
+/** The composer of one agent in the dock. Returns `{leave, replyTo, refill}`. */
+export function mountComposer(root, agent) {
+  const draft = { text: '', files: [], replyTo: null, ...readDraft(agent) };
+  let tray = null; // attachments, loaded when the first one comes
+  let composedAt = -1;
+
+  const strip = h('div', {});
+  const note = h('div', { class: 'composer-note' });
+  const chips = h('div', { class: 'composer-files' });
+  const text = h('textarea', { class: 'composer-text', id: 'composer', rows: '1', dir: 'auto', 'data-testid': 'composer', 'aria-describedby': 'composer-hint', enterkeyhint: 'send' });
+  const hint = h('p', { class: 'composer-hint meta', id: 'composer-hint' });
+  const picker = h('input', { type: 'file', multiple: true, hidden: true, 'data-testid': 'file-input', onchange: () => {
+    attach([...picker.files]);
+    picker.value = '';
+  } });
+  const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit', 'aria-label': t('send') }, h('span', { class: 'send-word' }, t('send')), icon('send'));
+  const form = h('form', { class: 'composer', onsubmit: (event) => {
+    event.preventDefault();
+    submit();
+  } }, note, chips, h('div', { class: 'composer-row' }, iconButton('plus', t('attach'), { class: 'attach-btn', 'data-testid': 'attach', onclick: () => picker.click() }), text, sender), hint, picker);
+  fill(root, strip, form);
+  root.hidden = false;
+
+  // Writing
+
+  text.value = draft.text;
+  const early = takeEarly();
+  if (early) {
+    text.value ||= early.text;
+    if (early.focused) text.focus();
+  }
+  text.addEventListener('input', changed);
+  text.addEventListener('compositionend', () => {
+    composedAt = performance.now();
+  });
+  text.addEventListener('keydown', (event) => {
+    if (event.key === 'ArrowUp' && !text.value && !event.shiftKey && !event.altKey && !event.isComposing) return editLast(event);
+    if (event.key === 'Escape' && draft.replyTo) return replyTo(null);
+    if (event.key !== 'Enter' || event.shiftKey || event.altKey) return;
+    // Enter that ends a composition chooses a word; Safari tells of the end first.
+    if (event.isComposing || event.keyCode === 229 || performance.now() - composedAt < 20) return;
+    const mod = event.ctrlKey || event.metaKey;
+    if (ctrlEnterSends() !== mod) return;
+    event.preventDefault();
+    if (!event.repeat) submit();
+  });
+  text.addEventListener('paste', (event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (!files.length) return;
+    event.preventDefault();
+    attach(files);
+  });
+
+  function changed() {
+    draft.text = text.value;
+    keepDraft();
+    size();
+    paint();
+  }
+
+  function size() {
+    if (CSS.supports('field-sizing', 'content')) return;
+    text.style.height = 'auto';
+    text.style.height = `${Math.min(text.scrollHeight + 2, innerHeight * 0.4)}px`;
+  }
+
+  function keepDraft() {
+    const files = tray ? tray.ready() : draft.files;
+    if (draft.text || files.length || draft.replyTo) localStorage.setItem(kept(agent), JSON.stringify({ text: draft.text, files, replyTo: draft.replyTo }));
+    else localStorage.removeItem(kept(agent));
+  }
+
+  function paint() {
+    const one = state.agents.get(agent);
+    const name = one?.name || agent;
+    const gone = one?.state === 'terminated';
+    const over = [...text.value].length - LONGEST;
+    text.disabled = gone;
+    sender.disabled = gone;
+    setAttr(text, 'aria-label', t('writeTo', { name }));
+    text.placeholder = gone ? '' : t(one?.state === 'active' ? 'writeToActive' : 'writeTo', { name });
+    setAttr(sender, 'aria-disabled', !gone && sendable() ? null : 'true');
+    setText(hint, gone ? t('recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : one?.state === 'active' ? t('hintActive', { name }) : '');
+    hint.classList.toggle('bad', over > 0);
+    const to = draft.replyTo && state.messages.get(draft.replyTo);
+    fill(note, to ? [h('span', { class: 'note-text' }, t('replyingTo', { text: plainText(to).slice(0, 100) })), iconButton('close', t('cancel'), { onclick: () => replyTo(null) })] : []);
+  }
+
+  const sendable = () => (text.value.trim() || tray?.any() || draft.files.length) && [...text.value].length <= LONGEST;
+
+  function replyTo(id) {
+    draft.replyTo = id;
+    keepDraft();
+    paint();
+    text.focus();
+  }
+
+  /** Text that was not sent comes back, if nothing new was typed. */
+  function refill({ text: words = '', files = [], replyTo: to = null }) {
+    if (text.value || tray?.any()) return false;
+    text.value = words;
+    Object.assign(draft, { files, replyTo: to });
+    if (files.length) loadTray();
+    changed();
+    return true;
+  }
+
+  async function editLast(event) {
+    const last = waitingFor(agent).at(-1);
+    if (!last?.id) return;
+    event.preventDefault();
+    const { payload, inReplyTo } = last;
+    if (await withdraw(agent, last)) {
+      refill({ text: payload.text ?? '', files: payload.attachments ?? [], replyTo: last.option === undefined ? inReplyTo : null });
+      text.focus();
+    }
+  }
+
+  // Files
+
+  async function loadTray() {
+    const { mountTray } = await import('./attachments.js');
+    tray ??= mountTray(chips, agent, () => {
+      keepDraft();
+      paint();
+      if (tray?.waits && !tray.busy()) submit();
+    }, (to) => moveTo(to));
+    if (draft.files.length) tray.restore(draft.files);
+    draft.files = [];
+    return tray;
+  }
+
+  async function attach(files) {
+    (await loadTray()).add(files);
+    text.focus();
+  }
+
+  /** The whole draft goes over to somebody who can read what it carries. */
+  function moveTo(other) {
+    const before = readDraft(other);
+    const words = [before?.text, draft.text].filter(Boolean).join('\n');
+    localStorage.setItem(kept(other), JSON.stringify({ text: words, files: [...(before?.files ?? []), ...tray.ready()], replyTo: before?.replyTo ?? null }));
+    localStorage.removeItem(kept(agent));
+    moved = true;
+    location.hash = `#/a/${encodeURIComponent(other)}`;
+  }
+  let moved = false;
+
+  // Sending
+
+  function submit() {
+    if (text.disabled || !sendable()) return;
+    if (tray?.busy()) {
+      tray.waits = true;
+      return paint();
+    }
+    const files = tray ? tray.ready() : draft.files;
+    const words = text.value;
+    const to = draft.replyTo;
+    text.value = '';
+    tray?.clear();
+    Object.assign(draft, { text: '', files: [], replyTo: null });
+    changed();
+    text.focus();
+    deliver({ agent, text: words, files, replyTo: to, refill });
+  }
+
+  const drop = dropZone(attach);
+  if (draft.files.length) loadTray();
+  size();
+  paint();
+  const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot'], paint), drop];
+  return {
+    replyTo,
+    refill,
+    focus: () => text.focus(),
+    leave() {
+      if (!moved) keepDraft();
+      tray?.leave();
+      ends.forEach((end) => end());
+    },
+  };
+}
+
+/** Sends what was written; closes the questions it answers for as long as it is not refused. */
+export async function deliver({ agent, text, files, replyTo, refill, clientId = newId() }) {
+  const payload = {};
+  if (text.trim()) payload.text = text;
+  if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));
+  const asked = openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
+  const local = { local: true, clientId, to: agent, from: 'user', payload: { ...payload, attachments: files }, inReplyTo: replyTo, status: 'sending', createdAt: new Date(now()).toISOString() };
+  if (!files.length) delete local.payload.attachments;
+  putLocal(local);
+  for (const one of asked) state.sending.set(one.id, { option: null, clientId });
+  touch('questions', ...asked.map((one) => `message:${one.id}`));
+  const unsure = () => {
+    local.unsure = true;
+    touch(`thread:${agent}`);
+  };
+  const message = { clientId, to: agent, payload };
+  if (replyTo) message.inReplyTo = replyTo;
+  try {
+    const receipt = await send(message, unsure);
+    for (const one of asked) {
+      one.answer ??= { messageId: receipt.messageId, option: null };
+      state.questions.delete(one.id);
+    }
+    confirmLocal(clientId, receipt);
+  } catch (error) {
+    await notSent(local, { agent, text, files, replyTo, refill, clientId }, error);
+  } finally {
+    for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
+    touch('questions', ...asked.map((one) => `message:${one.id}`));
+  }
+}
+
+async function notSent(local, again, error) {
+  const back = document.getElementById('composer') && again.refill?.(again);
+  if (back) dropLocal(local.clientId);
+  else {
+    Object.assign(local, { status: 'failed', unsure: false, again });
+    touch(`thread:${again.agent}`);
+  }
+  const { toast } = await import('./toasts.js');
+  const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
+  const why = error.status ? ` (${error.detail})` : '';
+  toast({ kind: 'error', text: t('notSent', { text: short }) + why });
+}
+
+export const retryLocal = (local) => {
+  dropLocal(local.clientId);
+  return deliver({ ...local.again, refill: null });
+};
+
+function readDraft(agent) {
+  try {
+    return JSON.parse(localStorage.getItem(kept(agent)));
+  } catch {
+    return null;
+  }
+}
+
+/** Files dropped anywhere on the conversation. */
+function dropZone(attach) {
+  const area = document.getElementById('main');
+  const has = (event) => [...(event.dataTransfer?.types ?? [])].includes('Files');
+  const over = (event) => {
+    if (!has(event)) return;
+    event.preventDefault();
+    area.classList.add('is-drop');
+    area.dataset.drop = t('dropHere');
+  };
+  const out = (event) => {
+    if (!area.contains(event.relatedTarget)) area.classList.remove('is-drop');
+  };
+  const drop = (event) => {
+    area.classList.remove('is-drop');
+    if (!has(event)) return;
+    event.preventDefault();
+    attach([...event.dataTransfer.files]);
+  };
+  area.addEventListener('dragover', over);
+  area.addEventListener('dragleave', out);
+  area.addEventListener('drop', drop);
+  return () => {
+    area.removeEventListener('dragover', over);
+    area.removeEventListener('dragleave', out);
+    area.removeEventListener('drop', drop);
+  };
+}
+

@@ -1,0 +1,103 @@
+// The keyboard map. Punctuation goes by its place on the board, so that other layouts work.
+
+import { t } from './i18n.js';
+import { agentPath, go, place } from './router.js';
+import { isOpen, openQuestions, state } from './state.js';
+import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
+import { stop } from './header.js';
+import { focusNewest } from './quick_replies.js';
+import { openAgent, openComposer, showMessage } from './thread.js';
+
+export function start() {
+  addEventListener('keydown', pressed);
+}
+
+export async function openPalette(agent = null) {
+  const { openPalette: show } = await import('./screens/palette.js');
+  show({ agent, actions: [
+    { label: t('theme'), run: nextTheme },
+    { label: t('languageLabel'), run: switchLanguage },
+    { label: t('shortcuts'), run: showSheet },
+    { label: t('stop'), run: () => stop(openAgent()) },
+  ] });
+}
+
+export const showSheet = () => import('./screens/shortcuts.js').then((sheet) => sheet.openShortcuts());
+
+const typing = (el) => el instanceof HTMLElement && (el.isContentEditable || /^(input|textarea|select)$/i.test(el.tagName));
+
+function pressed(event) {
+  if (event.defaultPrevented || event.isComposing || document.querySelector('dialog[open]')) return;
+  if (handle(event)) event.preventDefault();
+}
+
+function handle(event) {
+  const { key, code, altKey, shiftKey } = event;
+  const mod = event.ctrlKey || event.metaKey;
+  if (mod && !altKey && !shiftKey && key.toLowerCase() === 'k') return yes(openPalette());
+  if (mod && !altKey && !shiftKey && key.toLowerCase() === 'f') return find();
+  if (mod && code === 'Slash') return yes(showSheet());
+  if (key === 'F6') return cycle(shiftKey ? -1 : 1);
+  if (altKey && !mod) return alt(event);
+  if (key === 'Escape') return escape(event);
+  if (key === '?' && !mod && !typing(event.target) && localStorage.getItem('coterie.noSingleKeys') !== '1') return yes(showSheet());
+  return false;
+}
+
+const yes = () => true;
+
+function alt({ key, code, shiftKey }) {
+  if (key === 'ArrowUp' || key === 'ArrowDown') return step(key === 'ArrowUp' ? -1 : 1, shiftKey);
+  if (code === 'KeyQ') return quick();
+  if (code === 'Period') return yes(stop(openAgent()));
+  if (code === 'KeyI') return yes(go('#/inbox?only=questions'));
+  return false;
+}
+
+/** The newest open set: of this conversation; if it has none, of the one that has. */
+function quick() {
+  if (focusNewest((message) => (openAgent() ? showMessage(message) : true))) return true;
+  const other = openQuestions().find((one) => isOpen(one));
+  if (other) go(`${agentPath(other.from)}?m=${encodeURIComponent(other.id)}`);
+  return true;
+}
+
+function step(by, onlyUnread) {
+  const rows = [...document.querySelectorAll('[data-agent-row]')].map((el) => el.dataset.agentRow);
+  const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === openAgent()) : rows;
+  if (!all.length) return true;
+  const at = all.indexOf(openAgent());
+  go(agentPath(all[(at + by + all.length) % all.length]));
+  return true;
+}
+
+let foundAt = -10_000;
+
+/** Ours first, since most of the thread is not in the document; pressed again, the browser's. */
+function find() {
+  if (place().name !== 'a' || performance.now() - foundAt < 2_000) return false;
+  foundAt = performance.now();
+  openPalette(openAgent());
+  return true;
+}
+
+function cycle(by) {
+  const stops = [
+    region('side').querySelector('.tree [tabindex="0"]') ?? region('side').querySelector('input'),
+    document.querySelector('.thread') ?? region('screen').querySelector('a, button, input, [tabindex="0"]'),
+    document.querySelector('.strip:not([hidden]) button'),
+    document.getElementById('composer'),
+    region('inspector').querySelector('[role="tab"][aria-selected="true"]'),
+  ].filter((el) => el && el.offsetParent !== null && !el.closest('[inert]'));
+  const at = stops.findIndex((el) => el === document.activeElement || el.parentElement.contains(document.activeElement) || regionOf(el).contains(document.activeElement));
+  stops[(at + by + stops.length) % stops.length]?.focus();
+  return true;
+}
+
+const regionOf = (el) => el.closest('.side, .thread, .strip, .composer, .inspector') ?? el;
+
+function escape(event) {
+  if (document.body.dataset.slide) return yes(closeSlides());
+  if (event.target?.closest?.('.screen, .toasts')) return yes(openComposer()?.focus());
+  return false;
+}

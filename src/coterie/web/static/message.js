@@ -1,0 +1,202 @@
+// One message: who, when, what, and what became of it.
+
+import { button, fill, h, icon, setText } from './dom.js';
+import { artifactUrl } from './api.js';
+import { bytes, clockTime, dayAndTime, dayName, t } from './i18n.js';
+import { nodes } from './markdown.js';
+import { agentPath } from './router.js';
+import { nameOf, on, PERSON, state, SYSTEM } from './state.js';
+import { quickReplies } from './quick_replies.js';
+
+const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
+
+export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system') : nameOf(id));
+
+/** A stored message, or one of ours that is on its way (`item.local`). `acts`: replyTo(id), retry, edit, drop (of a local). */
+export function messageView(item, acts) {
+  const first = of(item);
+  const mine = first.from === PERSON;
+  const day = h('div', { class: 'day', hidden: true });
+  const news = h('div', { class: 'news', hidden: true, 'data-testid': 'new-line' });
+  const broke = h('div', { class: 'broke', hidden: true, 'data-testid': 'break' });
+  const head = h('div', { class: 'msg-head' });
+  const body = h('div', { class: 'bubble', dir: 'auto' });
+  const foot = h('div', { class: 'msg-foot meta' });
+  const tools = h('div', { class: 'msg-tools' });
+  const bubbleRow = h('div', { class: 'bubble-row' }, body, tools);
+  const el = h('article', { class: `msg ${mine ? 'msg-mine' : first.from === SYSTEM ? 'msg-system' : 'msg-theirs'}`, tabindex: '-1', data: { key: item.key } },
+    day, news, broke, h('div', { class: 'msg-box' }, head, bubbleRow, foot));
+  if (first.id) {
+    el.dataset.messageId = first.id;
+    el.dataset.testid = 'message';
+  }
+  const options = first.id && quickReplies(first);
+  if (options) el.lastChild.append(options.el);
+  if (!mine && first.id && acts?.replyTo && first.from !== SYSTEM) {
+    tools.append(button({ class: 'icon-btn msg-reply', 'aria-label': t('replyTo'), title: t('replyTo'), onclick: () => acts.replyTo(first.id) }, icon('reply')));
+  }
+
+  let shown = null;
+  function update(next) {
+    const message = of(next);
+    seam(day, next.day && dayName(next.day));
+    seam(news, next.news && (next.news === 1 ? t('newMessage') : t('newMessages', { n: next.news })));
+    seam(broke, next.broke && brokeText(next.broke));
+    const name = mine ? t('you') : who(message.from);
+    const time = message.deliveredAt ?? message.createdAt ?? message.at;
+    el.classList.toggle('is-joined', Boolean(next.joined));
+    el.setAttribute('aria-label', `${name} ${time ? clockTime(time) : ''}`);
+    if (!head.firstChild) fill(head, h('span', { class: 'msg-name' }, name), message.to !== PERSON && !mine ? h('span', { class: 'meta' }, `→ ${who(message.to)}`) : null, h('time', { class: 'meta', datetime: time }, time ? clockTime(time) : ''));
+    const text = JSON.stringify(message.payload);
+    if (shown !== text) {
+      shown = text;
+      fill(body, content(message));
+      body.hidden = !body.firstChild;
+    }
+    paintFoot(message);
+    options?.update();
+  }
+
+  function paintFoot(message) {
+    const time = mine && (message.deliveredAt ?? message.createdAt);
+    const parts = time ? [clockTime(time)] : [];
+    if (message.local) {
+      const { status } = message;
+      if (status === 'failed') {
+        parts.push(h('span', { class: 'bad' }, t('failed')),
+          button({ class: 'text-btn', 'data-testid': 'retry', onclick: () => acts.retry(message) }, t('retry')),
+          button({ class: 'text-btn', onclick: () => acts.edit(message) }, t('edit')),
+          button({ class: 'text-btn', onclick: () => acts.drop(message) }, t('remove')));
+      } else parts.push(t(message.unsure ? 'unsure' : status === 'sending' ? 'sending' : 'delivered'));
+    } else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
+    if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
+    if (message.early) parts.push(t('early'));
+    const key = parts.map((part) => part.textContent ?? part).join('|');
+    if (foot.dataset.key === key) return;
+    foot.dataset.key = key;
+    fill(foot, parts.map((part) => (typeof part === 'string' ? h('span', {}, part) : part)));
+    el.dataset.state = message.local ? message.status : message.state;
+  }
+
+  update(item);
+  const end = first.id ? on([`message:${first.id}`, 'questions'], () => update(view.item)) : null;
+  const view = {
+    el,
+    item,
+    update(next) {
+      view.item = next;
+      update(next);
+    },
+    leave() {
+      end?.();
+      options?.leave();
+    },
+  };
+  return view;
+}
+
+const of = (item) => item.local ?? state.messages.get(item.id);
+
+function seam(el, text) {
+  el.hidden = !text;
+  if (text) setText(el, text);
+}
+
+function brokeText({ withdrawn }) {
+  const cancelled = withdrawn > 1 ? t('callsCancelled', { n: withdrawn }) : withdrawn === 1 ? t('callCancelled') : '';
+  return [t('interjectionsTaken'), cancelled].filter(Boolean).join(' · ');
+}
+
+/** What a message says, as elements: words, files, and whatever else it carries as a card. */
+export function content(message) {
+  const payload = message.payload ?? {};
+  const parts = [];
+  if (message.inReplyTo && message.from === PERSON && message.option === undefined) parts.push(quoted(message.inReplyTo));
+  if (typeof payload.text === 'string' && payload.text) {
+    const tree = message.rendered;
+    parts.push(h('div', { class: 'md' }, tree?.length ? nodes(tree) : h('p', { class: 'as-typed' }, payload.text)));
+  }
+  const files = Array.isArray(payload.attachments) ? payload.attachments : [];
+  if (files.length) parts.push(h('ul', { class: 'files' }, files.map(file)));
+  if (payload.approval) parts.push(fields(payload.approval.arguments ?? {}));
+  const more = Object.fromEntries(Object.entries(payload).filter(([key]) => !KNOWN.has(key)));
+  if (Object.keys(more).length) parts.push(structured(more));
+  return parts.filter(Boolean);
+}
+
+function quoted(id) {
+  const original = state.messages.get(id);
+  const text = original && String(original.payload?.text ?? '').slice(0, 120);
+  return text ? h('p', { class: 'quoted' }, text) : null;
+}
+
+function file(one) {
+  const { artifactRef: ref, filename = '', type, size } = one ?? {};
+  if (typeof ref !== 'string') return null;
+  const label = h('span', { class: 'file-name' }, filename || ref);
+  const weight = typeof size === 'number' ? h('span', { class: 'meta' }, bytes(size)) : null;
+  if (type === 'image') {
+    const open = (event) => {
+      event.preventDefault();
+      import('./screens/image_viewer.js').then((viewer) => viewer.openImage(one));
+    };
+    return h('li', { class: 'file file-image' }, h('a', { href: artifactUrl(ref), 'aria-label': t('enlarge', { name: filename }), onclick: open },
+      h('img', { src: artifactUrl(ref), alt: filename, loading: 'lazy', decoding: 'async' })), h('span', { class: 'file-line' }, label, weight));
+  }
+  return h('li', { class: 'file' }, icon(type === 'audio' ? 'audio' : 'file'),
+    h('a', { class: 'file-name', href: artifactUrl(ref), download: filename, 'aria-label': t('download', { name: filename }) }, filename || ref), weight);
+}
+
+/** Keys and values in two columns; the JSON itself is one click away. */
+function structured(value) {
+  return h('div', { class: 'fields', role: 'group', 'aria-label': t('fields') }, fields(value),
+    h('details', {}, h('summary', {}, t('rawJson')), h('pre', { tabindex: '0' }, JSON.stringify(value, null, 2))));
+}
+
+function fields(value) {
+  const shown = (one) => (one !== null && typeof one === 'object' ? JSON.stringify(one) : String(one));
+  return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
+}
+
+/** A reply that is being said: plain text until its message takes its place. */
+export function draftView(item, feed) {
+  const draft = () => state.drafts.get(item.id);
+  const text = document.createTextNode('');
+  const foot = h('div', { class: 'msg-foot meta' });
+  const el = h('article', { class: 'msg msg-theirs msg-draft', tabindex: '-1', 'data-testid': 'draft', 'aria-label': `${nameOf(draft().agent)} ${t('streaming')}` },
+    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, h('span', { class: 'msg-name' }, nameOf(draft().agent)), h('span', { class: 'tag tag-live' }, t('streaming'))),
+      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('p', { class: 'as-typed' }, text, h('span', { class: 'caret', 'aria-hidden': 'true' })))), foot));
+  let timer = null;
+  let paintedAt = 0;
+
+  function paint() {
+    timer = null;
+    paintedAt = performance.now();
+    const now = draft();
+    if (!now) return;
+    if (now.text.startsWith(text.data)) text.appendData(now.text.slice(text.data.length));
+    else text.data = now.text;
+    el.classList.toggle('is-stopped', Boolean(now.stopped));
+    if (now.stopped && !foot.firstChild) {
+      foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
+      el.querySelector('.tag-live').remove();
+    }
+  }
+
+  // Twenty times a second where it is seen, twice where it is not.
+  const soon = () => {
+    timer ??= setTimeout(paint, Math.max(0, (feed().isSeen(el) ? 50 : 500) - (performance.now() - paintedAt)));
+  };
+  const end = on(`draft:${item.id}`, soon);
+  paint();
+  return {
+    el,
+    update() {},
+    leave() {
+      end();
+      clearTimeout(timer);
+    },
+  };
+}
+
+export const linkTo = (id) => h('a', { href: agentPath(id) }, who(id));

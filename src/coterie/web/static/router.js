@@ -1,0 +1,56 @@
+// Which screen is shown: the part of the address behind `#/`.
+//
+// A screen is registered under the first part of its path:
+//
+//   screen('inbox', { title: () => t('inbox'), load: () => import('./screens/inbox.js') })
+//
+// Its module exports `render(root, {args, query, compact})`, which fills `root` and may return a function that is
+// called when the screen is left. `compact` is true inside the inspector, where the same module may be shown as a panel.
+
+const screens = new Map();
+let shown = () => {};
+let leave = null;
+let turn = 0;
+
+export const screen = (name, what) => screens.set(name, what);
+export const screenNamed = (name) => screens.get(name);
+
+export function place(hash = location.hash) {
+  const [path, search = ''] = hash.replace(/^#\/?/, '').split('?');
+  const [name = '', ...args] = path.split('/').map(decode);
+  return { name, args, query: new URLSearchParams(search) };
+}
+
+export function go(path) {
+  if (location.hash === path) show();
+  else location.hash = path;
+}
+
+export const agentPath = (id) => `#/a/${encodeURIComponent(id)}`;
+
+/** `frame(place, what)` gives the element that the screen is shown in. */
+export function start(frame) {
+  shown = frame;
+  addEventListener('hashchange', show);
+  return show();
+}
+
+export async function show() {
+  const mine = (turn += 1);
+  const at = place();
+  const what = screens.get(at.name) ?? screens.get('');
+  const module = what.render ? what : await what.load();
+  if (mine !== turn) return;
+  leave?.();
+  leave = null;
+  const root = shown(at, what);
+  leave = module.render(root, { args: at.args, query: at.query, compact: false }) ?? null;
+}
+
+function decode(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}

@@ -1,0 +1,88 @@
+// Tool runs inside the thread, and the plans that an interjection withdrew: the trace says what was not done, too.
+
+import { h, icon, setText } from './dom.js';
+import { dayName, elapsed, seconds, t } from './i18n.js';
+import { everySecond, nameOf, now, PERSON } from './state.js';
+
+const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated: '?', cancelled: '–', unknown: '?' };
+const WORDS = { done: 'run_ok', failed: 'run_failed', started: 'run_running', planned: 'run_planned', gated: 'run_gated', cancelled: 'run_cancelled', unknown: 'run_unknown' };
+
+/** The calls of plans that are worth showing: what was sent to the person is in the thread already. */
+export function callsOf(plans) {
+  return plans.flatMap((plan) => plan.calls.map((call) => ({ ...call, withdrawn: plan.outcome === 'withdrawn' || isCut(call) })))
+    .filter((call) => call.withdrawn || !(call.name === 'send_message' && call.state === 'done' && target(call) === PERSON));
+}
+
+const isCut = (call) => call.state === 'cancelled' && /interrupted_by_new_message/.test(call.result);
+
+function target(call) {
+  try {
+    return JSON.parse(call.arguments).to;
+  } catch {
+    return undefined;
+  }
+}
+
+const stateWord = (call) => (call.withdrawn ? t('run_withdrawn') : t(WORDS[call.state] ?? 'run_unknown'));
+const took = (call) => (call.startedAt && call.endedAt ? Date.parse(call.endedAt) - Date.parse(call.startedAt) : null);
+
+export function runsView(item) {
+  const day = h('div', { class: 'day', hidden: true });
+  const title = h('span', { class: 'runs-title' });
+  const signs = h('span', { class: 'runs-signs', 'aria-hidden': 'true' });
+  const time = h('span', { class: 'meta num' });
+  const list = h('ol', { class: 'runs-list' });
+  const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, time, signs), list);
+  const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box);
+  let now_ = item;
+  let shown = '';
+
+  function update(next) {
+    now_ = next;
+    day.hidden = !next.day;
+    if (next.day) setText(day, dayName(next.day));
+    const calls = next.calls;
+    const key = JSON.stringify(calls);
+    if (key === shown) return;
+    shown = key;
+    const running = calls.find((call) => call.state === 'started' && !call.withdrawn);
+    setText(title, running ? t('runningTool', { name: running.name }) : calls.length === 1 ? (calls[0].withdrawn ? `${calls[0].name} · ${t('run_withdrawn')}` : title1(calls[0])) : t('ranTools', { n: calls.length }));
+    signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
+    box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
+    el.setAttribute('aria-label', `${title.textContent}: ${calls.map((call) => `${call.name} ${stateWord(call)}`).join(', ')}`);
+    list.replaceChildren(...calls.map(row));
+    tick();
+  }
+
+  function tick() {
+    const running = now_.calls.find((call) => call.state === 'started' && !call.withdrawn);
+    const sum = now_.calls.reduce((all, call) => all + (took(call) ?? 0), 0);
+    setText(time, running?.startedAt ? elapsed(now() - Date.parse(running.startedAt)) : sum ? seconds(sum) : '');
+  }
+
+  update(item);
+  return { el, update, leave: everySecond(tick) };
+}
+
+function title1(call) {
+  return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
+}
+
+function row(call) {
+  const ms = took(call);
+  return h('li', { class: `run run-${call.withdrawn ? 'withdrawn' : call.state}`, 'data-testid': 'run', data: { state: call.withdrawn ? 'withdrawn' : call.state } },
+    h('div', { class: 'run-head' }, h('code', {}, call.name), h('span', { class: 'run-state' }, stateWord(call)), ms === null ? null : h('span', { class: 'meta num' }, seconds(ms))),
+    block('arguments', call.arguments), call.result && !call.withdrawn ? block('result', call.result) : null);
+}
+
+function block(key, text) {
+  return h('details', { class: 'run-more' }, h('summary', {}, t(key), h('span', { class: 'run-peek' }, text.slice(0, 100))), h('pre', { tabindex: '0', dir: 'auto' }, pretty(text)));
+}
+
+function pretty(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}

@@ -1,0 +1,109 @@
+// What will be delivered later: by due time, with a countdown, and a way to call it off.
+
+import { del, query } from '../api.js';
+import { button, fill, h, setText } from '../dom.js';
+import { dayAndTime, t } from '../i18n.js';
+import { who } from '../message.js';
+import { everySecond, keep, now, on, plainText, state } from '../state.js';
+import { toast } from '../toasts.js';
+import { empty, toggle } from './parts.js';
+
+const ONLY_TIMES = 'coterie.onlyTimes';
+
+export function render(root, { compact }) {
+  const list = h('ul', { class: 'items', 'aria-label': t('delayed') });
+  const rows = new Map();
+  let onlyTimes = localStorage.getItem(ONLY_TIMES) === '1';
+  const more = h('div');
+
+  const draw = () => {
+    const due = [...state.delayed.values()].sort((a, b) => (a.deliverAt < b.deliverAt ? -1 : 1));
+    for (const id of rows.keys()) if (!state.delayed.has(id)) rows.delete(id);
+    for (const message of due) if (!rows.has(message.id)) rows.set(message.id, row(message));
+    const focused = list.contains(document.activeElement) ? document.activeElement : null;
+    fill(list, due.map((message) => rows.get(message.id).el));
+    if (focused && !list.contains(focused)) (list.querySelector('button') ?? root).focus();
+    else focused?.focus();
+    fill(more, due.length ? null : empty(t('delayedNone')));
+    tick();
+  };
+  const tick = () => {
+    for (const one of rows.values()) one.tick(onlyTimes);
+  };
+
+  fill(
+    root,
+    toggle(t('delayedOnlyTimes'), onlyTimes, (wanted) => {
+      onlyTimes = wanted;
+      localStorage.setItem(ONLY_TIMES, wanted ? '1' : '0');
+      tick();
+    }),
+    list,
+    more,
+  );
+  root.tabIndex = -1;
+  draw();
+  if (!compact) loadAll().catch(() => {});
+  const stops = [on(['delayed', 'snapshot', 'agents'], draw), everySecond(tick)];
+  return () => stops.forEach((stop) => stop());
+}
+
+/** The snapshot holds the first ones only. */
+async function loadAll() {
+  for (let after; ; ) {
+    const page = await query('/delayed', { after, limit: 200 });
+    for (const item of page.items) state.delayed.set(item.id, keep(item));
+    after = page.next;
+    if (!after) return;
+  }
+}
+
+function row(message) {
+  const left = h('span', { class: 'countdown' });
+  const at = h('time', { class: 'meta', datetime: message.deliverAt, text: dayAndTime(message.deliverAt) });
+  const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }) });
+  cancel.addEventListener('click', () => callOff(message, cancel));
+  const el = h(
+    'li',
+    { class: 'item delayed-item', data: { messageId: message.id } },
+    h('p', { class: 'item-head', dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
+    h('p', { class: 'item-foot' }, left, ' ', at, cancel),
+  );
+  let shown = null;
+  return {
+    el,
+    tick(onlyTimes) {
+      at.dateTime = message.deliverAt;
+      setText(at, dayAndTime(message.deliverAt));
+      shown = steady(shown, (Date.parse(message.deliverAt) - now()) / 1000);
+      setText(left, shown <= 0 ? t('delayedDueNow') : onlyTimes ? '' : countdown(shown));
+    },
+  };
+}
+
+/** Timers are never exact: a second shown is kept in step, and not shown twice or left out for a few milliseconds. */
+function steady(shown, left) {
+  const next = (shown ?? 0) - 1;
+  const inStep = shown !== null && left > next - 1.3 && left <= next + 0.3;
+  return Math.max(0, inStep ? next : Math.ceil(left));
+}
+
+export function countdown(seconds) {
+  const two = (n) => String(n).padStart(2, '0');
+  const days = Math.floor(seconds / 86400);
+  const text = [Math.floor((seconds % 86400) / 3600), Math.floor((seconds % 3600) / 60), seconds % 60].map(two).join(':');
+  return days ? `${t('days', { n: days })} ${text}` : text;
+}
+
+async function callOff(message, cancel) {
+  if (cancel.getAttribute('aria-disabled') === 'true') return;
+  cancel.setAttribute('aria-disabled', 'true');
+  try {
+    await del(`/messages/${encodeURIComponent(message.id)}`);
+  } catch (error) {
+    cancel.removeAttribute('aria-disabled');
+    if (error.code === 'already_taken') toast({ text: t('delayedTooLate') });
+    else toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+  }
+}

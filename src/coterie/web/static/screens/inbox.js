@@ -1,0 +1,107 @@
+// Everything that was said to the person: what waits for an answer first, then all of it, newest first.
+
+import { query } from '../api.js';
+import { button, fill, h } from '../dom.js';
+import { dayAndTime, t } from '../i18n.js';
+import { who } from '../message.js';
+import { quickReplies } from '../quick_replies.js';
+import { agentPath } from '../router.js';
+import { PERSON, keep, on, openQuestions, plainText, state, threadOf } from '../state.js';
+import { empty, failed } from './parts.js';
+
+export function render(root, { compact, query: asked }) {
+  const questions = h('div', { class: 'cards' });
+  const heading = h('h2', { id: 'inbox-open' });
+  const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
+  const foot = h('div');
+  const cards = new Map();
+  let ids = new Set();
+  const onlyQuestions = asked.get('only') === 'questions';
+  let next = null;
+
+  const drawQuestions = () => {
+    const open = openQuestions().sort((a, b) => (a.createdAt < b.createdAt ? 1 : -1));
+    heading.textContent = t('inboxOpen', { n: open.length });
+    for (const message of open) if (!cards.has(message.id)) cards.set(message.id, card(message));
+    for (const [id, one] of cards) {
+      if (state.questions.has(id) || one.el.contains(document.activeElement)) continue;
+      one.stop();
+      one.el.remove();
+      cards.delete(id);
+    }
+    questions.querySelector('.empty')?.remove();
+    // Those that stay are not moved: a set with the focus in it would lose it.
+    [...cards.values()].sort((a, b) => (a.at < b.at ? 1 : -1)).forEach(({ el }, i) => {
+      if (questions.children[i] !== el) questions.insertBefore(el, questions.children[i] ?? null);
+    });
+    if (!cards.size) fill(questions, empty(t('inboxNoQuestions')));
+  };
+  const drawAll = () => {
+    const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
+    all.sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : a.deliveredAt > b.deliveredAt ? -1 : 0));
+    fill(list, all.map(line));
+    fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : all.length ? null : empty(t('inboxNone')));
+  };
+  const load = async () => {
+    try {
+      const page = await query('/messages', { agent: PERSON, before: next, limit: compact ? 20 : 50 });
+      for (const item of page.items) if (item.to === PERSON && item.deliveredAt) ids.add(keep(item).id);
+      next = page.next;
+      drawAll();
+    } catch {
+      fill(foot, failed(t('notLoaded'), load));
+    }
+  };
+  const come = () => {
+    const last = [...state.threads.values()].map((one) => one.last).filter((one) => one?.to === PERSON && one.deliveredAt);
+    ids = new Set([...last.map((one) => one.id), ...ids]);
+    drawAll();
+  };
+
+  fill(
+    root,
+    h('section', { 'aria-labelledby': 'inbox-open' }, heading, questions),
+    onlyQuestions ? null : h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
+  );
+  drawQuestions();
+  if (!onlyQuestions) load();
+  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come)];
+  return () => {
+    for (const one of cards.values()) one.stop();
+    stops.forEach((stop) => stop());
+  };
+}
+
+function card(message) {
+  const set = quickReplies(message);
+  const el = h(
+    'article',
+    { class: 'card', data: { messageId: message.id } },
+    h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
+    h('p', { class: 'item-text', dir: 'auto', text: message.payload.text ?? '' }),
+    set?.el,
+  );
+  const stop = on([`message:${message.id}`, 'questions'], () => set?.update());
+  return {
+    el,
+    at: message.createdAt,
+    stop() {
+      stop();
+      set?.leave();
+    },
+  };
+}
+
+function line(message) {
+  const unread = message.state === 'pending';
+  return h(
+    'li',
+    { class: unread ? 'item unread' : 'item' },
+    h(
+      'a',
+      { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
+      h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), h('time', { class: 'meta', datetime: message.deliveredAt, text: dayAndTime(message.deliveredAt) })),
+      h('span', { class: 'item-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
+    ),
+  );
+}

@@ -1,0 +1,35 @@
+// A word from the browser when somebody writes and nobody looks at the page.
+
+import { t } from '../i18n.js';
+import { who } from '../message.js';
+import { agentPath, go } from '../router.js';
+import { PERSON, plainText, threadOf, watchers } from '../state.js';
+import './words.js';
+
+const WANTED = 'coterie.notify';
+const LENGTH = 140;
+
+export const allowed = () => 'Notification' in globalThis && Notification.permission === 'granted';
+export const wanted = () => localStorage.getItem(WANTED) === '1';
+
+/** Browsers ask only when a person has just pressed something. */
+export async function ask(on) {
+  localStorage.setItem(WANTED, on ? '1' : '0');
+  if (!on || !('Notification' in globalThis)) return false;
+  return (await Notification.requestPermission()) === 'granted';
+}
+
+export function start() {
+  watchers.add((kind, data) => {
+    if (kind !== 'message.created' || !data.message || data.message.to !== PERSON) return;
+    if (!document.hidden || !wanted() || !allowed()) return;
+    const { message } = data;
+    // The same tag in every tab: the browser shows one.
+    const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
+    note.onclick = () => {
+      window.focus();
+      go(agentPath(threadOf(message)));
+      note.close();
+    };
+  });
+}

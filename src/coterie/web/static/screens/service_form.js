@@ -1,0 +1,102 @@
+// One service to be written down: where it is, which model, what it can do, and a key that is never shown again.
+
+import { post, put } from '../api.js';
+import { button, fill, h } from '../dom.js';
+import { t } from '../i18n.js';
+import { busy, choice, field, newName, toggle } from './parts.js';
+import { outcomeOf } from './trial.js';
+
+export const CAPABILITIES = ['text', 'vision', 'audio', 'file', 'tool_calling', 'structured_output'];
+const OUTPUT = ['text', 'tool_calling', 'structured_output'];
+const INPUT = ['text', 'vision', 'audio', 'file'];
+const SEES = { input: ['text', 'vision'], output: ['text', 'tool_calling'] };
+const PLAIN = { input: ['text'], output: ['text'] };
+const PRESETS = [
+  { id: 'openai', name: 'OpenAI', baseURL: 'https://api.openai.com/v1', capabilities: SEES },
+  { id: 'anthropic', name: 'Anthropic', baseURL: 'https://api.anthropic.com/v1', capabilities: SEES },
+  { id: 'gemini', name: 'Google Gemini', baseURL: 'https://generativelanguage.googleapis.com/v1beta/openai', capabilities: SEES },
+  { id: 'ollama', name: 'Ollama', baseURL: 'http://127.0.0.1:11434/v1', capabilities: PLAIN },
+  { id: 'llama-cpp', name: 'llama.cpp', baseURL: 'http://127.0.0.1:8080/v1', capabilities: PLAIN },
+  { id: 'lm-studio', name: 'LM Studio', baseURL: 'http://127.0.0.1:1234/v1', capabilities: PLAIN },
+];
+
+/** `from`: a service or an offer; `known`: it exists, and fields that stay empty stay as they are. */
+export function serviceForm(from, { known, offers, saved, closed }) {
+  const text = (value, props = {}) => h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', value: value ?? '', ...props });
+  const id = text(from.id, { required: true, readonly: known });
+  const name = text(from.name);
+  const base = text(from.baseURL, { type: 'url', required: true });
+  const models = h('datalist', { id: newName('models') });
+  const model = text(from.model, { required: true, list: models.id });
+  const key = h('input', { type: 'password', autocomplete: 'new-password', spellcheck: 'false', 'data-testid': 'service-key' });
+  const abilities = h('fieldset', { class: 'abilities' });
+  const outcome = h('p', { class: 'outcome', role: 'status' });
+  let apiKey = known ? undefined : from.apiKey;
+  const can = { input: new Set(), output: new Set() };
+
+  const tick = (capabilities) => {
+    for (const way of ['input', 'output']) can[way] = new Set(capabilities[way]);
+    fill(
+      abilities,
+      h('legend', { text: t('setupCapabilities') }),
+      [['input', INPUT], ['output', OUTPUT]].map(([way, all]) =>
+        h('div', { class: 'checks', role: 'group', 'aria-label': t(`way_${way}`) }, h('span', { class: 'meta', text: t(`way_${way}`) }), all.map((one) => toggle(t(`can_${one}`), can[way].has(one), (on) => (on ? can[way].add(one) : can[way].delete(one))))),
+      ),
+    );
+  };
+  const preset = (chosen) => {
+    const one = PRESETS.find((each) => each.id === chosen);
+    if (!one) return;
+    if (!known) id.value = one.id;
+    [name.value, base.value] = [one.name, one.baseURL];
+    tick(one.capabilities);
+    const offer = offers.find((each) => each.id === chosen);
+    apiKey = offer?.apiKey;
+    fill(models, (offer?.models ?? []).map((value) => h('option', { value })));
+    if (offer?.models?.length && !model.value) model.value = offer.models[0];
+  };
+  const fields = () => {
+    const told = { name: name.value || id.value, provider: 'openai', baseURL: base.value.trim(), model: model.value.trim() };
+    told.capabilities = { input: [...can.input], output: [...can.output] };
+    if (key.value) told.key = key.value;
+    else if (apiKey) told.apiKey = apiKey;
+    return told;
+  };
+  const path = () => `/services/${encodeURIComponent(id.value.trim())}`;
+  const test = button({ class: 'plain-btn', text: t('test') });
+  test.addEventListener('click', () => {
+    if (!form.reportValidity()) return;
+    busy(test, async () => {
+      const trial = await post(`${path()}/test`, fields(), { timeout: 60_000 });
+      fill(outcome, outcomeOf(trial));
+    });
+  });
+  const save = h('button', { type: 'submit', class: 'primary', text: t('save') });
+  const form = h(
+    'form',
+    { class: 'card service-form', 'aria-label': t(known ? 'setupEdit' : 'setupAdd') },
+    h('h2', { text: t(known ? 'setupEdit' : 'setupAdd') }),
+    !known && field(t('preset'), choice([['', t('presetOther')], ...PRESETS.map((one) => [one.id, one.name])], PRESETS.some((one) => one.id === from.id) ? from.id : '', preset)),
+    field(t('serviceId'), id),
+    field(t('serviceName'), name),
+    field(t('baseURL'), base),
+    field(t('model'), model),
+    models,
+    field(t('key'), key, known && from.apiKey ? t('keyKept', { key: from.apiKey }) : apiKey ? t('keyFromEnvironment', { name: apiKey.slice(2, -1) }) : t('keyWriteOnly')),
+    abilities,
+    outcome,
+    h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
+  );
+  form.addEventListener('submit', (event) => {
+    event.preventDefault();
+    busy(save, async () => {
+      await put(path(), fields());
+      key.value = '';
+      await saved();
+    });
+  });
+  tick(from.capabilities ?? PRESETS.find((one) => one.id === from.id)?.capabilities ?? PLAIN);
+  fill(models, (from.models ?? []).map((value) => h('option', { value })));
+  if (from.models?.length) model.value ||= from.models[0];
+  return form;
+}

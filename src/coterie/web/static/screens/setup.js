@@ -1,0 +1,170 @@
+// Model services: what there is, what each can do, whether it works, and what could be set up at a word.
+
+import { del, get, post, put } from '../api.js';
+import { button, fill, h } from '../dom.js';
+import { t } from '../i18n.js';
+import { on, resync, state } from '../state.js';
+import { toast } from '../toasts.js';
+import { confirm } from './dialog.js';
+import { settings } from './settings.js';
+import { CAPABILITIES, serviceForm } from './service_form.js';
+import { busy, failed, toggle } from './parts.js';
+import { outcomeOf } from './trial.js';
+
+const GUIDE = 'guide';
+
+export function render(root) {
+  const body = h('div', { class: 'setup' });
+  const form = h('div');
+  let seen = null;
+  let gone = false;
+
+  const load = async (probe = false) => {
+    try {
+      seen = await get(`/services${probe ? '?probe=true' : ''}`);
+      if (!gone) draw();
+    } catch (error) {
+      if (!gone) fill(body, failed(t('notLoaded'), () => load(probe)));
+    }
+  };
+  const changed = async () => {
+    fill(form);
+    await Promise.all([load(), resync().catch(() => {})]);
+  };
+  const edit = (from, known) => {
+    fill(form, serviceForm(from, { known, offers: seen.offers, saved: changed, closed: () => fill(form) }));
+    form.querySelector('input, select')?.focus();
+  };
+  const draw = () =>
+    fill(
+      body,
+      services(seen, { edit: (one) => edit(one, true), changed }),
+      table(seen.items),
+      offers(seen.offers, { use: (one) => edit(one, false), probe: () => load(true) }),
+      h('section', {}, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), ' ', button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
+      form,
+      tour(seen.items, changed),
+      settings(),
+    );
+  fill(root, body);
+  load();
+  // Names come with the snapshot; a form that is being filled in stays as it is.
+  const stop = on('snapshot', () => seen && !form.firstChild && draw());
+  return () => {
+    gone = true;
+    stop();
+  };
+}
+
+async function reload(load) {
+  try {
+    const { problems } = await post('/reload');
+    toast({ text: problems.length ? t('setupReloadedProblems', { n: problems.length }) : t('setupReloaded') });
+    await Promise.all([load(), resync()]);
+  } catch (error) {
+    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+  }
+}
+
+// What there is
+
+function services({ items, problems }, doing) {
+  return h(
+    'section',
+    { 'aria-labelledby': 'setup-services' },
+    h('h2', { id: 'setup-services', text: t('setupServices') }),
+    problems.map((one) => h('p', { class: 'inline-error', dir: 'auto', text: `${one.place}: ${one.message}` })),
+    items.map((one) => card(one, doing)),
+  );
+}
+
+function card(one, { edit, changed }) {
+  const outcome = h('p', { class: 'outcome', role: 'status' });
+  const tell = (trial) => fill(outcome, outcomeOf(trial));
+  tell(one.trial);
+  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }) });
+  test.addEventListener('click', () => busy(test, async () => tell(await post(`/services/${encodeURIComponent(one.id)}/test`, undefined, { timeout: 60_000 }))));
+  const remove = button({ class: 'text-btn', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }) });
+  remove.addEventListener('click', async () => {
+    if (!(await confirm(t('setupRemoveSure', { name: one.name }), { yes: t('remove') }))) return;
+    await busy(remove, async () => {
+      await del(`/services/${encodeURIComponent(one.id)}`);
+      await changed();
+    });
+  });
+  return h(
+    'article',
+    { class: 'card service', data: { service: one.id } },
+    h('h3', {}, h('span', { dir: 'auto', text: one.name }), one.tour && h('span', { class: 'tag', text: t('tour') })),
+    !one.tour && h('p', { class: 'meta', dir: 'auto', text: `${one.model} · ${one.baseURL}` }),
+    !one.tour && h('p', { class: 'meta', text: one.apiKey ? t('keyIs', { key: one.apiKey }) : t('keyNone') }),
+    one.usedBy.length > 0 && h('p', { class: 'meta', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
+    one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: problem.message })),
+    outcome,
+    h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
+  );
+}
+
+function table(items) {
+  const has = (one, name) => ['input', 'output'].filter((way) => one.capabilities[way].includes(name)).map((way) => t(`way_${way}`)).join(' + ');
+  const custom = items.flatMap((one) => [...one.capabilities.input, ...one.capabilities.output]).filter((name) => !CAPABILITIES.includes(name));
+  const names = [...CAPABILITIES, ...new Set(custom)];
+  return h(
+    'section',
+    {},
+    h('h2', { id: 'setup-caps', text: t('setupCapabilities') }),
+    h(
+      'div',
+      { class: 'table-frame', tabindex: '0', role: 'region', 'aria-labelledby': 'setup-caps' },
+      h(
+        'table',
+        {},
+        h('thead', {}, h('tr', {}, h('th', { scope: 'col', text: t('service') }), names.map((name) => h('th', { scope: 'col', text: CAPABILITIES.includes(name) ? t(`can_${name}`) : name })))),
+        h('tbody', {}, items.map((one) => h('tr', {}, h('th', { scope: 'row' }, h('span', { dir: 'auto', text: one.name }), one.capabilities.source === 'inferred' && h('span', { class: 'meta', text: ` (${t('inferred')})` })), names.map((name) => h('td', { text: has(one, name) || '–' }))))),
+      ),
+    ),
+  );
+}
+
+// What could be
+
+function offers(found, { use, probe }) {
+  const look = button({ class: 'plain-btn', text: t('setupProbe') });
+  look.addEventListener('click', () => busy(look, probe));
+  return h(
+    'section',
+    { 'aria-labelledby': 'setup-found' },
+    h('h2', { id: 'setup-found', text: t('setupFound') }),
+    found.length ? null : h('p', { class: 'meta', text: t('setupFoundNone') }),
+    h('ul', { class: 'items' }, found.map((one) => h('li', { class: 'item' }, h('span', { text: one.name }), ' ', h('span', { class: 'meta', text: one.apiKey ? t('keyInEnvironment', { name: one.apiKey.slice(2, -1) }) : one.baseURL }), ' ', button({ class: 'text-btn', text: t('use'), 'aria-label': t('useThis', { name: one.name }), onclick: () => use(one) })))),
+    look,
+  );
+}
+
+// The tour: it speaks by itself while there is no service, and beside one when it is wished for.
+
+function tour(items, changed) {
+  const alone = items.every((one) => one.tour);
+  const guided = state.agents.get(GUIDE);
+  const beside = !alone && guided && guided.state !== 'terminated' && guided.service === 'tour';
+  const flip = async (wanted) => {
+    try {
+      if (wanted) {
+        await put('/services/tour', { name: t('tour'), provider: 'tour', baseURL: 'http://127.0.0.1', model: 'tour', capabilities: { input: ['text'], output: ['text', 'tool_calling'] } });
+        await post('/agents', { id: GUIDE, name: t('tourGuide'), prompt: '', service: 'tour' });
+      } else {
+        await del(`/agents/${GUIDE}`);
+        await del('/services/tour');
+      }
+    } catch (error) {
+      toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+    }
+    await changed();
+  };
+  return h(
+    'section',
+    { 'aria-labelledby': 'setup-tour' },
+    h('h2', { id: 'setup-tour', text: t('tour') }),
+    alone ? h('p', { class: 'meta', text: t('tourAlone') }) : toggle(t('tourOn'), Boolean(beside), flip),
+  );
+}

@@ -1,0 +1,160 @@
+// All messages and tool runs of everybody, newest first, with filters that stand in the address.
+
+import { query } from '../api.js';
+import { button, fill, h } from '../dom.js';
+import { dayAndTime, t } from '../i18n.js';
+import { who } from '../message.js';
+import { PERSON, SYSTEM, keep, on, optionsOf, plainText, state, watchers } from '../state.js';
+import { choice, empty, failed, field } from './parts.js';
+
+const HOURS = { hour: 1, day: 24, week: 168 };
+
+export function render(root, { query: asked }) {
+  const filters = { agent: asked.get('agent') ?? '', kind: asked.get('kind') ?? '', time: asked.get('time') ?? '' };
+  const list = h('ol', { class: 'items timeline', 'aria-label': t('timeline') });
+  const foot = h('div');
+  let sources = {};
+  let items = new Map();
+  let turn = 0;
+
+  const agent = choice([], '', (value) => change({ agent: value }));
+  const everybody = () => {
+    const names = [...state.agents.values()].map((one) => [one.id, one.name]);
+    fill(agent, [['', t('timelineEverybody')], ...names].map(([value, text]) => h('option', { value, text })));
+    agent.value = filters.agent;
+  };
+  const kind = choice([['', t('timelineAnyKind')], ['message', t('timelineMessages')], ['tool', t('timelineTools')]], filters.kind, (value) => change({ kind: value }));
+  const time = choice([['', t('timelineAnyTime')], ['hour', t('timelineHour')], ['day', t('timelineDay')], ['week', t('timelineWeek')]], filters.time, (value) => change({ time: value }));
+
+  const change = (wanted) => {
+    Object.assign(filters, wanted);
+    const set = new URLSearchParams(Object.entries(filters).filter(([, value]) => value));
+    history.replaceState(null, '', `#/timeline${set.size ? `?${set}` : ''}`);
+    again();
+  };
+  const again = () => {
+    turn += 1;
+    items = new Map();
+    sources = {
+      messages: { path: '/messages', open: filters.kind !== 'tool', take: (one) => ({ id: `m${keep(one).id}`, at: one.createdAt, message: one }) },
+      runs: { path: '/runs', open: filters.kind !== 'message', take: (one) => ({ id: `r${one.agent}.${one.turn}.${one.step}.${one.at}`, at: one.at, run: one }) },
+    };
+    load();
+  };
+  const load = async () => {
+    const mine = turn;
+    fill(foot, h('p', { class: 'meta', text: t('loading') }));
+    try {
+      await Promise.all(Object.values(sources).filter((one) => one.open).map((one) => fetchPage(one, mine)));
+      if (mine === turn) draw();
+    } catch {
+      if (mine === turn) fill(foot, failed(t('notLoaded'), load));
+    }
+  };
+  const fetchPage = async (source, mine) => {
+    const page = await query(source.path, { agent: filters.agent, before: source.next, limit: 50 });
+    if (mine !== turn) return;
+    for (const one of page.items.map(source.take)) items.set(one.id, one);
+    source.next = page.next;
+    source.oldest = page.items.length ? source.take(page.items.at(-1)).at : '';
+    source.open = Boolean(page.next);
+  };
+  const draw = () => {
+    // Up to where every source has been read: behind that something would be missing in between.
+    const open = Object.values(sources).filter((one) => one.open);
+    const edge = open.reduce((latest, one) => (one.oldest > latest ? one.oldest : latest), '');
+    const since = filters.time ? new Date(Date.now() + state.skew - HOURS[filters.time] * 3_600_000).toISOString() : '';
+    const shown = [...items.values()].filter((one) => one.at >= edge && one.at >= since).sort(newestFirst);
+    fill(list, shown.map((one) => (one.run ? runRow(one.run) : messageRow(one.message))));
+    const more = open.length && edge >= since;
+    fill(foot, more ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : shown.length ? null : empty(t('timelineNone')));
+  };
+  const refresh = async () => {
+    const mine = turn;
+    for (const source of Object.values(sources)) {
+      if (source.path === (filters.kind === 'tool' ? '/messages' : filters.kind === 'message' ? '/runs' : '')) continue;
+      const page = await query(source.path, { agent: filters.agent, limit: 50 }).catch(() => null);
+      if (mine !== turn || !page) return;
+      // In front of what is there: of two within one millisecond, the page knows which came first.
+      items = new Map([...page.items.map(source.take).map((one) => [one.id, one]), ...items]);
+    }
+    draw();
+  };
+
+  fill(
+    root,
+    h('div', { class: 'filters' }, field(t('timelineAgent'), agent), field(t('timelineKind'), kind), field(t('timelineTime'), time)),
+    list,
+    foot,
+  );
+  everybody();
+  again();
+  const stop = on(['agents', 'snapshot'], () => {
+    everybody();
+    draw();
+  });
+  let soon = null;
+  const watch = (kind) => {
+    if (!/^(message|delayed|queue|tool)/.test(kind)) return;
+    soon ??= setTimeout(() => {
+      soon = null;
+      refresh();
+    }, 400);
+  };
+  watchers.add(watch);
+  return () => {
+    turn += 1;
+    clearTimeout(soon);
+    watchers.delete(watch);
+    stop();
+  };
+}
+
+const newestFirst = (a, b) => (a.at < b.at ? 1 : a.at > b.at ? -1 : 0);
+
+function messageRow(message) {
+  const options = message.to === PERSON ? null : optionsOf(message);
+  return h(
+    'li',
+    { class: 'item', data: { messageId: message.id } },
+    h(
+      'p',
+      { class: 'item-head' },
+      h('span', { dir: 'auto', text: who(message.from) }),
+      ' → ',
+      h('span', { dir: 'auto', text: who(message.to) }),
+      message.state !== 'taken' && h('span', { class: `tag ${message.state}`, text: t(`state_${message.state}`) }),
+      message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
+      h('time', { class: 'meta', datetime: message.createdAt, text: dayAndTime(message.createdAt) }),
+    ),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
+    // Somebody else's question: options to read, not to press.
+    options && h('ul', { class: 'plain-options', 'aria-label': t('quickReplies') }, options.map((text) => h('li', { dir: 'auto', text }))),
+  );
+}
+
+const WORD = { done: 'ok', failed: 'failed', cancelled: 'cancelled', unknown: 'unknown', started: 'running', planned: 'planned', gated: 'gated' };
+
+function runRow(run) {
+  return h(
+    'li',
+    { class: 'item run' },
+    h(
+      'p',
+      { class: 'item-head' },
+      h('span', { dir: 'auto', text: who(run.agent) }),
+      h('span', { class: 'tag', text: t(run.outcome === 'withdrawn' ? 'runWithdrawn' : 'runPlan') }),
+      h('time', { class: 'meta', datetime: run.at, text: dayAndTime(run.at) }),
+    ),
+    run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
+    run.calls.map((call) =>
+      h(
+        'details',
+        { class: `call ${call.state}` },
+        h('summary', {}, h('code', { text: call.name }), ' ', h('span', { class: 'tag', text: t(`run_${WORD[call.state] ?? 'unknown'}`) })),
+        h('pre', { dir: 'auto', text: call.arguments }),
+        call.result && h('pre', { dir: 'auto', text: call.result }),
+      ),
+    ),
+  );
+}

@@ -1,0 +1,193 @@
+// The frame around every screen: banner, agents, the screen with its dock, the inspector. One of each, made once.
+
+import { button, fill, h, icon, iconButton, setAttr } from './dom.js';
+import { lang, setLang, t } from './i18n.js';
+import { screenNamed, show } from './router.js';
+import { on, state, unreadTotal } from './state.js';
+import { mountAgents } from './agents_list.js';
+import { mountHeader } from './header.js';
+
+const THEME = 'coterie.theme';
+const THEMES = ['auto', 'light', 'dark'];
+const parts = {};
+let clean = [];
+
+export const dock = () => parts.dock;
+export const main = () => parts.main;
+export const region = (name) => parts[name];
+
+// Theme
+
+export const theme = () => (THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : 'auto');
+
+export function applyTheme() {
+  if (theme() === 'auto') delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme();
+}
+
+export function nextTheme() {
+  localStorage.setItem(THEME, THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]);
+  applyTheme();
+  parts.footer?.replaceWith((parts.footer = footer()));
+  parts.footer.querySelector('[data-testid="theme"]').focus();
+}
+
+// Language
+
+export function switchLanguage() {
+  setLang(lang() === 'zh' ? 'en' : 'zh');
+  buildShell();
+  show();
+  document.querySelector('[data-testid="language"]')?.focus();
+  document.dispatchEvent(new Event('languagechange'));
+}
+
+// Building
+
+export function buildShell() {
+  clean.splice(0).forEach((end) => end());
+  const early = document.getElementById('early');
+  const kept = early && { text: early.value, focused: document.activeElement === early };
+  const app = document.getElementById('app');
+  parts.top = h('header', { class: 'top', 'data-testid': 'header' });
+  parts.list = h('div', { class: 'agents' });
+  parts.footer = footer();
+  parts.side = h('nav', { class: 'side', id: 'side', 'aria-label': t('regionAgents') }, parts.list, parts.footer);
+  parts.screen = h('div', { class: 'screen' });
+  parts.toasts = h('div', { class: 'toasts', role: 'region', 'aria-label': t('notices'), 'data-testid': 'toasts' });
+  parts.dock = h('div', { class: 'dock' });
+  parts.banner = h('div', { class: 'banners' });
+  parts.main = h('main', { class: 'main', id: 'main', tabindex: '-1' }, parts.banner, parts.screen, parts.toasts, parts.dock);
+  parts.inspector = h('aside', { class: 'inspector', id: 'inspector', 'aria-label': t('regionInspector'), 'data-testid': 'inspector' });
+  parts.veil = h('div', { class: 'veil', onclick: () => closeSlides() });
+  fill(app, skip(), parts.top, parts.side, parts.main, parts.inspector, parts.veil);
+  if (kept) parts.early = kept;
+  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], title), on('connection', banners)];
+  closeSlides(false);
+  title();
+  banners();
+}
+
+/** What was typed before the page was there, once. */
+export function takeEarly() {
+  const early = parts.early;
+  parts.early = null;
+  return early;
+}
+
+const skip = () =>
+  h('a', { class: 'skip', href: '#main', text: t('skip'), onclick: (event) => {
+    event.preventDefault();
+    (document.getElementById('composer') ?? parts.main).focus();
+  } });
+
+function footer() {
+  const label = { auto: t('themeAuto'), light: t('themeLight'), dark: t('themeDark') }[theme()];
+  return h('div', { class: 'side-foot' },
+    iconButton('theme', label, { 'data-testid': 'theme', onclick: nextTheme }),
+    button({ class: 'text-btn', 'data-testid': 'language', 'aria-label': t('languageLabel'), lang: lang() === 'zh' ? 'en' : 'zh', onclick: switchLanguage }, t('language')),
+    iconButton('help', t('shortcuts'), { 'data-testid': 'shortcuts', onclick: () => import('./keyboard.js').then((keys) => keys.showSheet()) }),
+    h('a', { class: 'icon-btn', href: '#/setup', 'aria-label': t('setup'), title: t('setup'), 'data-testid': 'setup-link' }, icon('gear')));
+}
+
+/** The element that a screen is shown in. */
+export function frame(at, what) {
+  closeSlides(false);
+  parts.at = at;
+  parts.screenTitle = what.title();
+  const fresh = h('div', { class: `screen screen-${at.name || 'a'}`, 'data-testid': `screen-${at.name || 'a'}` });
+  parts.screen.replaceWith(fresh);
+  parts.screen = fresh;
+  fill(parts.dock);
+  parts.dock.hidden = true;
+  document.dispatchEvent(new CustomEvent('screen', { detail: at }));
+  title();
+  return fresh;
+}
+
+export const screenTitle = () => parts.screenTitle ?? '';
+export const shownAt = () => parts.at ?? { name: '', args: [] };
+
+function title() {
+  const n = unreadTotal();
+  document.title = `${n ? `(${n > 99 ? '99+' : n}) ` : ''}${parts.heading ? `${parts.heading} · ` : ''}Coterie`;
+}
+
+export function setHeading(text) {
+  parts.heading = text;
+  title();
+}
+
+export function repaint() {
+  title();
+  banners();
+}
+
+function banners() {
+  const told = [];
+  if (state.connection === 'stopped') {
+    const n = state.shutdown?.delayedFlushed ?? 0;
+    told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-stopped' }, n ? t('stoppedEarly', { n }) : t('stopped')));
+  }
+  const tour = [...state.agents.values()].some((one) => one.service === 'tour');
+  if (tour) {
+    told.push(h('p', { class: 'banner', 'data-testid': 'banner-tour' },
+      h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/setup' }, t('setUpModel'))));
+  }
+  fill(parts.banner, told);
+}
+
+// What slides in where the window is small
+
+export function toggleSlide(name) {
+  const open = document.body.dataset.slide === name;
+  closeSlides(false);
+  if (open) return;
+  document.body.dataset.slide = name;
+  reachable();
+  parts[name].querySelector('input, button, a, [tabindex="0"]')?.focus();
+}
+
+export function closeSlides(refocus = true) {
+  const open = document.body.dataset.slide;
+  if (!open) return reachable();
+  delete document.body.dataset.slide;
+  reachable();
+  if (refocus) document.querySelector(`[aria-controls="${open}"]`)?.focus();
+}
+
+const small = matchMedia('(max-width: 720px)');
+const medium = matchMedia('(max-width: 1099px)');
+small.addEventListener('change', () => reachable());
+medium.addEventListener('change', () => reachable());
+
+/** What is slid out of sight is out of reach as well. */
+function reachable() {
+  if (!parts.side) return;
+  const open = document.body.dataset.slide;
+  parts.side.inert = small.matches && open !== 'side';
+  parts.inspector.inert = medium.matches && open !== 'inspector';
+  for (const name of ['side', 'inspector']) {
+    for (const el of document.querySelectorAll(`[aria-controls="${name}"]`)) setAttr(el, 'aria-expanded', String(open === name));
+  }
+}
+
+// Not let in
+
+export function locked() {
+  const half = (code, words) => h('section', { lang: code }, ...words);
+  const say = (code) => {
+    const before = lang();
+    setLang(code);
+    const made = half(code, [h('h2', {}, t('lockedTitle')), h('p', {}, t('lockedHow')), h('p', {}, h('code', {}, 'coterie open'))]);
+    setLang(before);
+    return made;
+  };
+  const first = lang();
+  const card = h('main', { class: 'locked', 'data-testid': 'locked' }, h('h1', {}, 'Coterie'), say(first), say(first === 'zh' ? 'en' : 'zh'),
+    button({ class: 'primary', onclick: () => location.reload() }, t('lockedAgain')));
+  fill(document.getElementById('app'), card);
+  document.getElementById('app').className = 'plain-page';
+}
+
+export const hasScreen = (name) => Boolean(screenNamed(name));

@@ -1,0 +1,498 @@
+// What the page knows: a cache of the server's facts, merged by id. It can be thrown away at any time.
+
+import { get, query } from './api.js';
+
+export const PERSON = 'user';
+export const SYSTEM = 'system';
+
+export const state = {
+  booted: false,
+  epoch: '',
+  seq: 0,
+  skew: 0, // server's clock minus ours, in ms
+  agents: new Map(),
+  messages: new Map(),
+  threads: new Map(), // agent -> {ids, loaded, older, unread, firstUnread, last}
+  queues: new Map(), // agent -> ids in FIFO order
+  delayed: new Map(), // id -> message
+  questions: new Set(), // ids of open questions to the person
+  drafts: new Map(), // draftId -> {id, agent, text, stopped}
+  plans: new Map(), // agent -> plans, oldest first
+  breaks: new Map(), // message id -> {count, withdrawn}: interjections that were taken together, named by the first
+  problems: new Map(), // agent -> the last problem told
+  sending: new Map(), // question id -> {option, clientId, unsure}: an answer on its way
+  locals: new Map(), // clientId -> a message of ours that the server has not confirmed
+  connection: 'ok', // ok | reconnecting | offline | restored | stopped
+  shutdown: null,
+};
+
+// Subscriptions. Topics: agents, agent:<id>, thread:<id>, message:<id>, queue:<id>, drafts:<agent>, draft:<id>, delayed,
+// questions, unread, plans:<agent>, connection, problem, artifacts, and event for every event as it came.
+
+const heard = new Map();
+const dirty = new Set();
+let planned = false;
+
+/** Calls `fn(topic)` soon after anything under `topic` changed, once for many changes. Returns how to stop that. */
+export function on(topics, fn) {
+  const list = [topics].flat();
+  for (const topic of list) {
+    if (!heard.has(topic)) heard.set(topic, new Set());
+    heard.get(topic).add(fn);
+  }
+  return () => {
+    for (const topic of list) {
+      heard.get(topic)?.delete(fn);
+      if (!heard.get(topic)?.size) heard.delete(topic);
+    }
+  };
+}
+
+export function touch(...topics) {
+  for (const topic of topics) dirty.add(topic);
+  if (planned) return;
+  planned = true;
+  queueMicrotask(flush);
+}
+
+function flush() {
+  planned = false;
+  const topics = [...dirty];
+  dirty.clear();
+  const calls = new Map();
+  for (const topic of topics) {
+    for (const fn of heard.get(topic) ?? []) if (!calls.has(fn)) calls.set(fn, topic);
+    // Whoever asks for `agent:*` is told of each.
+    for (const fn of heard.get(topic.replace(/:.*/, ':*')) ?? []) if (topic.includes(':')) fn(topic);
+  }
+  for (const [fn, topic] of calls) fn(topic);
+}
+
+// Looking things up
+
+export const now = () => Date.now() + state.skew;
+export const nameOf = (id) => state.agents.get(id)?.name || id;
+
+/** The conversation a message belongs to: an agent's id, `system`, or null between agents. */
+export function threadOf(message) {
+  if (message.from === PERSON) return message.to;
+  if (message.to !== PERSON) return null;
+  if (message.from !== SYSTEM) return message.from;
+  const about = message.payload?.problem?.agent;
+  return typeof about === 'string' ? about : SYSTEM;
+}
+
+export function thread(id) {
+  if (!state.threads.has(id)) {
+    state.threads.set(id, { ids: [], loaded: false, older: null, unread: 0, firstUnread: null, last: null });
+  }
+  return state.threads.get(id);
+}
+
+/** Options that may be shown: 1 to 10 strings, none of them blank. Anything else is no set at all. */
+export function optionsOf(message) {
+  const options = message.payload?.quickReplies;
+  if (!Array.isArray(options) || options.length < 1 || options.length > 10) return null;
+  return options.every((one) => typeof one === 'string' && one.trim()) ? options : null;
+}
+
+export const isOpen = (message) => state.questions.has(message.id) && !message.answer && !state.sending.has(message.id);
+
+export const openQuestions = (agent) =>
+  [...state.questions].map((id) => state.messages.get(id)).filter((one) => one && (!agent || one.from === agent));
+
+export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
+
+export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
+
+// Messages
+
+export function keep(message) {
+  const known = state.messages.get(message.id);
+  state.messages.set(message.id, known ? Object.assign(known, message) : message);
+  return known ?? message;
+}
+
+/** Puts a delivered message into its conversation, at its place, once. */
+function join(message) {
+  const id = threadOf(message);
+  if (!id || !message.deliveredAt || message.state === 'withdrawn' || message.state === 'dead') return;
+  const one = thread(id);
+  if (!one.last || one.last.deliveredAt <= message.deliveredAt) one.last = message;
+  if (one.loaded && !one.ids.includes(message.id)) {
+    let at = one.ids.length;
+    while (at > 0 && state.messages.get(one.ids[at - 1])?.deliveredAt > message.deliveredAt) at -= 1;
+    one.ids.splice(at, 0, message.id);
+  }
+  touch(`thread:${id}`, 'threads');
+}
+
+function part(message) {
+  const id = threadOf(message);
+  const one = id && state.threads.get(id);
+  if (!one) return;
+  one.ids = one.ids.filter((other) => other !== message.id);
+  touch(`thread:${id}`);
+}
+
+/** A page of a conversation: its own order counts, what came live meanwhile follows it. */
+function joinPage(one, items, where) {
+  const ids = items.map((item) => keep(item).id);
+  const fresh = new Set(ids);
+  const rest = one.ids.filter((id) => !fresh.has(id));
+  if (where === 'older') one.ids = [...ids, ...rest];
+  else {
+    const first = items[0]?.deliveredAt ?? '';
+    const linked = rest.length === 0 || ids.some((id) => one.ids.includes(id));
+    const before = linked ? rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') <= first) : [];
+    const last = items.at(-1)?.deliveredAt ?? '';
+    const after = rest.filter((id) => (state.messages.get(id)?.deliveredAt ?? '') > last);
+    one.ids = [...before, ...ids, ...after];
+    return before.length > 0;
+  }
+  return true;
+}
+
+export async function loadThread(agent, limit = 50) {
+  const one = thread(agent);
+  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { limit });
+  const linked = joinPage(one, page.items, 'latest');
+  if (!one.loaded || !linked) one.older = page.next;
+  one.loaded = true;
+  noteQuestions(page.items);
+  touch(`thread:${agent}`);
+}
+
+export async function loadOlder(agent, limit = 100) {
+  const one = thread(agent);
+  if (!one.older) return 0;
+  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit });
+  joinPage(one, page.items, 'older');
+  one.older = page.next;
+  touch(`thread:${agent}`);
+  return page.items.length;
+}
+
+/** Makes sure that a message and all behind it are loaded. */
+export async function loadAround(agent, id) {
+  while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent, 200);
+}
+
+function noteQuestions(items) {
+  for (const message of items) setOpen(message);
+}
+
+function setOpen(message) {
+  const open = message.to === PERSON && message.from !== SYSTEM && optionsOf(message) && !message.answer;
+  const live = open && (message.state === 'pending' || message.state === 'taken');
+  if (live === state.questions.has(message.id)) return;
+  if (live) state.questions.add(message.id);
+  else state.questions.delete(message.id);
+  touch('questions');
+}
+
+const asking = new Map();
+
+/** Tool runs of an agent, as the server holds them. */
+export function loadPlans(agent) {
+  clearTimeout(asking.get(agent));
+  asking.set(agent, setTimeout(() => readPlans(agent).catch(() => {}), 120));
+}
+
+async function readPlans(agent) {
+  const page = await query('/runs', { agent, limit: 50 });
+  const known = new Map((state.plans.get(agent) ?? []).map((plan) => [`${plan.turn}.${plan.step}.${plan.at}`, plan]));
+  for (const plan of page.items) known.set(`${plan.turn}.${plan.step}.${plan.at}`, plan);
+  state.plans.set(agent, [...known.values()].sort((a, b) => (a.at < b.at ? -1 : 1)));
+  touch(`plans:${agent}`);
+}
+
+// The snapshot
+
+let fetching = null;
+
+/** Everything again from the server. Callers while it runs share one. */
+export function resync() {
+  fetching ??= readSnapshot().finally(() => {
+    fetching = null;
+  });
+  return fetching;
+}
+
+async function readSnapshot() {
+  const seen = await get('/snapshot');
+  Object.assign(state, { epoch: seen.epoch, seq: seen.seq, skew: Date.parse(seen.serverTime) - Date.now() });
+  state.agents = new Map(seen.agents.map((one) => [one.id, one]));
+  for (const told of seen.threads) {
+    Object.assign(thread(told.agent), { last: keep(told.last), unread: told.unread, firstUnread: told.firstUnread });
+  }
+  state.queues = new Map();
+  for (const message of seen.queues) queue(message.to).push(keep(message).id);
+  state.delayed = new Map(seen.delayed.map((one) => [one.id, keep(one)]));
+  state.questions = new Set(seen.openQuestions.map((one) => keep(one).id));
+  const again = [...state.threads].filter(([, one]) => one.loaded).map(([id]) => id);
+  state.booted = true;
+  touch('agents', 'delayed', 'questions', 'unread', 'threads', 'snapshot');
+  for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
+  await Promise.all(again.map((id) => loadThread(id, 200).catch(() => {})));
+  again.forEach(loadPlans);
+}
+
+const queue = (agent) => {
+  if (!state.queues.has(agent)) state.queues.set(agent, []);
+  return state.queues.get(agent);
+};
+
+// Events
+
+const TOLD = {
+  'message.created': created,
+  'message.updated': updated,
+  'quick_replies.changed': answered,
+  'queue.changed': queued,
+  'agent.upsert': upserted,
+  'agent.state': upserted,
+  'agent.removed': removed,
+  'tool.started': ({ agent }) => known(agent) && loadPlans(agent),
+  'tool.ended': ({ agent }) => known(agent) && loadPlans(agent),
+  'delayed.scheduled': delayed,
+  'delayed.moved': delayed,
+  'delayed.delivered': delayed,
+  'delayed.withdrawn': delayed,
+  'artifact.created': () => touch('artifacts'),
+  read,
+  problem,
+  'thread.cleared': cleared,
+  'draft.started': drafted,
+  'draft.delta': drafted,
+  'draft.snapshot': drafted,
+  'draft.ended': draftEnded,
+};
+
+const known = (agent) => state.threads.get(agent)?.loaded;
+export const watchers = new Set();
+/** Asks whoever has it for the whole of a reply under way. Set by the stream. */
+export const asks = { draft: () => {} };
+
+export function apply(kind, data) {
+  TOLD[kind]?.(data);
+  for (const watch of watchers) watch(kind, data);
+}
+
+function created(data) {
+  if (data.gone) return;
+  const isNew = !state.messages.has(data.id);
+  const message = keep(data.message);
+  settle(message);
+  if (data.draftId) endDraft(data.draftId);
+  join(message);
+  setOpen(message);
+  if (message.to !== PERSON && message.state === 'pending' && !queue(message.to).includes(message.id)) {
+    queue(message.to).push(message.id);
+    touch(`queue:${message.to}`);
+  }
+  if (isNew && message.to === PERSON && message.state === 'pending') {
+    const one = thread(threadOf(message));
+    one.unread += 1;
+    one.firstUnread ??= message.id;
+    touch('unread', `agent:${threadOf(message)}`);
+  }
+  touch(`message:${message.id}`);
+}
+
+/** A message of ours has come back: its stand-in goes. */
+function settle(message) {
+  if (message.from !== PERSON) return;
+  for (const [clientId, local] of state.locals) {
+    const same = local.messageId === message.id || (local.status === 'sending' && alike(local, message));
+    if (same) return dropLocal(clientId);
+  }
+}
+
+const alike = (local, message) =>
+  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') &&
+  (local.inReplyTo ?? null) === message.inReplyTo;
+
+export function dropLocal(clientId) {
+  const local = state.locals.get(clientId);
+  if (!local) return;
+  state.locals.delete(clientId);
+  touch(`thread:${local.to}`, `queue:${local.to}`);
+}
+
+export function putLocal(local) {
+  state.locals.set(local.clientId, local);
+  touch(`thread:${local.to}`, `queue:${local.to}`);
+}
+
+/** The server has our message under this name; the event that tells of it may come before or after. */
+export function confirmLocal(clientId, receipt) {
+  const local = state.locals.get(clientId);
+  if (!local) return;
+  if (state.messages.has(receipt.messageId)) return dropLocal(clientId);
+  Object.assign(local, { messageId: receipt.messageId, status: receipt.state === 'pending' ? 'delivered' : receipt.state });
+  touch(`thread:${local.to}`, `queue:${local.to}`);
+}
+
+function updated(data) {
+  if (data.gone) {
+    const gone = state.messages.get(data.id);
+    if (gone) part(gone);
+    return;
+  }
+  const message = keep(data.message);
+  settle(message);
+  if (message.state === 'withdrawn' || message.state === 'dead') part(message);
+  else join(message);
+  setOpen(message);
+  touch(`message:${message.id}`);
+}
+
+function answered({ messageId, answer }) {
+  state.sending.delete(messageId);
+  const message = state.messages.get(messageId);
+  if (!message) return;
+  if (answer) message.answer = answer;
+  else delete message.answer;
+  setOpen(message);
+  touch(`message:${messageId}`, `agent:${message.from}`, 'questions');
+}
+
+function queued({ agent, items, taken, withdrawnCalls }) {
+  const stamp = new Date(now()).toISOString();
+  for (const item of items) settle(keep(item));
+  state.queues.set(agent, items.map((item) => item.id));
+  const mine = taken.filter((id) => state.messages.has(id));
+  for (const id of mine) {
+    const message = state.messages.get(id);
+    Object.assign(message, { state: 'taken', takenAt: message.takenAt ?? stamp });
+    settle(message);
+    touch(`message:${id}`);
+  }
+  const ours = mine.filter((id) => state.messages.get(id).from === PERSON);
+  if (withdrawnCalls && ours.length) state.breaks.set(ours[0], { count: ours.length, withdrawn: withdrawnCalls });
+  const one = state.agents.get(agent);
+  if (one) one.waiting = items.length;
+  if (withdrawnCalls && known(agent)) loadPlans(agent);
+  touch(`queue:${agent}`, `thread:${agent}`, `agent:${agent}`);
+}
+
+function upserted(data) {
+  if (data.gone) return removed(data);
+  const before = state.agents.get(data.id);
+  const after = { ...before, ...data };
+  delete after.prev;
+  if (data.state) for (const key of ['phase', 'tool', 'step', 'why']) if (!(key in data)) delete after[key];
+  state.agents.set(data.id, after);
+  if (data.state && data.state !== 'blocked' && state.problems.delete(data.id)) touch('problem', `thread:${data.id}`);
+  touch(`agent:${data.id}`);
+  if (!before || before.parent !== after.parent || before.name !== after.name) touch('agents');
+  if (before && (before.state === 'terminated') !== (after.state === 'terminated')) touch('agents', 'questions');
+}
+
+function removed({ id }) {
+  const one = state.agents.get(id);
+  if (one) Object.assign(one, { state: 'terminated' });
+  touch('agents', `agent:${id}`, 'questions', `thread:${id}`);
+}
+
+function delayed(data) {
+  if (data.gone) {
+    state.delayed.delete(data.id);
+    return touch('delayed');
+  }
+  const message = keep(data.message);
+  settle(message);
+  if (message.state === 'delayed') state.delayed.set(message.id, message);
+  else {
+    state.delayed.delete(message.id);
+    if (message.state === 'pending' || message.state === 'taken') created({ ...data, id: `delivered ${data.id}` });
+  }
+  touch('delayed', `message:${message.id}`);
+}
+
+function read({ thread: id, upto }) {
+  const one = thread(id);
+  const at = one.ids.indexOf(upto);
+  if (one.last?.id === upto || at < 0) one.unread = 0;
+  else {
+    const left = one.ids.slice(at + 1).map((each) => state.messages.get(each));
+    one.unread = left.filter((each) => each.to === PERSON && each.state === 'pending').length;
+  }
+  for (const each of at < 0 ? [] : one.ids.slice(0, at + 1)) {
+    const message = state.messages.get(each);
+    if (message.to === PERSON && message.state === 'pending') message.state = 'taken';
+  }
+  if (!one.unread) one.firstUnread = null;
+  touch('unread', `agent:${id}`);
+}
+
+function problem(data) {
+  state.problems.set(data.agent, { ...data, at: now() });
+  touch('problem', `thread:${data.agent}`, `agent:${data.agent}`);
+}
+
+function cleared({ thread: id }) {
+  const one = thread(id);
+  Object.assign(one, { ids: [], older: null, last: null, unread: 0, firstUnread: null });
+  state.plans.delete(id);
+  for (const question of openQuestions(id)) state.questions.delete(question.id);
+  touch(`thread:${id}`, 'threads', 'unread', 'questions', `agent:${id}`, `plans:${id}`);
+}
+
+// Replies that are being said
+
+function drafted(data) {
+  let draft = state.drafts.get(data.draftId);
+  if (!draft) {
+    draft = { id: data.draftId, agent: data.agent, text: '', points: 0, at: now() };
+    state.drafts.set(draft.id, draft);
+    touch(`drafts:${data.agent}`, `thread:${data.agent}`);
+  }
+  if (data.text !== undefined) Object.assign(draft, { text: data.text, points: points(data.text) });
+  else if (data.delta !== undefined) {
+    if (data.from !== draft.points) return asks.draft(draft.id);
+    draft.text += data.delta;
+    draft.points += points(data.delta);
+  }
+  touch(`draft:${draft.id}`, `tail:${draft.agent}`);
+}
+
+/** Offsets count code points; a string's length does not. */
+const points = (text) => text.length - (text.match(/[\ud800-\udbff][\udc00-\udfff]/g)?.length ?? 0);
+
+function draftEnded({ draftId, outcome, messages = [] }) {
+  const draft = state.drafts.get(draftId);
+  if (!draft) return;
+  if (outcome === 'stopped' && !messages.length && draft.text) {
+    draft.stopped = true;
+    touch(`draft:${draftId}`, `thread:${draft.agent}`);
+  } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
+  else draft.ended = true; // its message is about to come and takes its place
+  touch(`drafts:${draft.agent}`, `tail:${draft.agent}`);
+}
+
+function endDraft(draftId) {
+  const draft = state.drafts.get(draftId);
+  if (!draft) return;
+  state.drafts.delete(draftId);
+  touch(`drafts:${draft.agent}`, `thread:${draft.agent}`, `tail:${draft.agent}`);
+}
+
+export function dropDrafts() {
+  for (const draft of [...state.drafts.values()]) if (!draft.stopped) endDraft(draft.id);
+}
+
+// One tick a second for every clock on the page
+
+const ticking = new Set();
+let timer = null;
+
+export function everySecond(fn) {
+  ticking.add(fn);
+  timer ??= setInterval(() => ticking.forEach((one) => one()), 1000);
+  return () => {
+    ticking.delete(fn);
+    if (!ticking.size) timer = clearInterval(timer) ?? null;
+  };
+}

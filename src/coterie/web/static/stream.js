@@ -1,0 +1,203 @@
+// The event stream: one connection for all tabs of this browser.
+//
+// The tab that holds the lock reads the stream and passes every event on; the others check that none is missing. Where
+// there are no locks (plain http from another machine), each tab reads for itself.
+
+import { apply, asks, dropDrafts, resync, state, touch } from './state.js';
+
+const NAME = 'panel-stream';
+const DEAD_MS = 35_000;
+const RELAY_MS = 40_000;
+const AWAY_MS = 30_000;
+const SLOWEST_MS = 30_000;
+const SHOW_MS = 2_000;
+const RESTORED_MS = 3_000;
+
+const channel = 'BroadcastChannel' in globalThis ? new BroadcastChannel(NAME) : null;
+let leading = false;
+let abort = null;
+let wake = () => {};
+let heardAt = performance.now();
+let hiddenAt = null;
+let tries = 0;
+let waiting = Promise.resolve(); // events wait for a snapshot under way, and for each other
+
+export function start() {
+  asks.draft = askForDraft;
+  if (channel) channel.onmessage = ({ data }) => (leading ? asked(data) : relayed(data));
+  if (navigator.locks && channel) {
+    navigator.locks.request(NAME, lead).catch(lead);
+    setInterval(watchRelay, 5_000);
+    channel.postMessage({ ask: 'drafts' });
+  } else lead();
+  addEventListener('online', () => again());
+  addEventListener('offline', () => state.connection !== 'stopped' && trouble());
+  document.addEventListener('visibilitychange', seen);
+  setInterval(() => leading && performance.now() - heardAt > DEAD_MS && again(), 5_000);
+}
+
+function seen() {
+  if (document.hidden) hiddenAt = performance.now();
+  else if (hiddenAt !== null && performance.now() - hiddenAt > AWAY_MS && performance.now() - heardAt > AWAY_MS / 2) again();
+}
+
+/** Cuts the connection that may be dead and makes a new one at once. */
+function again() {
+  tries = 0;
+  if (leading) {
+    abort?.abort();
+    wake();
+  }
+}
+
+// The tab that reads
+
+async function lead() {
+  leading = true;
+  for (;;) {
+    abort = new AbortController();
+    try {
+      await connect(abort.signal);
+    } catch {
+      // told by the chip, and tried again below
+    }
+    trouble();
+    tries += 1;
+    const pause = Math.min(SLOWEST_MS, 1000 * 2 ** (tries - 1)) * (0.75 + Math.random() / 2);
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, tries === 1 ? 50 + Math.random() * 100 : pause);
+    });
+  }
+}
+
+async function connect(signal) {
+  heardAt = performance.now();
+  const from = encodeURIComponent(`${state.epoch}.${state.seq}`);
+  const response = await fetch(`/api/v1/events?lastEventId=${from}`, { signal, credentials: 'same-origin' });
+  if (response.status === 401) await resync();
+  if (!response.ok) throw new Error(String(response.status));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = '';
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    heardAt = performance.now();
+    const parts = (rest + value).split('\n\n');
+    rest = parts.pop();
+    for (const part of parts) frame(part);
+  }
+}
+
+function frame(text) {
+  let kind = '';
+  let id = '';
+  let data = '';
+  for (const line of text.split('\n')) {
+    if (line.startsWith('event: ')) kind = line.slice(7);
+    else if (line.startsWith('id: ')) id = line.slice(4);
+    else if (line.startsWith('data: ')) data += line.slice(6);
+    else if (line.startsWith(':')) channel?.postMessage({ ping: true });
+  }
+  if (!kind) return;
+  const event = { kind, id, data: JSON.parse(data) };
+  channel?.postMessage({ event });
+  take(event);
+}
+
+function asked({ ask, draft }) {
+  if (ask !== 'drafts') return;
+  for (const { id, agent, text, stopped } of state.drafts.values()) {
+    if (stopped || (draft && draft !== id)) continue;
+    channel.postMessage({ event: { kind: 'draft.snapshot', id: '', data: { draftId: id, agent, text } } });
+  }
+  channel.postMessage({ connection: state.connection });
+}
+
+function askForDraft(draft) {
+  if (leading) again();
+  else channel?.postMessage({ ask: 'drafts', draft });
+}
+
+// The tabs that are told
+
+function relayed({ event, ping, connection }) {
+  if (!event && !ping && !connection) return;
+  heardAt = performance.now();
+  if (connection) show(connection);
+  else if (event) take(event);
+}
+
+function watchRelay() {
+  if (leading || performance.now() - heardAt < RELAY_MS) return;
+  lead(); // whoever holds the lock has gone quiet
+}
+
+// Events in order
+
+function take(event) {
+  if (event.kind === 'hello') hello(event.data);
+  waiting = waiting.then(() => inOrder(event)).catch(() => {});
+}
+
+async function inOrder({ kind, id, data }) {
+  if (kind === 'hello') {
+    if (data.epoch !== state.epoch || data.seq > state.seq) await fromSnapshot();
+    return;
+  }
+  if (kind === 'reset') return fromSnapshot();
+  if (kind === 'shutdown') {
+    state.shutdown = data;
+    return show('stopped');
+  }
+  if (id) {
+    const [epoch, number] = id.split('.');
+    const seq = Number(number);
+    if (epoch === state.epoch && seq <= state.seq) return;
+    if (epoch !== state.epoch || data.prev > state.seq) {
+      await fromSnapshot();
+      if (seq <= state.seq) return;
+    }
+    state.seq = seq;
+  }
+  apply(kind, data);
+}
+
+async function fromSnapshot() {
+  dropDrafts();
+  await resync();
+  if (!leading) channel?.postMessage({ ask: 'drafts' });
+}
+
+function hello({ serverTime }) {
+  tries = 0;
+  state.skew = Date.parse(serverTime) - Date.now();
+  state.shutdown = null;
+  fine();
+}
+
+// What the chip says
+
+let showing = null;
+let hiding = null;
+
+function trouble() {
+  if (state.connection === 'stopped') return;
+  showing ??= setTimeout(() => show(navigator.onLine ? 'reconnecting' : 'offline'), SHOW_MS);
+}
+
+function fine() {
+  clearTimeout(showing);
+  showing = null;
+  const told = state.connection !== 'ok' && state.connection !== 'restored';
+  if (told) show('restored');
+}
+
+function show(what) {
+  clearTimeout(hiding);
+  if (what === state.connection) return;
+  state.connection = what;
+  if (what === 'restored') hiding = setTimeout(() => show('ok'), RESTORED_MS);
+  if (leading) channel?.postMessage({ connection: what });
+  touch('connection');
+}

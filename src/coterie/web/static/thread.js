@@ -1,0 +1,378 @@
+// The conversation with one agent.
+
+import { button, fill, h, icon, setText } from './dom.js';
+import { post } from './api.js';
+import { dayKey, elapsed, t } from './i18n.js';
+import { Feed } from './feed.js';
+import { draftView, messageView } from './message.js';
+import { agentPath } from './router.js';
+import { dropLocal, everySecond, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, thread, threadOf, touch } from './state.js';
+import { dock } from './shell.js';
+import { mountComposer, retryLocal } from './composer.js';
+import { isWaiting, waited } from './waiting.js';
+
+const NEAR_TOP = 1_200;
+const READ_MS = 250;
+const JOIN_MS = 180_000;
+let runs = null;
+let current = null;
+
+/** The agent whose conversation opens when the address names none. */
+function home() {
+  const last = localStorage.getItem('coterie.lastAgent');
+  if (state.agents.has(last)) return last;
+  const living = [...state.agents.values()].filter((one) => one.state !== 'terminated' && one.kind !== 'person');
+  return (living.find((one) => !one.parent) ?? living[0])?.id;
+}
+
+export function render(root, { args, query }) {
+  const id = args[0] ?? home();
+  state.home = id;
+  if (id && state.booted && !state.agents.has(id) && !state.threads.has(id)) return missing(root, id);
+  if (!id) return waitForAgents(root, args);
+  return conversation(root, id, query.get('m'));
+}
+
+function waitForAgents(root) {
+  const say = () => {
+    if (state.booted && !state.agents.size) fill(root, h('div', { class: 'empty' }, h('p', {}, t('noAgents')), h('p', {}, h('a', { href: '#/setup' }, t('setup')))));
+    else if (state.booted) location.replace(agentPath(home()));
+  };
+  fill(root, bones());
+  const composer = mountComposer(dock(), '');
+  say();
+  const end = on(['agents', 'snapshot'], say);
+  return () => {
+    composer.leave();
+    end();
+  };
+}
+
+const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, h('span', { class: 'bone bone-bubble' }), h('span', { class: 'bone bone-bubble bone-mine' }), h('span', { class: 'bone bone-bubble' }));
+
+function missing(root, id) {
+  fill(root, h('div', { class: 'empty' }, h('p', {}, t('noSuchAgent', { name: id })), h('p', {}, h('a', { href: '#/org' }, t('org')))));
+}
+
+/** Brings a message of the open conversation into view; false when it is not of this one. */
+export const showMessage = (message) => current?.show(message) ?? false;
+export const openComposer = () => current?.composer;
+export const openAgent = () => current?.id;
+
+function conversation(root, id, wanted) {
+  localStorage.setItem('coterie.lastAgent', id);
+  const list = h('div', { class: 'feed', role: 'feed', 'aria-label': t('thread', { name: nameOf(id) }), 'aria-busy': 'true' });
+  const older = h('div', { class: 'older meta', hidden: true, role: 'status' });
+  const scroller = h('div', { class: 'thread', role: 'region', tabindex: '0', 'aria-label': t('thread', { name: nameOf(id) }), 'data-testid': 'thread' }, older, list);
+  const jump = button({ class: 'jump', hidden: true, 'data-testid': 'jump', onclick: () => {
+    feed.toEnd();
+    document.getElementById('composer')?.focus({ preventScroll: true });
+  } });
+  const blank = h('div', { class: 'screen-fill', hidden: true });
+  fill(root, scroller, blank, jump);
+  const one = thread(id);
+  let line = null; // the first unread when the conversation was opened, and how many followed
+  let newBelow = 0;
+  let lastCount = 0;
+  let busy = false;
+
+  const acts = {
+    replyTo: (message) => composer.replyTo(message),
+    retry: retryLocal,
+    edit: (local) => {
+      if (composer.refill(local.again)) dropLocal(local.clientId);
+    },
+    drop: (local) => dropLocal(local.clientId),
+  };
+  const make = (item) => {
+    if (item.kind === 'draft') return draftView(item, () => feed);
+    if (item.kind === 'runs') return runs.runsView(item);
+    if (item.kind === 'problem') return problemView(id);
+    return messageView(item, acts);
+  };
+  const feed = new Feed(scroller, list, make, moved);
+  const composer = mountComposer(dock(), id);
+  current = { id, composer, show, feed };
+
+  // What the feed holds
+
+  function items() {
+    const all = [];
+    for (const message of one.ids.map((each) => state.messages.get(each))) {
+      if (isWaiting(message, id)) continue;
+      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at: message.deliveredAt, from: message.from });
+    }
+    const oldest = one.older ? all[0]?.at ?? '' : '';
+    return finish(groups(all, oldest));
+  }
+
+  /** Tool runs between the messages they happened between. */
+  function groups(all, oldest) {
+    const plans = runs ? (state.plans.get(id) ?? []).filter((plan) => plan.at >= oldest) : [];
+    let at = 0;
+    const out = [];
+    for (const plan of [...plans, null]) {
+      while (at < all.length && (!plan || all[at].at <= plan.at)) out.push(all[at++]);
+      const last = out.at(-1);
+      if (!plan) continue;
+      if (last?.kind === 'runs') last.plans.push(plan);
+      else if (runs.callsOf([plan]).length) out.push({ key: `r:${plan.turn}.${plan.step}.${plan.at}`, kind: 'runs', plans: [plan], at: plan.at });
+    }
+    for (const item of out) if (item.kind === 'runs') item.calls = runs.callsOf(item.plans);
+    return out;
+  }
+
+  function finish(all) {
+    for (const local of state.locals.values()) {
+      if (local.to === id && local.status !== 'queued' && local.status !== 'delayed') all.push({ key: `l:${local.clientId}`, kind: 'local', local, at: local.createdAt, from: PERSON });
+    }
+    for (const draft of state.drafts.values()) {
+      if (draft.agent === id && draft.text) all.push({ key: `d:${draft.id}`, kind: 'draft', id: draft.id, at: new Date(draft.at).toISOString() });
+    }
+    if (state.agents.get(id)?.state === 'blocked' || state.problems.has(id)) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
+    decorate(all);
+    return all;
+  }
+
+  /** Days, the line before what is new, where interjections were taken; what follows closely needs no name. */
+  function decorate(all) {
+    const breaks = breaksOf();
+    let day = null;
+    let before = null;
+    for (const item of all) {
+      const key = dayKey(item.at);
+      item.day = key === day ? null : item.at;
+      day = key;
+      item.news = line && item.id === line.id ? line.count() : 0;
+      item.broke = breaks.get(item.id) ?? null;
+      item.joined = before && !item.day && !item.news && !item.broke && item.from && before.from === item.from && Date.parse(item.at) - Date.parse(before.at) < JOIN_MS;
+      before = item;
+    }
+  }
+
+  function breaksOf() {
+    const found = new Map();
+    for (const plan of state.plans.get(id) ?? []) {
+      const cut = runs ? runs.callsOf([plan]).filter((call) => call.withdrawn).length : 0;
+      if (plan.interruptedBy && cut) found.set(plan.interruptedBy, { withdrawn: cut });
+    }
+    for (const [message, broke] of state.breaks) if (waited.has(message)) found.set(message, broke);
+    return found;
+  }
+
+  function paint() {
+    if (!one.loaded) return;
+    const all = items();
+    const stored = one.ids.length;
+    if (lastCount && stored > lastCount && !feed.follow) {
+      newBelow += one.ids.slice(lastCount).filter((each) => state.messages.get(each)?.to === PERSON).length;
+    }
+    lastCount = stored;
+    blank.hidden = all.length > 0;
+    if (!all.length) fill(blank, emptyThread(id, composer));
+    feed.set(all, one.older ? -1 : all.length);
+    read();
+  }
+
+  // History
+
+  async function open() {
+    if (!one.loaded) fill(blank, bones()).hidden = false;
+    try {
+      if (!one.loaded || wanted) await loadThread(id);
+      if (wanted) await loadAround(id, wanted);
+    } catch (error) {
+      if (current?.feed !== feed) return;
+      if (error.code === 'unknown_agent') return missing(root, id);
+      list.setAttribute('aria-busy', 'false');
+      blank.hidden = false;
+      return fill(blank, h('div', { class: 'empty' }, h('p', {}, t('threadFailed')), button({ class: 'plain-btn', onclick: open }, t('retry'))));
+    }
+    if (current?.feed !== feed) return;
+    list.setAttribute('aria-busy', 'false');
+    mark();
+    lastCount = one.ids.length;
+    paint();
+    if (wanted) show(state.messages.get(wanted) ?? { id: wanted }, true);
+    else if (line) feed.show(`m:${line.id}`, 120);
+    loadPlans(id);
+  }
+
+  function mark() {
+    if (!one.firstUnread || !one.unread) return;
+    const first = one.firstUnread;
+    line = { id: first, count: () => Math.max(1, one.ids.slice(one.ids.indexOf(first)).filter((each) => state.messages.get(each)?.to === PERSON).length) };
+  }
+
+  async function fetchOlder() {
+    if (busy || !one.older || !one.loaded) return;
+    busy = true;
+    list.setAttribute('aria-busy', 'true');
+    older.hidden = false;
+    setText(older, t('loadingOlder'));
+    try {
+      await loadOlder(id, 200);
+      older.hidden = true;
+      busy = false;
+    } catch {
+      // Tried again by hand, so that a broken line is not asked for ever.
+      fill(older, h('span', {}, t('olderFailed')), button({ class: 'text-btn', onclick: () => {
+        busy = false;
+        fetchOlder();
+      } }, t('retry')));
+    }
+    list.setAttribute('aria-busy', 'false');
+  }
+
+  // The window
+
+  function moved({ left, top, follow }) {
+    if (follow) newBelow = 0;
+    const far = left > 240 && !follow;
+    jump.hidden = !far && !newBelow;
+    const label = newBelow === 1 ? t('newMessage') : newBelow ? t('newMessages', { n: newBelow }) : t('toEnd');
+    if (jump.getAttribute('aria-label') !== label) {
+      jump.setAttribute('aria-label', label);
+      fill(jump, icon('down'), newBelow ? h('span', {}, label) : null);
+    }
+    if (top < NEAR_TOP) fetchOlder();
+    read();
+  }
+
+  let reading = null;
+  let readUpto = null;
+  function read() {
+    reading ??= setTimeout(() => {
+      reading = null;
+      const last = [...one.ids].reverse().map((each) => state.messages.get(each)).find((message) => message.to === PERSON);
+      if (!last || !one.unread || document.hidden || last.id === readUpto || current?.feed !== feed) return;
+      if (!feed.seen().some((item) => item.id === last.id)) return;
+      readUpto = last.id;
+      post('/read', { thread: id, upto: last.id }).catch(() => {
+        readUpto = null;
+      });
+    }, READ_MS);
+  }
+
+  function show(message, flash = false) {
+    if (threadOf(message) !== id && !flash) return false;
+    const el = feed.show(`m:${message.id}`);
+    if (!el) return false;
+    if (flash) el.classList.add('is-found');
+    return true;
+  }
+
+  scroller.addEventListener('keydown', (event) => walk(event, feed, scroller));
+  document.addEventListener('visibilitychange', read);
+  const ends = [
+    on([`thread:${id}`, `plans:${id}`, `drafts:${id}`, `queue:${id}`, 'snapshot'], paint),
+    on(`agent:${id}`, () => paint()),
+    everyDraft(id),
+  ];
+  import('./runs.js').then((module) => {
+    runs = module;
+    paint();
+  });
+  if (state.booted) open();
+  else {
+    fill(blank, bones()).hidden = false;
+    const once = on('snapshot', () => {
+      once();
+      if (!state.agents.has(id) && current?.feed === feed) return missing(root, id);
+      open();
+    });
+    ends.push(once);
+  }
+  return () => {
+    current = null;
+    clearTimeout(reading);
+    document.removeEventListener('visibilitychange', read);
+    ends.forEach((end) => end());
+    feed.end();
+    composer.leave();
+  };
+}
+
+/** A reply enters the thread with its first word. */
+function everyDraft(id) {
+  const seen = new Set();
+  return on('draft:*', (topic) => {
+    const draft = state.drafts.get(topic.slice(6));
+    if (!draft || draft.agent !== id || seen.has(draft.id) || !draft.text) return;
+    seen.add(draft.id);
+    touch(`thread:${id}`);
+  });
+}
+
+/** Up and down from message to message, Enter into one, Escape back to the composer. */
+function walk(event, feed, scroller) {
+  if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  const inside = event.target.closest('.feed-item');
+  const own = event.target === scroller || event.target === inside;
+  if (event.key === 'Escape') {
+    if (inside && event.target !== inside) inside.focus();
+    else document.getElementById('composer')?.focus();
+    return event.preventDefault();
+  }
+  if (!own) return;
+  if (event.key === 'Enter' && inside) {
+    inside.querySelector('button:not([tabindex="-1"]), .quick-reply-btn, a[href], summary, [tabindex="0"]')?.focus();
+    return event.preventDefault();
+  }
+  const at = inside ? feed.at.get(inside.dataset.key) ?? -1 : -1;
+  const to = { ArrowUp: inside ? at - 1 : feed.items.length - 1, ArrowDown: inside ? at + 1 : feed.items.length - 1, Home: 0, End: feed.items.length - 1 }[event.key];
+  if (to === undefined) return;
+  event.preventDefault();
+  const item = feed.items[Math.min(Math.max(to, 0), feed.items.length - 1)];
+  if (!item) return;
+  const view = feed.views.get(item.key);
+  const box = scroller.getBoundingClientRect();
+  const place = view?.el.getBoundingClientRect();
+  const whole = place && place.top >= box.top && place.bottom <= box.bottom;
+  const el = whole ? view.el : feed.show(item.key, event.key === 'ArrowDown' || event.key === 'End' ? Math.max(24, box.height - (place?.height ?? 120) - 24) : 24);
+  el?.focus({ preventScroll: true });
+}
+
+function emptyThread(id, composer) {
+  const one = state.agents.get(id);
+  const takes = (one?.capabilities?.input ?? []).filter((kind) => ['text', 'vision', 'audio', 'file'].includes(kind));
+  const icons = { text: 'text', vision: 'image', audio: 'audio', file: 'file' };
+  const starters = [1, 2, 3].map((n) => button({ class: 'plain-btn starter', onclick: () => {
+    composer.refill({ text: t(`starter${n}`) });
+    composer.focus();
+  } }, t(`starter${n}`)));
+  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name' }, nameOf(id)),
+    takes.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), ...takes.map((kind) => h('span', { class: 'cap' }, icon(icons[kind]), t(`cap_${kind}`)))) : null,
+    one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
+}
+
+/** Why an agent does not go on, in plain words, with the way out. */
+function problemView(id) {
+  const words = h('p', { class: 'problem-what' });
+  const detail = h('p', { class: 'problem-why', dir: 'auto' });
+  const when = h('p', { class: 'meta num' });
+  const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch(async (error) => {
+    const { toast } = await import('./toasts.js');
+    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+  }) }, t('retry'));
+  const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('setup'));
+  const copying = button({ class: 'text-btn', onclick: () => import('./toasts.js').then((toasts) => toasts.copy(detail.textContent)) }, t('copy'));
+  const el = h('article', { class: 'msg msg-problem', tabindex: '-1', 'data-testid': 'problem', data: { key: 'problem' } },
+    h('div', { class: 'problem' }, words, h('details', {}, h('summary', {}, t('details')), detail, copying), when, h('div', { class: 'problem-acts' }, again, setup)));
+
+  function update() {
+    const told = state.problems.get(id);
+    const one = state.agents.get(id);
+    const key = `problem_${told?.category}`;
+    setText(words, t(key) === key ? t('problem_other') : t(key));
+    setText(detail, told?.message ?? one?.why ?? '');
+    setup.hidden = told && told.category !== 'auth';
+    tick();
+  }
+  function tick() {
+    const at = state.problems.get(id)?.retryAt;
+    setText(when, at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t('problemHow'));
+  }
+  update();
+  return { el, update, leave: everySecond(tick) };
+}

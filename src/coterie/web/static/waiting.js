@@ -1,0 +1,76 @@
+// The strip above the composer: interjections that wait until the agent takes them.
+
+import { button, fill, h } from './dom.js';
+import { del } from './api.js';
+import { t } from './i18n.js';
+import { on, PERSON, plainText, state, touch } from './state.js';
+
+/** Ids that were shown here: once taken, they stand in the thread under a line that says so. */
+export const waited = new Set();
+const withdrawing = new Set();
+
+/** What waits for an agent at work, as the person sent it; first those that the server has. */
+export function waitingFor(agent) {
+  const one = state.agents.get(agent);
+  const atWork = one && ((one.state === 'active' && one.phase !== 'starting') || one.state === 'paused' || one.state === 'blocked');
+  const stored = (state.queues.get(agent) ?? []).map((id) => state.messages.get(id));
+  const mine = stored.filter((each) => each && each.from === PERSON && each.state === 'pending' && (atWork || waited.has(each.id)));
+  for (const each of mine) waited.add(each.id);
+  const locals = [...state.locals.values()].filter((each) => each.to === agent && each.status === 'queued' && !state.messages.has(each.messageId));
+  return [...mine, ...locals.map((each) => ({ ...each, id: each.messageId }))];
+}
+
+export const isWaiting = (message, agent) => message.state === 'pending' && waitingFor(agent).some((each) => each.id === message.id);
+
+export async function withdraw(agent, message) {
+  if (withdrawing.has(message.id)) return false;
+  withdrawing.add(message.id);
+  touch(`queue:${agent}`);
+  try {
+    await del(`/messages/${encodeURIComponent(message.id)}`);
+    const queue = state.queues.get(agent);
+    if (queue) state.queues.set(agent, queue.filter((id) => id !== message.id));
+    const known = state.messages.get(message.id);
+    if (known) known.state = 'withdrawn';
+    return true;
+  } catch (error) {
+    const late = error.code === 'already_taken';
+    const { toast } = await import('./toasts.js');
+    toast(late ? { text: t('tooLate') } : { kind: 'error', text: t('actionFailed', { detail: error.detail }), retry: () => withdraw(agent, message) });
+    return false;
+  } finally {
+    withdrawing.delete(message.id);
+    touch(`queue:${agent}`, `thread:${agent}`);
+  }
+}
+
+export function mountStrip(root, agent) {
+  let open = false;
+
+  function paint() {
+    const items = waitingFor(agent);
+    root.hidden = items.length === 0;
+    const at = document.activeElement?.dataset?.withdraw;
+    const head = button({ class: 'strip-head', 'aria-expanded': String(open), onclick: () => {
+      open = !open;
+      paint();
+    } }, t('interjectionsWait', { n: items.length }), h('span', { 'aria-hidden': 'true' }, open ? ' ▴' : ' ▾'));
+    const list = h('ol', { class: `strip-list ${open ? 'is-open' : ''}` }, items.map((one, index) => row(one, index, items.length)));
+    fill(root, items.length > 1 ? head : null, list);
+    root.classList.toggle('strip-many', items.length > 1);
+    if (at) (root.querySelector(`[data-withdraw="${CSS.escape(at)}"]`) ?? root.querySelector('[data-withdraw]') ?? document.getElementById('composer'))?.focus();
+  }
+
+  const row = (one, index, all) =>
+    h('li', { class: 'strip-row', 'data-testid': 'waiting', data: { messageId: one.id ?? '' } },
+      h('span', { class: 'strip-tag' }, t('interjection', { n: index + 1, m: all })),
+      h('span', { class: 'strip-text', dir: 'auto' }, plainText(one) || t('attachments')),
+      button({ class: 'text-btn', 'data-testid': 'withdraw', data: { withdraw: one.id }, 'aria-disabled': withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
+        t(withdrawing.has(one.id) ? 'withdrawing' : 'withdraw')));
+
+  root.className = 'strip';
+  root.setAttribute('role', 'region');
+  root.setAttribute('aria-label', t('strip'));
+  paint();
+  return on([`queue:${agent}`, `agent:${agent}`], paint);
+}

@@ -1,0 +1,107 @@
+"""`python -m tests.panel.screenshots`: the pictures in docs/images, taken from a society that is at work."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from playwright.async_api import Page, expect
+
+from coterie.testing import Calls, Says
+from tests.agent.stage import Bell
+from tests.panel import chromium, ui
+from tests.panel.room import PHONE, Room, room
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+CAST = {
+    "en": {
+        "agents": {"chief": "Chief", "ada": "Ada", "code": "Cody", "research": "Rosa", "seer": "Iris"},
+        "hello": "The work is shared out: **Rosa** gathers the sources, **Cody** draws the charts.",
+        "please": "Please look at the figures of last week first.",
+        "which": "Which one shall I begin with? You can also write your own answer.",
+        "options": ["The weather", "My calendar", "The weekly report", "Sort yesterday's notes by who has to do what"],
+        "wait": ["Do not send the mail before I have read it", "And export the table as well"],
+        "later": "Time for your medicine",
+        "note": "Results are in:\n\n| Region | Orders |\n|---|---|\n| North | 128 |\n| South | 96 |",
+    },
+    "zh": {
+        "agents": {"chief": "总管", "ada": "阿析", "code": "小码", "research": "研研", "seer": "文文"},
+        "hello": "已把任务分给**研研**和**小码**。",
+        "please": "先看一下上周的数据。",
+        "which": "要先做哪一项？也可以自己写。",
+        "options": ["先看天气", "查日程", "写周报", "整理昨天会议的录音并把待办按负责人分组"],
+        "wait": ["先别发邮件，等我看过再说", "另外把表格也导出一份"],
+        "later": "该吃药了",
+        "note": "结果来了：\n\n| 地区 | 订单 |\n|---|---|\n| 北 | 128 |\n| 南 | 96 |",
+    },
+}
+LOCALES = {"en": "en-US", "zh": "zh-CN"}
+
+
+def toml(names: dict[str, str]) -> str:
+    parents = {"ada": "chief", "code": "chief", "research": "chief", "seer": "research"}
+    tables = []
+    for agent, name in names.items():
+        parent = f'parent = "{parents[agent]}"\n' if agent in parents else ""
+        tables.append(f'[agents.{agent}]\nname = "{name}"\n{parent}')
+    return "\n".join(tables)
+
+
+async def scene(panel: Room, words: Mapping[str, object]) -> None:
+    """Somebody at work, a question, two interjections, something for later, a file."""
+    options, wait = words["options"], words["wait"]
+    assert isinstance(options, list)
+    assert isinstance(wait, list)
+    await panel.tell(str(words["hello"]), by="chief")
+    await panel.society.send(to="chief", text=str(words["please"]))
+    await panel.stage.state("chief", "idle")
+    await panel.tell(str(words["note"]), by="chief")
+    Bell.may_end.clear()
+    Bell.rang.clear()
+    panel.server.script(Says(calls=(Calls("look", {"name": "report"}), Calls("ring", {"name": "report.xlsx"}))))
+    await panel.society.send(to="chief", text="…", sender="research")
+    await asyncio.wait_for(Bell.rang.wait(), 10)
+    for text in wait:
+        await panel.society.send(to="chief", text=text)
+    await panel.tell(str(words["which"]), *options, by="chief")
+    await panel.tell(str(words["later"]), by="ada")
+    await panel.society.send(to="user", text=str(words["later"]), sender="chief", delay_ms=252_000)
+    await panel.society.artifacts.put(b"a,b\n1,2\n", "report.csv")
+
+
+async def shot(page: Page, name: str) -> None:
+    await page.screenshot(path=IMAGES / f"{name}.png")
+
+
+async def main() -> None:
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    async with chromium.launched() as browser:
+        for language, words in CAST.items():
+            names = words["agents"]
+            assert isinstance(names, dict)
+            with tempfile.TemporaryDirectory() as folder:
+                async with room(Path(folder), browser, agents=toml(names)) as panel:
+                    panel.server.default = "ok"
+                    await scene(panel, words)
+                    for scheme in ("light", "dark"):
+                        page = await panel.open("#/a/chief", locale=LOCALES[language], color_scheme=scheme)
+                        await expect(page.locator(ui.WAITING).first).to_be_attached()
+                        await ui.to_end(page)
+                        await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
+                        await shot(page, f"conversation-{language}-{scheme}")
+                    for place in ("inbox", "timeline", "org", "setup"):
+                        page = await panel.open(f"#/{place}", locale=LOCALES[language])
+                        await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_visible()
+                        await shot(page, f"{place}-{language}")
+                    page = await panel.open("#/a/chief", locale=LOCALES[language], viewport=PHONE)
+                    await ui.to_end(page)
+                    await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
+                    await shot(page, f"phone-{language}")
+                    Bell.may_end.set()
+                    await panel.stage.state("chief", "idle")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,172 @@
+"""What axe finds in every state of the page, in light and dark, wide and narrow: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Page, expect
+
+from coterie.testing import Calls, Says, Status
+from tests.agent.stage import Bell
+from tests.panel import ui
+from tests.panel.room import PHONE, WIDE, Room, fails
+
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+CONTRAST = """
+nodes => {
+  const rgb = text => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const share = c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * share(r / 255) + .7152 * share(g / 255) + .0722 * share(b / 255);
+  return nodes.map(selector => document.querySelector(selector)).filter(Boolean).map(el => {
+    let behind = el, ground = [255, 255, 255, 0];
+    while (behind && !(ground[3] ?? 1)) {
+      ground = rgb(getComputedStyle(behind).backgroundColor);
+      behind = behind.parentElement;
+    }
+    const [a, b] = [light(rgb(getComputedStyle(el).color)), light(ground)].sort((x, y) => y - x);
+    return [el.outerHTML.slice(0, 120), (a + 0.05) / (b + 0.05)];
+  }).filter(([, ratio]) => ratio < 4.5);
+}
+"""
+"""Axe leaves text undecided that something lies over; its colours are looked at here."""
+
+Scene = Callable[[Room, Page], Awaitable[None]]
+
+
+async def violations(page: Page) -> list[str]:
+    found = await Axe().run(page, options={"runOnly": {"type": "tag", "values": TAGS}, "resultTypes": ["violations"]})
+    told = [
+        f"{one['id']}: {node['target']} {node.get('failureSummary', '')[:200]}"
+        for one in found.response["violations"]
+        for node in one["nodes"]
+    ]
+    undecided = [
+        node["target"][0]
+        for one in found.response["incomplete"]
+        if one["id"] == "color-contrast"
+        for node in one["nodes"]
+        if isinstance(node["target"][0], str)
+    ]
+    return told + [f"contrast {ratio:.2f}: {what}" for what, ratio in await page.evaluate(CONTRAST, undecided)]
+
+
+async def empty(panel: Room, page: Page) -> None:
+    await page.goto(f"{panel.url}/#/a/bob")
+
+
+async def talking(panel: Room, page: Page) -> None:
+    await panel.tell(
+        "# Title\n\nSome *words*, `code`, a [link](https://example.com)\n\n```python\nprint(1)\n```\n\n- one\n- two"
+    )
+    await panel.tell(
+        "Which?", "one", "two", "A long one that takes more than a line on a narrow phone, and then some more"
+    )
+    await expect(page.locator(".quick-reply-btn").first).to_be_visible()
+
+
+async def answered(panel: Room, page: Page) -> None:
+    await talking(panel, page)
+    await page.locator(".quick-reply-btn").first.click()
+    await expect(page.locator('.quick-reply-btn[aria-pressed="true"]')).to_have_count(1)
+
+
+async def failed(panel: Room, page: Page) -> None:
+    await talking(panel, page)
+    panel.allow("Failed to load resource")
+    await fails(page, 503)
+    await page.locator(".quick-reply-btn").first.click()
+    await expect(page.locator(ui.TOAST)).to_be_visible()
+
+
+async def at_work(panel: Room, page: Page) -> None:
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("ring", {"name": "a"}), Calls("ring", {"name": "b"}))), "Done")
+    await panel.society.send(to="ada", text="Ring", sender="bob")
+    await asyncio.wait_for(Bell.rang.wait(), 5)
+    await ui.send(page, "An interjection")
+    await expect(page.locator(ui.WAITING).first).to_be_attached()
+
+
+async def attached(panel: Room, page: Page) -> None:
+    await page.set_input_files("input[type=file]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"})
+    await expect(page.locator(ui.CHIP)).to_be_visible()
+
+
+async def stuck(panel: Room, page: Page) -> None:
+    panel.server.script(Status(401, "Incorrect API key provided", code="invalid_api_key"))
+    await ui.send(page, "Hello")
+    await panel.stage.state("ada", "blocked")
+    await expect(page.get_by_text("did not accept the key").first).to_be_visible()
+
+
+def at(place: str, ready: str) -> Scene:
+    async def go(panel: Room, page: Page) -> None:
+        await panel.tell("Which?", "one", "two")
+        await panel.tell("From Bob", by="bob", to="ada")
+        await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+        await panel.society.artifacts.put(b"hello", "a.txt")
+        await page.goto(f"{panel.url}/#/{place}")
+        await expect(page.locator(ready).first).to_be_visible()
+
+    return go
+
+
+async def palette(panel: Room, page: Page) -> None:
+    await page.keyboard.press("Control+k")
+    await expect(page.get_by_role("option").first).to_be_visible()
+
+
+async def shortcuts(panel: Room, page: Page) -> None:
+    await page.keyboard.press("Control+/")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+
+
+async def graph(panel: Room, page: Page) -> None:
+    await page.goto(f"{panel.url}/#/org")
+    await page.get_by_role("button", name="Graph").click()
+    await expect(page.locator(".node").first).to_be_visible()
+
+
+async def form(panel: Room, page: Page) -> None:
+    await page.goto(f"{panel.url}/#/setup")
+    await page.get_by_role("button", name="Add a service").click()
+    await expect(page.locator(".service-form")).to_be_visible()
+
+
+SCENES: dict[str, Scene] = {
+    "empty thread": empty,
+    "open questions": talking,
+    "answered": answered,
+    "toast": failed,
+    "at work": at_work,
+    "attachment": attached,
+    "blocked": stuck,
+    "inbox": at("inbox", ".card"),
+    "timeline": at("timeline", ".timeline > li"),
+    "organisation": at("org", ".org-row"),
+    "graph": graph,
+    "delayed": at("delayed", ".delayed-item"),
+    "artifacts": at("artifacts", ".file-link"),
+    "setup": at("setup", ".service"),
+    "service form": form,
+    "palette": palette,
+    "shortcuts": shortcuts,
+}
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
+async def test_axe_finds_nothing(panel: Room, scene: Scene) -> None:
+    page = await panel.open()
+    await scene(panel, page)
+    found: dict[str, list[str]] = {}
+    for name, size in (("wide", WIDE), ("phone", PHONE)):
+        await page.set_viewport_size(size)  # type: ignore[arg-type]
+        for scheme in ("light", "dark"):
+            await page.emulate_media(color_scheme=scheme)
+            if told := [*await violations(page), *[f"sideways {one}" for one in await ui.sideways(page)]]:
+                found[f"{name} {scheme}"] = told
+    assert found == {}
+    Bell.may_end.set()

@@ -1,0 +1,239 @@
+"""The screens beside the conversation, and what lies over the page."""
+
+from __future__ import annotations
+
+import re
+
+from playwright.async_api import Page, expect
+
+from coterie.testing import Calls, Says, Status
+from tests.panel import ui
+from tests.panel.room import PHONE, Room, eventually, options_of
+from tests.panel.test_conversation import PNG
+
+
+async def test_the_inbox_collects_open_questions_and_they_can_be_answered_there(panel: Room) -> None:
+    older, newer = await panel.tell("Older?", "a", "b"), await panel.tell("Newer?", "c", "d", by="bob")
+    await panel.tell("No question")
+    page = await panel.open("#/inbox")
+    cards = page.locator("article.card")
+    await expect(cards).to_have_count(2)
+    assert await cards.evaluate_all("all => all.map(c => c.dataset.messageId)") == [newer, older]
+    await expect(page.get_by_role("heading", name="Waiting for you (2)")).to_be_visible()
+    await expect(page.locator(".items .item")).to_have_count(3)
+    await options_of(page, older).nth(1).click()
+    await eventually(lambda: _said(panel, "b"))
+    await expect(page.get_by_role("heading", name="Waiting for you (1)")).to_be_visible()
+    await expect(options_of(page, older).nth(1)).to_be_focused()
+    fresh = await panel.tell("Newest?", "e", by="seer")
+    await expect(cards.first).to_have_attribute("data-message-id", fresh)
+
+
+async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> None:
+    panel.server.script(Says(calls=(Calls("look", {"name": "the bell"}),)), "Done")
+    await panel.tell("Between agents", by="bob", to="ada")
+    await panel.stage.state("ada", "idle")
+    await panel.tell("From the seer", by="seer")
+    page = await panel.open("#/timeline")
+    rows = page.locator(".timeline > li")
+    await expect(rows.filter(has_text="From the seer")).to_contain_text("Seer → You")
+    await expect(rows.filter(has_text="Between agents")).to_contain_text("Bob → Ada")
+    await expect(page.locator(".call")).to_have_count(1)
+    await page.get_by_label("Kind").select_option("message")
+    await expect(page.locator(".call")).to_have_count(0)
+    await page.get_by_label("Agent", exact=True).select_option("seer")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("From the seer")
+    assert page.url.endswith("#/timeline?agent=seer&kind=message")
+    await page.reload()
+    await expect(rows).to_have_count(1)
+    await panel.tell("Another one", by="seer")
+    await expect(rows).to_have_count(2)
+
+
+async def test_the_timeline_pages_back_without_a_gap(panel: Room) -> None:
+    sent = [await panel.tell(f"Number {n}") for n in range(120)]
+    page = await panel.open("#/timeline?kind=message")
+    rows = page.locator(".timeline > li")
+    await expect(rows).to_have_count(50)
+    for count in (100, 120):
+        await page.get_by_role("button", name="Show older").click()
+        await expect(rows).to_have_count(count)
+    assert await rows.evaluate_all("all => all.map(r => r.dataset.messageId)") == sent[::-1]
+
+
+async def test_the_tree_of_the_organisation_is_walked_by_keyboard(panel: Room) -> None:
+    page = await panel.open("#/org")
+    tree = page.locator(".org-tree")
+    await expect(tree.locator("[role=treeitem]")).to_have_count(3)
+    await expect(tree.locator('[data-agent="seer"]')).to_have_attribute("aria-level", "2")
+    await tree.locator('[tabindex="0"]').focus()
+
+    async def current() -> str:
+        return str(await page.evaluate("() => document.activeElement.dataset.agent"))
+
+    for key, agent in (
+        ("Home", "ada"),
+        ("ArrowDown", "seer"),
+        ("ArrowLeft", "ada"),
+        ("ArrowLeft", "ada"),
+        ("ArrowDown", "bob"),
+        ("a", "ada"),
+        ("ArrowRight", "ada"),
+        ("ArrowRight", "seer"),
+        ("End", "bob"),
+    ):
+        await page.keyboard.press(key)
+        assert await current() == agent, key
+    await page.keyboard.press("Enter")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
+
+
+async def test_the_drawing_of_the_organisation_leads_to_the_agents(panel: Room) -> None:
+    page = await panel.open("#/org")
+    await page.get_by_role("button", name="Graph").click()
+    await expect(page.locator(".node")).to_have_count(3)
+    await expect(page.locator(".edge")).to_have_count(1)
+    await page.locator(".node").filter(has_text="Seer").click()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Seer")
+
+
+async def test_files_are_listed_and_text_is_shown(panel: Room) -> None:
+    page = await panel.open("#/artifacts")
+    await expect(page.get_by_text("There are no files yet.")).to_be_visible()
+    await panel.society.artifacts.put(b"a,b\n1,2\n", "table.csv")
+    picture = await panel.society.artifacts.put(PNG, "dot.png")
+    await panel.tell("Two files for you", attachments=[{"artifactRef": picture.ref}])
+    await expect(page.locator(".file-link")).to_have_count(2)
+    await page.locator(".file-link").filter(has_text="table.csv").click()
+    await expect(page.locator(".file-text")).to_have_text("a,b\n1,2\n")
+    await page.goto(f"{panel.url}/#/artifacts/{picture.ref}")
+    await page.get_by_role("button", name="Enlarge dot.png").click()
+    await expect(page.get_by_role("dialog", name="dot.png").get_by_role("img")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    await expect(page.get_by_role("button", name="Enlarge dot.png")).to_be_focused()
+
+
+async def test_a_service_is_tried_out_in_words(panel: Room) -> None:
+    page = await panel.open("#/setup")
+    card = page.locator('[data-service="main"]')
+    await expect(card.locator(".outcome")).to_contain_text("not tested")
+    await card.get_by_role("button", name="Test").click()
+    await expect(card.locator(".outcome")).to_contain_text("It answered in")
+    panel.server.script(Status(401, "Incorrect API key provided: nope.", code="invalid_api_key"))
+    await card.get_by_role("button", name="Test").click()
+    await expect(card.locator(".outcome")).to_contain_text("The key was not accepted")
+    assert "Traceback" not in await page.content()
+
+
+async def test_a_key_goes_in_and_never_comes_out(panel: Room) -> None:
+    page = await panel.open("#/setup")
+    await page.get_by_role("button", name="Add a service").click()
+    form = page.locator(".service-form")
+    await form.get_by_label("Provider").select_option("ollama")
+    await expect(form.get_by_label("Base URL")).to_have_value("http://127.0.0.1:11434/v1")
+    await form.get_by_label("Short name").fill("second")
+    await form.get_by_label("Base URL").fill(panel.server.base_url)
+    await form.get_by_label("Model").fill("m2")
+    await form.get_by_label("Key").fill("sk-canary-0123456789")
+    await form.get_by_role("button", name="Test").click()
+    await expect(form.locator(".outcome")).to_contain_text("It answered in")
+    assert panel.server.requests[-1].headers["authorization"] == "Bearer sk-canary-0123456789"
+    await form.get_by_role("button", name="Save").click()
+    card = page.locator('[data-service="second"]')
+    await expect(card).to_contain_text("6789")
+    await expect(card.locator(".outcome")).to_contain_text("It answered in")
+    assert "canary" not in await page.content()
+    stored = await page.evaluate("() => JSON.stringify([{...localStorage}, {...sessionStorage}])")
+    assert "canary" not in stored
+    await card.get_by_role("button", name="Edit").click()
+    await expect(page.locator(".service-form").get_by_label("Key")).to_have_value("")
+    await card.get_by_role("button", name="Delete").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    await expect(card).to_have_count(0)
+
+
+async def test_the_tours_guide_comes_and_goes(panel: Room) -> None:
+    page = await panel.open("#/setup")
+    await page.get_by_label("Show the guide of the tour").check()
+    await expect(ui.row(page, "guide")).to_be_visible()
+    await page.get_by_label("Show the guide of the tour").uncheck()
+    await expect(ui.row(page, "guide")).to_contain_text("Terminated")
+
+
+async def test_the_palette_finds_agents_actions_and_messages(panel: Room) -> None:
+    message_id = await panel.tell("The quarterly figures are here", by="bob")
+    page = await panel.open()
+    await page.keyboard.press("Control+k")
+    field = page.get_by_role("combobox", name=re.compile("Agents, messages"))
+    await expect(field).to_be_focused()
+    await field.fill("quarterly")
+    await expect(page.get_by_role("option")).to_have_count(1)
+    await page.keyboard.press("Enter")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
+    await expect(ui.message(page, message_id)).to_be_visible()
+    await page.keyboard.press("Control+k")
+    await field.fill("seer")
+    await page.keyboard.press("Enter")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Seer")
+    await page.keyboard.press("Control+k")
+    await field.fill("nothing of the kind")
+    await expect(page.get_by_text("Nothing found.")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+async def test_the_sheet_of_shortcuts_opens_and_gives_the_focus_back(panel: Room) -> None:
+    page = await panel.open()
+    await page.locator(ui.COMPOSER).focus()
+    await page.keyboard.type("?")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    await page.keyboard.press("Control+/")
+    await expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+
+
+async def test_regions_agents_and_the_inbox_are_a_key_away(panel: Room) -> None:
+    await panel.tell("Which?", "one")
+    page = await panel.open()
+    await page.locator(ui.COMPOSER).focus()
+    await page.keyboard.press("Alt+ArrowDown")
+    await expect(page.locator('[data-testid="title"]')).not_to_have_text("Ada")
+    await page.keyboard.press("Alt+ArrowUp")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Ada")
+    seen = []
+    for _ in range(5):
+        await page.keyboard.press("F6")
+        seen.append(await _region(page))
+    assert {"nav", "main"} <= set(seen), seen
+    await page.keyboard.press("Alt+i")
+    await expect(page.locator("article.card")).to_have_count(1)
+
+
+async def test_the_inspector_shows_what_is_delayed_and_calls_it_off(panel: Room) -> None:
+    sent = await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open()
+    inspector = page.locator('[data-testid="inspector"]')
+    await expect(inspector).to_contain_text("Later")
+    await inspector.get_by_role("button", name=re.compile("Cancel")).click()
+    await expect(inspector.locator(f'[data-message-id="{sent.message_id}"]')).to_have_count(0)
+    assert await panel.society.bus.delayed_count() == 0
+
+
+async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Room) -> None:
+    page = await panel.open(viewport=PHONE)
+    for place in ("delayed", "artifacts", "org"):
+        await page.locator('[data-testid="menu"]').click()
+        await page.locator(f'[data-testid="link-{place}"]').click()
+        await expect(page.locator(f'[data-testid="screen-{place}"]')).to_be_visible()
+        assert await ui.sideways(page) == []
+
+
+async def _region(page: Page) -> str:
+    return str(await page.evaluate("() => document.activeElement.closest('nav, main, aside, header')?.localName ?? ''"))
+
+
+async def _said(panel: Room, text: str) -> bool:
+    return text in await panel.texts()
