@@ -93,21 +93,22 @@ class Room:
 
     def drop_streams(self) -> int:
         """Every event stream is cut, as by a proxy that restarts."""
-        guests = tuple(self.app.state.hub._guests)
+        guests = [guest for guest in self.app.state.hub._guests if guest.live]
         for guest in guests:
             guest.drop()
         return len(guests)
 
     @property
     def streams(self) -> int:
-        return len(self.app.state.hub)
+        """Those that have caught up."""
+        return sum(guest.live for guest in self.app.state.hub._guests)
 
 
 class Held:
-    """Requests that do not reach the server until a test says so."""
+    """Requests that never reach the server, and get no answer until a test says so."""
 
     def __init__(self) -> None:
-        self.arrived, self.may_pass = asyncio.Event(), asyncio.Event()
+        self.arrived, self.may_end = asyncio.Event(), asyncio.Event()
         self.bodies: list[Any] = []
 
     async def __call__(self, route: Route) -> None:
@@ -116,9 +117,9 @@ class Held:
             return
         self.bodies.append(route.request.post_data_json)
         self.arrived.set()
-        await self.may_pass.wait()
+        await self.may_end.wait()
         with contextlib.suppress(Error):  # the page that asked may be gone
-            await route.continue_()
+            await route.abort()
 
 
 async def fails(page: Page, status: int | None, *, path: str = "**/api/v1/messages", method: str = "POST") -> None:

@@ -56,8 +56,12 @@ async def empty(panel: Room, page: Page) -> None:
 
 
 async def talking(panel: Room, page: Page) -> None:
-    await panel.tell("# Title\n\nSome *words*, `code`, a [link](https://example.com)\n\n```python\nprint(1)\n```\n\n- one\n- two")
-    await panel.tell("Which?", "one", "two", "A long one that takes more than a line on a narrow phone, and then some more")
+    await panel.tell(
+        "# Title\n\nSome *words*, `code`, a [link](https://example.com)\n\n```python\nprint(1)\n```\n\n- one\n- two"
+    )
+    await panel.tell(
+        "Which?", "one", "two", "A long one that takes more than a line on a narrow phone, and then some more"
+    )
     await expect(page.locator(".quick-reply-btn").first).to_be_visible()
 
 
@@ -164,5 +168,3 @@ async def test_axe_finds_nothing(panel: Room, scene: Scene) -> None:
                 found[f"{name} {scheme}"] = told
     assert found == {}
     Bell.may_end.set()
-
-

