@@ -17,6 +17,7 @@ import typer
 
 from coterie import __version__
 from coterie.cli.front_door import FrontDoor
+from coterie.cli.greeting import greet
 from coterie.cli.output import counted, harmless, say
 from coterie.clock import SystemClock
 from coterie.errors import StoreError
@@ -62,6 +63,7 @@ async def run(wanted: Wanted) -> int:
         await society.abandon()
         raise
     if not wishes.stop.done():
+        await greet(society)
         await _announce(society, folder, is_new, front)
         await _first_of(wishes.stop, society.broken, front.ended)
     if society.broken.done():

@@ -7,7 +7,7 @@ import { on, openQuestions, plainText, state, unreadTotal, watchers } from './st
 import { doing, dot, stop, stopping } from './header.js';
 
 const TAIL_MS = 250;
-const TAIL = 60;
+const TAIL = 15; // full-width characters
 const folded = new Set();
 
 export function mountAgents(root) {
@@ -35,7 +35,7 @@ export function mountAgents(root) {
       if (!children.has(parent)) children.set(parent, []);
       if (match(one)) children.get(parent).push(one);
     }
-    const order = (a, b) => (a.state === 'terminated') - (b.state === 'terminated') || a.name.localeCompare(b.name);
+    const order = (a, b) => (a.state === 'terminated') - (b.state === 'terminated') || a.name.localeCompare(b.name, undefined, { numeric: true });
     const focused = document.activeElement?.closest?.('[data-agent-row]')?.dataset.agentRow;
     rows.clear();
     const items = [];
@@ -94,7 +94,7 @@ export function mountAgents(root) {
 
     function paintSub(agent, known) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
-      if (draft?.text) setText(sub, `…${draft.text.slice(-TAIL).replace(/\s+/g, ' ')}`);
+      if (draft?.text) setText(sub, `…${tailOf(draft.text)}`);
       else if (agent.state === 'active') setText(sub, doing(agent));
       else if (agent.state !== 'idle') setText(sub, t(agent.state));
       else setText(sub, known?.last ? plainText(known.last).slice(0, 80) : t('idle'));
@@ -195,3 +195,12 @@ export function mountAgents(root) {
 }
 
 const event_time = () => performance.now();
+
+/** The end of a text, as much as fits a row. */
+function tailOf(text) {
+  const signs = [...text.slice(-80).replace(/\s+/g, ' ')];
+  let width = 0;
+  let at = signs.length;
+  while (at > 0 && width < TAIL) width += signs[--at].codePointAt(0) > 0x2e7f ? 1 : 0.55;
+  return signs.slice(at).join('');
+}

@@ -74,7 +74,7 @@ const words = {
   pause: ['Pause', '暂停'],
   resume: ['Resume', '继续'],
   tour: ['Tour', '导览'],
-  noModel: ['No model service is set up yet. A scripted tour answers.', '还没有可用的模型服务，目前由导览应答。'],
+  noModel: ['No model service yet: a scripted tour answers.', '还没有可用的模型服务：由导览应答'],
   setUpModel: ['Set up a model', '设置模型'],
   takesIn: ['Takes in', '可接收'],
   cap_text: ['text', '文本'],

@@ -49,9 +49,9 @@ function link(one) {
   const href = /^(https?:|mailto:)/i.test(one.href) ? one.href : null;
   const words = each(one.c);
   if (!href) return h('span', {}, words);
-  const mark = one.image ? h('span', { class: 'md-host' }, ` ${t('image')}`) : null;
+  const mark = one.image ? h('span', { class: 'md-host' }, t('image')) : null;
   const text = plain(one.c);
-  const host = one.host && !text.includes(one.host) ? h('span', { class: 'md-host' }, ` ${one.host}`) : null;
+  const host = one.host && !text.includes(one.host) ? h('span', { class: 'md-host' }, one.host) : null;
   return h('a', { href, target: '_blank', rel: 'noopener noreferrer nofollow' }, words, mark, host);
 }
 

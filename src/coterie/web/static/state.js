@@ -114,7 +114,7 @@ export function keep(message) {
 }
 
 /** Puts a delivered message into its conversation, at its place, once. */
-function join(message) {
+export function join(message) {
   const id = threadOf(message);
   if (!id || !message.deliveredAt || message.state === 'withdrawn' || message.state === 'dead') return;
   const one = thread(id);
@@ -127,7 +127,7 @@ function join(message) {
   touch(`thread:${id}`, 'threads');
 }
 
-function part(message) {
+export function part(message) {
   const id = threadOf(message);
   const one = id && state.threads.get(id);
   if (!one) return;
@@ -182,7 +182,7 @@ function noteQuestions(items) {
   for (const message of items) setOpen(message);
 }
 
-function setOpen(message) {
+export function setOpen(message) {
   const open = message.to === PERSON && message.from !== SYSTEM && optionsOf(message) && !message.answer;
   const live = open && (message.state === 'pending' || message.state === 'taken');
   if (live === state.questions.has(message.id)) return;
@@ -238,80 +238,12 @@ async function readSnapshot() {
   again.forEach(loadPlans);
 }
 
-const queue = (agent) => {
+export const queue = (agent) => {
   if (!state.queues.has(agent)) state.queues.set(agent, []);
   return state.queues.get(agent);
 };
 
-// Events
-
-const TOLD = {
-  'message.created': created,
-  'message.updated': updated,
-  'quick_replies.changed': answered,
-  'queue.changed': queued,
-  'agent.upsert': upserted,
-  'agent.state': upserted,
-  'agent.removed': removed,
-  'tool.started': ({ agent }) => known(agent) && loadPlans(agent),
-  'tool.ended': ({ agent }) => known(agent) && loadPlans(agent),
-  'delayed.scheduled': delayed,
-  'delayed.moved': delayed,
-  'delayed.delivered': delayed,
-  'delayed.withdrawn': delayed,
-  'artifact.created': () => touch('artifacts'),
-  read,
-  problem,
-  'thread.cleared': cleared,
-  'draft.started': drafted,
-  'draft.delta': drafted,
-  'draft.snapshot': drafted,
-  'draft.ended': draftEnded,
-};
-
-const known = (agent) => state.threads.get(agent)?.loaded;
-export const watchers = new Set();
-/** Asks whoever has it for the whole of a reply under way. Set by the stream. */
-export const asks = { draft: () => {} };
-
-export function apply(kind, data) {
-  TOLD[kind]?.(data);
-  for (const watch of watchers) watch(kind, data);
-}
-
-function created(data) {
-  if (data.gone) return;
-  const isNew = !state.messages.has(data.id);
-  const message = keep(data.message);
-  settle(message);
-  if (data.draftId) endDraft(data.draftId);
-  join(message);
-  setOpen(message);
-  if (message.to !== PERSON && message.state === 'pending' && !queue(message.to).includes(message.id)) {
-    queue(message.to).push(message.id);
-    touch(`queue:${message.to}`);
-  }
-  if (isNew && message.to === PERSON && message.state === 'pending') {
-    const one = thread(threadOf(message));
-    one.unread += 1;
-    one.firstUnread ??= message.id;
-    touch('unread', `agent:${threadOf(message)}`);
-  }
-  touch(`message:${message.id}`);
-}
-
-/** A message of ours has come back: its stand-in goes. */
-function settle(message) {
-  if (message.from !== PERSON) return;
-  for (const [clientId, local] of state.locals) {
-    const same = local.messageId === message.id || (local.status === 'sending' && alike(local, message));
-    if (same) return dropLocal(clientId);
-  }
-}
-
-const alike = (local, message) =>
-  local.to === message.to && !local.messageId && (local.payload.text ?? '') === (message.payload.text ?? '') &&
-  (local.inReplyTo ?? null) === message.inReplyTo;
+// Messages of ours on their way
 
 export function dropLocal(clientId) {
   const local = state.locals.get(clientId);
@@ -334,154 +266,8 @@ export function confirmLocal(clientId, receipt) {
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
 
-function updated(data) {
-  if (data.gone) {
-    const gone = state.messages.get(data.id);
-    if (gone) part(gone);
-    return;
-  }
-  const message = keep(data.message);
-  settle(message);
-  if (message.state === 'withdrawn' || message.state === 'dead') part(message);
-  else join(message);
-  setOpen(message);
-  touch(`message:${message.id}`);
-}
-
-function answered({ messageId, answer }) {
-  state.sending.delete(messageId);
-  const message = state.messages.get(messageId);
-  if (!message) return;
-  if (answer) message.answer = answer;
-  else delete message.answer;
-  setOpen(message);
-  touch(`message:${messageId}`, `agent:${message.from}`, 'questions');
-}
-
-function queued({ agent, items, taken, withdrawnCalls }) {
-  const stamp = new Date(now()).toISOString();
-  for (const item of items) settle(keep(item));
-  state.queues.set(agent, items.map((item) => item.id));
-  const mine = taken.filter((id) => state.messages.has(id));
-  for (const id of mine) {
-    const message = state.messages.get(id);
-    Object.assign(message, { state: 'taken', takenAt: message.takenAt ?? stamp });
-    settle(message);
-    touch(`message:${id}`);
-  }
-  const ours = mine.filter((id) => state.messages.get(id).from === PERSON);
-  if (withdrawnCalls && ours.length) state.breaks.set(ours[0], { count: ours.length, withdrawn: withdrawnCalls });
-  const one = state.agents.get(agent);
-  if (one) one.waiting = items.length;
-  if (withdrawnCalls && known(agent)) loadPlans(agent);
-  touch(`queue:${agent}`, `thread:${agent}`, `agent:${agent}`);
-}
-
-function upserted(data) {
-  if (data.gone) return removed(data);
-  const before = state.agents.get(data.id);
-  const after = { ...before, ...data };
-  delete after.prev;
-  if (data.state) for (const key of ['phase', 'tool', 'step', 'why']) if (!(key in data)) delete after[key];
-  state.agents.set(data.id, after);
-  if (data.state && data.state !== 'blocked' && state.problems.delete(data.id)) touch('problem', `thread:${data.id}`);
-  touch(`agent:${data.id}`);
-  if (!before || before.parent !== after.parent || before.name !== after.name) touch('agents');
-  if (before && (before.state === 'terminated') !== (after.state === 'terminated')) touch('agents', 'questions');
-}
-
-function removed({ id }) {
-  const one = state.agents.get(id);
-  if (one) Object.assign(one, { state: 'terminated' });
-  touch('agents', `agent:${id}`, 'questions', `thread:${id}`);
-}
-
-function delayed(data) {
-  if (data.gone) {
-    state.delayed.delete(data.id);
-    return touch('delayed');
-  }
-  const message = keep(data.message);
-  settle(message);
-  if (message.state === 'delayed') state.delayed.set(message.id, message);
-  else {
-    state.delayed.delete(message.id);
-    if (message.state === 'pending' || message.state === 'taken') created({ ...data, id: `delivered ${data.id}` });
-  }
-  touch('delayed', `message:${message.id}`);
-}
-
-function read({ thread: id, upto }) {
-  const one = thread(id);
-  const at = one.ids.indexOf(upto);
-  if (one.last?.id === upto || at < 0) one.unread = 0;
-  else {
-    const left = one.ids.slice(at + 1).map((each) => state.messages.get(each));
-    one.unread = left.filter((each) => each.to === PERSON && each.state === 'pending').length;
-  }
-  for (const each of at < 0 ? [] : one.ids.slice(0, at + 1)) {
-    const message = state.messages.get(each);
-    if (message.to === PERSON && message.state === 'pending') message.state = 'taken';
-  }
-  if (!one.unread) one.firstUnread = null;
-  touch('unread', `agent:${id}`);
-}
-
-function problem(data) {
-  state.problems.set(data.agent, { ...data, at: now() });
-  touch('problem', `thread:${data.agent}`, `agent:${data.agent}`);
-}
-
-function cleared({ thread: id }) {
-  const one = thread(id);
-  Object.assign(one, { ids: [], older: null, last: null, unread: 0, firstUnread: null });
-  state.plans.delete(id);
-  for (const question of openQuestions(id)) state.questions.delete(question.id);
-  touch(`thread:${id}`, 'threads', 'unread', 'questions', `agent:${id}`, `plans:${id}`);
-}
-
-// Replies that are being said
-
-function drafted(data) {
-  let draft = state.drafts.get(data.draftId);
-  if (!draft) {
-    draft = { id: data.draftId, agent: data.agent, text: '', points: 0, at: now() };
-    state.drafts.set(draft.id, draft);
-    touch(`drafts:${data.agent}`, `thread:${data.agent}`);
-  }
-  if (data.text !== undefined) Object.assign(draft, { text: data.text, points: points(data.text) });
-  else if (data.delta !== undefined) {
-    if (data.from !== draft.points) return asks.draft(draft.id);
-    draft.text += data.delta;
-    draft.points += points(data.delta);
-  }
-  touch(`draft:${draft.id}`, `tail:${draft.agent}`);
-}
-
-/** Offsets count code points; a string's length does not. */
-const points = (text) => text.length - (text.match(/[\ud800-\udbff][\udc00-\udfff]/g)?.length ?? 0);
-
-function draftEnded({ draftId, outcome, messages = [] }) {
-  const draft = state.drafts.get(draftId);
-  if (!draft) return;
-  if (outcome === 'stopped' && !messages.length && draft.text) {
-    draft.stopped = true;
-    touch(`draft:${draftId}`, `thread:${draft.agent}`);
-  } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
-  else draft.ended = true; // its message is about to come and takes its place
-  touch(`drafts:${draft.agent}`, `tail:${draft.agent}`);
-}
-
-function endDraft(draftId) {
-  const draft = state.drafts.get(draftId);
-  if (!draft) return;
-  state.drafts.delete(draftId);
-  touch(`drafts:${draft.agent}`, `thread:${draft.agent}`, `tail:${draft.agent}`);
-}
-
-export function dropDrafts() {
-  for (const draft of [...state.drafts.values()]) if (!draft.stopped) endDraft(draft.id);
-}
+/** Called with every event, as it came: `(kind, data)`. */
+export const watchers = new Set();
 
 // One tick a second for every clock on the page
 

@@ -3,7 +3,8 @@
 // The tab that holds the lock reads the stream and passes every event on; the others check that none is missing. Where
 // there are no locks (plain http from another machine), each tab reads for itself.
 
-import { apply, asks, dropDrafts, resync, state, touch } from './state.js';
+import { apply, asks, dropDrafts } from './events.js';
+import { resync, state, touch } from './state.js';
 
 const NAME = 'panel-stream';
 const DEAD_MS = 35_000;

@@ -2,11 +2,11 @@
 
 import { button, fill, h, icon, setText } from './dom.js';
 import { post } from './api.js';
-import { dayKey, elapsed, t } from './i18n.js';
+import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { draftView, messageView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, everySecond, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, thread, threadOf, touch } from './state.js';
+import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, thread, threadOf, touch } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, retryLocal } from './composer.js';
 import { isWaiting, waited } from './waiting.js';
@@ -15,6 +15,7 @@ const NEAR_TOP = 1_200;
 const READ_MS = 250;
 const JOIN_MS = 180_000;
 let runs = null;
+let problems = null;
 let current = null;
 
 /** The agent whose conversation opens when the address names none. */
@@ -87,7 +88,7 @@ function conversation(root, id, wanted) {
   const make = (item) => {
     if (item.kind === 'draft') return draftView(item, () => feed);
     if (item.kind === 'runs') return runs.runsView(item);
-    if (item.kind === 'problem') return problemView(id);
+    if (item.kind === 'problem') return problems.problemView(id);
     return messageView(item, acts);
   };
   const feed = new Feed(scroller, list, make, moved);
@@ -129,7 +130,7 @@ function conversation(root, id, wanted) {
     for (const draft of state.drafts.values()) {
       if (draft.agent === id && draft.text) all.push({ key: `d:${draft.id}`, kind: 'draft', id: draft.id, at: new Date(draft.at).toISOString() });
     }
-    if (state.agents.get(id)?.state === 'blocked' || state.problems.has(id)) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
+    if (problems && (state.agents.get(id)?.state === 'blocked' || state.problems.has(id))) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
     decorate(all);
     return all;
   }
@@ -269,8 +270,8 @@ function conversation(root, id, wanted) {
     on(`agent:${id}`, () => paint()),
     everyDraft(id),
   ];
-  import('./runs.js').then((module) => {
-    runs = module;
+  Promise.all([import('./runs.js'), import('./problem.js')]).then((loaded) => {
+    [runs, problems] = loaded;
     paint();
   });
   if (state.booted) open();
@@ -344,35 +345,4 @@ function emptyThread(id, composer) {
   return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name' }, nameOf(id)),
     takes.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), ...takes.map((kind) => h('span', { class: 'cap' }, icon(icons[kind]), t(`cap_${kind}`)))) : null,
     one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
-}
-
-/** Why an agent does not go on, in plain words, with the way out. */
-function problemView(id) {
-  const words = h('p', { class: 'problem-what' });
-  const detail = h('p', { class: 'problem-why', dir: 'auto' });
-  const when = h('p', { class: 'meta num' });
-  const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch(async (error) => {
-    const { toast } = await import('./toasts.js');
-    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
-  }) }, t('retry'));
-  const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('setup'));
-  const copying = button({ class: 'text-btn', onclick: () => import('./toasts.js').then((toasts) => toasts.copy(detail.textContent)) }, t('copy'));
-  const el = h('article', { class: 'msg msg-problem', tabindex: '-1', 'data-testid': 'problem', data: { key: 'problem' } },
-    h('div', { class: 'problem' }, words, h('details', {}, h('summary', {}, t('details')), detail, copying), when, h('div', { class: 'problem-acts' }, again, setup)));
-
-  function update() {
-    const told = state.problems.get(id);
-    const one = state.agents.get(id);
-    const key = `problem_${told?.category}`;
-    setText(words, t(key) === key ? t('problem_other') : t(key));
-    setText(detail, told?.message ?? one?.why ?? '');
-    setup.hidden = told && told.category !== 'auth';
-    tick();
-  }
-  function tick() {
-    const at = state.problems.get(id)?.retryAt;
-    setText(when, at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t('problemHow'));
-  }
-  update();
-  return { el, update, leave: everySecond(tick) };
 }

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coterie import Society
+from coterie.cli.greeting import greet
+from coterie.messages import PERSON
+
+SERVICE = '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}]}'
+
+
+@pytest.mark.parametrize(("lang", "first"), [("en_US.UTF-8", "Hello!"), ("zh_CN.UTF-8", "你好！")])
+async def test_the_tour_speaks_first_with_its_options_and_only_once(tmp_path: Path, lang: str, first: str) -> None:
+    for _ in range(2):
+        async with Society.open(tmp_path) as society:
+            await greet(society, {"LANG": lang})
+            [greeting] = await society.store.thread("assistant")
+    assert (greeting.sender, greeting.to) == ("assistant", PERSON)
+    assert greeting.payload["text"].startswith(first)
+    assert len(greeting.payload["quickReplies"]) == 5
+
+
+async def test_a_guide_who_was_spoken_to_does_not_greet(tmp_path: Path) -> None:
+    async with Society.open(tmp_path, work=False) as society:
+        await society.send(to="assistant", text="I was first")
+    async with Society.open(tmp_path) as society:
+        await greet(society, {})
+        first = (await society.store.thread("assistant"))[0]
+    assert first.payload["text"] == "I was first"
+
+
+async def test_nobody_greets_where_a_model_is_set_up(tmp_path: Path) -> None:
+    (tmp_path / "llmservices.json").write_text(SERVICE)
+    async with Society.open(tmp_path) as society:
+        await greet(society, {})
+        assert list(await society.store.thread("assistant")) == []
