@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from playwright.async_api import Page, expect
@@ -48,7 +49,7 @@ def toml(names: dict[str, str]) -> str:
     return "\n".join(tables)
 
 
-async def scene(panel: Room, words: dict[str, object]) -> None:
+async def scene(panel: Room, words: Mapping[str, object]) -> None:
     """Somebody at work, a question, two interjections, something for later, a file."""
     options, wait = words["options"], words["wait"]
     assert isinstance(options, list)
@@ -87,14 +88,16 @@ async def main() -> None:
                     for scheme in ("light", "dark"):
                         page = await panel.open("#/a/chief", locale=LOCALES[language], color_scheme=scheme)
                         await expect(page.locator(ui.WAITING).first).to_be_attached()
-                        await expect(page.locator(".quick-reply-btn").first).to_be_visible()
+                        await ui.to_end(page)
+                        await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
                         await shot(page, f"conversation-{language}-{scheme}")
                     for place in ("inbox", "timeline", "org", "setup"):
                         page = await panel.open(f"#/{place}", locale=LOCALES[language])
                         await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_visible()
                         await shot(page, f"{place}-{language}")
                     page = await panel.open("#/a/chief", locale=LOCALES[language], viewport=PHONE)
-                    await expect(page.locator(".quick-reply-btn").first).to_be_visible()
+                    await ui.to_end(page)
+                    await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
                     await shot(page, f"phone-{language}")
                     Bell.may_end.set()
                     await panel.stage.state("chief", "idle")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
@@ -19,11 +18,14 @@ TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 CONTRAST = """
 nodes => {
   const rgb = text => (text.match(/[\\d.]+/g) ?? []).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(
-    c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4).reduce((s, c, i) => s + c * [.2126, .7152, .0722][i], 0);
+  const share = c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * share(r / 255) + .7152 * share(g / 255) + .0722 * share(b / 255);
   return nodes.map(selector => document.querySelector(selector)).filter(Boolean).map(el => {
     let behind = el, ground = [255, 255, 255, 0];
-    while (behind && !(ground[3] ?? 1)) { ground = rgb(getComputedStyle(behind).backgroundColor); behind = behind.parentElement; }
+    while (behind && !(ground[3] ?? 1)) {
+      ground = rgb(getComputedStyle(behind).backgroundColor);
+      behind = behind.parentElement;
+    }
     const [a, b] = [light(rgb(getComputedStyle(el).color)), light(ground)].sort((x, y) => y - x);
     return [el.outerHTML.slice(0, 120), (a + 0.05) / (b + 0.05)];
   }).filter(([, ratio]) => ratio < 4.5);
@@ -163,7 +165,7 @@ async def test_axe_finds_nothing(panel: Room, scene: Scene) -> None:
     for name, size in (("wide", WIDE), ("phone", PHONE)):
         await page.set_viewport_size(size)  # type: ignore[arg-type]
         for scheme in ("light", "dark"):
-            await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            await page.emulate_media(color_scheme=scheme)
             if told := [*await violations(page), *[f"sideways {one}" for one in await ui.sideways(page)]]:
                 found[f"{name} {scheme}"] = told
     assert found == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from typing import Any
@@ -177,7 +178,7 @@ async def test_a_delayed_message_counts_down_and_arrives(panel: Room) -> None:
         first.message_id,
     )
     assert [text for _, text in seen][:3] == ["00:00:04", "00:00:03", "00:00:02"]
-    gaps = [later[0] - earlier[0] for earlier, later in zip(seen[1:], seen[2:], strict=False)]
+    gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(seen[1:])]
     assert all(abs(gap - 1000) < 250 for gap in gaps), gaps
     await expect(row).to_have_count(0)
     await page.goto(f"{panel.url}/#/a/ada")
@@ -279,3 +280,68 @@ async def _said(panel: Room, text: str) -> bool:
 
 async def _streams(panel: Room, count: int) -> bool:
     return panel.streams == count
+
+
+async def test_how_a_file_reaches_somebody_is_told_again_when_the_recipient_changes(panel: Room) -> None:
+    await panel.society.setup.put(
+        "sees",
+        {
+            "baseURL": panel.server.base_url,
+            "model": "m",
+            "capabilities": {"input": ["text", "vision"], "output": ["text", "tool_calling"]},
+        },
+    )
+    await panel.society.create_agent(id="eyes", name="Eyes", service="sees")
+    page = await panel.open()
+    await expect(ui.row(page, "eyes")).to_be_visible()
+    await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    chip = page.locator(ui.CHIP)
+    await expect(chip.locator('[data-testid="how"]')).to_contain_text("Ada does not take images")
+    await chip.locator('[data-testid="send-instead"]').click()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Eyes")
+    await expect(chip).to_contain_text("a.png")
+    await expect(chip.locator('[data-testid="how"]')).to_contain_text("as it is")
+
+
+async def test_the_whole_journey_by_keyboard_with_a_ring_around_every_stop(panel: Room) -> None:
+    await panel.tell("Which?", "one", "two")
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open()
+    await page.evaluate("() => document.activeElement.blur()")
+    stops = []
+    for _ in range(40):
+        await page.keyboard.press("Tab")
+        stop: list[Any] = await page.evaluate(RING)
+        if stop[0] == "BODY" or stop in stops:
+            break
+        stops.append(stop)
+    assert len(stops) >= 10
+    assert [stop for stop in stops if not stop[1] or not stop[2]] == []
+
+    await page.keyboard.press("Alt+q")
+    await page.keyboard.press("1")
+    await eventually(lambda: _said(panel, "one"))
+    await page.keyboard.press("Escape")
+    await page.keyboard.type("By hand")
+    await page.keyboard.press("Enter")
+    await eventually(lambda: _said(panel, "By hand"))
+    await page.keyboard.press("Control+k")
+    await page.keyboard.type("delayed")
+    await page.keyboard.press("Enter")
+    await expect(page.locator('[data-testid="screen-delayed"]')).to_be_visible()
+    await page.locator(".screen .delayed-item button").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".screen .delayed-item")).to_have_count(0)
+    assert await panel.society.bus.delayed_count() == 0
+
+
+RING = """() => {
+  const el = document.activeElement;
+  const style = getComputedStyle(el);
+  const ringed = parseFloat(style.outlineWidth) >= 2 && style.outlineStyle !== 'none';
+  const box = el.getBoundingClientRect();
+  const [x, y] = [box.x + Math.min(box.width / 2, 20), box.y + Math.min(box.height / 2, 20)];
+  const hit = document.elementFromPoint(x, y);
+  const seen = Boolean(hit) && (el.contains(hit) || hit.contains(el));
+  return [el.tagName === 'BODY' ? 'BODY' : el.outerHTML.slice(0, 90), ringed, seen];
+}"""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from playwright.async_api import Page, Route, expect
 
+from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.room import PHONE, WIDE, Held, Room, bodies, eventually, fails, options_of
-from coterie.testing import Calls, Says
 
 TEN = [f"Option {n}" for n in range(1, 11)]
 LONG = "Sort the notes of yesterday by who has to do what, " * 4
@@ -19,7 +19,7 @@ LONG = "Sort the notes of yesterday by who has to do what, " * 4
 
 async def disabled(page: Page, message_id: str) -> list[bool]:
     found = options_of(page, message_id)
-    return await found.evaluate_all("all => all.map(b => b.getAttribute('aria-disabled') === 'true')")
+    return list[bool](await found.evaluate_all("all => all.map(b => b.getAttribute('aria-disabled') === 'true')"))
 
 
 async def is_open(page: Page, message_id: str) -> bool:
@@ -34,9 +34,8 @@ async def is_closed(page: Page, message_id: str) -> bool:
 
 async def pressed(page: Page, message_id: str) -> list[int]:
     found = options_of(page, message_id)
-    return await found.evaluate_all(
-        "all => all.flatMap((b, i) => b.getAttribute('aria-pressed') === 'true' ? [i] : [])"
-    )
+    marked = "all => all.flatMap((b, i) => b.getAttribute('aria-pressed') === 'true' ? [i] : [])"
+    return list[int](await found.evaluate_all(marked))
 
 
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
@@ -83,7 +82,8 @@ async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) 
             const all = [...document.querySelectorAll(`.quick-replies[data-message-id="${id}"] .quick-reply-btn`)];
             const start = performance.now();
             all[1].click();
-            while (!all.every(b => b.getAttribute('aria-disabled') === 'true')) await new Promise(requestAnimationFrame);
+            const closed = () => all.every(b => b.getAttribute('aria-disabled') === 'true');
+            while (!closed()) await new Promise(requestAnimationFrame);
             return performance.now() - start;
         }""",
         message_id,
@@ -311,6 +311,27 @@ async def test_quick_replies_by_keyboard_alone(panel: Room) -> None:
     await expect(page.locator(ui.COMPOSER)).to_be_focused()
     assert await options_of(page, message_id).evaluate_all(tab_stops) == 0
     assert await page.evaluate("() => window.lost") == 0
+
+
+async def test_an_answer_that_is_not_confirmed_is_asked_for_again_under_the_same_name(panel: Room) -> None:
+    message_id = await panel.tell("Which?", "one", "two")
+    page = await panel.open()
+    await page.clock.install()
+    held = Held()
+    await page.route("**/api/v1/messages", held)
+    await options_of(page, message_id).nth(1).click()
+    await asyncio.wait_for(held.arrived.wait(), 5)
+    await page.clock.run_for(10_100)
+    await expect(ui.state_line(page, message_id)).to_have_text("Not confirmed yet, trying again")
+    assert await is_closed(page, message_id)
+
+    async def asked_twice() -> bool:
+        return len(held.bodies) == 2
+
+    await eventually(asked_twice)
+    assert held.bodies[0]["clientId"] == held.bodies[1]["clientId"]
+    held.may_end.set()
+    panel.allow("net::ERR_FAILED")
 
 
 async def _has(panel: Room, count: int) -> bool:

@@ -36,6 +36,7 @@ async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> 
     await panel.tell("From the seer", by="seer")
     page = await panel.open("#/timeline")
     rows = page.locator(".timeline > li")
+    await expect(rows.filter(has_text="From the seer")).to_contain_text("Seer → You")
     await expect(rows.filter(has_text="Between agents")).to_contain_text("Bob → Ada")
     await expect(page.locator(".call")).to_have_count(1)
     await page.get_by_label("Kind").select_option("message")
@@ -228,6 +229,23 @@ async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Room) -> None:
         await page.locator(f'[data-testid="link-{place}"]').click()
         await expect(page.locator(f'[data-testid="screen-{place}"]')).to_be_visible()
         assert await ui.sideways(page) == []
+
+
+async def test_a_hidden_page_asks_the_browser_to_tell_of_a_message(panel: Room) -> None:
+    context = await panel.browser(permissions=["notifications"])
+    await context.add_init_script(
+        """window.told = [];
+        window.Notification = class { constructor(title, {body}) { told.push(`${title}: ${body}`); }
+            static permission = 'granted'; static requestPermission = async () => 'granted'; };
+        Object.defineProperty(document, 'hidden', {get: () => true});"""
+    )
+    page = await panel.open("#/setup", context=context)
+    await panel.tell("Not yet")
+    await expect(ui.row(page, "ada").locator('[data-testid="unread"]')).to_have_text("1")
+    await page.get_by_label("Notify me").check()
+    await panel.tell("Now")
+    await page.wait_for_function("() => window.told.length > 0")
+    assert await page.evaluate("() => window.told") == ["Ada: Now"]
 
 
 async def _region(page: Page) -> str:

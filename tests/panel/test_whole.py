@@ -136,9 +136,10 @@ async def test_a_reply_that_streams_is_announced_once(panel: Room) -> None:
     words = " ".join(f"w{n}" for n in range(500))
     panel.server.script(Says(words, token_delay=0.002))
     await page.evaluate(
-        """() => { window.heard = []; for (const el of document.querySelectorAll('[role=log], [role=alert], [aria-live]'))
-            new MutationObserver(all => all.forEach(one => one.addedNodes.forEach(node => heard.push(node.textContent))))
-                .observe(el, {childList: true, subtree: true}); }"""
+        """() => { window.heard = [];
+            const hear = all => all.forEach(one => one.addedNodes.forEach(node => heard.push(node.textContent)));
+            for (const el of document.querySelectorAll('[role=log], [role=alert], [aria-live]'))
+                new MutationObserver(hear).observe(el, {childList: true, subtree: true}); }"""
     )
     await ui.send(page, "Tell me")
     await expect(page.locator(ui.FEED)).to_contain_text("w499")
@@ -168,7 +169,8 @@ async def test_text_can_be_spaced_and_targets_can_be_hit_on_a_narrow_screen(pane
     assert await ui.sideways(page) == []
     small = await page.evaluate(
         """() => [...document.querySelectorAll('button, a[href], input, select, textarea, [role=treeitem]')]
-            .filter(el => el.checkVisibility({visibilityProperty: true}) && !el.closest('[inert], p') && el.offsetWidth > 1)
+            .filter(el => el.checkVisibility({visibilityProperty: true}) && el.offsetWidth > 1)
+            .filter(el => !el.closest('[inert], p'))
             .map(el => [el.outerHTML.slice(0, 100), el.getBoundingClientRect()])
             .filter(([, box]) => box.width < 24 || box.height < 24).map(([html]) => html)"""
     )

@@ -49,7 +49,7 @@ async def sideways(page: Page) -> list[str]:
     found: list[Any] = await page.evaluate(
         """() => [document.scrollingElement, ...document.querySelectorAll('body *')]
             .filter(el => el.scrollWidth > el.clientWidth + 1 && el.clientWidth > 1)
-            .filter(el => ['auto', 'scroll'].includes(getComputedStyle(el).overflowX) || el === document.scrollingElement)
+            .filter(el => el === document.scrollingElement || /auto|scroll/.test(getComputedStyle(el).overflowX))
             .filter(el => !el.matches('.table-frame, .graph-frame, pre, .md-table, .palette-list'))
             .map(el => `${el.tagName}.${el.className} ${el.scrollWidth} > ${el.clientWidth}`)"""
     )

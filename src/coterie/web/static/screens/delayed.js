@@ -3,7 +3,8 @@
 import { del, query } from '../api.js';
 import { button, fill, h, setText } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
-import { everySecond, keep, nameOf, now, on, plainText, state } from '../state.js';
+import { who } from '../message.js';
+import { everySecond, keep, now, on, plainText, state } from '../state.js';
 import { toast } from '../toasts.js';
 import { empty, toggle } from './parts.js';
 
@@ -65,7 +66,7 @@ function row(message) {
   const el = h(
     'li',
     { class: 'item delayed-item', data: { messageId: message.id } },
-    h('p', { class: 'item-head', dir: 'auto', text: `${nameOf(message.from)} → ${nameOf(message.to)}` }),
+    h('p', { class: 'item-head', dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
     h('p', { class: 'item-foot' }, left, ' ', at, cancel),
   );

@@ -3,8 +3,9 @@
 import { query } from '../api.js';
 import { fill, h } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
+import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
-import { PERSON, keep, nameOf, plainText, state, threadOf } from '../state.js';
+import { PERSON, keep, plainText, state, threadOf } from '../state.js';
 import { openDialog } from './dialog.js';
 import { toggle } from './parts.js';
 
@@ -102,10 +103,10 @@ export function openPalette({ actions = [], find = '', agent = null } = {}) {
 function asItem(message) {
   keep(message);
   const agent = threadOf(message) ?? message.from;
-  const to = message.to === PERSON ? '' : ` → ${nameOf(message.to)}`;
+  const to = message.to === PERSON ? '' : ` → ${who(message.to)}`;
   return {
     label: plainText(message).slice(0, 120) || t('noText'),
-    hint: `${nameOf(message.from)}${to} · ${dayAndTime(message.createdAt)}`,
+    hint: `${who(message.from)}${to} · ${dayAndTime(message.createdAt)}`,
     run: () => go(threadOf(message) ? `${agentPath(agent)}?m=${encodeURIComponent(message.id)}` : `#/timeline?agent=${encodeURIComponent(message.from)}`),
   };
 }

@@ -3,7 +3,7 @@
 import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
-import { resync, state } from '../state.js';
+import { on, resync, state } from '../state.js';
 import { toast } from '../toasts.js';
 import { confirm } from './dialog.js';
 import { settings } from './settings.js';
@@ -48,8 +48,11 @@ export function render(root) {
     );
   fill(root, body);
   load();
+  // Names come with the snapshot; a form that is being filled in stays as it is.
+  const stop = on('snapshot', () => seen && !form.firstChild && draw());
   return () => {
     gone = true;
+    stop();
   };
 }
 

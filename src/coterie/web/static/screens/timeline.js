@@ -3,7 +3,8 @@
 import { query } from '../api.js';
 import { button, fill, h } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
-import { PERSON, SYSTEM, keep, nameOf, on, optionsOf, plainText, state, watchers } from '../state.js';
+import { who } from '../message.js';
+import { PERSON, SYSTEM, keep, on, optionsOf, plainText, state, watchers } from '../state.js';
 import { choice, empty, failed, field } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
@@ -119,9 +120,9 @@ function messageRow(message) {
     h(
       'p',
       { class: 'item-head' },
-      h('span', { dir: 'auto', text: nameOf(message.from) }),
+      h('span', { dir: 'auto', text: who(message.from) }),
       ' → ',
-      h('span', { dir: 'auto', text: nameOf(message.to) }),
+      h('span', { dir: 'auto', text: who(message.to) }),
       message.state !== 'taken' && h('span', { class: `tag ${message.state}`, text: t(`state_${message.state}`) }),
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
       h('time', { class: 'meta', datetime: message.createdAt, text: dayAndTime(message.createdAt) }),
@@ -141,7 +142,7 @@ function runRow(run) {
     h(
       'p',
       { class: 'item-head' },
-      h('span', { dir: 'auto', text: nameOf(run.agent) }),
+      h('span', { dir: 'auto', text: who(run.agent) }),
       h('span', { class: 'tag', text: t(run.outcome === 'withdrawn' ? 'runWithdrawn' : 'runPlan') }),
       h('time', { class: 'meta', datetime: run.at, text: dayAndTime(run.at) }),
     ),
