@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-NAMES = ("send", "delayed", "timers", "startup", "memory", "streams", "turns", "interruption", "http")
+NAMES = ("send", "delayed", "timers", "startup", "memory", "streams", "turns", "interruption", "http", "panel")
 
 
 def main(names: list[str]) -> None:

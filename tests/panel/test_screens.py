@@ -231,6 +231,23 @@ async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Room) -> None:
         assert await ui.sideways(page) == []
 
 
+async def test_a_hidden_page_asks_the_browser_to_tell_of_a_message(panel: Room) -> None:
+    context = await panel.browser(permissions=["notifications"])
+    await context.add_init_script(
+        """window.told = [];
+        window.Notification = class { constructor(title, {body}) { told.push(`${title}: ${body}`); }
+            static permission = 'granted'; static requestPermission = async () => 'granted'; };
+        Object.defineProperty(document, 'hidden', {get: () => true});"""
+    )
+    page = await panel.open("#/setup", context=context)
+    await panel.tell("Not yet")
+    await expect(ui.row(page, "ada").locator('[data-testid="unread"]')).to_have_text("1")
+    await page.get_by_label("Notify me").check()
+    await panel.tell("Now")
+    await page.wait_for_function("() => window.told.length > 0")
+    assert await page.evaluate("() => window.told") == ["Ada: Now"]
+
+
 async def _region(page: Page) -> str:
     return str(await page.evaluate("() => document.activeElement.closest('nav, main, aside, header')?.localName ?? ''"))
 

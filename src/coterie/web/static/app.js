@@ -41,6 +41,7 @@ async function boot() {
   ]);
   stream.start();
   for (const each of rest) each.start();
+  if (localStorage.getItem('coterie.notify') === '1') import('./screens/notifications.js').then((notes) => notes.start());
   document.documentElement.dataset.ready = '';
 }
 

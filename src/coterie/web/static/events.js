@@ -105,7 +105,7 @@ function queued({ agent, items, taken, withdrawnCalls }) {
     touch(`message:${id}`);
   }
   const ours = mine.filter((id) => state.messages.get(id).from === PERSON);
-  if (withdrawnCalls && ours.length) state.breaks.set(ours[0], { count: ours.length, withdrawn: withdrawnCalls });
+  if (ours.length) state.breaks.set(ours[0], { count: ours.length, withdrawn: withdrawnCalls });
   const one = state.agents.get(agent);
   if (one) one.waiting = items.length;
   if (withdrawnCalls && known(agent)) loadPlans(agent);

@@ -191,12 +191,16 @@ export function setOpen(message) {
   touch('questions');
 }
 
-const asking = new Map();
+const asking = new Set();
 
-/** Tool runs of an agent, as the server holds them. */
+/** Tool runs of an agent, as the server holds them; asked for once for a burst of calls. */
 export function loadPlans(agent) {
-  clearTimeout(asking.get(agent));
-  asking.set(agent, setTimeout(() => readPlans(agent).catch(() => {}), 120));
+  if (asking.has(agent)) return;
+  asking.add(agent);
+  setTimeout(() => {
+    asking.delete(agent);
+    readPlans(agent).catch(() => {});
+  }, 120);
 }
 
 async function readPlans(agent) {
@@ -236,6 +240,17 @@ async function readSnapshot() {
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
   await Promise.all(again.map((id) => loadThread(id, 200).catch(() => {})));
   again.forEach(loadPlans);
+  if (seen.agentCount > seen.agents.length) readAgents().catch(() => {});
+}
+
+/** A snapshot holds the first few hundred. */
+async function readAgents() {
+  for (let after; after !== null; ) {
+    const page = await query('/agents', { after, limit: 200 });
+    for (const one of page.items) if (!state.agents.has(one.id)) state.agents.set(one.id, one);
+    after = page.next;
+  }
+  touch('agents');
 }
 
 export const queue = (agent) => {

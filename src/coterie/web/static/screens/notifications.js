@@ -16,20 +16,20 @@ export const wanted = () => localStorage.getItem(WANTED) === '1';
 export async function ask(on) {
   localStorage.setItem(WANTED, on ? '1' : '0');
   if (!on || !('Notification' in globalThis)) return false;
+  start();
   return (await Notification.requestPermission()) === 'granted';
 }
 
-export function start() {
-  watchers.add((kind, data) => {
-    if (kind !== 'message.created' || !data.message || data.message.to !== PERSON) return;
-    if (!document.hidden || !wanted() || !allowed()) return;
-    const { message } = data;
-    // The same tag in every tab: the browser shows one.
-    const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
-    note.onclick = () => {
-      window.focus();
-      go(agentPath(threadOf(message)));
-      note.close();
-    };
-  });
+export const start = () => watchers.add(heard);
+
+function heard(kind, { message }) {
+  if (kind !== 'message.created' || message?.to !== PERSON) return;
+  if (!document.hidden || !wanted() || !allowed()) return;
+  // The same tag in every tab: the browser shows one.
+  const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
+  note.onclick = () => {
+    window.focus();
+    go(agentPath(threadOf(message)));
+    note.close();
+  };
 }
