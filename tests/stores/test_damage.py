@@ -54,7 +54,7 @@ async def test_a_message_that_cannot_be_read_is_a_dead_letter_after_three_tries_
 async def test_each_try_to_read_a_message_is_a_transaction_of_its_own(
     store: Society, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.stores.sqlite import turns
+    from coterie.stores.sql import turns
 
     tries: list[str] = []
     claim = turns.claim

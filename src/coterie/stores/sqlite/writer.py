@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
+from coterie.stores.sql.attendance import RunAgain
 from coterie.stores.sqlite.connections import translate
 
 T = TypeVar("T")
@@ -42,10 +43,6 @@ class Job:
     """Told on the event loop whether it was written, even when nobody waits for the answer any more."""
     outcome: Any = None
     failed: BaseException | None = None
-
-
-class RunAgain(Exception):
-    """Raised by a job: what it did shall be undone, and it be run once more."""
 
 
 class Writer:
