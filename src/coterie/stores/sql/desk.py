@@ -197,7 +197,8 @@ class TurnDesk:
         # The chain is at most as long as the hop limit.
         row = self._db.execute(
             "WITH RECURSIVE chain (id) AS"
-            " (VALUES (?1) UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)"
+            " (SELECT m.id FROM messages m WHERE m.id = ?1"
+            " UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)"
             " SELECT 1 FROM messages m JOIN chain c ON m.id = c.id WHERE m.sender = ?2 AND m.plan = ?3",
             (cause, self._agent, _name(self._key)),
         ).fetchone()

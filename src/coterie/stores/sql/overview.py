@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -15,6 +16,9 @@ from coterie.stores.sql.database import SqlDatabase
 
 
 class SqlOverview(SqlDatabase):
+    @abstractmethod
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
+
     async def snapshot(self) -> Snapshot:
         return await self._read(snapshot.snapshot, one_moment=True)
 

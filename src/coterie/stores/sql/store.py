@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from coterie.agent.turn import Event as TurnEvent
@@ -240,6 +242,9 @@ class SqlStore(SqlOverview):
 
     async def prune(self, retention: Retention) -> Pruned:
         return await self._post(lambda db, post: transitions.prune(db, post, retention))
+
+    @abstractmethod
+    async def backup(self, target: Path) -> None: ...
 
     async def violations(self) -> AsyncIterator[str]:
         for name, (sentence, sql) in INVARIANTS.items():
