@@ -61,7 +61,8 @@ class Postgres(Engine):
         schema = f"t{hashlib.sha256(str(folder).encode()).hexdigest()[:20]}"
         with psycopg.connect(self.server, autocommit=True) as db:
             db.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
-        return f"{self.server}{'&' if '?' in self.server else '?'}options={quote(f'-c search_path={schema}')}"
+        wanted = f"options={quote(f'-c search_path={schema}')}&application_name={schema}"
+        return f"{self.server}{'&' if '?' in self.server else '?'}{wanted}"
 
     @contextmanager
     def behind(self, folder: Path) -> Iterator[Connection]:

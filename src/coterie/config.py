@@ -80,6 +80,8 @@ class Storage:
     url: str = _setting("sqlite", _store_url)
     durability: Literal["full", "relaxed"] = _setting("full", _one_of("full", "relaxed"))
     keep_days: int = _setting(0, _whole(0, 36500))
+    artifacts: str = _setting("", _text)
+    """With PostgreSQL: a folder that all machines share, instead of the database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

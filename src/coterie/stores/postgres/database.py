@@ -17,8 +17,10 @@ from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.ids import new_id
 from coterie.store import Limits, StoreInfo
 from coterie.stores.postgres.connection import STATEMENT_MS, PgConnection, connect
+from coterie.stores.postgres.leases import LEASE, Leases
 from coterie.stores.postgres.ledger import CLOCK, BatchLedger
-from coterie.stores.postgres.migrate import migrate
+from coterie.stores.postgres.listening import Listening
+from coterie.stores.postgres.migrate import check_version, migrate
 from coterie.stores.postgres.trouble import meaning, passes
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.attendance import Attendance
@@ -26,19 +28,23 @@ from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.post import Post
 from coterie.text import one_line
+from coterie.turns import Taker
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 READERS = 4
 READ_TRIES = 4
-LEASE_MS = 30_000
+LEASE_MS = int(LEASE * 1000)
 _EACH = f"SET LOCAL statement_timeout = {STATEMENT_MS};"
 Time = Callable[[], int]
 
 
 class Database(SqlDatabase):
-    def __init__(self, url: str, info: StoreInfo, clock: Clock, limits: Limits, time: Time | None) -> None:
+    def __init__(
+        self, url: str, info: StoreInfo, clock: Clock, limits: Limits, time: Time | None = None, *, joins: bool = True
+    ) -> None:
+        """`joins`: counts among those who run the society."""
         super().__init__()
         self.info, self._clock, self.limits = info, clock, limits
         self._url, self._time = url, time
@@ -47,6 +53,8 @@ class Database(SqlDatabase):
         self._reading: list[PgConnection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
         self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, LEASE_MS, time))
+        self._leases = Leases(url, self._on_unsure) if joins else None
+        self._listening = Listening(url, self._on_news) if joins else None
 
     @classmethod
     async def open(cls, url: str, clock: Clock, *, limits: Limits | None = None, time: Time | None = None) -> Self:
@@ -56,12 +64,36 @@ class Database(SqlDatabase):
         """
         return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time)
 
+    @classmethod
+    async def open_read_only(cls, url: str, clock: Clock) -> Self:
+        """Look at the society beside those who run it."""
+        return cls(url, await asyncio.to_thread(_open, url, looking=True), clock, Limits(), joins=False)
+
     @property
     def healthy(self) -> bool:
         return self._writer.healthy
 
+    async def is_last(self) -> bool:
+        return self._leases is None or await self._leases.is_last()
+
+    def attend(self, taker: Taker) -> None:
+        self._taker = taker
+        if self._leases:
+            self._leases.hold(taker.worker)
+
+    def _on_news(self) -> None:
+        if self._taker:
+            self._taker.look()
+        self.news()
+
+    def _on_unsure(self) -> None:
+        if self._taker:
+            self._taker.drop()
+
     async def close(self) -> None:
         await self._writer.close()
+        if self._leases and self._listening:
+            await asyncio.gather(self._listening.close(), self._leases.close())
         self._readers.shutdown()
         for connection in self._reading:
             connection.close()
@@ -69,6 +101,8 @@ class Database(SqlDatabase):
     def _post(
         self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
     ) -> asyncio.Future[T]:
+        if self._leases is None:
+            raise StoreError("this society was opened for reading only")
         attendance = Attendance(self._taker) if self._taker else None
 
         def work(db: PgConnection, ledger: BatchLedger) -> T:
@@ -125,10 +159,13 @@ def _in_one_moment(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
             db.say("ROLLBACK")
 
 
-def _open(url: str) -> StoreInfo:
+def _open(url: str, *, looking: bool = False) -> StoreInfo:
     try:
         with connect(url) as raw:
-            migrate(raw)
+            if looking:
+                check_version(raw)
+            else:
+                migrate(raw)
             raw.execute("INSERT INTO meta VALUES ('log_id', %s) ON CONFLICT DO NOTHING", (new_id(),))
             row: Any = raw.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
             version = raw.info.parameter_status("server_version") or ""

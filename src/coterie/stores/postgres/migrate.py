@@ -25,18 +25,18 @@ def migrate(raw: psycopg.Connection[Any]) -> None:
     with raw.transaction():
         raw.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
         version = _version(raw)
-        newest = migrations()[-1][0]
-        if version > newest:
-            raise StoreUnusable(
-                f"this society was last run by a newer Coterie (schema {version}, this one knows {newest}):"
-                " install that version again, or restore a backup made before the change"
-            )
         for number, script in migrations():
             if number > version:
                 raw.execute(script.encode())
                 hit("migrate.statement")
                 _note(raw, number)
         hit("migrate.before_commit")
+
+
+def check_version(raw: psycopg.Connection[Any]) -> None:
+    """`StoreUnusable` if it cannot be looked at as it is."""
+    if _version(raw) != migrations()[-1][0]:
+        raise StoreUnusable("the society in this database has not been run by this version yet: start coterie serve")
 
 
 def _version(raw: psycopg.Connection[Any]) -> int:
@@ -47,7 +47,13 @@ def _version(raw: psycopg.Connection[Any]) -> int:
     row = raw.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     if row is None:
         raise StoreUnusable("this database holds something else than Coterie: give the society one of its own")
-    return int(row[0])
+    version, newest = int(row[0]), migrations()[-1][0]
+    if version > newest:
+        raise StoreUnusable(
+            f"this society was last run by a newer Coterie (schema {version}, this one knows {newest}):"
+            " install that version again, or restore a backup made before the change"
+        )
+    return version
 
 
 def _note(raw: psycopg.Connection[Any], number: int) -> None:

@@ -22,12 +22,21 @@ class SqlDatabase(ABC):
     limits: Limits
     broken: asyncio.Future[StoreBroken]
     """Set when writing can no longer be trusted and the process must stop."""
+    news: Callable[[], None] = staticmethod(lambda: None)
+    """Called on the event loop when somebody else has written something; set by whoever wants to know."""
     _clock: Clock
     _taker: Taker | None = None
 
     @property
     @abstractmethod
     def healthy(self) -> bool: ...
+
+    async def is_last(self) -> bool:
+        """Whether no other process runs this society."""
+        return True
+
+    def attend(self, taker: Taker) -> None:
+        self._taker = taker
 
     @abstractmethod
     async def close(self) -> None: ...

@@ -29,7 +29,7 @@ from coterie.stores.sql.overview import SqlOverview
 from coterie.stores.sql.post import Post
 from coterie.stores.sql.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.stores.sql.statistics import statistics
-from coterie.turns import Claim, HistoryRow, Taker, View
+from coterie.turns import Claim, HistoryRow, View
 
 T = TypeVar("T")
 SMALL = 16
@@ -169,9 +169,6 @@ class SqlStore(SqlOverview):
         return int(rows[0][0])
 
     # Turns
-
-    def attend(self, taker: Taker) -> None:
-        self._taker = taker
 
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
         return await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))

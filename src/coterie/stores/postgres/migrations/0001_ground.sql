@@ -116,6 +116,12 @@ CREATE TABLE log (
 );
 INSERT INTO log VALUES (0, 0);
 
+-- Who is there: a process that has not been seen for as long as a lease lasts is gone.
+CREATE TABLE processes (
+    id      TEXT COLLATE "C" PRIMARY KEY,
+    seen_at BIGINT NOT NULL
+);
+
 CREATE TABLE history (
     agent_id   TEXT COLLATE "C" NOT NULL REFERENCES agents (id),
     seq        BIGINT NOT NULL,
@@ -197,7 +203,9 @@ CREATE TABLE summaries (
 -- The bytes of artifacts, in pieces, under their content hash.
 CREATE TABLE blobs (
     sha256 TEXT COLLATE "C" PRIMARY KEY,
-    size   BIGINT NOT NULL
+    size   BIGINT NOT NULL,
+    -- When somebody brought them last: who did so a moment ago may be about to name them.
+    at     BIGINT NOT NULL
 );
 
 CREATE TABLE pieces (
