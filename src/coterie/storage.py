@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,7 +42,8 @@ async def open_store(place: SocietyFolder, config: Config, clock: Clock) -> tupl
         return file, await _folder(file, place.artifacts)
     from coterie.stores.postgres import PostgresStore
 
-    shared = await PostgresStore.open(config.store.url, clock, limits=limits_of(config))
+    lease = timedelta(seconds=config.store.lease_seconds)
+    shared = await PostgresStore.open(config.store.url, clock, limits=limits_of(config), lease=lease)
     if config.store.artifacts:
         return shared, await _folder(shared, place.path / config.store.artifacts)
     return shared, shared.kept()

@@ -38,11 +38,11 @@ def serve(
 
     logs.start()
     wanted = serving.Wanted(folder=(place or dir or HOME).resolve(), host=host, port=port, token=token or None)
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with asyncio.Runner(loop_factory=fast_loop()) as runner:
         raise typer.Exit(runner.run(serving.run(wanted)))
 
 
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop comes with uvicorn where it can be built; elsewhere the standard loop does the same."""
     try:
         import uvloop

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 import psycopg
@@ -17,7 +18,7 @@ from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.ids import new_id
 from coterie.store import Limits, StoreInfo
 from coterie.stores.postgres.connection import STATEMENT_MS, PgConnection, connect
-from coterie.stores.postgres.leases import LEASE, Leases
+from coterie.stores.postgres.leases import Leases
 from coterie.stores.postgres.ledger import CLOCK, BatchLedger
 from coterie.stores.postgres.listening import Listening
 from coterie.stores.postgres.migrate import check_version, migrate
@@ -35,14 +36,23 @@ log = logging.getLogger(__name__)
 
 READERS = 4
 READ_TRIES = 4
-LEASE_MS = int(LEASE * 1000)
+LEASE = timedelta(seconds=30)
+_MS = timedelta(milliseconds=1)
 _EACH = f"SET LOCAL statement_timeout = {STATEMENT_MS};"
 Time = Callable[[], int]
 
 
 class Database(SqlDatabase):
     def __init__(
-        self, url: str, info: StoreInfo, clock: Clock, limits: Limits, time: Time | None = None, *, joins: bool = True
+        self,
+        url: str,
+        info: StoreInfo,
+        clock: Clock,
+        limits: Limits,
+        time: Time | None = None,
+        lease: timedelta = LEASE,
+        *,
+        joins: bool = True,
     ) -> None:
         """`joins`: counts among those who run the society."""
         super().__init__()
@@ -52,17 +62,25 @@ class Database(SqlDatabase):
         self._local = threading.local()
         self._reading: list[PgConnection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, LEASE_MS, time))
-        self._leases = Leases(url, self._on_unsure) if joins else None
+        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, time))
+        self._leases = Leases(url, self._on_unsure, lease.total_seconds()) if joins else None
         self._listening = Listening(url, self._on_news) if joins else None
 
     @classmethod
-    async def open(cls, url: str, clock: Clock, *, limits: Limits | None = None, time: Time | None = None) -> Self:
+    async def open(
+        cls,
+        url: str,
+        clock: Clock,
+        *,
+        limits: Limits | None = None,
+        time: Time | None = None,
+        lease: timedelta = LEASE,
+    ) -> Self:
         """Join the society in the database `url`, made if it is empty. Any number of processes can.
 
         `time`: in place of the database's clock, for tests.
         """
-        return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time)
+        return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time, lease)
 
     @classmethod
     async def open_read_only(cls, url: str, clock: Clock) -> Self:

@@ -23,8 +23,6 @@ from coterie.stores.postgres.trouble import meaning
 
 log = logging.getLogger(__name__)
 
-LEASE = 30.0
-"""Seconds."""
 BEATS = 3
 """So often it is renewed in that time."""
 UNSURE = 0.7
@@ -45,8 +43,8 @@ _LONG_GONE = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
 
 
 class Leases:
-    def __init__(self, url: str, on_unsure: Callable[[], None], lease: float = LEASE) -> None:
-        """`on_unsure`: called on the event loop when claims could not be renewed in time."""
+    def __init__(self, url: str, on_unsure: Callable[[], None], lease: float) -> None:
+        """`lease` in seconds. `on_unsure`: called on the event loop when claims could not be renewed in time."""
         self._url, self._on_unsure, self.lease = url, on_unsure, lease
         self.process = new_id()
         self._workers: list[str] = []
