@@ -16,8 +16,8 @@ from bench.report import Report, best, percentile
 from bench.rows import PAYLOAD_JSON, open_plain
 from coterie.agent.turn import Ran, Rules, reduce
 from coterie.store import Limits
-from coterie.stores.sqlite.desk import TurnDesk
-from coterie.stores.sqlite.post import Post
+from coterie.stores.sql.desk import TurnDesk
+from coterie.stores.sql.post import Post
 
 FEW, MANY = 1_000, 100_000
 CHECKS = 20_000

@@ -10,7 +10,7 @@ from typing import Any
 
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
-from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sql.bulk import insert
 from coterie.stores.sqlite.connections import open_writer
 from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.migrate import migrate

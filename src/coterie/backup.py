@@ -104,6 +104,8 @@ def _scratch(target: Path) -> Iterator[Path]:
 
 async def _copy_database(folder: Path, target: Path) -> None:
     async with Inspection.open(folder) as society:
+        if society.shared:
+            raise StoreUnusable("this society is kept by PostgreSQL: back it up with pg_dump, artifacts and all")
         await society.store.backup(target)
 
 

@@ -80,6 +80,10 @@ class Storage:
     url: str = _setting("sqlite", _store_url)
     durability: Literal["full", "relaxed"] = _setting("full", _one_of("full", "relaxed"))
     keep_days: int = _setting(0, _whole(0, 36500))
+    artifacts: str = _setting("", _text)
+    """With PostgreSQL: a folder that all machines share, instead of the database."""
+    lease_seconds: int = _setting(30, _whole(1, 3600))
+    """With PostgreSQL: how soon others take over what a process that is gone was working on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import AgentEntry, Config
-from coterie.errors import Problem, Refused
+from coterie.errors import Lagged, Problem, Refused, StoreError
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
 from coterie.library import Library
@@ -40,7 +40,8 @@ from coterie.llm.router import CapabilityRouter
 from coterie.llm.service_entry import ServiceEntry
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.reloading import unknown_service
-from coterie.stores.sqlite import SqliteStore
+from coterie.storage import is_shared
+from coterie.stores.sql.store import SqlStore
 from coterie.tracing import tracing_for
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Crew:
         self,
         place: SocietyFolder,
         config: Config,
-        store: SqliteStore,
+        store: SqlStore,
         bus: MessageBus,
         artifacts: Library,
         kept: Bytes,
@@ -66,6 +67,8 @@ class Crew:
         self._place, self._store, self._bus, self._artifacts, self._clock = place, store, bus, artifacts, clock
         profiles, unread = read_profiles(config, place)
         self._described = {profile.id for profile in profiles}
+        self._config = config
+        self._following: asyncio.Task[None] | None = None
         self._tokens_per_day = config.limits.tokens_per_day
         self.services = load_services(place)
         refusals = Refusals(clock, place.data / "refusals.json")
@@ -101,6 +104,7 @@ class Crew:
             live=live,
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
+            recall=self._registrar.recall,
         )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id())
 
@@ -114,6 +118,25 @@ class Crew:
             async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
                 await self._tried_mcp.wait()
         self._scheduler.start()
+        if is_shared(self._config):
+            self._following = asyncio.create_task(self._follow_others(), name="coterie-roster")
+
+    async def _follow_others(self) -> None:
+        """Whom other processes make or end is known here, too."""
+        while True:
+            with contextlib.suppress(Lagged):
+                async with self._bus.watch() as watcher:
+                    await self._registrar.recall()
+                    async for event in watcher:
+                        if event.kind in ("agent.upsert", "agent.removed"):
+                            await self._recall()
+                    return
+
+    async def _recall(self) -> None:
+        try:
+            await self._registrar.recall()
+        except StoreError as error:
+            log.warning("whom other processes made cannot be read for now: %s", error)
 
     async def _connect_all(self) -> None:
         """Until every MCP server is there: tools that nobody has heard of are never called, so no call finds them."""
@@ -204,9 +227,9 @@ class Crew:
     async def stop(self, drain: timedelta) -> None:
         """Turns under way may end within `drain`; what does not is resumed at the next start."""
         await self._scheduler.finish(drain)
-        if self._connecting:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+        for task in filter(None, (self._connecting, self._following)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         await self._mcp.close()
         await self._toolbox.close()
         await self._models.close()

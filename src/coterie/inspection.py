@@ -6,13 +6,16 @@ import asyncio
 import hashlib
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from coterie.clock import Clock, SystemClock
-from coterie.errors import StoreBroken, StoreUnusable
+from coterie.config import Config, read_config
+from coterie.errors import ConfigError, StoreBroken, StoreUnusable
 from coterie.folder import SocietyFolder
+from coterie.storage import is_shared, open_to_look
+from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
 from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.lock import owner_of
@@ -24,18 +27,22 @@ FINDINGS = 20
 
 
 class Inspection:
-    def __init__(self, place: SocietyFolder, store: SqliteStore) -> None:
-        self.place, self.store = place, store
+    def __init__(self, place: SocietyFolder, store: SqlStore, *, shared: bool = False) -> None:
+        """`shared`: it is kept by PostgreSQL, artifacts and all."""
+        self.place, self.store, self.shared = place, store, shared
 
     @classmethod
     @asynccontextmanager
     async def open(cls, folder: Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
-        place = require_society(folder)
-        if not (place.data / DATABASE).exists():
-            raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
-        store = await SqliteStore.open_read_only(place.data, clock or SystemClock())
+        place, shared = require_society(folder), _shared(folder)
+        if shared:
+            store = await open_to_look(place, shared, clock or SystemClock())
+        else:
+            if not (place.data / DATABASE).exists():
+                raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
+            store = await SqliteStore.open_read_only(place.data, clock or SystemClock())
         try:
-            yield cls(place, store)
+            yield cls(place, store, shared=shared is not None)
         finally:
             await store.close()
 
@@ -43,6 +50,11 @@ class Inspection:
         self, *, deep: bool = False, lost: Collection[str] = (), tell: Callable[[str], None] = lambda _: None
     ) -> AsyncIterator[str]:
         """Everything that contradicts a promise. `deep` reads all bytes again; those in `lost` are known to be gone."""
+        if self.shared:
+            tell("Checking the invariants")
+            async for violation in self.store.violations():
+                yield violation
+            return  # its bytes are as safe as the rows beside them
         tell("Checking the database file")
         damage = await asyncio.to_thread(_check_file, self._database, deep)
         for finding in damage:
@@ -83,6 +95,14 @@ class Inspection:
             if _is_named(self._database, sha256):
                 return [f"{sha256} is named by the database, but its bytes are gone"]
         return []
+
+
+def _shared(folder: Path) -> Config | None:
+    """The configuration of a society that PostgreSQL keeps; None for all others, also when it cannot be read."""
+    with suppress(ConfigError):
+        config = read_config(folder)
+        return config if is_shared(config) else None
+    return None
 
 
 def require_society(folder: Path) -> SocietyFolder:

@@ -12,7 +12,7 @@ from coterie.text import nearest
 
 def running(now: Config, read: Config) -> Config:
     """`read`, but for what is in use since the start: the address, the engine, the tool servers."""
-    store = replace(read.store, url=now.store.url, durability=now.store.durability)
+    store = replace(now.store, keep_days=read.store.keep_days)
     return replace(read, server=now.server, store=store, mcp=now.mcp)
 
 

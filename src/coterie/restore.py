@@ -22,7 +22,8 @@ from coterie.errors import StoreUnusable
 from coterie.folder import TEMPLATES, SocietyFolder
 from coterie.ids import new_id
 from coterie.inspection import Inspection
-from coterie.stores.sqlite import transitions
+from coterie.stores.sql import transitions
+from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.connections import DATABASE_ERRORS, open_writer
 from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import migrate
@@ -204,7 +205,7 @@ def _make_ready(archive: Path, database: Path) -> None:
     try:
         with closing(open_writer(database, "full")) as db:
             migrate(db)
-            transitions.end_boot(db)
+            boot.end_boot(db)
             # From here on other events follow than followed the backup: whoever has seen those must start anew.
             transitions.set_meta(db, "log_id", new_id())
     except DATABASE_ERRORS as error:

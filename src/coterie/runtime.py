@@ -15,16 +15,16 @@ from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import AgentEntry, Config, read_config
-from coterie.errors import ConfigError, CoterieError, Lagged, Problem, StoreBroken
+from coterie.errors import CoterieError, Lagged, Problem, StoreBroken
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
 from coterie.library import Library
 from coterie.live import Live
 from coterie.messages import PERSON, Message, Receipt
 from coterie.reloading import after_restart, running
-from coterie.store import Limits, Retention
-from coterie.stores.folder import FolderBytes
-from coterie.stores.sqlite import SqliteStore
+from coterie.storage import check_engine, limits_of, open_store
+from coterie.store import Retention
+from coterie.stores.sql.store import SqlStore
 
 if TYPE_CHECKING:
     from coterie.agent.directory import Directory
@@ -43,9 +43,10 @@ BEHIND = timedelta(minutes=5)
 class Society:
     """Use it as `async with Society.open(folder) as society`; leaving is a graceful stop."""
 
-    def __init__(self, config: Config, store: SqliteStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
+    def __init__(self, config: Config, store: SqlStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
         self.config, self.store, self.artifacts = config, store, artifacts
         self.bus = MessageBus(store, clock)
+        store.news = lambda: self.bus.stored(None)
         self.live = Live()
         self._kept, self._clock = kept, clock
         self._crew: Crew | None = None
@@ -96,11 +97,8 @@ class Society:
     async def _put_together(cls, place: SocietyFolder, clock: Clock) -> Self:
         """With its agents known to the store, and nothing moving yet."""
         config = read_config(place.path)
-        check_engine(config)
-        limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
-        store = await SqliteStore.open(place.data, clock, limits=limits, durability=config.store.durability)
+        store, kept = await open_store(place, config, clock)
         try:
-            kept = FolderBytes(place.artifacts)
             artifacts = Library(store, kept, clock, limit=config.limits.upload_mb * 1_000_000)
             people = [Agent(id=PERSON, name="You", kind="person")]
             await store.add_agents([*people, *map(_agent, config.agents)])
@@ -192,7 +190,7 @@ class Society:
             await self.store.add_agents([_agent(entry) for entry in changed])
             later = after_restart(self.config, config)
             self.config = running(self.config, config)
-            self.store.limits = Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
+            self.store.limits = limits_of(config)
             self.artifacts.limit = config.limits.upload_mb * 1_000_000
             problems = (*config.problems, *later, *await crew.adopt(services, config))
         self.bus.stored(None)
@@ -292,7 +290,9 @@ class Society:
             if self._crew:
                 await self._crew.stop_claiming()
             settings = self.config.shutdown
-            early = await self.bus.stop(deliver_delayed=settings.delayed == "deliver" and not briefly)
+            # One of several that leaves changes nothing: the others deliver what is due.
+            deliver = settings.delayed == "deliver" and not briefly and await self.store.is_last()
+            early = await self.bus.stop(deliver_delayed=deliver)
             if self._crew:
                 await self._crew.stop(timedelta(seconds=0 if briefly else settings.drain_seconds))
             if last_words:
@@ -341,9 +341,3 @@ class Society:
 
 def _agent(entry: AgentEntry) -> Agent:
     return Agent(id=entry.id, name=entry.name or entry.id, parent=entry.parent)
-
-
-def check_engine(config: Config) -> None:
-    if config.store.url != "sqlite":
-        sentence = 'PostgreSQL is not supported by this version yet: use "sqlite"'
-        raise ConfigError([Problem("coterie.toml: store.url", sentence, fatal=True)])

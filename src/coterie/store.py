@@ -102,6 +102,10 @@ class Store(Protocol):
 
     async def close(self) -> None: ...
 
+    async def is_last(self) -> bool:
+        """Whether no other process runs this society."""
+        ...
+
     # Agents
 
     async def add_agents(self, agents: Sequence[Agent]) -> None:

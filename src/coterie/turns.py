@@ -91,6 +91,10 @@ class Taker(Protocol):
         """These are its own now, on places reserved before. Called on the event loop."""
         ...
 
+    def drop(self) -> None:
+        """What it works on may soon be somebody else's: leave it as it is. Called on the event loop."""
+        ...
+
     def look(self) -> None:
         """Somebody has something to do and was not claimed. Called on the event loop."""
         ...

@@ -62,12 +62,12 @@ def test_what_stops_a_start_is_fatal(folder: Path, name: str, text: str) -> None
     assert [(p["place"].split(":")[0], p["fatal"]) for p in done.json["problems"]] == [(name, True)]
 
 
-def test_an_engine_this_version_lacks_is_a_problem_before_the_start(folder: Path) -> None:
+def test_the_engine_is_the_one_the_file_names(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[store]\nurl = "postgresql://me@host/db"')
 
-    (problem,) = coterie("check", "--dir", folder, "--json").json["problems"]
+    checked = coterie("check", "--dir", folder, "--json").json
 
-    assert problem["place"] == "coterie.toml: store.url"
+    assert (checked["engine"], checked["problems"]) == ("postgresql", [])
 
 
 def test_a_folder_without_a_society_is_no_sound_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from coterie.folder import SocietyFolder
 from coterie.llm.providers.openai_dialect import Dialect
 from coterie.runtime import Society
 from coterie.store import Page
-from coterie.stores.sqlite.approvals import VERDICTS
+from coterie.stores.sql.approvals import VERDICTS
 from coterie.testing.dialects import (
     anthropic_body,
     check_anthropic,

@@ -16,7 +16,7 @@ import pytest
 
 from coterie.errors import Refused, StoreBroken, StoreUnavailable
 from coterie.runtime import Society
-from coterie.stores.sqlite import connections
+from coterie.stores.sqlite import SqliteStore, connections
 from coterie.testing import FakeClock
 
 from .disk import Disk
@@ -54,6 +54,7 @@ def healthy(society: Society) -> bool:
 
 async def handed_in(society: Society, jobs: int) -> None:
     """Until that many wait behind the commit that is held."""
+    assert isinstance(society.store, SqliteStore)
     writer = society.store._writer
     assert writer
     async with asyncio.timeout(10):

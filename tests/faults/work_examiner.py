@@ -11,7 +11,7 @@ from typing import Any
 from coterie.agent.turn import DENIED, NOT_EXECUTED
 from coterie.ids import id_for
 from coterie.messages import PERSON, SYSTEM
-from coterie.stores.sqlite.approvals import APPROVE, question_id
+from coterie.stores.sql.approvals import APPROVE, question_id
 
 from .examiner import Examination, open_database
 from .mind import BLOCKING

@@ -12,12 +12,12 @@ import msgspec
 from coterie.agent import turn
 from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Reply, Run, Step, Turn
 from coterie.llm.chat import Call
-from coterie.stores.sqlite import desk, transitions
-from coterie.stores.sqlite.answers import answer
-from coterie.stores.sqlite.bulk import insert
-from coterie.stores.sqlite.desk import TurnDesk
-from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.rows import find_message
+from coterie.stores.sql import desk, transitions
+from coterie.stores.sql.answers import answer
+from coterie.stores.sql.bulk import insert
+from coterie.stores.sql.desk import TurnDesk
+from coterie.stores.sql.post import Post
+from coterie.stores.sql.rows import find_message
 from coterie.turns import Claim, StaleOwner
 
 from .simulation import Simulation

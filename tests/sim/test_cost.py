@@ -9,8 +9,8 @@ from typing import TypeVar
 from coterie.agent.turn import Answered, Event, PlannedCall, Ran
 from coterie.drafts import seal
 from coterie.llm.chat import Call
-from coterie.stores.sqlite.desk import TurnDesk
-from coterie.stores.sqlite.post import Post
+from coterie.stores.sql.desk import TurnDesk
+from coterie.stores.sql.post import Post
 from coterie.turns import Claim
 
 from .world import RULES, World

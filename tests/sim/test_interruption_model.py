@@ -23,7 +23,7 @@ from coterie.clock import from_ms
 from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.llm.chat import Call
-from coterie.stores.sqlite import transitions
+from coterie.stores.sql import transitions
 from coterie.turns import Claim, StaleOwner
 from tests.test_bus_model import machine_settings
 

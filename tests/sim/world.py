@@ -17,9 +17,10 @@ from coterie.clock import to_ms
 from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
-from coterie.stores.sqlite import history, plans, transitions, turns
+from coterie.stores.sql import history, plans, transitions, turns
+from coterie.stores.sql.post import Post
+from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.migrate import migrate
-from coterie.stores.sqlite.post import Post
 from coterie.testing.clock import START
 from coterie.turns import Claim, HistoryRow
 
@@ -93,7 +94,7 @@ class World:
 
     def restart(self) -> None:
         """Everybody who worked on a turn is gone, as after a kill -9 of the process that owns the file."""
-        self.transaction(transitions.begin_boot)
+        self.transaction(boot.begin_boot)
 
     def expire(self, agent_id: str) -> bool:
         """The lease of whoever works on this agent runs out: anybody may take it over."""
@@ -143,7 +144,7 @@ def _empty_society() -> bytes:
     post = Post(db, now=to_ms(START), stamp=to_ms(START), limits=LIMITS)
     transitions.add_agents(db, post, people)
     post.close()
-    transitions.begin_boot(db)
+    boot.begin_boot(db)
     image = db.serialize()
     db.close()
     return image

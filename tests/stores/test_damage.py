@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from coterie.agent.turn import Ask
 from coterie.store import Page
+from tests.engines import Engine
 
 from .test_turns import RULES, Society, ask, call, done, go_on, got, says, state, stored, take, told
 
 
-def spoil(tmp_path: Path, sql: str, *values: object) -> None:
-    """Something else than we has written to the database."""
-    with closing(sqlite3.connect(tmp_path / "data" / "coterie.db")) as db, db:
-        assert db.execute(sql, values).rowcount == 1
+class Vandal:
+    """Something else than we that writes to the database."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._engine, self._folder = engine, folder
+
+    def spoil(self, sql: str, *values: object) -> None:
+        with self._engine.behind(self._folder) as db:
+            assert db.execute(sql, values).rowcount == 1
+
+    def spoil_payload(self, message_id: str, payload: bytes = b'{"text": "bro') -> None:
+        if self._engine.name == "sqlite":
+            self.spoil("UPDATE messages SET payload = CAST(? AS TEXT) WHERE id = ?", payload, message_id)
+        elif payload.isascii():
+            self.spoil("UPDATE messages SET payload = ? WHERE id = ?", payload.decode(), message_id)
+        else:
+            pytest.skip("PostgreSQL keeps no text that is none")
+
+    def next_row(self) -> int:
+        with self._engine.behind(self._folder) as db:
+            return int(db.execute("SELECT next_hist_seq FROM agents WHERE id = 'ada'").fetchone()[0])
 
 
-def spoil_payload(tmp_path: Path, message_id: str, payload: bytes = b'{"text": "bro') -> None:
-    spoil(tmp_path, "UPDATE messages SET payload = CAST(? AS TEXT) WHERE id = ?", payload, message_id)
+@pytest.fixture
+def vandal(engine: Engine, tmp_path: Path) -> Vandal:
+    return Vandal(engine, tmp_path / "data")
 
 
 BROKEN = [b"", b'{"text": "bro', b"[]", b'{"text": 1}', b'{"attachments": [{}]}', b'{"x": "\xff"}']
@@ -29,11 +46,11 @@ BROKEN = [b"", b'{"text": "bro', b"[]", b'{"text": 1}', b'{"attachments": [{}]}'
 
 @pytest.mark.parametrize("payload", BROKEN)
 async def test_a_message_that_cannot_be_read_is_a_dead_letter_after_three_tries_and_the_others_are_answered(
-    store: Society, tmp_path: Path, payload: bytes
+    store: Society, vandal: Vandal, payload: bytes
 ) -> None:
     before, bad, behind = [await ask(store, text=text) for text in ("before", "bad", "behind")]
     await ask(store, "bob", "elsewhere")
-    spoil_payload(tmp_path, bad, payload)
+    vandal.spoil_payload(bad, payload)
 
     claims = await store.claim("w", RULES, 5)
     for claim in claims:
@@ -52,9 +69,9 @@ async def test_a_message_that_cannot_be_read_is_a_dead_letter_after_three_tries_
 
 
 async def test_each_try_to_read_a_message_is_a_transaction_of_its_own(
-    store: Society, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Society, vandal: Vandal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.stores.sqlite import turns
+    from coterie.stores.sql import turns
 
     tries: list[str] = []
     claim = turns.claim
@@ -64,16 +81,16 @@ async def test_each_try_to_read_a_message_is_a_transaction_of_its_own(
         return claim(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(turns, "claim", counted)
-    spoil_payload(tmp_path, await ask(store))
+    vandal.spoil_payload(await ask(store))
     assert await store.claim("w", RULES, 5) == []
     assert len(tries) == 4  # three in vain, and one with the mailbox empty
     assert await state(store) == "idle"
 
 
-async def test_a_damaged_interjection_does_not_hold_up_the_turn_it_falls_into(store: Society, tmp_path: Path) -> None:
+async def test_a_damaged_interjection_does_not_hold_up_the_turn_it_falls_into(store: Society, vandal: Vandal) -> None:
     await ask(store)
     claim = await go_on(store, await take(store), says("", call()))
-    spoil_payload(tmp_path, await ask(store, text="bad", sender="bob"))
+    vandal.spoil_payload(await ask(store, text="bad", sender="bob"))
     claim = await go_on(store, claim, done())
     assert claim.effect == Ask()
     await go_on(store, claim, says("and so on"))
@@ -84,12 +101,12 @@ async def test_a_damaged_interjection_does_not_hold_up_the_turn_it_falls_into(st
 
 
 async def test_a_message_that_was_damaged_after_it_was_read_takes_no_other_along(
-    store: Society, tmp_path: Path
+    store: Society, vandal: Vandal
 ) -> None:
     bad = await ask(store, text="will be lost")
     await go_on(store, await take(store), says("yes"))
     await ask(store, text="still there")
-    spoil_payload(tmp_path, bad)
+    vandal.spoil_payload(bad)
 
     await take(store)
 
@@ -108,12 +125,12 @@ async def test_a_message_that_was_damaged_after_it_was_read_takes_no_other_along
     ids=["a plan nobody can read", "a row that is there already"],
 )
 async def test_an_agent_that_cannot_be_claimed_is_blocked_and_told_of_and_the_others_go_on(
-    store: Society, tmp_path: Path, damage: str
+    store: Society, vandal: Vandal, damage: str
 ) -> None:
     await ask(store)
     await go_on(store, await take(store), says("", call()))
-    before = _row(tmp_path)
-    spoil(tmp_path, damage)
+    before = vandal.next_row()
+    vandal.spoil(damage)
     await ask(store, text="behind")
     await store.release("w", failed=False)
     await ask(store, "bob")
@@ -126,14 +143,9 @@ async def test_an_agent_that_cannot_be_claimed_is_blocked_and_told_of_and_the_ot
     assert sender == "system" and "damaged" in text
     assert await store.claim("w", RULES, 5) == []
     # Mended and resumed, it goes on where it was.
-    spoil(tmp_path, "UPDATE calls SET arguments = '{}' WHERE agent_id = 'ada'")
-    spoil(tmp_path, "UPDATE agents SET next_hist_seq = ? WHERE id = 'ada'", before)
+    vandal.spoil("UPDATE calls SET arguments = '{}' WHERE agent_id = 'ada'")
+    vandal.spoil("UPDATE agents SET next_hist_seq = ? WHERE id = 'ada'", before)
     await store.resume("ada")
     claim = await take(store)
     assert (await told(store))[-1] == "user: behind"
     await go_on(store, claim, says("thanks"))
-
-
-def _row(tmp_path: Path) -> int:
-    with closing(sqlite3.connect(tmp_path / "data" / "coterie.db")) as db:
-        return int(db.execute("SELECT next_hist_seq FROM agents WHERE id = 'ada'").fetchone()[0])

@@ -14,9 +14,9 @@ from coterie.drafts import seal
 from coterie.invariants import INVARIANTS
 from coterie.llm.chat import Call
 from coterie.store import Limits
-from coterie.stores.sqlite import desk, transitions, turns
+from coterie.stores.sql import desk, transitions, turns
+from coterie.stores.sql.post import Post
 from coterie.stores.sqlite.migrate import migrate
-from coterie.stores.sqlite.post import Post
 from coterie.testing.clock import START
 from coterie.turns import Claim
 

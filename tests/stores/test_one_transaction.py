@@ -8,9 +8,9 @@ from coterie.agent.turn import Answered, Rules
 from coterie.agents import Agent
 from coterie.drafts import seal
 from coterie.store import Limits
-from coterie.stores.sqlite import transitions, turns
+from coterie.stores.sql import transitions, turns
+from coterie.stores.sql.post import Post
 from coterie.stores.sqlite.migrate import migrate
-from coterie.stores.sqlite.post import Post
 
 
 def test_an_agent_takes_up_mail_that_came_in_the_transaction_that_ends_its_turn() -> None:

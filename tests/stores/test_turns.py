@@ -31,9 +31,10 @@ from coterie.errors import Refused
 from coterie.llm.chat import Answer, Call, Usage
 from coterie.messages import Message
 from coterie.store import Limits, Page, Store
-from coterie.stores.sqlite import SqliteStore
+from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
 from coterie.turns import Claim, StaleOwner, TurnStore
+from tests.engines import Engine
 
 RULES = Rules(max_withdrawals=2, max_rounds=5)
 
@@ -163,14 +164,14 @@ async def test_a_claim_is_good_for_one_step(store: Society) -> None:
         await go_on(store, claim, says("", call()))
 
 
-async def test_an_owner_that_was_taken_over_writes_nothing(store: Society, tmp_path: Path, clock: FakeClock) -> None:
+async def test_an_owner_that_was_taken_over_writes_nothing(engine: Engine, tmp_path: Path, clock: FakeClock) -> None:
     path = tmp_path / "shared"
-    first = await SqliteStore.open(path, clock)
+    first = await engine.open(path, clock)
     await first.add_agents([Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])
     await ask(first)
     stale = await take(first)
     await first.close()
-    second = await SqliteStore.open(path, clock)
+    second = await engine.open(path, clock)
     claim = await take(second)
     assert claim.epoch > stale.epoch and claim.effect == Ask()
     before = await told(second)
@@ -800,9 +801,9 @@ async def test_terminated_before_it_was_claimed_nobody_hears_more_than_that_the_
 class Restarted:
     """A society whose owner is killed again and again."""
 
-    def __init__(self, path: Path, clock: FakeClock) -> None:
-        self._path, self._clock = path, clock
-        self.store: SqliteStore
+    def __init__(self, engine: Engine, path: Path, clock: FakeClock) -> None:
+        self._engine, self._path, self._clock = engine, path, clock
+        self.store: SqlStore
 
     async def __aenter__(self) -> Restarted:
         await self.again()
@@ -814,7 +815,7 @@ class Restarted:
         if hasattr(self, "store"):
             assert [violation async for violation in self.store.violations()] == []
             await self.store.close()
-        self.store = await SqliteStore.open(self._path, self._clock, limits=Limits(max_hops=3))
+        self.store = await self._engine.open(self._path, self._clock, Limits(max_hops=3))
 
     async def __aexit__(self, *_: object) -> None:
         assert [violation async for violation in self.store.violations()] == []
@@ -822,8 +823,8 @@ class Restarted:
 
 
 @pytest.fixture
-def restarted(tmp_path: Path, clock: FakeClock) -> Restarted:
-    return Restarted(tmp_path / "restarted", clock)
+def restarted(engine: Engine, tmp_path: Path, clock: FakeClock) -> Restarted:
+    return Restarted(engine, tmp_path / "restarted", clock)
 
 
 async def test_a_turn_cut_off_in_the_model_call_asks_again(restarted: Restarted) -> None:

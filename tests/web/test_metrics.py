@@ -3,6 +3,7 @@ from __future__ import annotations
 import httpx
 
 from coterie.runtime import Society
+from coterie.stores.sqlite import SqliteStore
 
 
 async def test_the_numbers_follow_what_happens(client: httpx.AsyncClient, society: Society) -> None:
@@ -33,7 +34,7 @@ async def test_strange_paths_and_methods_make_no_new_series(client: httpx.AsyncC
 
 
 async def test_a_store_that_cannot_write_is_not_ready(client: httpx.AsyncClient, society: Society) -> None:
-    assert society.store._writer is not None
+    assert isinstance(society.store, SqliteStore) and society.store._writer is not None
     society.store._writer.healthy = False
     answer = await client.get("/readyz")
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 
 from coterie.errors import CoterieError
 from coterie.runtime import Society
+from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 from coterie.web.access import Access
 from coterie.web.addresses import addresses
@@ -117,6 +118,7 @@ async def test_a_chunked_body_beyond_the_limit_is_refused_and_the_connection_goe
 
 
 def _incoming(society: Society) -> list[Path]:
+    assert isinstance(society.store, SqliteStore)
     return list((Path(society.store._path).parent / "artifacts" / "incoming").iterdir())
 
 

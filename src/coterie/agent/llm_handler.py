@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -44,6 +44,13 @@ log = logging.getLogger(__name__)
 PATIENCE = timedelta(seconds=1)
 ContextMaker = Callable[[Profile, str, str | None], ToolContext]
 """What a tool is given: whose call it is, the key of that call, and the message it was made for."""
+
+
+Recall = Callable[[], Awaitable[None]]
+
+
+async def _nothing_new() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +94,13 @@ class LlmHandler:
         live: Live | None = None,
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
+        recall: Recall | None = None,
     ) -> None:
-        """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit."""
+        """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
+
+        `recall`: brings the directory up to date with the store.
+        """
+        self._recall = recall or _nothing_new
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
         self._live, self._tokens_per_day, self._tracing = live or Live(), tokens_per_day, tracing or Tracing()
@@ -160,7 +172,7 @@ class LlmHandler:
 
     async def _do(self, claim: Claim, work: Work) -> Outcome:
         try:
-            profile = self._directory.profile(claim.agent_id)
+            profile = await self._profile(claim.agent_id)
         except Refused:
             words = "I am no longer described in coterie.toml: put me back there, then resume me"
             return Outcome(event=ModelFailed(words=words, then="block"))
@@ -175,6 +187,13 @@ class LlmHandler:
         outcome = await self._tracing.tool(claim.call.call.name, claim.call.call.id, running, _went_well)
         hit("turn.ran")
         return outcome
+
+    async def _profile(self, agent_id: str) -> Profile:
+        try:
+            return self._directory.profile(agent_id)
+        except Refused:
+            await self._recall()  # another process may have made it
+            return self._directory.profile(agent_id)
 
     # The model
 

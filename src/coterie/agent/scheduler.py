@@ -75,6 +75,10 @@ class Scheduler:
         for claim in claims:
             self._begin(claim)
 
+    def drop(self) -> None:
+        for turn in self._turns:
+            turn.cancel()
+
     def look(self) -> None:
         self._wake.set()
 

@@ -20,6 +20,7 @@ from coterie.cli.output import forgiving_streams
 from coterie.cli.past import export, history
 from coterie.cli.send import send
 from coterie.cli.serve import serve
+from coterie.cli.worker import worker
 
 app = typer.Typer(
     cls=OneSentence,
@@ -34,7 +35,7 @@ app = typer.Typer(
 )
 for command in (
     init, serve, check, open_panel, send, chat, agents, delayed, history, export, stop, pause, resume, verify, backup,
-    restore,
+    restore, worker,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_panel"))(command)
 

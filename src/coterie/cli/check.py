@@ -68,7 +68,7 @@ def _report(folder: Path) -> Report:
 def _read_toml(folder: Path, report: Report) -> Config | None:
     from coterie.config import read_config
     from coterie.errors import ConfigError
-    from coterie.runtime import check_engine
+    from coterie.storage import check_engine, is_shared
 
     try:
         config = read_config(folder)
@@ -76,6 +76,9 @@ def _read_toml(folder: Path, report: Report) -> Config | None:
     except ConfigError as error:
         report.problems += error.problems
         return None
+    if is_shared(config):
+        # Its version, and whether it is there at all, is known when it is asked; a check asks nobody.
+        report.engine, report.engine_version, report.warnings = "postgresql", "", []
     report.problems += config.problems
     report.agents = [agent.id for agent in config.agents]
     return config
@@ -99,7 +102,7 @@ def _read_services(folder: Path, report: Report, config: Config | None) -> None:
 
 
 def _print(report: Report, folder: Path) -> None:
-    say(f"coterie {__version__} with {report.engine} {report.engine_version}, society in {folder}")
+    say(f"coterie {__version__} with {f'{report.engine} {report.engine_version}'.strip()}, society in {folder}")
     say(f"agents: {_listed(report.agents)}")
     say(f"services: {_listed(report.services)}")
     if report.owner:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,10 +21,12 @@ from coterie.cli.front_door import FrontDoor
 from coterie.cli.greeting import greet
 from coterie.cli.output import counted, harmless, say
 from coterie.clock import SystemClock
-from coterie.errors import StoreError
+from coterie.config import read_config
+from coterie.errors import StoreError, StoreUnusable
 from coterie.folder import SocietyFolder
-from coterie.inspection import Inspection
+from coterie.inspection import Inspection, require_society
 from coterie.runtime import Society
+from coterie.storage import is_shared
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +52,7 @@ async def run(wanted: Wanted) -> int:
     folder, is_new = wanted.folder, not SocietyFolder(wanted.folder).exists
     front = FrontDoor.bound(folder, host=wanted.host, port=wanted.port, token=wanted.token)
     try:
-        starting = asyncio.create_task(Society.start(folder))
-        await _first_of(starting, wishes.at_once)
-        if not starting.done():
-            await _force(starting, folder)
-        society = starting.result()
+        society = await _started(folder, wishes)
     except BaseException:
         front.shut()
         raise
@@ -68,7 +67,38 @@ async def run(wanted: Wanted) -> int:
         await _first_of(wishes.stop, society.broken, front.ended)
     if society.broken.done():
         _give_up(society)
-    return await _stop(society, front, folder, wishes)
+    return await _stop(society, front.close(society), folder, wishes)
+
+
+async def work(folder: Path) -> int:
+    """The same without a door: its agents work, and it is others that people talk to."""
+    wishes = Wishes()
+    config = read_config(require_society(folder).path)
+    if not is_shared(config):
+        raise StoreUnusable(
+            "a worker shares its society with other processes, which needs a PostgreSQL: set store.url in coterie.toml,"
+            " or run coterie serve"
+        )
+    society = await _started(folder, wishes)
+    if not wishes.stop.done():
+        info = society.store.info
+        say(f"Coterie {__version__} works for the society in {folder}")
+        say(f"  store    {info.engine} {info.version}")
+        say(f"  models   {_models(society)}")
+        say(f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}")
+        sys.stdout.flush()
+        await _first_of(wishes.stop, society.broken)
+    if society.broken.done():
+        _give_up(society)
+    return await _stop(society, society.stop(), folder, wishes)
+
+
+async def _started(folder: Path, wishes: Wishes) -> Society:
+    starting = asyncio.create_task(Society.start(folder))
+    await _first_of(starting, wishes.at_once)
+    if not starting.done():
+        await _force(starting, folder)
+    return starting.result()
 
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
@@ -118,9 +148,9 @@ def _models(society: Society) -> str:
     return ", ".join(entry.id for entry in society.services)
 
 
-async def _stop(society: Society, front: FrontDoor, folder: Path, wishes: Wishes) -> int:
+async def _stop(society: Society, closing: Coroutine[Any, Any, int], folder: Path, wishes: Wishes) -> int:
     log.info("stopping; a second signal ends it at once")
-    stopping = asyncio.create_task(front.close(society))
+    stopping = asyncio.create_task(closing)
     progress = asyncio.create_task(_tell_progress(society))
     await _first_of(stopping, wishes.at_once, society.broken)
     progress.cancel()

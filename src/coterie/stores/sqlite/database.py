@@ -10,15 +10,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from coterie.clock import EPOCH, Clock, from_ms, to_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.store import Limits, StoreInfo
-from coterie.stores.sqlite import transitions
-from coterie.stores.sqlite.attendance import Attendance
+from coterie.stores.sql import transitions
+from coterie.stores.sql.attendance import Attendance
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.database import SqlDatabase
+from coterie.stores.sql.post import Post
+from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.connections import (
     ADVISED,
     DATABASE_ERRORS,
@@ -30,10 +34,8 @@ from coterie.stores.sqlite.connections import (
 )
 from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import check_version, migrate
-from coterie.stores.sqlite.post import Post
 from coterie.stores.sqlite.writer import Writer
 from coterie.text import one_line
-from coterie.turns import Taker
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ DATABASE = "coterie.db"
 READERS = 2
 
 
-class Database:
+class Database(SqlDatabase):
     def __init__(
         self,
         path: Path,
@@ -53,16 +55,15 @@ class Database:
         lock: FolderLock | None = None,
         durability: Durability = "full",
     ) -> None:
+        super().__init__()
         self.info = info
         self._path, self._clock, self.limits = path, clock, limits
         self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
-        self._taker: Taker | None = None
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
         self._reading: list[sqlite3.Connection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        """Set when writing can no longer be trusted and the process must stop."""
         self._writer = Writer(db, self._on_broken, flushes=durability == "full") if db else None
 
     @classmethod
@@ -103,7 +104,7 @@ class Database:
     async def close(self) -> None:
         try:
             if self._writer and not self.broken.done():
-                await self._write(transitions.end_boot)
+                await self._write(boot.end_boot)
         except StoreError as error:
             log.warning("the orderly end could not be noted (%s): the next start checks the database", error)
         finally:
@@ -132,8 +133,9 @@ class Database:
             raise StoreError("this society was opened for reading only")
         return self._writer.write(run, settled, small=small)
 
-    def _post(self, run: Callable[[sqlite3.Connection, Post], T], *, small: bool = False) -> asyncio.Future[T]:
-        """One transition, with a post office of its own; whoever it gives something to do is claimed with it."""
+    def _post(
+        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+    ) -> asyncio.Future[T]:
         attendance = Attendance(self._taker) if self._taker else None
 
         def work(db: sqlite3.Connection) -> T:
@@ -148,13 +150,13 @@ class Database:
 
         return self._write(work, attendance.settle if attendance else None, small=small)
 
-    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
-        return await self._read(lambda db: db.execute(sql, parameters).fetchall())
+    async def _now(self) -> int:
+        return to_ms(self._clock.now())
 
-    async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
+    async def _read(self, run: Callable[[sqlite3.Connection], T], *, one_moment: bool = False) -> T:
         def work() -> T:
             try:
-                return run(self._reader())
+                return _in_one_moment(self._reader(), run) if one_moment else run(self._reader())
             except DATABASE_ERRORS as error:
                 raise translate(error) from error
 
@@ -173,6 +175,15 @@ class Database:
             self.broken.set_result(error)
 
 
+def _in_one_moment(db: sqlite3.Connection, run: Callable[[sqlite3.Connection], T]) -> T:
+    db.execute("BEGIN")  # all of it is read from the state the first statement sees
+    try:
+        return run(db)
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
 def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:
     try:
         db = open_writer(path, durability)
@@ -180,12 +191,12 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
         raise _unusable(error) from error
     try:
         path.chmod(0o600)
-        unclean = transitions.was_unclean(db)
+        unclean = boot.was_unclean(db)
         if unclean:
             _check_after_crash(db)
         migrate(db)
         hit("open.checked")
-        transitions.begin_boot(db)
+        boot.begin_boot(db)
         log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
         last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
     except DATABASE_ERRORS as error:

@@ -13,39 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import sqlite3
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
+from coterie.stores.sql.attendance import RunAgain
+from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
 from coterie.stores.sqlite.connections import translate
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-BATCH = 256
-"""Jobs in one commit at most: bounds how long the first of them waits for the last."""
 BUSY_TRIES = 3
 CHECKPOINT_EVERY = 256
 """Transactions between two checkpoints where commits do not flush: a log of some ten megabytes."""
-
-
-@dataclass(slots=True)
-class Job:
-    run: Callable[[sqlite3.Connection], Any]
-    answer: asyncio.Future[Any]
-    settled: Callable[[bool], None] | None = None
-    """Told on the event loop whether it was written, even when nobody waits for the answer any more."""
-    outcome: Any = None
-    failed: BaseException | None = None
-
-
-class RunAgain(Exception):
-    """Raised by a job: what it did shall be undone, and it be run once more."""
 
 
 class Writer:
@@ -58,7 +42,7 @@ class Writer:
         """Jobs that the thread has and that are not settled yet."""
         self._commits = 0
         """Since the last checkpoint."""
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: Jobs = Jobs()
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._broken: StoreBroken | None = None
@@ -88,7 +72,7 @@ class Writer:
 
     def _do_at_once(self, job: Job) -> None:
         self._commit([job])
-        _settle([job])
+        settle([job])
         if self._commits >= CHECKPOINT_EVERY:
             self._hand_over(Job(_nothing, self._loop.create_future()))
 
@@ -105,7 +89,7 @@ class Writer:
 
     def _work(self) -> None:
         while job := self._jobs.get():
-            batch, last = self._gather(job)
+            batch, last = gather(self._jobs, job)
             self._commit(batch)
             if not self._flushes and self._commits >= CHECKPOINT_EVERY:
                 self._checkpoint()
@@ -118,28 +102,16 @@ class Writer:
 
     def _settle(self, batch: list[Job]) -> None:
         self._handed_over -= len(batch)
-        _settle(batch)
+        settle(batch)
 
     def _checkpoint(self) -> None:
         self._commits = 0
         with contextlib.suppress(sqlite3.OperationalError):  # a reader is in the way: next time, then
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def _gather(self, first: Job) -> tuple[list[Job], bool]:
-        batch = [first]
-        while len(batch) < BATCH:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is None:
-                return batch, True
-            batch.append(job)
-        return batch, False
-
     def _commit(self, batch: list[Job]) -> None:
         if self._broken:  # these were handed in before anyone knew
-            _fail(batch, self._broken)
+            fail(batch, self._broken)
             return
         try:
             self._begin()
@@ -198,7 +170,7 @@ class Writer:
                 self._db.execute("ROLLBACK")
         except sqlite3.Error as worse:
             meaning = StoreBroken(f"what could not be written could not be undone either ({worse}): start again")
-        _fail(batch, meaning)
+        fail(batch, meaning)
         self.healthy = False
         log.error("the store could not commit: %s", meaning)
         if isinstance(meaning, StoreBroken):
@@ -209,20 +181,3 @@ class Writer:
 
 def _nothing(db: sqlite3.Connection) -> None:
     """Makes the thread look up."""
-
-
-def _fail(batch: list[Job], error: Exception) -> None:
-    for job in batch:
-        job.failed = error
-
-
-def _settle(batch: list[Job]) -> None:
-    for job in batch:
-        if job.settled:
-            job.settled(job.failed is None)
-        if job.answer.done():  # its caller was cancelled
-            continue
-        if job.failed is not None:
-            job.answer.set_exception(job.failed)
-        else:
-            job.answer.set_result(job.outcome)

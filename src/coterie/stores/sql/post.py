@@ -7,8 +7,7 @@ cheap.
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,9 +21,11 @@ from coterie.events import EventKind
 from coterie.failpoints import hit
 from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Receipt
 from coterie.store import Delivery, Limits
-from coterie.stores.sqlite.bulk import insert
-from coterie.stores.sqlite.mailbox import Mailbox, Mailboxes
-from coterie.stores.sqlite.questions import Questions
+from coterie.stores.sql.bulk import insert
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.ledger import Ledger, OneWriter
+from coterie.stores.sql.mailbox import Mailbox, Mailboxes
+from coterie.stores.sql.questions import Questions
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
@@ -51,13 +52,12 @@ class DueRow(NamedTuple):
 
 
 class Post:
-    def __init__(self, db: sqlite3.Connection, *, now: int, stamp: int, limits: Limits) -> None:
+    def __init__(self, db: Connection, *, now: int, stamp: int, limits: Limits, ledger: Ledger | None = None) -> None:
         self._db, self._limits = db, limits
+        self._ledger = ledger or OneWriter(db, stamp)
         self.now = now
         """What due times are measured against."""
-        self.stamp = stamp
-        """What is written down as the time: `now`, but never earlier than anything stamped before."""
-        self._mailboxes = Mailboxes(db)
+        self._mailboxes = Mailboxes(db, self._ledger)
         self.suspects_wait = False
         """Somebody who waited for another may go on."""
         self._new: list[tuple[Any, ...]] = []
@@ -66,14 +66,29 @@ class Post:
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason, the messages that died, with their recipients."""
-        self._last_seq: int | None = None
         self._questions = Questions(db, self._new, self.tell)
+
+    @property
+    def stamp(self) -> int:
+        """What is written down as the time: `now`, but never earlier than anything stamped before."""
+        return self._ledger.stamp
+
+    def accept_all(self, envelopes: Sequence[Envelope]) -> list[Receipt | Refused]:
+        """Each of them taken in, or why not."""
+        self._ledger.reserve(len(envelopes))
+        outcomes: list[Receipt | Refused] = []
+        for envelope in envelopes:
+            try:
+                outcomes.append(self.accept(envelope))
+            except Refused as refusal:
+                outcomes.append(refusal)
+        return outcomes
 
     def accept(
         self, envelope: Envelope, *, hops: int | None = None, reply_checked: bool = False, **marks: Any
     ) -> Receipt:
         """Take in one message, or raise `Refused`. `marks` are columns that only the runtime may set."""
-        if envelope.retried and (known := self._known(envelope.id)):
+        if envelope.retried and (known := self._known(envelope)):
             return known
         mailbox = self._check_recipient(envelope)
         if hops is None:
@@ -82,7 +97,7 @@ class Post:
         answers = () if reply_checked else self._questions.to_answer(envelope)
         for ref in envelope.attachments:
             self._check_artifact(ref)
-        seq = self._next_seq()
+        seq = self._ledger.next_message()
         receipt = self._put(seq, envelope, mailbox, hops, **marks)
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
         if answers:
@@ -151,9 +166,9 @@ class Post:
         if self._mailboxes.get(envelope.to) is None:
             return  # nobody to keep it for
         self._new.append(
-            (self._next_seq(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None, None, False,
-             0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason, envelope.payload_json,
-             envelope.thread, envelope.question, None, None)
+            (self._ledger.next_message(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
+             None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
+             envelope.payload_json, envelope.thread, envelope.question, None, None)
         )  # fmt: skip
         self.tell("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
@@ -188,8 +203,8 @@ class Post:
         hit("post.before_write")
         self.write_messages()
         hit("post.between")
-        self._mailboxes.save(self.stamp)
-        insert(self._db, "events (at, kind, subject, data)", self._events)
+        self._mailboxes.save(self.now)
+        self._ledger.log(self._events)
         hit("post.after_write")
 
     def _send_notices(self) -> None:
@@ -198,10 +213,14 @@ class Post:
                 continue
             envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(dead, reason))
             # A chain that was too long must not go on by way of the notice.
-            self._put(self._next_seq(), envelope, mailbox, self._limits.max_hops if reason == "hop_limit" else 0)
+            self._put(
+                self._ledger.next_message(), envelope, mailbox, self._limits.max_hops if reason == "hop_limit" else 0
+            )
         self._dead.clear()
 
-    def _known(self, message_id: str) -> Receipt | None:
+    def _known(self, envelope: Envelope) -> Receipt | None:
+        message_id = envelope.id
+        self._mailboxes.get(envelope.to)  # whoever sends the same elsewhere has done so, or waits behind us
         if receipt := self._receipts.get(message_id):
             return receipt
         row = self._db.execute("SELECT queued, deliver_at FROM messages WHERE id = ?", (message_id,)).fetchone()
@@ -237,14 +256,6 @@ class Post:
     def _check_artifact(self, ref: str) -> None:
         if not self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,)).fetchone():
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
-
-    def _next_seq(self) -> int:
-        # One writer, so the next number is known before the row is written; attachments need it.
-        if self._last_seq is None:
-            row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()
-            self._last_seq = row[0] if row else 0
-        self._last_seq += 1
-        return self._last_seq
 
 
 _WHY = {

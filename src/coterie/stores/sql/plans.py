@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,8 @@ import msgspec
 
 from coterie.agent.turn import OVER, Plan, PlannedCall
 from coterie.llm.chat import Call
-from coterie.stores.sqlite.bulk import insert
+from coterie.stores.sql.bulk import insert
+from coterie.stores.sql.connection import Connection
 
 Key = tuple[int, int]
 """The turn and step at which a plan was made."""
@@ -33,7 +33,7 @@ def named(plan: Plan, key: Key) -> Plan:
     return replace(plan, calls=tuple(calls))
 
 
-def read_open(db: sqlite3.Connection, agent_id: str) -> tuple[Key, Plan] | None:
+def read_open(db: Connection, agent_id: str) -> tuple[Key, Plan] | None:
     row = db.execute(
         "SELECT turn_no, step_no, text FROM plans WHERE agent_id = ? AND outcome = 'open'", (agent_id,)
     ).fetchone()
@@ -49,7 +49,7 @@ def read_open(db: sqlite3.Connection, agent_id: str) -> tuple[Key, Plan] | None:
 
 
 def record(
-    db: sqlite3.Connection, agent_id: str, key: Key, plan: Plan, outcome: str, stamp: int, by: str | None = None
+    db: Connection, agent_id: str, key: Key, plan: Plan, outcome: str, stamp: int, by: str | None = None
 ) -> None:
     db.execute(
         "INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at)"
@@ -68,7 +68,7 @@ def record(
     )  # fmt: skip
 
 
-def save_calls(db: sqlite3.Connection, agent_id: str, key: Key, before: Plan, after: Plan, stamp: int) -> None:
+def save_calls(db: Connection, agent_id: str, key: Key, before: Plan, after: Plan, stamp: int) -> None:
     """Those that have changed."""
     for idx, (was, one) in enumerate(zip(before.calls, after.calls, strict=True)):
         if one is not was and one != was:
@@ -77,7 +77,7 @@ def save_calls(db: sqlite3.Connection, agent_id: str, key: Key, before: Plan, af
             db.execute(_SAVE_CALL, (one.state, one.result, began, ended, agent_id, *key, idx))
 
 
-def close(db: sqlite3.Connection, agent_id: str, by: str | None) -> None:
+def close(db: Connection, agent_id: str, by: str | None) -> None:
     db.execute(
         "UPDATE plans SET outcome = 'closed', interrupted_by = ? WHERE agent_id = ? AND outcome = 'open'",
         (by, agent_id),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 
 import msgspec
 
 from coterie.drafts import seal
 from coterie.errors import StoreError
 from coterie.messages import PERSON, SYSTEM
-from coterie.stores.sqlite.post import DueRow, Post
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.post import DueRow, Post
 
 log = logging.getLogger(__name__)
 
@@ -49,21 +49,26 @@ class _Shown(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Shown).decode
 
 
-def check_readable(message_id: str, payload: bytes) -> None:
+def check_readable(message_id: str, payload: bytes | str) -> None:
     try:
-        _decode(payload.decode())
+        _decode(_text(payload))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Unreadable(message_id, error) from error
 
 
-def limit_damage(db: sqlite3.Connection, post: Post, *, trouble: Unreadable | Unclaimable) -> None:
+def _text(payload: bytes | str, errors: str = "strict") -> str:
+    # SQLite keeps whatever it is given as text; PostgreSQL has looked at it.
+    return payload if isinstance(payload, str) else payload.decode(errors=errors)
+
+
+def limit_damage(db: Connection, post: Post, *, trouble: Unreadable | Unclaimable) -> None:
     if isinstance(trouble, Unreadable):
         _count_try(db, post, trouble)
     else:
         _block(post, trouble)
 
 
-def _count_try(db: sqlite3.Connection, post: Post, trouble: Unreadable) -> None:
+def _count_try(db: Connection, post: Post, trouble: Unreadable) -> None:
     """One more try was in vain; after the last one the message is a dead letter, and the mailbox moves on."""
     seq, attempts = db.execute(
         "UPDATE messages SET attempts = attempts + 1 WHERE id = ? RETURNING seq, attempts", (trouble.message_id,)
@@ -73,7 +78,7 @@ def _count_try(db: sqlite3.Connection, post: Post, trouble: Unreadable) -> None:
         _give_up(db, post, seq)
 
 
-def _give_up(db: sqlite3.Connection, post: Post, seq: int) -> None:
+def _give_up(db: Connection, post: Post, seq: int) -> None:
     *row, payload = db.execute(
         "SELECT seq, id, sender, recipient, created_at, deliver_at, length(payload), CAST(payload AS BLOB)"
         " FROM messages WHERE seq = ?",
@@ -84,7 +89,7 @@ def _give_up(db: sqlite3.Connection, post: Post, seq: int) -> None:
     post.bury(dead, "poison")
     post.tell("queue.changed", dead.recipient)
     # What is no text at all could not even be listed.
-    db.execute("UPDATE messages SET payload = ? WHERE seq = ?", (payload.decode(errors="replace"), seq))
+    db.execute("UPDATE messages SET payload = ? WHERE seq = ?", (_text(payload, "replace"), seq))
 
 
 def _block(post: Post, trouble: Unclaimable) -> None:

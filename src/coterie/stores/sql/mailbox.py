@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 from coterie.messages import PERSON
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -54,13 +55,17 @@ class Mailbox:
         if self.state == "ready" and not self.waiting:
             self.state, self.runnable_at = "idle", None
 
+    def is_leased(self) -> bool:
+        """Somebody has just taken it, or a step further."""
+        return self.runnable_at is None and self.state in ("llm", "tools")
+
     def can_run(self, now: int) -> bool:
         return self.runnable_at is not None and self.runnable_at <= now
 
 
 _COLUMNS = [field.name for field in fields(Mailbox)]
 _LIST, _SETS = ", ".join(_COLUMNS), ", ".join(f"{column} = ?" for column in _COLUMNS)
-_READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
+READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
 _SAVE = f"UPDATE agents SET {_SETS} WHERE id = ?"
 _STATE, _RUNNABLE_AT = _COLUMNS.index("state"), _COLUMNS.index("runnable_at")
 as_row = attrgetter(*_COLUMNS)
@@ -73,8 +78,8 @@ def _could_run(row: tuple[Any, ...], now: int) -> bool:
 class Mailboxes:
     """Those that one transaction has opened."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    def __init__(self, db: Connection, ledger: Ledger) -> None:
+        self._db, self._ledger = db, ledger
         self._open: dict[str, tuple[Mailbox, tuple[Any, ...]] | None] = {}
         """Each with the row as it was read."""
 
@@ -82,7 +87,7 @@ class Mailboxes:
         try:
             found = self._open[agent_id]
         except KeyError:
-            row = self._db.execute(_READ, (agent_id,)).fetchone()
+            row = self._ledger.open(READ, agent_id)
             found = self._open[agent_id] = row and (Mailbox(*row), row)
         return found[0] if found else None
 
@@ -94,14 +99,17 @@ class Mailboxes:
             if found and found[0].can_run(now) and not _could_run(found[1], now)
         ]
 
-    def save(self, stamp: int) -> None:
+    def save(self, now: int) -> None:
         """Write those that were changed."""
-        changed = []
+        changed, lease, stamp = [], self._ledger.lease, self._ledger.stamp
         for agent_id, found in self._open.items():
             if found is None or (row := as_row(found[0])) == found[1]:
                 continue
             if row[_STATE] != found[1][_STATE]:
                 found[0].since = stamp
+                row = as_row(found[0])
+            if lease is not None and found[0].is_leased():
+                found[0].runnable_at = now + lease
                 row = as_row(found[0])
             changed.append((*row, agent_id))
         if len(changed) == 1:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from coterie.agents import ACTIVE
 from coterie.errors import Refused
 from coterie.messages import PERSON, SYSTEM, Message
-from coterie.stores.sqlite.mailbox import Mailbox
-from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.rows import MESSAGE, to_message
-from coterie.stores.sqlite.transitions import set_meta
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.mailbox import Mailbox
+from coterie.stores.sql.post import Post
+from coterie.stores.sql.rows import MESSAGE, to_message
+from coterie.stores.sql.transitions import set_meta
 
 Place = tuple[int, int]
 _LAST: Place = (1 << 62, 1 << 62)
@@ -54,7 +53,7 @@ _MEMORY = (
 
 
 def part(
-    db: sqlite3.Connection, agent_id: str, before: str | None, after: str | None, around: str | None, limit: int
+    db: Connection, agent_id: str, before: str | None, after: str | None, around: str | None, limit: int
 ) -> list[Message]:
     if after is not None:
         return _behind(db, agent_id, _place(db, agent_id, after), limit)
@@ -70,7 +69,7 @@ def part(
     return _up_to(db, agent_id, _LAST, limit)
 
 
-def open_questions(db: sqlite3.Connection, agent_id: str | None, limit: int) -> list[Message]:
+def open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Message]:
     rows = db.execute(
         f"SELECT {MESSAGE} FROM messages WHERE {_OPEN} AND (?1 IS NULL OR sender = ?1)"
         " ORDER BY delivered_at DESC, seq DESC LIMIT ?2",
@@ -79,16 +78,16 @@ def open_questions(db: sqlite3.Connection, agent_id: str | None, limit: int) -> 
     return [to_message(row) for row in rows]
 
 
-def count_open_questions(db: sqlite3.Connection) -> int:
+def count_open_questions(db: Connection) -> int:
     return int(db.execute(f"SELECT count(*) FROM messages WHERE {_OPEN}").fetchone()[0])
 
 
-def read(db: sqlite3.Connection, post: Post, thread: str, upto: str) -> int:
+def read(db: Connection, post: Post, thread: str, upto: str) -> int:
+    mailbox = post.mailbox(PERSON)
     if thread == SYSTEM:
         rows = db.execute(_READ_NOTICES, (post.stamp, *_place(db, None, upto))).fetchall()
     else:
         rows = db.execute(_READ, (post.stamp, thread, *_place(db, thread, upto))).fetchall()
-    mailbox = post.mailbox(PERSON)
     for (size,) in rows:
         mailbox.remove(size)
     if rows:
@@ -96,7 +95,7 @@ def read(db: sqlite3.Connection, post: Post, thread: str, upto: str) -> int:
     return len(rows)
 
 
-def clear(db: sqlite3.Connection, post: Post, agent_id: str) -> int:
+def clear(db: Connection, post: Post, agent_id: str) -> int:
     """What is delayed, and what waits for the agent, stays: nobody has met it yet.
 
     What other agents wrote to it stays as well, for their sake, though it remembers none of that. A turn in which it
@@ -107,8 +106,8 @@ def clear(db: sqlite3.Connection, post: Post, agent_id: str) -> int:
         raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
     if mailbox.state in ACTIVE:
         raise Refused("agent_busy", f"{agent_id!r} is at work: stop it first, or wait until it is done")
-    gone = db.execute(_CLEAR, (agent_id,)).fetchall()
     persons = post.mailbox(PERSON)
+    gone = db.execute(_CLEAR, (agent_id,)).fetchall()
     for recipient, state, size in gone:
         if recipient == PERSON and state == "pending":
             persons.remove(size)
@@ -131,19 +130,16 @@ def _unblock(post: Post, agent_id: str, mailbox: Mailbox) -> None:
     post.tell("agent.state", agent_id)
 
 
-def _up_to(db: sqlite3.Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
+def _up_to(db: Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
     return [to_message(row) for row in db.execute(_UP_TO, (agent_id, *place, limit))][::-1]
 
 
-def _behind(db: sqlite3.Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
+def _behind(db: Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
     return [to_message(row) for row in db.execute(_BEHIND, (agent_id, *place, limit))]
 
 
-def _place(db: sqlite3.Connection, thread: str | None, message_id: str) -> Place:
-    row = db.execute(
-        "SELECT delivered_at, seq FROM messages WHERE id = ? AND thread IS ? AND delivered_at IS NOT NULL",
-        (message_id, thread),
-    ).fetchone()
-    if row is None:
+def _place(db: Connection, thread: str | None, message_id: str) -> Place:
+    row = db.execute("SELECT delivered_at, seq, thread FROM messages WHERE id = ?", (message_id,)).fetchone()
+    if row is None or row[0] is None or row[2] != thread:
         raise Refused("unknown_message", f"there is no message {message_id!r} in this conversation")
     return int(row[0]), int(row[1])

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import Any
 
 import msgspec
 
 from coterie.llm.chat import Call
-from coterie.stores.sqlite.rows import MESSAGE, to_message
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import MESSAGE, to_message
 from coterie.turns import HistoryRow, View
 
 _decode = msgspec.json.decode
 _MESSAGE_OF_ROW = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
 
 
-def history(db: sqlite3.Connection, agent_id: str, after: int) -> list[HistoryRow]:
+def history(db: Connection, agent_id: str, after: int) -> list[HistoryRow]:
     rows = db.execute(
         f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {_MESSAGE_OF_ROW}"
         " FROM history h LEFT JOIN messages m ON m.id = h.message_id"
@@ -39,12 +39,12 @@ def _history_row(row: tuple[Any, ...]) -> HistoryRow:
     )
 
 
-def view(db: sqlite3.Connection, agent_id: str) -> View:
+def view(db: Connection, agent_id: str) -> View:
     row = db.execute("SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1", (agent_id,))
     upto, text = row.fetchone() or (0, "")
     return View(text, history(db, agent_id, upto))
 
 
-def tokens_since(db: sqlite3.Connection, start: int) -> int:
+def tokens_since(db: Connection, start: int) -> int:
     row = db.execute("SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= ?", (start,))
     return int(row.fetchone()[0])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from coterie.statistics import Statistics
+from coterie.stores.sql.connection import Connection
 
 
-def statistics(db: sqlite3.Connection, after: int) -> Statistics:
+def statistics(db: Connection, after: int) -> Statistics:
     events = db.execute("SELECT kind, count(*), max(seq) FROM events WHERE seq > ? GROUP BY kind", (after,)).fetchall()
     turns, waiting, fullest, delayed = db.execute(
-        "SELECT total(turn_no), total(waiting), coalesce(max(waiting), 0), total(delayed) FROM agents"
-        " WHERE kind = 'agent'"
+        "SELECT coalesce(sum(turn_no), 0), coalesce(sum(waiting), 0), coalesce(max(waiting), 0),"
+        " coalesce(sum(delayed), 0) FROM agents WHERE kind = 'agent'"
     ).fetchone()
     (withdrawn,) = db.execute("SELECT count(*) FROM plans WHERE outcome = 'withdrawn'").fetchone()
     return Statistics(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,18 +14,19 @@ from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
-from coterie.stores.sqlite.desk import TurnDesk
-from coterie.stores.sqlite.mailbox import Mailbox
-from coterie.stores.sqlite.post import DueRow, Post
-from coterie.stores.sqlite.questions import reopen
-from coterie.stores.sqlite.rows import ARTIFACT, find_message, to_artifact
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.desk import TurnDesk
+from coterie.stores.sql.mailbox import Mailbox
+from coterie.stores.sql.post import DueRow, Post
+from coterie.stores.sql.questions import reopen
+from coterie.stores.sql.rows import ARTIFACT, find_message, to_artifact
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
 PRUNE_BATCH = 5_000
 _MS = timedelta(milliseconds=1)
 
 
-def add_agents(db: sqlite3.Connection, post: Post, agents: Sequence[Agent]) -> None:
+def add_agents(db: Connection, post: Post, agents: Sequence[Agent]) -> None:
     db.executemany(
         "INSERT INTO agents (id, kind, name, parent, profile, created_at) VALUES (?, ?, ?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET name = excluded.name, parent = excluded.parent, profile = excluded.profile",
@@ -36,14 +36,14 @@ def add_agents(db: sqlite3.Connection, post: Post, agents: Sequence[Agent]) -> N
         post.tell("agent.upsert", agent.id)
 
 
-def put_role(db: sqlite3.Connection, name: str, profile: str) -> None:
+def put_role(db: Connection, name: str, profile: str) -> None:
     db.execute(
         "INSERT INTO roles (name, profile) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET profile = excluded.profile",
         (name, profile),
     )
 
 
-def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+def terminate(db: Connection, post: Post, agent_id: str) -> None:
     mailbox = post.mailbox(agent_id)
     if mailbox.kind == "person":
         raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
@@ -62,7 +62,7 @@ def terminate(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     post.tell("agent.removed", agent_id)
 
 
-def pause(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+def pause(db: Connection, post: Post, agent_id: str) -> None:
     mailbox = _agents_mailbox(post, agent_id)
     mailbox.hold = 1
     if mailbox.state in ("idle", "ready"):
@@ -70,7 +70,7 @@ def pause(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
     post.tell("agent.state", agent_id)
 
 
-def resume(db: sqlite3.Connection, post: Post, agent_id: str) -> None:
+def resume(db: Connection, post: Post, agent_id: str) -> None:
     mailbox = _agents_mailbox(post, agent_id)
     mailbox.hold = 0
     if mailbox.state == "paused":
@@ -100,10 +100,11 @@ def _agents_mailbox(post: Post, agent_id: str) -> Mailbox:
     return mailbox
 
 
-def promote(db: sqlite3.Connection, post: Post, limit: int, early: bool) -> Promotion:
+def promote(db: Connection, post: Post, limit: int, early: bool) -> Promotion:
     until = "deliver_at <= ?1" if not early else "?1 = ?1"
     due = db.execute(
-        f"SELECT {_DUE} FROM messages WHERE state = 'delayed' AND {until} ORDER BY deliver_at, seq LIMIT ?2",
+        f"SELECT {_DUE} FROM messages WHERE state = 'delayed' AND {until} ORDER BY deliver_at, seq LIMIT ?2"
+        " /*+ FOR UPDATE */",
         (post.now, limit),
     ).fetchall()
     hit("promote.selected")
@@ -114,8 +115,8 @@ def promote(db: sqlite3.Connection, post: Post, limit: int, early: bool) -> Prom
     return Promotion(delivered=delivered, dead=dead, next_due=next_due)
 
 
-def withdraw(db: sqlite3.Connection, post: Post, message_id: str, by: str) -> Message:
-    message = _owned(db, message_id, by)
+def withdraw(db: Connection, post: Post, message_id: str, by: str) -> Message:
+    message = _owned(db, post, message_id, by)
     if message.state == "withdrawn":
         return message
     if message.state not in ("delayed", "pending"):
@@ -134,8 +135,8 @@ def withdraw(db: sqlite3.Connection, post: Post, message_id: str, by: str) -> Me
     return _again(db, message)
 
 
-def move(db: sqlite3.Connection, post: Post, message_id: str, delay: timedelta, by: str) -> Message:
-    message = _owned(db, message_id, by)
+def move(db: Connection, post: Post, message_id: str, delay: timedelta, by: str) -> Message:
+    message = _owned(db, post, message_id, by)
     if message.state != "delayed":
         raise Refused("already_delivered", f"too late to move: the message is {message.state}")
     deliver_at = post.now + delay // _MS
@@ -144,14 +145,12 @@ def move(db: sqlite3.Connection, post: Post, message_id: str, delay: timedelta, 
     return _again(db, message)
 
 
-def resend(db: sqlite3.Connection, post: Post, message_id: str) -> Receipt:
+def resend(db: Connection, post: Post, message_id: str) -> Receipt:
     letter = _dead_letter(db, message_id)
-    payload, question, thread, attachments = db.execute(
-        "SELECT payload, question, thread,"
-        " (SELECT json_group_array(artifact_ref) FROM attachments WHERE message_seq = seq) FROM messages WHERE seq = ?",
-        (letter.seq,),
+    payload, question, thread = db.execute(
+        "SELECT payload, question, thread FROM messages WHERE seq = ?", (letter.seq,)
     ).fetchone()
-    refs = tuple(row[0] for row in db.execute("SELECT value FROM json_each(?)", (attachments,)))
+    refs = db.execute("SELECT artifact_ref FROM attachments WHERE message_seq = ?", (letter.seq,)).fetchall()
     envelope = Envelope(
         id=new_id(),
         sender=letter.sender,
@@ -159,21 +158,21 @@ def resend(db: sqlite3.Connection, post: Post, message_id: str) -> Receipt:
         payload_json=payload,
         in_reply_to=letter.in_reply_to,
         cause=letter.cause,
-        attachments=refs,
+        attachments=tuple(ref for (ref,) in refs),
         question=bool(question),
         about=thread,
     )
     return post.accept(envelope, hops=letter.hops, replay_of=letter.id)
 
 
-def forget(db: sqlite3.Connection, post: Post, message_id: str) -> None:
+def forget(db: Connection, post: Post, message_id: str) -> None:
     letter = _dead_letter(db, message_id)
     db.execute("DELETE FROM messages WHERE seq = ?", (letter.seq,))
     set_meta(db, "pruned", "1")
     post.tell("message.updated", letter.id)
 
 
-def add_artifact(db: sqlite3.Connection, post: Post, artifact: Artifact) -> Artifact:
+def add_artifact(db: Connection, post: Post, artifact: Artifact) -> Artifact:
     db.execute(
         "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at)"
         " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
@@ -192,7 +191,7 @@ def add_artifact(db: sqlite3.Connection, post: Post, artifact: Artifact) -> Arti
     return to_artifact(row)
 
 
-def prune(db: sqlite3.Connection, post: Post, retention: Retention) -> Pruned:
+def prune(db: Connection, post: Post, retention: Retention) -> Pruned:
     """One bounded step; call it until nothing more goes."""
     messages = _prune_dead(db, post.now - retention.dead_letters // _MS)
     if retention.messages is not None:
@@ -212,14 +211,14 @@ def prune(db: sqlite3.Connection, post: Post, retention: Retention) -> Pruned:
     )
 
 
-def _prune_dead(db: sqlite3.Connection, before: int) -> int:
+def _prune_dead(db: Connection, before: int) -> int:
     return db.execute(
         "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages WHERE state = 'dead' AND created_at < ? LIMIT ?)",
         (before, PRUNE_BATCH),
     ).rowcount
 
 
-def _prune_done(db: sqlite3.Connection, before: int) -> int:
+def _prune_done(db: Connection, before: int) -> int:
     return db.execute(
         # What an agent remembers stays as long as it does.
         "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages m WHERE state IN ('taken', 'withdrawn')"
@@ -228,7 +227,7 @@ def _prune_done(db: sqlite3.Connection, before: int) -> int:
     ).rowcount
 
 
-def _prune_artifacts(db: sqlite3.Connection, before: int) -> list[str]:
+def _prune_artifacts(db: Connection, before: int) -> list[str]:
     gone = db.execute(
         "DELETE FROM artifacts WHERE created_at < ? AND NOT EXISTS"
         " (SELECT 1 FROM attachments WHERE artifact_ref = ref) RETURNING sha256",
@@ -238,32 +237,12 @@ def _prune_artifacts(db: sqlite3.Connection, before: int) -> list[str]:
     return [sha256 for (sha256,) in gone if not db.execute(kept, (sha256,)).fetchone()]
 
 
-# Who owns the file, and how the last owner left it
-
-
-def begin_boot(db: sqlite3.Connection) -> None:
-    # Whoever worked on a turn is gone with the last boot: those agents can be claimed at once.
-    db.execute("UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')")
-    set_meta(db, "boot_epoch", str(int(get_meta(db, "boot_epoch") or 0) + 1))
-    set_meta(db, "clean", "0")
-
-
-def end_boot(db: sqlite3.Connection) -> None:
-    set_meta(db, "clean", "1")
-
-
-def was_unclean(db: sqlite3.Connection) -> bool:
-    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
-        return False
-    return get_meta(db, "clean") == "0"
-
-
-def get_meta(db: sqlite3.Connection, key: str) -> str | None:
+def get_meta(db: Connection, key: str) -> str | None:
     row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return row[0] if row else None
 
 
-def set_meta(db: sqlite3.Connection, key: str, value: str) -> str:
+def set_meta(db: Connection, key: str, value: str) -> str:
     db.execute(
         "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
         (key, value),
@@ -271,7 +250,11 @@ def set_meta(db: sqlite3.Connection, key: str, value: str) -> str:
     return value
 
 
-def _owned(db: sqlite3.Connection, message_id: str, by: str) -> Message:
+def _owned(db: Connection, post: Post, message_id: str, by: str) -> Message:
+    row = db.execute("SELECT recipient FROM messages WHERE id = ?", (message_id,)).fetchone()
+    if row is None:
+        raise Refused("unknown_message", f"there is no message {message_id!r}")
+    post.mailbox(row[0])  # from here on nobody else delivers it, or takes it
     message = find_message(db, message_id)
     if message is None:
         raise Refused("unknown_message", f"there is no message {message_id!r}")
@@ -280,18 +263,18 @@ def _owned(db: sqlite3.Connection, message_id: str, by: str) -> Message:
     return message
 
 
-def _dead_letter(db: sqlite3.Connection, message_id: str) -> Message:
+def _dead_letter(db: Connection, message_id: str) -> Message:
     message = find_message(db, message_id)
     if message is None or message.state != "dead":
         raise Refused("unknown_message", f"there is no dead letter {message_id!r}")
     return message
 
 
-def _again(db: sqlite3.Connection, message: Message) -> Message:
+def _again(db: Connection, message: Message) -> Message:
     changed = find_message(db, message.id)
     assert changed is not None  # noqa: S101 - it was here a statement ago, in this transaction
     return changed
 
 
-def _size(db: sqlite3.Connection, seq: int) -> int:
+def _size(db: Connection, seq: int) -> int:
     return int(db.execute("SELECT length(payload) FROM messages WHERE seq = ?", (seq,)).fetchone()[0])

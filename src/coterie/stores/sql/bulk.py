@@ -6,17 +6,18 @@ the cost of a batch and leaves the event loop its processor meanwhile.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
 
+from coterie.stores.sql.connection import Connection
+
 SIZES = (64, 8, 4, 2, 1)
 """Few sizes, so that every statement stays prepared."""
 
 
-def insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
+def insert(db: Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Insert `rows` into `into`, a table with its columns: `events (at, kind)`."""
     if len(rows) == 1:
         db.execute(_statement(into, len(rows[0]), 1), rows[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
 from coterie.messages import Answer, Message, Payload
+from coterie.stores.sql.connection import Connection
 
 MESSAGE = (
     "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
@@ -29,7 +29,7 @@ AGENTS = """
    FROM agents a
    LEFT JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
    LEFT JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-                    AND c.state IN ('started', 'gated'))
+                    AND c.state IN ('started', 'gated')) AS at_work
 """
 """The table with, beside each agent, the call that runs or waits for the person's word: there is one at most."""
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
@@ -108,6 +108,6 @@ def to_artifact(row: tuple[Any, ...]) -> Artifact:
     )
 
 
-def find_message(db: sqlite3.Connection, message_id: str) -> Message | None:
+def find_message(db: Connection, message_id: str) -> Message | None:
     row = db.execute(f"SELECT {MESSAGE} FROM messages WHERE id = ?", (message_id,)).fetchone()
     return row and to_message(row)

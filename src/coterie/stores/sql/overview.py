@@ -1,22 +1,26 @@
-"""The overview port on SQLite."""
+"""The overview port, in queries that both engines share."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
 
 from coterie.artifacts import Artifact
 from coterie.clock import to_ms
-from coterie.messages import Message
+from coterie.messages import PERSON, Message
 from coterie.overview import SHOWN, PlanRecord, Snapshot, Usage
 from coterie.store import Page
-from coterie.stores.sqlite import records, snapshot, threads
-from coterie.stores.sqlite.database import Database
+from coterie.stores.sql import records, snapshot, threads
+from coterie.stores.sql.database import SqlDatabase
 
 
-class SqliteOverview(Database):
+class SqlOverview(SqlDatabase):
+    @abstractmethod
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
+
     async def snapshot(self) -> Snapshot:
-        return await self._read(snapshot.snapshot)
+        return await self._read(snapshot.snapshot, one_moment=True)
 
     async def thread(
         self,
@@ -30,7 +34,7 @@ class SqliteOverview(Database):
         return await self._read(lambda db: threads.part(db, agent_id, before, after, around, limit))
 
     async def clear_thread(self, agent_id: str) -> int:
-        return await self._post(lambda db, post: threads.clear(db, post, agent_id))
+        return await self._post(lambda db, post: threads.clear(db, post, agent_id), touches=[agent_id, PERSON])
 
     async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
         return await self._read(lambda db: threads.open_questions(db, agent_id, limit))
@@ -40,9 +44,6 @@ class SqliteOverview(Database):
 
     async def usage(self, since: datetime) -> Sequence[Usage]:
         return await self._read(lambda db: records.usage(db, to_ms(since)))
-
-    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
-        return await self._read(lambda db: records.search(db, words, page, agent_id))
 
     async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
         return await self._read(lambda db: records.artifacts_before(db, ref, limit))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import msgspec
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.messages import PERSON, Answer, Envelope
+from coterie.stores.sql.connection import Connection
 
 _ASKED = "SELECT sender, payload, question, answered_by, answered_option FROM messages WHERE id = ?"
 _OPEN = """
@@ -32,9 +32,7 @@ class _Asked(NamedTuple):
 
 
 class Questions:
-    def __init__(
-        self, db: sqlite3.Connection, rows: list[tuple[Any, ...]], tell: Callable[[EventKind, str], None]
-    ) -> None:
+    def __init__(self, db: Connection, rows: list[tuple[Any, ...]], tell: Callable[[EventKind, str], None]) -> None:
         self._db, self._tell = db, tell
         self._rows = rows
         """Messages of this transaction that are not written yet; the last two columns are the answer."""
@@ -101,7 +99,7 @@ class Questions:
         return self._open[agent_id]
 
 
-def reopen(db: sqlite3.Connection, answer_id: str) -> list[str]:
+def reopen(db: Connection, answer_id: str) -> list[str]:
     """The message that answered them is withdrawn; which questions are open again."""
     return [question for _, question in sorted(db.execute(_REOPEN, (answer_id,)))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 
 import msgspec
@@ -12,9 +11,10 @@ from coterie.errors import CoterieError
 from coterie.failpoints import FailpointHit, hit
 from coterie.llm.chat import Answer
 from coterie.messages import Envelope
-from coterie.stores.sqlite.damage import Unclaimable
-from coterie.stores.sqlite.desk import CRASHES, TurnDesk
-from coterie.stores.sqlite.post import Post
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.damage import Unclaimable
+from coterie.stores.sql.desk import CRASHES, TurnDesk
+from coterie.stores.sql.post import Post
 from coterie.text import clean
 from coterie.turns import Claim, Taker
 
@@ -22,17 +22,22 @@ from coterie.turns import Claim, Taker
 # step are suspects: they go on one at a time, and who has got a step further is cleared. So a turn that kills the
 # runtime each time takes nobody else's along with it.
 _SUSPECT = f"state IN ('llm', 'tools') AND worker IS NOT NULL AND crash_step = step_no AND crashes = {CRASHES - 2}"
-_ON_TRIAL = f"state IN ('llm', 'tools') AND runnable_at IS NULL AND crash_step = step_no AND crashes = {CRASHES - 1}"
+_ON_TRIAL = (
+    "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > ?1)"
+    f" AND crash_step = step_no AND crashes = {CRASHES - 1}"
+)
 
 
-def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
+def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
     rows = db.execute(
-        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) ORDER BY runnable_at LIMIT ?",
+        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) ORDER BY runnable_at LIMIT ?"
+        " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, limit),
     ).fetchall()
     suspects = db.execute(
-        f"SELECT id FROM agents WHERE runnable_at <= ? AND {_SUSPECT}"
-        f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_ON_TRIAL}) ORDER BY runnable_at LIMIT ?",
+        f"SELECT id FROM agents WHERE runnable_at <= ?1 AND {_SUSPECT}"
+        f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_ON_TRIAL}) ORDER BY runnable_at LIMIT ?2"
+        " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, min(1, limit - len(rows))),
     ).fetchall()
     claims = [_claim_one(db, post, agent_id, worker, rules) for (agent_id,) in rows]
@@ -45,37 +50,36 @@ def claim(db: sqlite3.Connection, post: Post, worker: str, rules: Rules, limit: 
     return claims
 
 
-def claim_ready(db: sqlite3.Connection, post: Post, agent_id: str, taker: Taker) -> Claim:
+def claim_ready(db: Connection, post: Post, agent_id: str, taker: Taker) -> Claim:
     """One that has just got its mail."""
     claimed = TurnDesk(db, post, agent_id, taker.rules).claim(taker.worker)
     hit("turn.claimed")
     return claimed
 
 
-def _claim_one(db: sqlite3.Connection, post: Post, agent_id: str, worker: str, rules: Rules) -> Claim:
+def _claim_one(db: Connection, post: Post, agent_id: str, worker: str, rules: Rules) -> Claim:
     """One agent that cannot be claimed must not keep all the others waiting."""
     try:
         return TurnDesk(db, post, agent_id, rules).claim(worker)
-    except sqlite3.IntegrityError as error:
+    except db.IntegrityError as error:
         raise Unclaimable(agent_id) from error
-    except (sqlite3.Error, CoterieError, FailpointHit):
+    except (db.Error, CoterieError, FailpointHit):
         raise  # the engine's trouble, or one that has a name
     except Exception as error:
         raise Unclaimable(agent_id) from error
 
 
-def release(db: sqlite3.Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
+def release(db: Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
     # A worker that let go in order leaves no name behind: that is what tells its turns from those cut off by a crash.
+    marks = ", ".join("?" * (1 + len(busy)))
     db.execute(
-        "UPDATE agents SET runnable_at = ?1, worker = CASE WHEN ?2 THEN worker END"
-        " WHERE worker = ?3 AND state IN ('llm', 'tools') AND id NOT IN (SELECT value FROM json_each(?4))",
-        (post.now, failed, worker, msgspec.json.encode(busy).decode()),
+        "UPDATE agents SET runnable_at = ?, worker = CASE WHEN ? = 1 THEN worker END"
+        f" WHERE worker = ? AND state IN ('llm', 'tools') AND id NOT IN ({marks})",
+        (post.now, failed, worker, "", *busy),
     )
 
 
-def advance(
-    db: sqlite3.Connection, post: Post, claim: Claim, event: Event, rules: Rules, sends: Envelope | None
-) -> Claim:
+def advance(db: Connection, post: Post, claim: Claim, event: Event, rules: Rules, sends: Envelope | None) -> Claim:
     desk = TurnDesk(db, post, claim.agent_id, rules)
     desk.go_on(claim)
     hit("turn.fenced")
@@ -84,7 +88,7 @@ def advance(
     return desk.step(event, sends)
 
 
-def summarise(db: sqlite3.Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> None:
+def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> None:
     TurnDesk(db, post, claim.agent_id, Rules()).fence(claim)
     db.execute(
         "INSERT INTO summaries (agent_id, upto, text, at) VALUES (?, ?, ?, ?)",

@@ -6,15 +6,18 @@ So a message to an agent at rest costs one flush until its turn is under way, an
 from __future__ import annotations
 
 import logging
-import sqlite3
 
 from coterie.failpoints import FailpointHit
-from coterie.stores.sqlite import turns
-from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.writer import RunAgain
+from coterie.stores.sql import turns
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.post import Post
 from coterie.turns import Claim, Taker
 
 log = logging.getLogger(__name__)
+
+
+class RunAgain(Exception):
+    """Raised by a job: what it did shall be undone, and it be run once more."""
 
 
 class Attendance:
@@ -27,7 +30,7 @@ class Attendance:
         self._look = False
         self._failed = False
 
-    def serve(self, db: sqlite3.Connection, post: Post) -> None:
+    def serve(self, db: Connection, post: Post) -> None:
         """Claim those that a turn can begin for; the others are left to the scheduler. Before `post` is closed."""
         woken = post.woken()
         ready = [] if self._failed else [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
@@ -36,7 +39,7 @@ class Attendance:
             return
         try:
             self._claims = [turns.claim_ready(db, post, agent_id, self._taker) for agent_id in ready]
-        except (sqlite3.OperationalError, FailpointHit):
+        except (db.OperationalError, FailpointHit):
             raise  # the engine's trouble: the whole batch is undone
         except Exception as error:
             # What goes wrong with somebody's turn must not undo the message that began it.

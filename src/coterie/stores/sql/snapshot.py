@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
-
 from coterie.agents import Agent
 from coterie.messages import Message
 from coterie.overview import SHOWN, Snapshot, Thread
-from coterie.stores.sqlite.rows import AGENT, AGENTS, M_MESSAGE, MESSAGE, to_agent, to_message
-from coterie.stores.sqlite.threads import count_open_questions, open_questions
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import AGENT, AGENTS, M_MESSAGE, MESSAGE, to_agent, to_message
+from coterie.stores.sql.threads import count_open_questions, open_questions
 
 _COUNTS = """
 SELECT count(*), coalesce(sum(waiting), 0), (SELECT coalesce(sum(delayed), 0) FROM agents) FROM agents
@@ -28,24 +27,16 @@ SELECT {M_MESSAGE}, a.id, (SELECT count(*) FROM {_UNREAD}),
 _THREAD_COUNT = f"SELECT count({_LAST_OF_THREAD}) FROM agents a"
 # The agents first: few of them have mail, and each one's lies together.
 _QUEUES = f"""
-SELECT {M_MESSAGE} FROM agents a
- CROSS JOIN messages m ON m.recipient = a.id AND m.in_seq > a.taken_seq AND m.state = 'pending'
- WHERE a.kind = 'agent' AND a.waiting > 0 ORDER BY a.id, m.in_seq LIMIT ?
+SELECT {M_MESSAGE} FROM agents a CROSS JOIN messages m
+ WHERE a.kind = 'agent' AND a.waiting > 0 AND m.recipient = a.id AND m.in_seq > a.taken_seq AND m.state = 'pending'
+ ORDER BY a.id, m.in_seq LIMIT ?
 """
 _DELAYED = f"SELECT {MESSAGE} FROM messages WHERE state = 'delayed' ORDER BY deliver_at, seq LIMIT ?"
 _AGENTS = f"SELECT {AGENT} FROM {AGENTS} WHERE kind = 'agent' ORDER BY state = 'terminated', id LIMIT ?"
 
 
-def snapshot(db: sqlite3.Connection) -> Snapshot:
-    db.execute("BEGIN")  # all of it is read from the state the first statement sees
-    try:
-        return _snapshot(db)
-    finally:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-
-
-def _snapshot(db: sqlite3.Connection) -> Snapshot:
+def snapshot(db: Connection) -> Snapshot:
+    """Inside a transaction that sees one moment."""
     (seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
     agent_count, queue_count, delayed_count = db.execute(_COUNTS).fetchone()
     (thread_count,) = db.execute(_THREAD_COUNT).fetchone()
@@ -64,16 +55,16 @@ def _snapshot(db: sqlite3.Connection) -> Snapshot:
     )
 
 
-def _agents(db: sqlite3.Connection) -> list[Agent]:
+def _agents(db: Connection) -> list[Agent]:
     return [to_agent(row) for row in db.execute(_AGENTS, (SHOWN,))]
 
 
-def _threads(db: sqlite3.Connection) -> list[Thread]:
+def _threads(db: Connection) -> list[Thread]:
     return [
         Thread(agent_id=agent_id, last=to_message(tuple(last)), unread=unread, first_unread=first_unread)
         for *last, agent_id, unread, first_unread in db.execute(_THREADS, (SHOWN,))
     ]
 
 
-def _messages(db: sqlite3.Connection, sql: str) -> list[Message]:
+def _messages(db: Connection, sql: str) -> list[Message]:
     return [to_message(row) for row in db.execute(sql, (SHOWN,))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +10,8 @@ from coterie.agent.turn import Reply
 from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.messages import SYSTEM
-from coterie.stores.sqlite.post import Post
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.post import Post
 
 _COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
 
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
     hops: int
 
 
-def answer(db: sqlite3.Connection, post: Post, agent_id: str, turn_no: int, reply: Reply) -> tuple[str, ...]:
+def answer(db: Connection, post: Post, agent_id: str, turn_no: int, reply: Reply) -> tuple[str, ...]:
     """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said; what was sent."""
     if not reply.text.strip():
         return ()
@@ -50,7 +50,7 @@ def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, 
     return envelope.id
 
 
-def _askers(db: sqlite3.Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
+def _askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
     """Who asked, with the newest message each is waiting for an answer to."""
     rows = db.execute(
         f"SELECT {_COLUMNS} FROM history h JOIN messages m ON m.id = h.message_id"
@@ -64,7 +64,7 @@ def _askers(db: sqlite3.Connection, agent_id: str, turn_no: int) -> dict[str, As
     return {asker: message for asker, message in asked.items() if asker not in (agent_id, SYSTEM)}
 
 
-def _asker_behind(db: sqlite3.Connection, agent_id: str, message: Asked) -> Asked | None:
+def _asker_behind(db: Connection, agent_id: str, message: Asked) -> Asked | None:
     """An explicit message itself; behind an automatic answer, the message that made this agent ask."""
     seen: set[str] = set()
     found: Asked | None = message
@@ -77,12 +77,12 @@ def _asker_behind(db: sqlite3.Connection, agent_id: str, message: Asked) -> Aske
     return found
 
 
-def _message(db: sqlite3.Connection, message_id: str | None) -> Asked | None:
+def _message(db: Connection, message_id: str | None) -> Asked | None:
     row = db.execute(f"SELECT {_COLUMNS} FROM messages m WHERE m.id = ?", (message_id,)).fetchone()
     return Asked(*row) if row else None
 
 
-def _told_already(db: sqlite3.Connection, agent_id: str, asker: str, turn_no: int, text: str) -> bool:
+def _told_already(db: Connection, agent_id: str, asker: str, turn_no: int, text: str) -> bool:
     """A model that has just sent the same words with `send_message` need not say them twice."""
     rows = db.execute(
         # All plans of the turn: what begins with its number and a stroke, behind which the next letter is "0".

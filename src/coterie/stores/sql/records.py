@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
-import msgspec
-
 from coterie.artifacts import Artifact
-from coterie.clock import from_ms
+from coterie.clock import EPOCH, from_ms
 from coterie.errors import Refused
-from coterie.messages import Message
 from coterie.overview import CallRecord, PlanRecord, Usage
 from coterie.store import Page
-from coterie.stores.sqlite.rows import ARTIFACT, MESSAGE, to_artifact, to_message
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import ARTIFACT, to_artifact
 
 _PLAN = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at"
 _PLANS = f"SELECT {_PLAN} FROM plans WHERE ?1 IS NULL OR seq < ?1 ORDER BY seq DESC LIMIT ?2"
@@ -28,23 +26,14 @@ SELECT call_id, name, arguments, state, result, started_at, ended_at FROM calls
  WHERE agent_id = ? AND turn_no = ? AND step_no = ? ORDER BY idx
 """
 _USAGE = """
-SELECT date(at / 1000, 'unixepoch') AS day, agent_id, service, count(*), sum(outcome = 'withdrawn'),
+SELECT at / 86400000 AS day, agent_id, service, count(*), count(*) FILTER (WHERE outcome = 'withdrawn'),
        sum(input_tokens), sum(output_tokens)
   FROM llm_calls WHERE at >= ? GROUP BY day, agent_id, service ORDER BY day DESC, agent_id, service
 """
-_TEXT = "coalesce(json_extract(payload, '$.text'), '')"
-_FOLDED = f"folded({_TEXT})"
-_LOOKED_AT = f"""
-SELECT {MESSAGE} FROM messages WHERE (?1 IS NULL OR seq < ?1) AND (?2 IS NULL OR ?2 IN (sender, recipient))
-"""
-_NOT_IN = "AND NOT EXISTS (SELECT 1 FROM json_each(?3) WHERE"
-_NEWEST = "NOT LIKE value ESCAPE '\\') ORDER BY seq DESC LIMIT ?4"
-_SEARCH = f"{_LOOKED_AT} {_NOT_IN} {_TEXT} {_NEWEST}"
-_SEARCH_FOLDED = f"{_LOOKED_AT} {_NOT_IN} {_FOLDED} {_NEWEST}"
 MAX_WORDS, MAX_WORD = 16, 200
 
 
-def runs(db: sqlite3.Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
+def runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
     if agent_id is None:
         plans = db.execute(_PLANS, (page.before, page.limit)).fetchall()
     else:
@@ -52,10 +41,10 @@ def runs(db: sqlite3.Connection, page: Page, agent_id: str | None) -> list[PlanR
     return [_plan(row, db.execute(_CALLS, row[1:4])) for row in plans]
 
 
-def usage(db: sqlite3.Connection, since: int) -> list[Usage]:
+def usage(db: Connection, since: int) -> list[Usage]:
     return [
         Usage(
-            day=day,
+            day=(EPOCH + timedelta(days=day)).strftime("%Y-%m-%d"),
             agent_id=agent_id,
             service=service,
             requests=requests,
@@ -67,20 +56,12 @@ def usage(db: sqlite3.Connection, since: int) -> list[Usage]:
     ]
 
 
-def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None) -> list[Message]:
-    patterns = [f"%{_escaped(word[:MAX_WORD])}%" for word in words.casefold().split()[:MAX_WORDS]]
-    if not patterns:
-        return []
-    sql = _SEARCH
-    if not words.isascii() and words.lower() != words.upper():
-        # The engine's own LIKE knows the two cases of a to z only, and is faster than asking Python for each row.
-        db.create_function("folded", 1, str.casefold, deterministic=True)
-        sql = _SEARCH_FOLDED
-    rows = db.execute(sql, (page.before, agent_id, msgspec.json.encode(patterns).decode(), page.limit))
-    return [to_message(row) for row in rows]
+def patterns(words: str) -> list[str]:
+    """What a text must be like, each of them, to have all the words in it."""
+    return [f"%{_escaped(word[:MAX_WORD])}%" for word in words.casefold().split()[:MAX_WORDS]]
 
 
-def artifacts_before(db: sqlite3.Connection, ref: str | None, limit: int) -> list[Artifact]:
+def artifacts_before(db: Connection, ref: str | None, limit: int) -> list[Artifact]:
     place: tuple[Any, ...] = (1 << 62, "")
     if ref is not None:
         place = db.execute("SELECT created_at, ref FROM artifacts WHERE ref = ?", (ref,)).fetchone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -47,13 +46,14 @@ from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.llm.chat import Call
 from coterie.messages import PERSON, Envelope, Message
-from coterie.stores.sqlite import plans
-from coterie.stores.sqlite.answers import answer
-from coterie.stores.sqlite.approvals import APPROVE, question, question_id
-from coterie.stores.sqlite.bulk import insert
-from coterie.stores.sqlite.damage import check_readable
-from coterie.stores.sqlite.post import Post
-from coterie.stores.sqlite.rows import RAW_MESSAGE, to_message
+from coterie.stores.sql import plans
+from coterie.stores.sql.answers import answer
+from coterie.stores.sql.approvals import APPROVE, question, question_id
+from coterie.stores.sql.bulk import insert
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.damage import check_readable
+from coterie.stores.sql.post import Post
+from coterie.stores.sql.rows import RAW_MESSAGE, to_message
 from coterie.turns import Claim, HistoryRow, StaleOwner
 
 _MS = timedelta(milliseconds=1)
@@ -69,9 +69,7 @@ Reducer = Callable[[Turn, Event], Step]
 class TurnDesk:
     """One agent's turn, for the length of one transaction."""
 
-    def __init__(
-        self, db: sqlite3.Connection, post: Post, agent_id: str, rules: Rules, reducer: Reducer = reduce
-    ) -> None:
+    def __init__(self, db: Connection, post: Post, agent_id: str, rules: Rules, reducer: Reducer = reduce) -> None:
         self._db, self._post, self._agent, self._rules, self._reduce = db, post, agent_id, rules, reducer
         post.write_messages()
         self.row = post.mailbox(agent_id)
@@ -199,7 +197,8 @@ class TurnDesk:
         # The chain is at most as long as the hop limit.
         row = self._db.execute(
             "WITH RECURSIVE chain (id) AS"
-            " (VALUES (?1) UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)"
+            " (SELECT m.id FROM messages m WHERE m.id = ?1"
+            " UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)"
             " SELECT 1 FROM messages m JOIN chain c ON m.id = c.id WHERE m.sender = ?2 AND m.plan = ?3",
             (cause, self._agent, _name(self._key)),
         ).fetchone()

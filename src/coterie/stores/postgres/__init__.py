@@ -1,0 +1,5 @@
+"""The engine for several processes: one PostgreSQL is all that coordinates them."""
+
+from coterie.stores.postgres.store import PostgresStore
+
+__all__ = ["PostgresStore"]

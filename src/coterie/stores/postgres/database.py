@@ -1,0 +1,198 @@
+"""The database of a society and the connections to it: one thread that writes, a few that read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import psycopg
+
+from coterie.clock import Clock, from_ms
+from coterie.errors import StoreBroken, StoreError, StoreUnusable
+from coterie.ids import new_id
+from coterie.store import Limits, StoreInfo
+from coterie.stores.postgres.connection import STATEMENT_MS, PgConnection, connect
+from coterie.stores.postgres.leases import Leases
+from coterie.stores.postgres.ledger import CLOCK, BatchLedger
+from coterie.stores.postgres.listening import Listening
+from coterie.stores.postgres.migrate import check_version, migrate
+from coterie.stores.postgres.trouble import meaning, passes
+from coterie.stores.postgres.writer import Writer
+from coterie.stores.sql.attendance import Attendance
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.database import SqlDatabase
+from coterie.stores.sql.post import Post
+from coterie.text import one_line
+from coterie.turns import Taker
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+READERS = 4
+READ_TRIES = 4
+LEASE = timedelta(seconds=30)
+_MS = timedelta(milliseconds=1)
+_EACH = f"SET LOCAL statement_timeout = {STATEMENT_MS};"
+Time = Callable[[], int]
+
+
+class Database(SqlDatabase):
+    def __init__(
+        self,
+        url: str,
+        info: StoreInfo,
+        clock: Clock,
+        limits: Limits,
+        time: Time | None = None,
+        lease: timedelta = LEASE,
+        *,
+        joins: bool = True,
+    ) -> None:
+        """`joins`: counts among those who run the society."""
+        super().__init__()
+        self.info, self._clock, self.limits = info, clock, limits
+        self._url, self._time = url, time
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
+        self._local = threading.local()
+        self._reading: list[PgConnection] = []
+        self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
+        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, time))
+        self._leases = Leases(url, self._on_unsure, lease.total_seconds()) if joins else None
+        self._listening = Listening(url, self._on_news) if joins else None
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        clock: Clock,
+        *,
+        limits: Limits | None = None,
+        time: Time | None = None,
+        lease: timedelta = LEASE,
+    ) -> Self:
+        """Join the society in the database `url`, made if it is empty. Any number of processes can.
+
+        `time`: in place of the database's clock, for tests.
+        """
+        return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time, lease)
+
+    @classmethod
+    async def open_read_only(cls, url: str, clock: Clock) -> Self:
+        """Look at the society beside those who run it."""
+        return cls(url, await asyncio.to_thread(_open, url, looking=True), clock, Limits(), joins=False)
+
+    @property
+    def healthy(self) -> bool:
+        return self._writer.healthy
+
+    async def is_last(self) -> bool:
+        return self._leases is None or await self._leases.is_last()
+
+    def attend(self, taker: Taker) -> None:
+        self._taker = taker
+        if self._leases:
+            self._leases.hold(taker.worker)
+
+    def _on_news(self) -> None:
+        if self._taker:
+            self._taker.look()
+        self.news()
+
+    def _on_unsure(self) -> None:
+        if self._taker:
+            self._taker.drop()
+
+    async def close(self) -> None:
+        await self._writer.close()
+        if self._leases and self._listening:
+            await asyncio.gather(self._listening.close(), self._leases.close())
+        self._readers.shutdown()
+        for connection in self._reading:
+            connection.close()
+
+    def _post(
+        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+    ) -> asyncio.Future[T]:
+        if self._leases is None:
+            raise StoreError("this society was opened for reading only")
+        attendance = Attendance(self._taker) if self._taker else None
+
+        def work(db: PgConnection, ledger: BatchLedger) -> T:
+            post = Post(db, now=ledger.now, stamp=ledger.stamp, limits=self.limits, ledger=ledger)
+            result = run(db, post)
+            if attendance:
+                attendance.serve(db, post)
+            post.close()
+            return result
+
+        return self._writer.write(work, attendance.settle if attendance else None, tuple(touches))
+
+    async def _now(self) -> int:
+        if self._time:
+            return self._time()
+        return int((await self._query(f"SELECT {CLOCK}"))[0][0])
+
+    async def _read(self, run: Callable[[PgConnection], T], *, one_moment: bool = False) -> T:
+        def work() -> T:
+            for left in reversed(range(READ_TRIES)):
+                try:
+                    db = self._reader()
+                    return _in_one_moment(db, run) if one_moment else run(db)
+                except psycopg.Error as error:
+                    self._drop_reader()
+                    if not left or not passes(error):
+                        raise meaning(error) from error
+                    time.sleep(0.1)
+            raise AssertionError("the last try returns or raises")
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    def _reader(self) -> PgConnection:
+        """This thread's own connection."""
+        db: PgConnection | None = getattr(self._local, "db", None)
+        if db is None:
+            db = self._local.db = PgConnection(connect(self._url), _EACH)
+            self._reading.append(db)
+        return db
+
+    def _drop_reader(self) -> None:
+        if db := getattr(self._local, "db", None):
+            self._local.db = None
+            self._reading.remove(db)
+            db.close()
+
+
+def _in_one_moment(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
+    db.say("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    try:
+        return run(db)
+    finally:
+        if not db.closed:
+            db.say("ROLLBACK")
+
+
+def _open(url: str, *, looking: bool = False) -> StoreInfo:
+    try:
+        with connect(url) as raw:
+            if looking:
+                check_version(raw)
+            else:
+                migrate(raw)
+            raw.execute("INSERT INTO meta VALUES ('log_id', %s) ON CONFLICT DO NOTHING", (new_id(),))
+            row: Any = raw.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
+            version = raw.info.parameter_status("server_version") or ""
+    except psycopg.Error as error:
+        raise _unusable(error) from error
+    return StoreInfo(engine="postgresql", version=version, log_id=row[0], last_seen=from_ms(row[1]))
+
+
+def _unusable(error: psycopg.Error) -> StoreError:
+    return StoreUnusable(
+        f"the PostgreSQL of store.url cannot be used ({one_line(str(error))}): check that it runs, and who may connect"
+    )

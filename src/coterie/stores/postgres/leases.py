@@ -1,0 +1,129 @@
+"""What tells the others that this process lives, and renews what it has claimed.
+
+It has a thread and a connection of its own: neither a tool that blocks the event loop nor a queue of writes may cost a
+lease. The fence is the epoch, never the time; but a process that could not renew for most of a lease stops working by
+itself, before others can begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import psycopg
+
+from coterie.ids import new_id
+from coterie.stores.postgres.connection import TIMEOUTS, PgConnection, connect
+from coterie.stores.postgres.ledger import CLOCK
+from coterie.stores.postgres.trouble import meaning
+
+log = logging.getLogger(__name__)
+
+BEATS = 3
+"""So often it is renewed in that time."""
+UNSURE = 0.7
+"""After this part of a lease without renewal, whatever was claimed may soon be somebody else's."""
+_SEEN = (
+    f"INSERT INTO processes (id, seen_at) VALUES (?, {CLOCK}) ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at"
+)
+# Those that were let go, or have run out, are everybody's: they are not taken back.
+_RENEW = f"""
+WITH mine AS (
+    SELECT id FROM agents WHERE worker = ANY (?1) AND state IN ('llm', 'tools') AND runnable_at > {CLOCK}
+     ORDER BY id FOR UPDATE)
+UPDATE agents SET runnable_at = {CLOCK} + ?2 FROM mine WHERE agents.id = mine.id
+"""
+_OTHERS = f"SELECT count(*) FROM processes WHERE id <> ? AND seen_at > {CLOCK} - ?"
+_GONE = "DELETE FROM processes WHERE id = ?1"
+_LONG_GONE = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
+
+
+class Leases:
+    def __init__(self, url: str, on_unsure: Callable[[], None], lease: float) -> None:
+        """`lease` in seconds. `on_unsure`: called on the event loop when claims could not be renewed in time."""
+        self._url, self._on_unsure, self.lease = url, on_unsure, lease
+        self.process = new_id()
+        self._workers: list[str] = []
+        self._db: PgConnection | None = None
+        self._loop = asyncio.get_running_loop()
+        self._renewed = time.monotonic()
+        self._unsure = False
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="coterie-leases", daemon=True)
+        self._thread.start()
+
+    def hold(self, worker: str) -> None:
+        """From now on its claims are renewed."""
+        self._workers = [*self._workers, worker]
+
+    async def is_last(self) -> bool:
+        """Whether no other process lives. Who cannot tell is not."""
+        try:
+            return not await asyncio.to_thread(self._count_others)
+        except psycopg.Error as error:
+            log.warning("whether others run cannot be told: %s", meaning(error))
+            return False
+
+    async def close(self) -> None:
+        self._ending.set()
+        await asyncio.to_thread(self._thread.join)
+
+    def _keep(self) -> None:
+        while True:
+            self._beat()
+            self._look_at_the_time()
+            if self._ending.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10)):
+                break
+        self._leave()
+
+    def _beat(self) -> None:
+        began = time.monotonic()
+        try:
+            db = self._connected()
+            db.say(f"BEGIN; {TIMEOUTS}")
+            db.execute(_SEEN, (self.process,))
+            if self._workers:
+                db.execute(_RENEW, (self._workers, int(self.lease * 1000)))
+            db.say("COMMIT")
+        except psycopg.Error as error:
+            log.warning("claims could not be renewed: %s", meaning(error))
+            self._hang_up()
+            return
+        self._renewed, self._unsure = began, False
+
+    def _look_at_the_time(self) -> None:
+        if self._unsure or time.monotonic() - self._renewed < self.lease * UNSURE:
+            return
+        self._unsure = True
+        log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
+        with contextlib.suppress(RuntimeError):  # the loop is gone already
+            self._loop.call_soon_threadsafe(self._on_unsure)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(psycopg.Error):
+            db = self._connected()
+            db.execute(_GONE, (self.process,))
+            db.execute(_LONG_GONE, (int(self.lease * 1000 * 10),))
+        self._hang_up()
+
+    def _count_others(self) -> int:
+        db = PgConnection(connect(self._url))
+        try:
+            return int(db.execute(_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])  # type: ignore[index]
+        finally:
+            db.close()
+
+    def _connected(self) -> PgConnection:
+        if self._db is None or self._db.closed:
+            self._db = PgConnection(connect(self._url))
+        return self._db
+
+    def _hang_up(self) -> None:
+        if self._db:
+            with contextlib.suppress(psycopg.Error):
+                self._db.close()
+            self._db = None

@@ -1,0 +1,26 @@
+"""The store port on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from coterie.messages import Message
+from coterie.store import Page
+from coterie.stores.postgres.backup import copy
+from coterie.stores.postgres.bytes import DatabaseBytes
+from coterie.stores.postgres.database import Database
+from coterie.stores.postgres.search import search
+from coterie.stores.sql.store import SqlStore
+
+
+class PostgresStore(Database, SqlStore):
+    def kept(self) -> DatabaseBytes:
+        """The bytes of artifacts, beside everything else."""
+        return DatabaseBytes(self._read)
+
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
+        return await self._read(lambda db: search(db, words, page, agent_id))
+
+    async def backup(self, target: Path) -> None:
+        await self._read(lambda db: copy(db, target), one_moment=True)

@@ -1,0 +1,206 @@
+"""The one thread of this process that writes, and its group commit.
+
+A batch that meets another process, or loses the database, is undone and tried again; a commit whose answer was lost is
+looked up. So whoever waits hears what is, or that nothing was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import psycopg
+
+from coterie.errors import CoterieError, StoreUnavailable
+from coterie.failpoints import FailpointHit, hit
+from coterie.stores.postgres.connection import PgConnection, connect
+from coterie.stores.postgres.ledger import BatchLedger
+from coterie.stores.postgres.trouble import Contended, is_own, meaning, passes
+from coterie.stores.sql.attendance import RunAgain
+from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+PATIENCE = 5.0
+"""Seconds for which a batch is tried again before those who wait are told."""
+LONGEST_PAUSE = 1.0
+Ledgers = Callable[[PgConnection, set[str]], BatchLedger]
+
+
+class LostAnswer(Exception):
+    """The commit may have happened, or not."""
+
+    def __init__(self, transaction: str) -> None:
+        super().__init__(transaction)
+        self.transaction = transaction
+
+
+class Writer:
+    def __init__(self, url: str, ledgers: Ledgers) -> None:
+        self._url, self._ledgers = url, ledgers
+        self._db: PgConnection | None = None
+        self._jobs: Jobs = Jobs()
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+        self.healthy = True
+        self._thread = threading.Thread(target=self._work, name="coterie-writer", daemon=True)
+        self._thread.start()
+
+    def write(
+        self,
+        run: Callable[[PgConnection, BatchLedger], T],
+        settled: Callable[[bool], None] | None,
+        touches: tuple[str, ...],
+    ) -> asyncio.Future[T]:
+        """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
+        if self._closed:
+            raise StoreUnavailable("the society is stopping: try again after its next start")
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put(Job(run, answer, settled, touches))
+        return answer
+
+    async def close(self) -> None:
+        """After everything handed in so far."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._hang_up()
+
+    def _work(self) -> None:
+        last = False
+        while not last and (job := self._jobs.get()):
+            batch, last = gather(self._jobs, job)
+            self._commit(batch)
+            try:
+                self._loop.call_soon_threadsafe(settle, batch)
+            except RuntimeError:  # the loop is gone, and with it everyone who waited
+                return
+
+    def _commit(self, batch: list[Job]) -> None:
+        """Until it is written, or its time is over."""
+        touches = {name for job in batch for name in job.touches}
+        until, pause = time.monotonic() + PATIENCE, 0.01
+        while True:
+            for job in batch:
+                job.failed = None
+            try:
+                self._try(batch, touches)
+                self.healthy = True
+                return
+            except Contended as contended:
+                touches.add(contended.agent_id)
+                self._undo()
+                continue
+            except LostAnswer as lost:
+                if self._was_committed(lost.transaction):
+                    self.healthy = True
+                    return
+            except (psycopg.Error, FailpointHit) as error:
+                self._undo()
+                if time.monotonic() >= until or not passes(error):
+                    self._give_up(batch, error)
+                    return
+                self.healthy = self.healthy and not _is_lost(self._db)
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(LONGEST_PAUSE, pause * 2)
+
+    def _try(self, batch: list[Job], touches: set[str]) -> None:
+        db = self._connected()
+        ledger = self._ledgers(db, touches)
+        for place, job in enumerate(batch):
+            if place:
+                db.say("RELEASE SAVEPOINT job; SAVEPOINT job")
+            self._run(db, ledger, job)
+        if all(job.failed for job in batch):
+            db.say("ROLLBACK")
+            return
+        transaction = ledger.close()
+        hit("commit.before")
+        try:
+            done = db.say("COMMIT")
+        except psycopg.OperationalError as error:
+            if transaction and _is_lost(db):
+                raise LostAnswer(transaction) from error
+            raise
+        if done.statusmessage != "COMMIT":
+            raise psycopg.OperationalError("the transaction was rolled back")
+        hit("commit.after")
+
+    def _run(self, db: PgConnection, ledger: BatchLedger, job: Job) -> None:
+        noted = ledger.next_job()
+        try:
+            job.outcome = self._run_twice(db, ledger, job, noted)
+        except Exception as error:
+            if isinstance(error, FailpointHit) or (isinstance(error, psycopg.Error) and not is_own(error)):
+                raise  # the engine's trouble, not this job's: the whole batch is undone
+            job.failed = meaning(error) if isinstance(error, psycopg.Error) else error
+            if not isinstance(error, CoterieError):
+                log.exception("a transition failed; it was undone")
+            _roll_back(db, ledger, noted)
+        if not job.touches:
+            ledger.read_anew()
+
+    def _run_twice(self, db: PgConnection, ledger: BatchLedger, job: Job, noted: int) -> Any:
+        try:
+            return job.run(db, ledger)
+        except RunAgain:
+            _roll_back(db, ledger, noted)
+            return job.run(db, ledger)
+
+    def _give_up(self, batch: list[Job], error: Exception) -> None:
+        told = meaning(error) if isinstance(error, psycopg.Error) else error
+        fail(batch, told)
+        self.healthy = False
+        log.error("the store could not commit: %s", told)
+
+    def _was_committed(self, transaction: str) -> bool:
+        """No outcome is ever guessed: this takes as long as it takes."""
+        self._hang_up()
+        self.healthy = False
+        log.warning("the answer to a commit was lost; asking what became of transaction %s", transaction)
+        while True:
+            with contextlib.suppress(psycopg.Error):
+                db = self._connected()
+                try:
+                    (status,) = db.execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()  # type: ignore[misc]
+                except psycopg.DataError:  # after a failover: a number that was never given out here
+                    return False
+                if status != "in progress":
+                    return bool(status == "committed")
+            time.sleep(0.1 * random.uniform(0.5, 1))
+
+    def _connected(self) -> PgConnection:
+        if self._db is None or self._db.closed:
+            self._db = PgConnection(connect(self._url))
+        return self._db
+
+    def _undo(self) -> None:
+        """Whatever was begun is not; a connection that cannot say so is given up."""
+        try:
+            if self._db and not self._db.closed:
+                self._db.say("ROLLBACK")
+        except psycopg.Error:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._db:
+            with contextlib.suppress(psycopg.Error):
+                self._db.close()
+            self._db = None
+
+
+def _roll_back(db: PgConnection, ledger: BatchLedger, noted: int) -> None:
+    db.say("ROLLBACK TO SAVEPOINT job")
+    ledger.forget(noted)
+
+
+def _is_lost(db: PgConnection | None) -> bool:
+    return db is None or db.closed or db.raw.broken

@@ -1,0 +1,1 @@
+"""What both engines share: transitions written once, in SQL that both understand."""

@@ -1,0 +1,36 @@
+"""A connection as the shared transitions see it: what `sqlite3` has, and what the PostgreSQL engine imitates.
+
+SQL is written as SQLite reads it: `?`, `?1`. What only several writers need stands in a comment that begins with a
+plus, `/*+ FOR UPDATE */`: SQLite, with its one writer, passes over it, and PostgreSQL's dialect uncovers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+
+class Rows(Protocol):
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Connection(Protocol):
+    @property
+    def Error(self) -> type[Exception]: ...  # noqa: N802 - the names of the DB-API
+
+    @property
+    def IntegrityError(self) -> type[Exception]: ...  # noqa: N802
+
+    @property
+    def OperationalError(self) -> type[Exception]: ...  # noqa: N802
+
+    def execute(self, sql: str, parameters: Any = ..., /) -> Rows: ...
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> Rows: ...

@@ -1,0 +1,66 @@
+"""What an engine gives to the shared half of the store: transactions that write, and readers."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from coterie.clock import Clock
+from coterie.errors import StoreBroken
+from coterie.store import Limits, StoreInfo
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.post import Post
+from coterie.turns import Taker
+
+T = TypeVar("T")
+
+
+class SqlDatabase(ABC):
+    info: StoreInfo
+    limits: Limits
+    broken: asyncio.Future[StoreBroken]
+    """Set when writing can no longer be trusted and the process must stop."""
+    news: Callable[[], None] = staticmethod(lambda: None)
+    """Called on the event loop when somebody else has written something; set by whoever wants to know."""
+    _clock: Clock
+    _taker: Taker | None = None
+
+    @property
+    @abstractmethod
+    def healthy(self) -> bool: ...
+
+    async def is_last(self) -> bool:
+        """Whether no other process runs this society."""
+        return True
+
+    def attend(self, taker: Taker) -> None:
+        self._taker = taker
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    def _post(
+        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+    ) -> asyncio.Future[T]:
+        """One transition, with a post office of its own; whoever it gives something to do is claimed with it.
+
+        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order. `small`:
+        it is soon done.
+        """
+        ...
+
+    @abstractmethod
+    async def _read(self, run: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+        """`one_moment`: all statements see the same state."""
+        ...
+
+    @abstractmethod
+    async def _now(self) -> int:
+        """What due times are measured against."""
+        ...
+
+    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
+        return await self._read(lambda db: db.execute(sql, parameters).fetchall())

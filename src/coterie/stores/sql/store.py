@@ -1,0 +1,262 @@
+"""The store port, in transitions and queries that both engines share."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from coterie.agent.turn import Event as TurnEvent
+from coterie.agent.turn import Rules
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.clock import from_ms, to_ms
+from coterie.errors import Refused, StoreError
+from coterie.events import Event
+from coterie.invariants import INVARIANTS
+from coterie.llm.chat import Answer
+from coterie.messages import PERSON, Envelope, Message, Receipt, State
+from coterie.statistics import Statistics
+from coterie.store import Page, Promotion, Pruned, Retention
+from coterie.stores.sql import history, threads, transitions, turns
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
+from coterie.stores.sql.overview import SqlOverview
+from coterie.stores.sql.post import Post
+from coterie.stores.sql.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sql.statistics import statistics
+from coterie.turns import Claim, HistoryRow, View
+
+T = TypeVar("T")
+SMALL = 16
+"""Messages sent together that are written without a change of threads, where nothing is flushed."""
+
+
+class SqlStore(SqlOverview):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._outbox: list[tuple[Envelope, asyncio.Future[Receipt]]] = []
+
+    # Agents
+
+    async def add_agents(self, agents: Sequence[Agent]) -> None:
+        await self._post(
+            lambda db, post: transitions.add_agents(db, post, agents), touches=[agent.id for agent in agents]
+        )
+
+    async def terminate(self, agent_id: str) -> None:
+        await self._post(lambda db, post: transitions.terminate(db, post, agent_id), touches=[agent_id])
+
+    async def pause(self, agent_id: str) -> None:
+        await self._post(lambda db, post: transitions.pause(db, post, agent_id), touches=[agent_id])
+
+    async def resume(self, agent_id: str) -> None:
+        await self._post(lambda db, post: transitions.resume(db, post, agent_id), touches=[agent_id])
+
+    async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
+        return await self._post(lambda _, post: transitions.unblock(post, agent_ids), touches=agent_ids)
+
+    async def put_role(self, name: str, profile: str) -> None:
+        await self._post(lambda db, _: transitions.put_role(db, name, profile))
+
+    async def roles(self) -> Mapping[str, str]:
+        return dict(await self._query("SELECT name, profile FROM roles ORDER BY name"))
+
+    async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+        return [to_agent(row) for row in rows]
+
+    async def agent(self, agent_id: str) -> Agent | None:
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id = ?", agent_id)
+        return to_agent(rows[0]) if rows else None
+
+    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+        if not ids:
+            return {}
+        marks = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id IN ({marks})", *ids)
+        return {row[0]: to_agent(row) for row in rows}
+
+    # Messages
+
+    async def send(self, envelope: Envelope) -> Receipt:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Receipt] = loop.create_future()
+        if not self._outbox:
+            # Everyone who sends in this round of the event loop shares one set-based write.
+            loop.call_soon(self._hand_over)
+        self._outbox.append((envelope, answer))
+        return await answer
+
+    def _hand_over(self) -> None:
+        batch, self._outbox = self._outbox, []
+        try:
+            job = self._post(
+                lambda _, post: post.accept_all([envelope for envelope, _ in batch]),
+                touches=[envelope.to for envelope, _ in batch],
+                small=len(batch) <= SMALL,
+            )
+        except StoreError as error:
+            _answer_all(batch, error)
+        else:
+            job.add_done_callback(lambda done: _answer_all(batch, done.exception() or done.result()))
+
+    async def promote(self, limit: int, *, early: bool = False) -> Promotion:
+        return await self._post(lambda db, post: transitions.promote(db, post, limit, early))
+
+    async def until_next_due(self) -> timedelta | None:
+        rows = await self._query("SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1")
+        return from_ms(rows[0][0]) - from_ms(await self._now()) if rows else None
+
+    async def withdraw(self, message_id: str, by: str) -> Message:
+        return await self._post(lambda db, post: transitions.withdraw(db, post, message_id, by))
+
+    async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
+        return await self._post(lambda db, post: transitions.move(db, post, message_id, delay, by))
+
+    async def read(self, thread: str, upto: str) -> int:
+        return await self._post(lambda db, post: threads.read(db, post, thread, upto), touches=[PERSON])
+
+    async def resend(self, message_id: str) -> Receipt:
+        return await self._post(lambda db, post: transitions.resend(db, post, message_id))
+
+    async def forget(self, message_id: str) -> None:
+        await self._post(lambda db, post: transitions.forget(db, post, message_id))
+
+    async def message(self, message_id: str) -> Message | None:
+        return await self._read(lambda db: find_message(db, message_id))
+
+    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
+        if not ids:
+            return {}
+        marks = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {MESSAGE} FROM messages WHERE id IN ({marks})", *ids)
+        return {message.id: message for message in map(to_message, rows)}
+
+    async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
+        rows = await self._query(
+            f"SELECT {MESSAGE} FROM messages WHERE (?1 IS NULL OR seq < ?1)"
+            " AND (?2 IS NULL OR ?2 IN (sender, recipient)) AND (?3 IS NULL OR state = ?3) ORDER BY seq DESC LIMIT ?4",
+            page.before, agent, state, page.limit,
+        )  # fmt: skip
+        return [to_message(row) for row in rows]
+
+    async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
+        rows = await self._query(
+            f"SELECT {MESSAGE} FROM messages WHERE recipient = ?1 AND state = 'pending'"
+            " AND in_seq > (SELECT taken_seq FROM agents WHERE id = ?1) ORDER BY in_seq LIMIT ?2",
+            recipient, limit,
+        )  # fmt: skip
+        return [to_message(row) for row in rows]
+
+    async def delayed(
+        self, recipient: str | None = None, *, sender: str | None = None, after: Message | None = None, limit: int = 50
+    ) -> Sequence[Message]:
+        place = (to_ms(after.deliver_at), after.seq) if after and after.deliver_at else (0, 0)
+        rows = await self._query(
+            f"SELECT {MESSAGE} FROM messages WHERE state = 'delayed' AND (deliver_at, seq) > (?1, ?2)"
+            " AND (?3 IS NULL OR recipient = ?3) AND (?4 IS NULL OR sender = ?4) ORDER BY deliver_at, seq LIMIT ?5",
+            *place, recipient, sender, limit,
+        )  # fmt: skip
+        return [to_message(row) for row in rows]
+
+    async def delayed_count(self, recipient: str | None = None) -> int:
+        rows = await self._query("SELECT coalesce(sum(delayed), 0) FROM agents WHERE ?1 IS NULL OR id = ?1", recipient)
+        return int(rows[0][0])
+
+    # Turns
+
+    async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
+        return await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))
+
+    async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
+        await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
+
+    async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
+        return await self._despite_damage(
+            lambda db, post: turns.advance(db, post, claim, event, rules, sends),
+            touches=[claim.agent_id, *([sends.to] if sends else [])],
+            small=True,
+        )
+
+    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
+        return await self._read(lambda db: history.history(db, agent_id, after))
+
+    async def view(self, agent_id: str) -> View:
+        return await self._read(lambda db: history.view(db, agent_id))
+
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
+        await self._post(
+            lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
+        )
+
+    async def tokens_since(self, start: datetime) -> int:
+        return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
+
+    async def _despite_damage(
+        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+    ) -> T:
+        """What stands in the way is dealt with in transactions of its own, each of which brings that to an end."""
+        while True:
+            try:
+                return await self._post(run, touches=touches, small=small)
+            except (Unreadable, Unclaimable) as trouble:
+                await self._post(partial(limit_damage, trouble=trouble))
+
+    # Artifacts
+
+    async def add_artifact(self, artifact: Artifact) -> Artifact:
+        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact))
+
+    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]:
+        if not refs:
+            return {}
+        marks = ", ".join("?" * len(refs))
+        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+        return {row[0]: to_artifact(row) for row in rows}
+
+    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
+        return await self.artifacts_before(None, limit)
+
+    # The log, and care
+
+    async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
+        rows = await self._query(
+            "SELECT seq, at, kind, subject, data FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after, limit
+        )
+        return [Event(seq, from_ms(at), kind, subject, data) for seq, at, kind, subject, data in rows]
+
+    async def last_event(self) -> int:
+        rows = await self._query("SELECT max(seq) FROM events")
+        return int(rows[0][0] or 0)
+
+    async def statistics(self, after: int) -> Statistics:
+        return await self._read(lambda db: statistics(db, after))
+
+    async def prune(self, retention: Retention) -> Pruned:
+        return await self._post(lambda db, post: transitions.prune(db, post, retention))
+
+    @abstractmethod
+    async def backup(self, target: Path) -> None: ...
+
+    async def violations(self) -> AsyncIterator[str]:
+        for name, (sentence, sql) in INVARIANTS.items():
+            for row in await self._query(sql):
+                yield f"{name}: {sentence.format(*row)}"
+
+
+def _answer_all(
+    batch: list[tuple[Envelope, asyncio.Future[Receipt]]], outcome: list[Receipt | Refused] | BaseException
+) -> None:
+    outcomes = outcome if isinstance(outcome, list) else [outcome] * len(batch)
+    for (_, answer), each in zip(batch, outcomes, strict=True):
+        if answer.done():  # its caller was cancelled
+            continue
+        if isinstance(each, Receipt):
+            answer.set_result(each)
+        else:
+            answer.set_exception(each)

@@ -1,0 +1,24 @@
+"""Who owns the file, and how the last owner left it."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from coterie.stores.sql.transitions import get_meta, set_meta
+
+
+def begin_boot(db: sqlite3.Connection) -> None:
+    # Whoever worked on a turn is gone with the last boot: those agents can be claimed at once.
+    db.execute("UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')")
+    set_meta(db, "boot_epoch", str(int(get_meta(db, "boot_epoch") or 0) + 1))
+    set_meta(db, "clean", "0")
+
+
+def end_boot(db: sqlite3.Connection) -> None:
+    set_meta(db, "clean", "1")
+
+
+def was_unclean(db: sqlite3.Connection) -> bool:
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
+        return False
+    return get_meta(db, "clean") == "0"

@@ -1,0 +1,153 @@
+"""Several processes on one PostgreSQL, and some of them are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from coterie import Society
+from coterie.testing import ModelServer
+from coterie.testing.model_server import Calls, Received, Reply, Says
+from tests.engines import Postgres
+
+AGENTS = ("ada", "bob", "cyd", "dan")
+WORKERS = 3
+TOOLS = """
+import os
+from coterie import tool
+
+@tool
+async def note(line: str) -> str:
+    "Write a line, for everybody to see."
+    file = os.open({witness!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, (line + "\\n").encode())
+    os.close(file)
+    return "noted"
+"""
+
+
+def mind(request: Received) -> Reply:
+    """Notes what it was told, once, then says so."""
+    messages = request.body["messages"]
+    last = max(place for place, one in enumerate(messages) if one["role"] == "user")
+    words = re.findall(r"task \d+", json.dumps(messages[last]["content"]))
+    if any(one["role"] == "tool" for one in messages[last:]):
+        return Says(f"done {words[-1]}", token_delay=0.01)
+    return Says(calls=(Calls("note", {"line": words[-1]}),), token_delay=0.01)
+
+
+def furnish(folder: Path, url: str, base_url: str, witness: Path) -> None:
+    folder.mkdir()
+    agents = "".join(f"[agents.{name}]\n" for name in AGENTS)
+    (folder / "coterie.toml").write_text(f"[store]\nurl = {json.dumps(url)}\nlease_seconds = 2\n{agents}")
+    (folder / "llmservices.json").write_text(
+        json.dumps({"services": [{"id": "main", "baseURL": base_url, "model": "m"}]})
+    )
+    (folder / "tools.py").write_text(TOOLS.format(witness=str(witness)))
+
+
+class Workers:
+    """`coterie worker`, a few times, each in a folder of its own as on another machine."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._folders = folders
+        self._running: dict[Path, asyncio.subprocess.Process] = {}
+
+    async def start(self) -> None:
+        await asyncio.gather(*(self._start(folder) for folder in self._folders))
+
+    async def _start(self, folder: Path) -> None:
+        with (folder / "log").open("ab") as log:
+            command = (sys.executable, "-m", "coterie", "worker", str(folder))
+            one = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=log)
+        self._running[folder] = one
+        assert one.stdout
+        while line := await one.stdout.readline():
+            if line.startswith(b"Ready"):
+                return
+        raise AssertionError((folder / "log").read_text())
+
+    async def kill(self, folder: Path, how: signal.Signals = signal.SIGKILL) -> int:
+        one = self._running.pop(folder)
+        one.send_signal(how)
+        return await one.wait()
+
+    async def lose_one(self, chance: random.Random) -> None:
+        folder = chance.choice(self._folders)
+        await self.kill(folder)
+        await self._start(folder)
+
+    async def stop(self) -> list[int]:
+        return await asyncio.gather(*(self.kill(folder, signal.SIGTERM) for folder in [*self._running]))
+
+
+@contextlib.asynccontextmanager
+async def society_with_workers(folder: Path, url: str, witness: Path) -> AsyncIterator[tuple[Society, Workers]]:
+    """A server whose own agents do not work, and workers that do."""
+    async with ModelServer() as server:
+        server.default = mind
+        homes = [folder / f"home{n}" for n in range(1 + WORKERS)]
+        for home in homes:
+            furnish(home, url, server.base_url, witness)
+        workers = Workers(homes[1:])
+        async with Society.open(homes[0], work=False) as society:
+            await workers.start()
+            try:
+                yield society, workers
+            finally:
+                await workers.stop()
+        assert server.refused == []
+
+
+async def errand(society: Society, agent: str, tasks: range) -> None:
+    """Each task is answered before the next one is given."""
+    for task in tasks:
+        receipt = await society.send(to=agent, text=f"task {task}")
+        async with contextlib.aclosing(society.inbox()) as inbox:
+            async for message in inbox:
+                if message.in_reply_to == receipt.message_id:
+                    break
+
+
+@pytest.mark.slow
+async def test_workers_that_are_killed_lose_nothing_and_do_nothing_twice(postgres: str, tmp_path: Path) -> None:
+    url, witness = Postgres(postgres).url(tmp_path), tmp_path / "witness"
+    chance = random.Random(int(os.environ.get("COTERIE_SEED", "1")))
+    each, kills = 12, 0
+    async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(300):
+        work = asyncio.gather(
+            *(errand(society, name, range(100 * n, 100 * n + each)) for n, name in enumerate(AGENTS, 1))
+        )
+        while not work.done():
+            await asyncio.wait([work], timeout=chance.uniform(0.2, 1.2))
+            if not work.done():
+                await workers.lose_one(chance)
+                kills += 1
+        await work
+        answers = Counter(message.in_reply_to for message in await society.store.waiting("user", 1_000))
+        assert [violation async for violation in society.store.violations()] == []
+        states = {agent.id: agent.state for agent in await society.store.agents() if agent.kind == "agent"}
+    assert set(answers.values()) == {1} and len(answers) == each * len(AGENTS)
+    assert states == dict.fromkeys(AGENTS, "idle")
+    assert max(Counter(witness.read_text().splitlines()).values()) == 1
+    assert kills > 3
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_told_to_stop_hands_its_turns_over_at_once(postgres: str, tmp_path: Path) -> None:
+    url, witness = Postgres(postgres).url(tmp_path), tmp_path / "witness"
+    async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(60):
+        await errand(society, "ada", range(1))
+        assert await workers.stop() == [0] * WORKERS
+        assert [violation async for violation in society.store.violations()] == []

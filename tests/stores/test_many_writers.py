@@ -1,0 +1,365 @@
+"""Several processes on one PostgreSQL: whatever they do to each other, each message is there once and in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from coterie.agents import Agent
+from coterie.drafts import seal
+from coterie.errors import StoreUnavailable
+from coterie.messages import Envelope
+from coterie.store import Store
+from coterie.stores.postgres import PostgresStore, writer
+from coterie.stores.postgres.connection import PgConnection
+from coterie.stores.postgres.ledger import BatchLedger
+from coterie.stores.sql import transitions, turns
+from coterie.testing import FakeClock
+from coterie.turns import StaleOwner
+from tests.engines import EXPIRED, Postgres
+
+from .test_turns import RULES, Society, ask, go_on, says, take, told
+
+PEOPLE = [Agent(id="user", name="You", kind="person"), *(Agent(id=name, name=name) for name in ("ada", "bob", "cyd"))]
+Opener = Callable[[], Awaitable[PostgresStore]]
+
+
+@pytest.fixture
+def shared(postgres: str) -> Postgres:
+    return Postgres(postgres)
+
+
+@pytest.fixture
+async def process(shared: Postgres, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Opener]:
+    """One more store on the same database, as another process has it."""
+    opened: list[PostgresStore] = []
+
+    async def another() -> PostgresStore:
+        store = await PostgresStore.open(shared.url(tmp_path), clock)
+        opened.append(store)
+        await store.add_agents(PEOPLE)
+        return store
+
+    yield another
+    assert [violation async for violation in opened[0].violations()] == []
+    await asyncio.gather(*(store.close() for store in opened))
+
+
+def letter(sender: str, to: str, text: str = "hello", **more: Any) -> Envelope:
+    return seal(sender=sender, to=to, payload={"text": text}, **more)
+
+
+async def texts(store: Store, who: str) -> list[str]:
+    return [message.payload["text"] for message in await store.waiting(who, 10_000)]
+
+
+async def test_crossing_letters_of_three_processes_all_arrive_and_each_senders_in_their_order(process: Opener) -> None:
+    stores = [await process() for _ in range(3)]
+    names = ("ada", "bob", "cyd")
+
+    async def write(store: PostgresStore, sender: str) -> None:
+        for n in range(30):
+            await asyncio.gather(*(store.send(letter(sender, to, f"{sender} {n}")) for to in names if to != sender))
+
+    await asyncio.gather(*map(write, stores, names))
+    for name in names:
+        got = await texts(stores[0], name)
+        assert len(got) == 60
+        for sender in names:
+            mine = [text for text in got if text.startswith(sender)]
+            assert mine == ([f"{sender} {n}" for n in range(30)] if sender != name else [])
+
+
+async def test_the_same_letter_sent_by_several_processes_at_once_is_one(process: Opener) -> None:
+    stores = [await process() for _ in range(3)]
+    receipts = await asyncio.gather(*(s.send(letter("user", "ada", client_id="c")) for s in stores for _ in range(10)))
+    assert len({(receipt.message_id, receipt.state) for receipt in receipts}) == 1
+    assert await texts(stores[0], "ada") == ["hello"]
+
+
+async def test_events_are_dense_and_nobody_who_reads_on_misses_one(process: Opener) -> None:
+    stores = [await process() for _ in range(3)]
+    ended = asyncio.Event()
+
+    async def follow() -> list[int]:
+        seen: list[int] = []
+        while True:
+            last = ended.is_set()
+            seen += [event.seq for event in await stores[0].events(seen[-1] if seen else 0)]
+            if last:
+                return seen
+
+    following = asyncio.create_task(follow())
+    await asyncio.gather(*(s.send(letter("user", "ada", str(n))) for s in stores for n in range(50)))
+    ended.set()
+    seen = await following
+    assert seen == list(range(1, await stores[0].last_event() + 1))
+
+
+async def test_an_agent_is_claimed_by_one_of_them(process: Opener) -> None:
+    stores: list[Society] = [await process() for _ in range(3)]
+    for _ in range(5):
+        await asyncio.gather(*(ask(stores[0], name) for name in ("ada", "bob", "cyd")))
+        found = await asyncio.gather(*(store.claim(f"w{n}", RULES, 10) for n, store in enumerate(stores)))
+        claims = [claim for claims in found for claim in claims]
+        assert sorted(claim.agent_id for claim in claims) == ["ada", "bob", "cyd"]
+        await asyncio.gather(*(stores[0].advance(claim, says("done"), RULES) for claim in claims))
+
+
+async def test_what_is_due_is_delivered_once_and_in_order_whoever_looks(process: Opener) -> None:
+    stores = [await process() for _ in range(3)]
+    for n in range(40):
+        await stores[0].send(letter("user", "ada", str(n), delay_ms=1 + n % 3))
+    left = 40
+    while left:
+        rounds = await asyncio.gather(*(store.promote(7) for store in stores))
+        left -= sum(len(one.delivered) for one in rounds)
+    by_due = sorted(await stores[0].waiting("ada", 100), key=lambda one: (one.deliver_at, one.seq))
+    assert [one.in_seq for one in by_due] == sorted(one.in_seq or 0 for one in by_due)
+    assert len(by_due) == 40
+
+
+async def test_one_that_was_taken_over_writes_nothing(process: Opener, shared: Postgres, tmp_path: Path) -> None:
+    zombie, other = await process(), await process()
+    await ask(zombie)
+    stale = await take(zombie)
+    assert await other.claim("other", RULES, 5) == []
+    with shared.behind(tmp_path) as db:
+        db.execute(EXPIRED)
+    claim = await take(other, "other")
+    assert claim.epoch == stale.epoch + 1
+    with pytest.raises(StaleOwner):
+        await zombie.advance(stale, says("from the grave"), RULES, sends=letter("ada", "bob"))
+    assert await texts(other, "bob") == []
+    await go_on(other, claim, says("in time"))
+    assert (await told(other))[-1] == "assistant: in time"
+
+
+async def test_a_lease_that_ran_out_and_was_not_taken_is_still_good_to_write(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    store = await process()
+    await ask(store)
+    claim = await take(store)
+    with shared.behind(tmp_path) as db:
+        db.execute(EXPIRED)
+    await go_on(store, claim, says("late, and nobody minds"))
+    assert await texts(store, "user") == ["late, and nobody minds"]
+
+
+async def test_a_process_hears_of_what_another_writes(process: Opener) -> None:
+    speaker, listener = await process(), await process()
+    heard = asyncio.Event()
+    async with asyncio.timeout(10):
+        while not heard.is_set():  # from the moment on at which it listens
+            listener.news = heard.set
+            await speaker.send(letter("user", "ada"))
+            await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.2)
+
+
+# A database that goes away
+
+
+class Saboteur:
+    """Cuts the connection around the writer's COMMIT, so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, *, after: bool) -> None:
+        self._left, self._after, self._lock = times, after, threading.Lock()
+        self.cuts = 0
+        say = PgConnection.say
+
+        def cut(db: PgConnection, sql: str) -> Any:
+            if sql != "COMMIT" or threading.current_thread().name != "coterie-writer" or not self._cuts():
+                return say(db, sql)
+            if self._after:
+                say(db, sql)
+            db.close()
+            raise psycopg.OperationalError("the connection was lost")
+
+        monkeypatch.setattr(PgConnection, "say", cut)
+
+    def _cuts(self) -> bool:
+        with self._lock:
+            self._left -= 1
+            self.cuts += self._left >= 0
+            return self._left >= 0
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["it was done", "it was not"])
+async def test_what_became_of_a_commit_whose_answer_was_lost_is_found_out(
+    process: Opener, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    store = await process()
+    await ask(store, text="begin")
+    claim = await take(store)
+    sabotage = Saboteur(monkeypatch, 3, after=after)
+    await asyncio.gather(*(store.send(letter("user", "bob", str(n))) for n in range(5)))
+    await go_on(store, claim, says("the end"))
+    await store.send(letter("user", "bob", "5"))
+    assert sabotage.cuts == 3
+    assert await texts(store, "bob") == [str(n) for n in range(6)]
+    assert await texts(store, "user") == ["the end"]
+    assert await told(store) == ["user: begin", "assistant: the end"]
+
+
+async def test_sessions_that_are_killed_again_and_again_cost_nothing_but_time(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    stores = [await process() for _ in range(2)]
+    ended = asyncio.Event()
+
+    async def kill() -> None:
+        while not ended.is_set():
+            await asyncio.to_thread(_kill_all, shared.url(tmp_path))
+            await asyncio.wait([asyncio.ensure_future(ended.wait())], timeout=0.05)
+
+    killing = asyncio.create_task(kill())
+
+    async def write(store: PostgresStore, name: str) -> None:
+        for n in range(40):
+            while True:
+                try:
+                    await store.send(letter("user", "ada", f"{name} {n}", client_id=f"{name} {n}"))
+                    break
+                except StoreUnavailable:
+                    continue
+
+    await asyncio.gather(*map(write, stores, ("one", "two")))
+    ended.set()
+    await killing
+    got = await texts(stores[0], "ada")
+    for name in ("one", "two"):
+        assert [text for text in got if text.startswith(name)] == [f"{name} {n}" for n in range(40)]
+
+
+def _kill_all(url: str) -> None:
+    """All sessions of this test."""
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"
+        )
+
+
+async def test_a_database_that_only_reads_for_a_while_is_waited_for(
+    process: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await process()
+    begin = BatchLedger._begin
+    left = 3
+
+    def read_only(ledger: Any, touches: Any) -> None:
+        nonlocal left
+        begin(ledger, touches)
+        if left:
+            left -= 1
+            ledger._db.say("SET TRANSACTION READ ONLY")
+
+    monkeypatch.setattr(BatchLedger, "_begin", read_only)
+    await store.send(letter("user", "ada"))
+    assert (left, await texts(store, "ada")) == (0, ["hello"])
+
+
+async def test_a_database_that_cannot_be_reached_is_told_of_and_the_same_letter_passes_later(
+    process: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await process()
+    monkeypatch.setattr(writer, "PATIENCE", 0.2)
+    with monkeypatch.context() as gone:
+        gone.setattr(store._writer, "_url", "postgresql://127.0.0.1:1/nothing")
+        store._writer._hang_up()
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await store.send(letter("user", "ada", client_id="c"))
+        assert not store.healthy
+    await store.send(letter("user", "ada", client_id="c"))
+    assert (await texts(store, "ada"), store.healthy) == (["hello"], True)
+
+
+@asynccontextmanager
+async def _holding(url: str, agent_id: str) -> AsyncIterator[None]:
+    """Somebody has locked the agent's row, and is in no hurry."""
+    async with await psycopg.AsyncConnection.connect(url) as other:
+        await other.execute("SELECT 1 FROM agents WHERE id = %s FOR UPDATE", (agent_id,))
+        yield
+
+
+async def test_a_row_that_another_holds_is_waited_for_and_not_fought_over(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    store = await process()
+    await ask(store)
+    claim = await take(store)
+    async with _holding(shared.url(tmp_path), "user"):
+        # The answer goes to the person, which nobody could know beforehand.
+        ending = asyncio.ensure_future(go_on(store, claim, says("the end")))
+        done, _ = await asyncio.wait([ending], timeout=0.3)
+        assert not done
+    await ending
+    assert await texts(store, "user") == ["the end"]
+
+
+# Between two statements of a transaction
+
+
+def _until_done_or_blocked(work: Future[Any], url: str) -> None:
+    with psycopg.connect(url, autocommit=True) as db:
+        blocked = (
+            "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND application_name = current_setting('application_name')"
+        )
+        while not work.done() and not db.execute(blocked).fetchone():
+            pass
+
+
+async def test_whoever_was_found_to_have_work_is_not_claimed_by_another_meanwhile(
+    process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await process(), await process()
+    loop, url = asyncio.get_running_loop(), shared.url(tmp_path)
+    await ask(first)
+    meanwhile: list[Future[Any]] = []
+    claim_one = turns._claim_one
+
+    def interrupted(*arguments: Any) -> Any:
+        if not meanwhile:
+            meanwhile.append(asyncio.run_coroutine_threadsafe(second.claim("second", RULES, 5), loop))
+            _until_done_or_blocked(meanwhile[0], url)
+        return claim_one(*arguments)
+
+    monkeypatch.setattr(turns, "_claim_one", interrupted)
+    claims = [*await first.claim("first", RULES, 5), *await asyncio.wrap_future(meanwhile[0])]
+    assert [claim.agent_id for claim in claims] == ["ada"]
+
+
+async def test_what_was_found_to_be_due_is_not_delivered_by_another_meanwhile(
+    process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await process(), await process()
+    loop, url = asyncio.get_running_loop(), shared.url(tmp_path)
+    for n in range(6):
+        await first.send(letter("user", "ada", str(n), delay_ms=1))
+    await asyncio.to_thread(_until_due, url)
+    meanwhile: list[Future[Any]] = []
+
+    def interrupted(name: str) -> None:
+        if name == "promote.selected" and not meanwhile:
+            meanwhile.append(asyncio.run_coroutine_threadsafe(second.promote(3), loop))
+            _until_done_or_blocked(meanwhile[0], url)
+
+    monkeypatch.setattr(transitions, "hit", interrupted)
+    delivered = [*(await first.promote(3)).delivered, *(await asyncio.wrap_future(meanwhile[0])).delivered]
+    assert len(delivered) == len({one.message_id for one in delivered}) == 6
+    assert await texts(first, "ada") == [str(n) for n in range(6)]
+
+
+def _until_due(url: str) -> None:
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute("SELECT pg_sleep(0.005)")  # the clock is the database's
