@@ -146,7 +146,7 @@ async def test_errors_are_only_ever_text(panel: Room) -> None:
     ]
     await page.evaluate(
         """async problems => {
-            const { apply } = await import('/static/state.js');
+            const { apply } = await import('/static/events.js');
             const { toast } = await import('/static/toasts.js');
             for (const problem of problems) {
                 apply('problem', problem);
