@@ -17,7 +17,7 @@ MANY, CUTS = 1000, 20
 
 
 @pytest.mark.xfail(
-    strict=False, reason="its cuts do not all meet an open stream: the count of cuts is wrong, not the page"
+    strict=False, reason="fewer than twenty cuts are counted now and then: not understood yet"
 )
 async def test_a_stream_that_is_cut_twenty_times_loses_and_doubles_nothing(panel: Room) -> None:
     page = await panel.open()
