@@ -16,9 +16,7 @@ from tests.panel.room import Room, eventually
 MANY, CUTS = 1000, 20
 
 
-@pytest.mark.xfail(
-    strict=False, reason="fewer than twenty cuts are counted now and then: not understood yet"
-)
+@pytest.mark.xfail(strict=False, reason="fewer than twenty cuts are counted now and then: not understood yet")
 async def test_a_stream_that_is_cut_twenty_times_loses_and_doubles_nothing(panel: Room) -> None:
     page = await panel.open()
     panel.allow("net::ERR_INCOMPLETE_CHUNKED_ENCODING")
