@@ -88,6 +88,16 @@ class Stage(AbstractContextManager["Stage"]):
         if front and society:
             self.run(front.close(society))
 
+    def until_heard(self) -> None:
+        """Somebody listens to the event stream of the server."""
+
+        async def look() -> None:
+            assert self._front is not None
+            while not self._front._app.state.stream_clients():
+                await asyncio.sleep(0.005)
+
+        self.run(look())
+
     def until(self, kind: str) -> None:
         """Something of that kind has happened in the society that is served."""
 
