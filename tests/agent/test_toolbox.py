@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from coterie.agent.owner_tools import load_owner_tools
 from coterie.agent.tool_context import ToolContext
@@ -94,7 +95,7 @@ async def test_a_tool_that_does_not_exist_is_an_error_with_the_one_that_was_prob
 def renamed(function: object, name: str) -> Tool:
     found = tool_of(function)
     assert found
-    return replace(found, name=name, spec=replace(found.spec, name=name))
+    return replace(found, name=name, spec=structs.replace(found.spec, name=name))
 
 
 async def test_of_two_tools_with_one_name_the_earlier_stays_and_the_other_is_reported(ctx: ToolContext) -> None:

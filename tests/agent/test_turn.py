@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -11,6 +10,7 @@ from typing import Any, TypeVar, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coterie.agent import turn as turn_module
 from coterie.agent.turn import (

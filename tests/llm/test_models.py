@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+from msgspec.structs import replace
 
 from coterie.llm.breaker import FAILURES, REST
 from coterie.llm.chat import Answer, Delta, Inline, Request, Text, ToolSpec

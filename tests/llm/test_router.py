@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from coterie.llm.chat import (
     AssistantSaid,
@@ -262,4 +263,4 @@ async def test_what_a_request_uses_is_told_from_its_parts() -> None:
     assert uses(await here.fit(said(*parts), "all")) == {"vision", "audio", "file"}
     assert uses(said(Text("hi"))) == set()
     assert uses(WITH_TOOLS) == {"tool_calling"}
-    assert uses(replace(WITH_TOOLS, tools=())) == {"tool_calling"}, "calls in the history count"
+    assert uses(structs.replace(WITH_TOOLS, tools=())) == {"tool_calling"}, "calls in the history count"

@@ -18,6 +18,7 @@ from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
 from coterie.stores.sql import history, plans, transitions, turns
+from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.migrate import migrate
@@ -107,7 +108,7 @@ class World:
 
     def post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
         def work(db: sqlite3.Connection) -> T:
-            post = Post(db, now=self.now, stamp=self.now, limits=LIMITS)
+            post = Post(db, now=self.now, limits=LIMITS, ledger=OneWriter(db, self.now))
             result = run(db, post)
             post.close()
             return result
@@ -141,7 +142,7 @@ def _empty_society() -> bytes:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
     people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
-    post = Post(db, now=to_ms(START), stamp=to_ms(START), limits=LIMITS)
+    post = Post(db, now=to_ms(START), limits=LIMITS, ledger=OneWriter(db, to_ms(START)))
     transitions.add_agents(db, post, people)
     post.close()
     boot.begin_boot(db)

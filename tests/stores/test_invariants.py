@@ -15,6 +15,7 @@ from coterie.invariants import INVARIANTS
 from coterie.llm.chat import Call
 from coterie.store import Limits
 from coterie.stores.sql import desk, transitions, turns
+from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
@@ -67,7 +68,7 @@ def db() -> Iterator[sqlite3.Connection]:
     migrate(db)
 
     def post() -> Post:
-        return Post(db, now=NOW, stamp=NOW, limits=Limits())
+        return Post(db, now=NOW, limits=Limits(), ledger=OneWriter(db, NOW))
 
     def send(to: str, text: str) -> None:
         office = post()

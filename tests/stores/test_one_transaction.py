@@ -9,6 +9,7 @@ from coterie.agents import Agent
 from coterie.drafts import seal
 from coterie.store import Limits
 from coterie.stores.sql import transitions, turns
+from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite.migrate import migrate
 
@@ -18,7 +19,7 @@ def test_an_agent_takes_up_mail_that_came_in_the_transaction_that_ends_its_turn(
     migrate(db)
 
     def post() -> Post:
-        return Post(db, now=1_000, stamp=1_000, limits=Limits())
+        return Post(db, now=1_000, limits=Limits(), ledger=OneWriter(db, 1_000))
 
     office = post()
     transitions.add_agents(db, office, [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])

@@ -21,9 +21,11 @@ How an interruption is handled, in the words of the requirements:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from coterie.llm.chat import Call, Usage
 
@@ -40,11 +42,10 @@ UNKNOWN = (
 )
 
 
-# What is known when something happens
+# What is known when something happens. Structs and not dataclasses, because a dozen are made at every step.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class Letter(Struct, frozen=True, kw_only=True):
     """A message that waits for the agent."""
 
     id: str
@@ -54,8 +55,7 @@ class Letter:
     """The agent sent it to itself, or it answers something that the running plan has sent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCall:
+class PlannedCall(Struct, frozen=True, kw_only=True):
     call: Call
     effect: Effect = "unsafe"
     gated: bool = False
@@ -64,8 +64,7 @@ class PlannedCall:
     result: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """An assistant's message whose calls are being run; history gets it when they all have a result."""
 
     text: str
@@ -95,22 +94,20 @@ class Plan:
         return next((index for index, one in enumerate(self.calls) if one.state == "started"), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(Struct, frozen=True, kw_only=True):
     max_withdrawals: int = 3
     """0: no limit."""
     max_rounds: int = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(Struct, frozen=True, kw_only=True):
     mail: tuple[Letter, ...] = ()
     plan: Plan | None = None
     withdrawals: int = 0
     """Plans in a row that agents' messages withdrew."""
     rounds: int = 0
     """Answers of the model in this turn."""
-    rules: Rules = field(default_factory=Rules)
+    rules: Rules = Rules()
     hold: bool = False
     """The person wants the agent to rest when this turn is over, whatever waits."""
 
@@ -118,18 +115,16 @@ class Turn:
 # What can happen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class Answered(Struct, frozen=True, kw_only=True):
     """The model spoke."""
 
     text: str
     calls: tuple[PlannedCall, ...] = ()
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = Usage()
     service: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class Ran(Struct, frozen=True, kw_only=True):
     """A call has ended."""
 
     index: int
@@ -137,27 +132,23 @@ class Ran:
     result: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Struct, frozen=True):
     """Somebody else worked on this turn and is gone, or a wait is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
+class Judged(Struct, frozen=True):
     """The person decided on the gated call."""
 
     approved: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Struct, frozen=True):
     """A person, or a parent, wants the turn to end now."""
 
     said_so_far: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFailed:
+class ModelFailed(Struct, frozen=True, kw_only=True):
     """No answer: to be tried again after a while, to wait for somebody who mends it, or not to be had at all."""
 
     words: str
@@ -167,15 +158,13 @@ class ModelFailed:
     """What kind of trouble it is, for programs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Poisoned:
+class Poisoned(Struct, frozen=True):
     """Working on this turn has killed the runtime again and again."""
 
     words: str
 
 
-@dataclass(frozen=True, slots=True)
-class Dismissed:
+class Dismissed(Struct, frozen=True):
     """The agent is terminated in the middle of this turn."""
 
 
@@ -185,25 +174,21 @@ Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned | D
 # What follows
 
 
-@dataclass(frozen=True, slots=True)
-class NextTurn:
+class NextTurn(Struct, frozen=True):
     """What follows belongs to other askers: rounds and withdrawals begin at nought."""
 
 
-@dataclass(frozen=True, slots=True)
-class TakeMail:
+class TakeMail(Struct, frozen=True):
     """All waiting mail becomes part of the history, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Say:
+class Say(Struct, frozen=True):
     """The assistant's text becomes part of the history."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CloseGroup:
+class CloseGroup(Struct, frozen=True):
     """The assistant's message with its calls and all their results becomes part of the history, as one piece."""
 
     plan: Plan
@@ -211,13 +196,11 @@ class CloseGroup:
     """The message that cut it short."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenPlan:
+class OpenPlan(Struct, frozen=True):
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """A call of the open plan."""
 
     index: int
@@ -225,8 +208,7 @@ class Change:
     result: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DropPlan:
+class DropPlan(Struct, frozen=True):
     """A plan that never began is kept as a record, outside the prompt."""
 
     plan: Plan
@@ -234,8 +216,7 @@ class DropPlan:
     """The message that withdrew it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True):
     """The text goes to whoever asked."""
 
     text: str
@@ -244,28 +225,24 @@ class Reply:
     """It tells of a failure, and comes from the runtime."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskApproval:
+class AskApproval(Struct, frozen=True):
     """The person is asked whether this call may run. Asking twice is asking once."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Quarantine:
+class Quarantine(Struct, frozen=True):
     """What was said in this turn is shown to people, but no more to the model."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Become:
+class Become(Struct, frozen=True, kw_only=True):
     state: Literal["idle", "paused", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
     after: timedelta | None = None
     why: str = ""
     category: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class Count(Struct, frozen=True, kw_only=True):
     withdrawals: int
     rounds: int
 
@@ -286,25 +263,21 @@ Write = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """Ask the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """Run this call of the plan."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
+class Rest(Struct, frozen=True):
     """Nothing more to do for now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     writes: tuple[Write, ...]
     effect: Ask | Run | Rest
 

@@ -7,19 +7,18 @@ History keeps `Attachment`s, which are references. For one request the router tu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec import Struct
 
 from coterie.artifacts import ArtifactType
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attachment:
+class Attachment(Struct, frozen=True, kw_only=True):
     """A file somebody sent, by reference."""
 
     artifact_ref: str
@@ -29,8 +28,7 @@ class Attachment:
     size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inline:
+class Inline(Struct, frozen=True, kw_only=True):
     """A file's bytes, for a model that can read them."""
 
     type: ArtifactType
@@ -39,8 +37,7 @@ class Inline:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Struct, frozen=True, kw_only=True):
     """A tool call the model asks for."""
 
     id: str
@@ -50,24 +47,20 @@ class Call:
     """What the model wrote, where that was no JSON object. `arguments` is empty then, and the answer is an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class SystemSaid:
+class SystemSaid(Struct, frozen=True):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class UserSaid:
+class UserSaid(Struct, frozen=True):
     parts: tuple[Text | Attachment | Inline, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AssistantSaid:
+class AssistantSaid(Struct, frozen=True):
     text: str
     calls: tuple[Call, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ToolSaid:
+class ToolSaid(Struct, frozen=True):
     call_id: str
     text: str
 
@@ -75,35 +68,30 @@ class ToolSaid:
 Said = SystemSaid | UserSaid | AssistantSaid | ToolSaid
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSpec:
+class ToolSpec(Struct, frozen=True, kw_only=True):
     name: str
     description: str
     parameters: Mapping[str, Any]
     """JSON Schema of the arguments object."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     said: tuple[Said, ...]
     tools: tuple[ToolSpec, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     output_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """A piece of the text, as it streams."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """The whole of what the model said; the last thing a stream yields, and the only thing that is acted on."""
 
     text: str

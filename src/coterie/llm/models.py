@@ -10,8 +10,10 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
+
+from msgspec.structs import replace
 
 from coterie.clock import Clock
 from coterie.llm.breaker import Breaker

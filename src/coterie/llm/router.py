@@ -7,8 +7,9 @@ another, starts from the originals again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from coterie.artifacts import Artifact, Bytes, tidy_filename
 from coterie.errors import CoterieError

@@ -124,7 +124,7 @@ class Database(SqlDatabase):
         attendance = Attendance(self._taker) if self._taker else None
 
         def work(db: PgConnection, ledger: BatchLedger) -> T:
-            post = Post(db, now=ledger.now, stamp=ledger.stamp, limits=self.limits, ledger=ledger)
+            post = Post(db, now=ledger.now, limits=self.limits, ledger=ledger)
             result = run(db, post)
             if attendance:
                 attendance.serve(db, post)

@@ -13,11 +13,11 @@ from typing import Any
 
 from coterie.stores.sql.connection import Connection
 
-SIZES = (64, 8, 4, 2, 1)
+SIZES = (64, 8, 4, 3, 2, 1)
 """Few sizes, so that every statement stays prepared."""
 
 
-def insert(db: Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
+def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
     """Insert `rows` into `into`, a table with its columns: `events (at, kind)`."""
     if len(rows) == 1:
         db.execute(_statement(into, len(rows[0]), 1), rows[0])

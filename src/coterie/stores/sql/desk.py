@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from coterie.agent.send_message import told
 from coterie.agent.turn import (
@@ -71,10 +71,11 @@ class TurnDesk:
 
     def __init__(self, db: Connection, post: Post, agent_id: str, rules: Rules, reducer: Reducer = reduce) -> None:
         self._db, self._post, self._agent, self._rules, self._reduce = db, post, agent_id, rules, reducer
-        post.write_messages()
         self.row = post.mailbox(agent_id)
         self._last_in = self.row.next_in_seq - 1
         """What comes in this very transaction stands behind it, and is for the next decision."""
+        self._fresh: list[tuple[int, Message]] = []
+        """The mail, where it was sent in this very transaction and begins a turn."""
         self._key: plans.Key = (0, 0)
         self._plan: Plan | None = None
         self._stored: Plan | None = None
@@ -96,6 +97,9 @@ class TurnDesk:
         event: Event = Resumed()
         if fresh:
             self._next_turn()
+            self._fresh = self._post.unwritten(self._agent)
+            if not self._fresh:
+                self._post.write_messages()
         else:
             self._recall()
             if (approved := self._verdict()) is not None:
@@ -114,6 +118,7 @@ class TurnDesk:
 
     def go_on(self, claim: Claim) -> None:
         """What was decided with `claim` is about to be written. The fence proves that what it says is still so."""
+        self._post.write_messages()
         self.fence(claim)
         self._key, self._plan = claim.plan_key, claim.plan
         self._stored, self._cause = claim.plan, claim.cause
@@ -156,6 +161,16 @@ class TurnDesk:
         )
 
     def _mail(self) -> tuple[Letter, ...]:
+        if self._fresh:
+            return tuple(
+                Letter(
+                    id=message.id,
+                    in_seq=message.in_seq or 0,
+                    from_person=message.sender == PERSON,
+                    echo=message.sender == self._agent,
+                )
+                for _, message in self._fresh
+            )
         rows = self._db.execute(
             "SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages"
             " WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
@@ -206,6 +221,7 @@ class TurnDesk:
 
     def _recall(self) -> None:
         """What nobody's claim tells: the open plan, and what the turn is about."""
+        self._post.write_messages()
         if found := plans.read_open(self._db, self._agent):
             self._key, self._plan = found
             self._stored = self._plan
@@ -252,14 +268,9 @@ class TurnDesk:
         self._cause = None
 
     def _take_mail(self) -> None:
-        rows = self._db.execute(
-            "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
-            f" RETURNING length(payload), {RAW_MESSAGE}",
-            (self._post.stamp, self._agent, self.row.taken_seq),
-        ).fetchall()
-        for _, _, message_id, _, _, payload, *_ in rows:
-            check_readable(message_id, payload)
-        taken = sorted(((size, to_message(row)) for size, *row in rows), key=lambda one: one[1].in_seq or 0)
+        if self._fresh:
+            self._post.take_unwritten(self._agent)
+        taken = self._fresh or self._taken()
         for size, message in taken:
             self._append("user", message=message)
             self.row.remove(size)
@@ -268,6 +279,17 @@ class TurnDesk:
         names = [message.id for _, message in taken[:TOLD]]
         told_of = {"taken": names, "takenCount": len(taken), "withdrawnCalls": self._withdrawn}
         self._post.tell("queue.changed", self._agent, told_of)
+
+    def _taken(self) -> list[tuple[int, Message]]:
+        """What waits in the database, each with its size, and waits no more."""
+        rows = self._db.execute(
+            "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
+            f" RETURNING length(payload), {RAW_MESSAGE}",
+            (self._post.stamp, self._agent, self.row.taken_seq),
+        ).fetchall()
+        for _, _, message_id, _, _, payload, *_ in rows:
+            check_readable(message_id, payload)
+        return sorted(((size, to_message(row)) for size, *row in rows), key=lambda one: one[1].in_seq or 0)
 
     # The plan: changed in memory, written once at the end of the step
 

@@ -38,13 +38,14 @@ class Ledger(Protocol):
 
 
 class OneWriter:
-    """Where nobody else writes, everything is known beforehand."""
+    """Where nobody else writes, everything is known beforehand. One of these lasts as long as the writer."""
 
     lease: int | None = None
 
     def __init__(self, db: Connection, stamp: int) -> None:
         self._db, self.stamp = db, stamp
         self._last: int | None = None
+        """The number of the newest message. Those of an undone transaction are not given out again."""
 
     def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
         row: tuple[Any, ...] | None = self._db.execute(sql, (agent_id,)).fetchone()
@@ -53,8 +54,7 @@ class OneWriter:
     def next_message(self) -> int:
         # The next number is known before the row is written; attachments need it.
         if self._last is None:
-            row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()
-            self._last = row[0] if row else 0
+            (self._last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM messages").fetchone()
         self._last += 1
         return self._last
 

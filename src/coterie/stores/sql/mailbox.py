@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from operator import attrgetter
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import astuple as as_row
 
 from coterie.messages import PERSON
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.ledger import Ledger
 
 
-@dataclass(slots=True)
-class Mailbox:
+class Mailbox(Struct):
     kind: str
     state: str
     runnable_at: int | None
@@ -63,12 +63,11 @@ class Mailbox:
         return self.runnable_at is not None and self.runnable_at <= now
 
 
-_COLUMNS = [field.name for field in fields(Mailbox)]
+_COLUMNS = Mailbox.__struct_fields__
 _LIST, _SETS = ", ".join(_COLUMNS), ", ".join(f"{column} = ?" for column in _COLUMNS)
 READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
 _SAVE = f"UPDATE agents SET {_SETS} WHERE id = ?"
 _STATE, _RUNNABLE_AT = _COLUMNS.index("state"), _COLUMNS.index("runnable_at")
-as_row = attrgetter(*_COLUMNS)
 
 
 def _could_run(row: tuple[Any, ...], now: int) -> bool:

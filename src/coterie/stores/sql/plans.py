@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from coterie.agent.turn import OVER, Plan, PlannedCall
 from coterie.llm.chat import Call

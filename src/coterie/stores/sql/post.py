@@ -19,19 +19,22 @@ from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
-from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Receipt
+from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Message, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.ledger import Ledger, OneWriter
+from coterie.stores.sql.ledger import Ledger
 from coterie.stores.sql.mailbox import Mailbox, Mailboxes
 from coterie.stores.sql.questions import Questions
+from coterie.stores.sql.rows import to_message
 
 _MESSAGES = (
-    "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
-    " in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload,"
+    "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, taken_at, queued, hops,"
+    " option, in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload,"
     " thread, question, answered_by, answered_option)"
 )
+_STATE, _TAKEN_AT = 4, 9
+"""Places in such a row."""
 _DELIVER = "UPDATE messages SET state = 'pending', in_seq = ?, delivered_at = ?, early = ? WHERE seq = ?"
 _BURY = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
 
@@ -52,15 +55,17 @@ class DueRow(NamedTuple):
 
 
 class Post:
-    def __init__(self, db: Connection, *, now: int, stamp: int, limits: Limits, ledger: Ledger | None = None) -> None:
-        self._db, self._limits = db, limits
-        self._ledger = ledger or OneWriter(db, stamp)
+    def __init__(self, db: Connection, *, now: int, limits: Limits, ledger: Ledger) -> None:
+        self._db, self._limits, self._ledger = db, limits, ledger
         self.now = now
         """What due times are measured against."""
         self._mailboxes = Mailboxes(db, self._ledger)
         self.suspects_wait = False
         """Somebody who waited for another may go on."""
-        self._new: list[tuple[Any, ...]] = []
+        self._new: list[list[Any]] = []
+        """Messages of this transaction that are not written yet."""
+        self._unread: dict[str, list[int]] = {}
+        """Per recipient, the places of those among them that wait in its mailbox."""
         self._attachments: list[tuple[str, int]] = []
         self._events: list[tuple[int, EventKind, str, str | None]] = []
         self._receipts: dict[str, Receipt] = {}
@@ -128,10 +133,12 @@ class Post:
             delivered_at = self.stamp
         state = "delayed" if deliver_at else "pending"
         self._new.append(
-            (seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
-             queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
-             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.question, None, None)
+            [seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
+             None, queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
+             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.question, None, None]
         )  # fmt: skip
+        if not deliver_at:
+            self._unread.setdefault(envelope.to, []).append(len(self._new) - 1)
         if envelope.question:
             self._questions.asked(envelope)
         self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
@@ -166,9 +173,9 @@ class Post:
         if self._mailboxes.get(envelope.to) is None:
             return  # nobody to keep it for
         self._new.append(
-            (self._ledger.next_message(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
-             None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
-             envelope.payload_json, envelope.thread, envelope.question, None, None)
+            [self._ledger.next_message(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
+             None, None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
+             envelope.payload_json, envelope.thread, envelope.question, None, None]
         )  # fmt: skip
         self.tell("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
@@ -188,12 +195,25 @@ class Post:
         """Those who have something to do now and had not before, with their states."""
         return self._mailboxes.woken(self.now)
 
+    def unwritten(self, agent_id: str) -> list[tuple[int, Message]]:
+        """All that waits for it, each with its size, as it is once taken; if it was all sent in this transaction."""
+        places = self._unread.get(agent_id, ())
+        if len(places) != self.mailbox(agent_id).waiting:
+            return []
+        return [_as_taken(self._new[place], self.stamp) for place in places]
+
+    def take_unwritten(self, agent_id: str) -> None:
+        """It is written as taken, which spares looking for it and changing it."""
+        for place in self._unread.pop(agent_id):
+            self._new[place][_STATE], self._new[place][_TAKEN_AT] = "taken", self.stamp
+
     def write_messages(self) -> None:
         """So that they can be read back."""
         if self._new:
             insert(self._db, _MESSAGES, self._new)
             insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
             self._new.clear()
+            self._unread.clear()
             self._attachments.clear()
             self._questions.written()
 
@@ -281,6 +301,14 @@ def undeliverable(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
             "messageIds": [message_id for message_id, _ in dead[:NAMED_IN_NOTICE]],
         },
     }
+
+
+def _as_taken(row: list[Any], stamp: int) -> tuple[int, Message]:
+    (seq, id_, sender, to, _, in_seq, created_at, _, delivered_at, _, _, hops, option, in_reply_to, cause, replay_of,
+     _, stopped, _, _, payload, *_) = row  # fmt: skip
+    message = (seq, id_, sender, to, payload, "taken", created_at, None, delivered_at, stamp, in_seq, in_reply_to,
+               option, cause, hops, False, stopped, None, replay_of, None, None)  # fmt: skip
+    return len(payload), to_message(message)
 
 
 def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:

@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
 
 
 class Questions:
-    def __init__(self, db: Connection, rows: list[tuple[Any, ...]], tell: Callable[[EventKind, str], None]) -> None:
+    def __init__(self, db: Connection, rows: list[list[Any]], tell: Callable[[EventKind, str], None]) -> None:
         self._db, self._tell = db, tell
         self._rows = rows
         """Messages of this transaction that are not written yet; the last two columns are the answer."""
@@ -62,7 +62,7 @@ class Questions:
             self._open.get(envelope.to, {}).pop(question, None)
             if question in self._fresh:
                 place, _ = self._fresh[question]
-                self._rows[place] = (*self._rows[place][:-2], envelope.id, envelope.option)
+                self._rows[place][-2:] = envelope.id, envelope.option
             else:
                 self._db.execute(_ANSWER, (envelope.id, envelope.option, question))
             self._tell("quick_replies.changed", question)

@@ -21,6 +21,7 @@ from coterie.stores.sql import transitions
 from coterie.stores.sql.attendance import Attendance
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.database import SqlDatabase
+from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.connections import (
@@ -58,13 +59,13 @@ class Database(SqlDatabase):
         super().__init__()
         self.info = info
         self._path, self._clock, self.limits = path, clock, limits
-        self._last_stamp = to_ms(info.last_seen)
         self._db, self._lock = db, lock
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
         self._reading: list[sqlite3.Connection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
         self._writer = Writer(db, self._on_broken, flushes=durability == "full") if db else None
+        self._ledger = OneWriter(db, to_ms(info.last_seen)) if db else None
 
     @classmethod
     async def open(
@@ -136,12 +137,13 @@ class Database(SqlDatabase):
     def _post(
         self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
     ) -> asyncio.Future[T]:
-        attendance = Attendance(self._taker) if self._taker else None
+        attendance, ledger = Attendance(self._taker) if self._taker else None, self._ledger
 
         def work(db: sqlite3.Connection) -> T:
+            assert ledger is not None  # noqa: S101 - there is a writer
             now = to_ms(self._clock.now())
-            self._last_stamp = max(self._last_stamp, now)
-            post = Post(db, now=now, stamp=self._last_stamp, limits=self.limits)
+            ledger.stamp = max(ledger.stamp, now)
+            post = Post(db, now=now, limits=self.limits, ledger=ledger)
             result = run(db, post)
             if attendance:
                 attendance.serve(db, post)
