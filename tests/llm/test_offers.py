@@ -71,7 +71,7 @@ async def test_some_other_program_on_that_port_is_not_offered(answer: bytes) -> 
 
 
 async def test_nobody_waits_long_for_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers, "PATIENCE", 0.05)
+    monkeypatch.setattr(offers, "PATIENCE", 0.5)
     async with listening(None) as silent, listening(response(MODELS)) as place:
         assert [offer.base_url for offer in await servers_found([silent, place])] == [place.base_url]
 

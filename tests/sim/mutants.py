@@ -60,7 +60,7 @@ def append_first(later: Later) -> Iterator[Any]:
     """Mail is appended to the history, and marked as taken in a transaction of its own."""
 
     def take(desk: TurnDesk) -> None:
-        waiting = desk._mail()
+        waiting = desk._turn().mail
         for letter in waiting:
             desk._append("user", message=find_message(desk._db, letter.id))
         later(lambda world: world.transaction(lambda db: mark(world, desk._agent, waiting)))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from random import Random
 
-from coterie.agent.turn import Answered, Ask, Event, Ran, Rest, Run, Stopped
+from coterie.agent.turn import Answered, Ask, Event, Ran, Rest, Rules, Run, Stopped
 from coterie.drafts import seal
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Envelope
@@ -18,7 +18,7 @@ from coterie.turns import Claim, StaleOwner
 
 from .mind import Mind
 from .oracle import Oracle, Violation, complaints
-from .world import AGENTS, World
+from .world import AGENTS, RULES, World
 
 STEPS = 110
 WORKERS = 4
@@ -41,6 +41,24 @@ class Worker:
     paused: bool = False
     deferred: list[Callable[[World], None]] = field(default_factory=list)
     """What a mutant left for a second transaction. The real engine leaves nothing."""
+
+
+@dataclass(slots=True)
+class Attendant:
+    """A worker that waits for agents, as the store sees it."""
+
+    worker: str
+    take: Callable[[Sequence[Claim]], None]
+    rules: Rules = RULES
+
+    def reserve(self) -> bool:
+        return True
+
+    def give_back(self, places: int) -> None: ...
+
+    def look(self) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 Deferred = list[Callable[[World], None]]
@@ -81,8 +99,25 @@ class Simulation:
         return self.seen
 
     def _act(self, action: Callable[[Simulation], None]) -> None:
+        self._attend()
         action(self)
+        self.world.taker = None
         self.oracle.look()
+
+    def _attend(self) -> None:
+        """Mostly there is a worker that takes whoever gets mail; where there is none, they are found later."""
+        able = [worker for worker in self._workers if not worker.paused]
+        if able and self._rng.random() < 0.7:
+            worker = self._rng.choice(able)
+            self.world.taker = Attendant(worker.name, lambda claims: self._take(worker, claims))
+
+    def _take(self, worker: Worker, claims: Sequence[Claim]) -> None:
+        for claim in claims:
+            self._tell(f"{worker.name} gets {claim.agent_id} with its mail")
+            self.seen["claimed with the mail"] += 1
+            self.world.compare(claim)
+            self._hold(worker, claim)
+        self._leave(worker)
 
     # Workers
 

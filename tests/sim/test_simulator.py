@@ -32,6 +32,7 @@ ENOUGH = {
     "dead": 50,
     "terminations": 30,
     "withdrawn messages": 200,
+    "claimed with the mail": 2_000,
 }
 
 

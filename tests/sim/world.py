@@ -18,12 +18,13 @@ from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
 from coterie.stores.sql import history, plans, transitions, turns
+from coterie.stores.sql.attendance import Attendance
 from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turns import Claim, HistoryRow
+from coterie.turns import Claim, HistoryRow, Taker
 
 T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
@@ -39,6 +40,8 @@ class World:
         self.db.deserialize(_empty_society())
         self.db.execute("PRAGMA foreign_keys = ON")
         self.now = to_ms(START)
+        self.taker: Taker | None = None
+        """Whoever gets mail is claimed for it at once, in the transaction of that mail."""
 
     def close(self) -> None:
         self.db.close()
@@ -63,15 +66,15 @@ class World:
     def claim(self, worker: str, limit: int) -> list[Claim]:
         claims = self.post(lambda db, post: turns.claim(db, post, worker, RULES, limit))
         for claim in claims:
-            self._compare(claim)
+            self.compare(claim)
         return claims
 
     def advance(self, claim: Claim, event: Event, sends: Envelope | None) -> Claim:
         after = self.post(lambda db, post: turns.advance(db, post, claim, event, RULES, sends))
-        self._compare(after)
+        self.compare(after)
         return after
 
-    def _compare(self, claim: Claim) -> None:
+    def compare(self, claim: Claim) -> None:
         """What a claim says of history and plan is what is stored."""
         if claim.added:
             stored = self.history(claim.agent_id, claim.added[0].seq - 1)
@@ -107,13 +110,20 @@ class World:
     # Plumbing
 
     def post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+        attendance = Attendance(self.taker) if self.taker else None
+
         def work(db: sqlite3.Connection) -> T:
             post = Post(db, now=self.now, limits=LIMITS, ledger=OneWriter(db, self.now))
             result = run(db, post)
+            if attendance:
+                attendance.serve(db, post)
             post.close()
             return result
 
-        return self.transaction(work)
+        result = self.transaction(work)
+        if attendance:
+            attendance.settle(True)
+        return result
 
     def transaction(self, run: Callable[[sqlite3.Connection], T]) -> T:
         self.db.execute("BEGIN IMMEDIATE")

@@ -22,7 +22,6 @@ from coterie.agent.turn import (
     DropPlan,
     Event,
     Judged,
-    Letter,
     NextTurn,
     OpenPlan,
     Plan,
@@ -48,12 +47,11 @@ from coterie.llm.chat import Call
 from coterie.messages import PERSON, Envelope, Message
 from coterie.stores.sql import plans
 from coterie.stores.sql.answers import answer
-from coterie.stores.sql.approvals import APPROVE, question, question_id
+from coterie.stores.sql.approvals import question, question_id
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.damage import check_readable
+from coterie.stores.sql.mail import Mail
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import RAW_MESSAGE, to_message
 from coterie.turns import Claim, HistoryRow, StaleOwner
 
 _MS = timedelta(milliseconds=1)
@@ -72,10 +70,7 @@ class TurnDesk:
     def __init__(self, db: Connection, post: Post, agent_id: str, rules: Rules, reducer: Reducer = reduce) -> None:
         self._db, self._post, self._agent, self._rules, self._reduce = db, post, agent_id, rules, reducer
         self.row = post.mailbox(agent_id)
-        self._last_in = self.row.next_in_seq - 1
-        """What comes in this very transaction stands behind it, and is for the next decision."""
-        self._fresh: list[tuple[int, Message]] = []
-        """The mail, where it was sent in this very transaction and begins a turn."""
+        self._mail = Mail(db, post, agent_id)
         self._key: plans.Key = (0, 0)
         self._plan: Plan | None = None
         self._stored: Plan | None = None
@@ -97,12 +92,10 @@ class TurnDesk:
         event: Event = Resumed()
         if fresh:
             self._next_turn()
-            self._fresh = self._post.unwritten(self._agent)
-            if not self._fresh:
-                self._post.write_messages()
+            self._mail.begin()
         else:
             self._recall()
-            if (approved := self._verdict()) is not None:
+            if (approved := self._mail.verdict(self._plan)) is not None:
                 event = Judged(approved)
             elif self.row.state in ("llm", "tools") and self._crashed():
                 event = Poisoned("this request brought the runtime down three times; it was set aside")
@@ -150,74 +143,14 @@ class TurnDesk:
         return self._claimed(step)
 
     def _turn(self) -> Turn:
-        waiting = self._last_in > self.row.taken_seq
         return Turn(
-            mail=self._mail() if waiting else (),
+            mail=self._mail.letters(self._plan, _name(self._key)),
             plan=self._plan,
             withdrawals=self.row.withdrawals,
             rounds=self.row.rounds,
             rules=self._rules,
             hold=bool(self.row.hold),
         )
-
-    def _mail(self) -> tuple[Letter, ...]:
-        if self._fresh:
-            return tuple(
-                Letter(
-                    id=message.id,
-                    in_seq=message.in_seq or 0,
-                    from_person=message.sender == PERSON,
-                    echo=message.sender == self._agent,
-                )
-                for _, message in self._fresh
-            )
-        rows = self._db.execute(
-            "SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages"
-            " WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
-            " ORDER BY in_seq",
-            (self._agent, self.row.taken_seq),
-        ).fetchall()
-        return tuple(
-            Letter(
-                id=id_,
-                in_seq=in_seq,
-                from_person=sender == PERSON,
-                echo=self._is_verdict(sender, in_reply_to, option) or self._is_echo(sender, cause),
-            )
-            for id_, in_seq, sender, cause, in_reply_to, option in rows
-        )
-
-    def _verdict(self) -> bool | None:
-        """The person's word on the call that waits for it; the first one counts."""
-        if self.row.state != "wait_approval" or self._plan is None:
-            return None
-        row = self._db.execute(
-            "SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?"
-            " AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1",
-            (self._agent, self.row.taken_seq, PERSON, question_id(self._agent, self._plan.awaited())),
-        ).fetchone()
-        return row[0] == APPROVE if row else None
-
-    def _is_verdict(self, sender: str, in_reply_to: str | None, option: int | None) -> bool:
-        """A button pressed on a question of this plan. It stays in the mail until the plan is done."""
-        if self._plan is None or sender != PERSON or option is None:
-            return False
-        return any(in_reply_to == question_id(self._agent, one.call.id) for one in self._plan.calls if one.gated)
-
-    def _is_echo(self, sender: str, cause: str | None) -> bool:
-        if sender == self._agent:
-            return True
-        if self._plan is None or cause is None:
-            return False
-        # The chain is at most as long as the hop limit.
-        row = self._db.execute(
-            "WITH RECURSIVE chain (id) AS"
-            " (SELECT m.id FROM messages m WHERE m.id = ?1"
-            " UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)"
-            " SELECT 1 FROM messages m JOIN chain c ON m.id = c.id WHERE m.sender = ?2 AND m.plan = ?3",
-            (cause, self._agent, _name(self._key)),
-        ).fetchone()
-        return row is not None
 
     def _recall(self) -> None:
         """What nobody's claim tells: the open plan, and what the turn is about."""
@@ -268,28 +201,13 @@ class TurnDesk:
         self._cause = None
 
     def _take_mail(self) -> None:
-        if self._fresh:
-            self._post.take_unwritten(self._agent)
-        taken = self._fresh or self._taken()
-        for size, message in taken:
+        taken = self._mail.take()
+        for message in taken:
             self._append("user", message=message)
-            self.row.remove(size)
             self._cause = message.id
-        self.row.taken_seq = self._last_in
-        names = [message.id for _, message in taken[:TOLD]]
+        names = [message.id for message in taken[:TOLD]]
         told_of = {"taken": names, "takenCount": len(taken), "withdrawnCalls": self._withdrawn}
         self._post.tell("queue.changed", self._agent, told_of)
-
-    def _taken(self) -> list[tuple[int, Message]]:
-        """What waits in the database, each with its size, and waits no more."""
-        rows = self._db.execute(
-            "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
-            f" RETURNING length(payload), {RAW_MESSAGE}",
-            (self._post.stamp, self._agent, self.row.taken_seq),
-        ).fetchall()
-        for _, _, message_id, _, _, payload, *_ in rows:
-            check_readable(message_id, payload)
-        return sorted(((size, to_message(row)) for size, *row in rows), key=lambda one: one[1].in_seq or 0)
 
     # The plan: changed in memory, written once at the end of the step
 

@@ -1,0 +1,102 @@
+"""The mail of one agent in one transaction: what waits, what of it interrupts, and how it is taken."""
+
+from __future__ import annotations
+
+from coterie.agent.turn import Letter, Plan
+from coterie.messages import PERSON, Message
+from coterie.stores.sql.approvals import APPROVE, question_id
+from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.damage import check_readable
+from coterie.stores.sql.post import Post
+from coterie.stores.sql.rows import RAW_MESSAGE, to_message
+
+_WAITING = """
+SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages
+ WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq
+"""
+_TAKE = f"""
+UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'
+ RETURNING length(payload), {RAW_MESSAGE}
+"""
+_VERDICT = """
+SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?
+   AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1
+"""
+# The chain is at most as long as the hop limit.
+_ECHO = """
+WITH RECURSIVE chain (id) AS
+ (SELECT m.id FROM messages m WHERE m.id = ?1
+  UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)
+SELECT 1 FROM messages m JOIN chain c ON m.id = c.id WHERE m.sender = ?2 AND m.plan = ?3
+"""
+
+
+class Mail:
+    def __init__(self, db: Connection, post: Post, agent_id: str) -> None:
+        self._db, self._post, self._agent = db, post, agent_id
+        self._row = post.mailbox(agent_id)
+        self._last = self._row.next_in_seq - 1
+        """What comes in this very transaction stands behind it, and is for the next decision."""
+        self._fresh: list[tuple[int, Message]] = []
+
+    def begin(self) -> None:
+        """A turn begins with it. What was sent in this very transaction need not be written first and then changed."""
+        self._fresh = self._post.unwritten(self._agent)
+        if not self._fresh:
+            self._post.write_messages()
+
+    def letters(self, plan: Plan | None, plan_name: str) -> tuple[Letter, ...]:
+        """All that waits, as far as it matters for a decision."""
+        if self._last <= self._row.taken_seq:
+            return ()
+        if self._fresh:  # where a turn begins there is no plan yet that something could answer
+            found = [(one.id, one.in_seq or 0, one.sender, self._agent == one.sender) for _, one in self._fresh]
+        else:
+            found = [
+                (id_, in_seq, sender,
+                 self._is_verdict(plan, sender, in_reply_to, option) or self._is_echo(plan, plan_name, sender, cause))
+                for id_, in_seq, sender, cause, in_reply_to, option
+                in self._db.execute(_WAITING, (self._agent, self._row.taken_seq)).fetchall()
+            ]  # fmt: skip
+        return tuple(
+            Letter(id=id_, in_seq=in_seq, from_person=sender == PERSON, echo=echo)
+            for id_, in_seq, sender, echo in found
+        )
+
+    def verdict(self, plan: Plan | None) -> bool | None:
+        """The person's word on the call that waits for it; the first one counts."""
+        if self._row.state != "wait_approval" or plan is None:
+            return None
+        asked = question_id(self._agent, plan.awaited())
+        row = self._db.execute(_VERDICT, (self._agent, self._row.taken_seq, PERSON, asked)).fetchone()
+        return row[0] == APPROVE if row else None
+
+    def take(self) -> list[Message]:
+        """All of it, in order; it waits no more."""
+        if self._fresh:
+            self._post.take_unwritten(self._agent)
+        taken = self._fresh or self._take_stored()
+        for size, _ in taken:
+            self._row.remove(size)
+        self._row.taken_seq = self._last
+        return [message for _, message in taken]
+
+    def _take_stored(self) -> list[tuple[int, Message]]:
+        rows = self._db.execute(_TAKE, (self._post.stamp, self._agent, self._row.taken_seq)).fetchall()
+        for _, _, message_id, _, _, payload, *_ in rows:
+            check_readable(message_id, payload)
+        return sorted(((size, to_message(row)) for size, *row in rows), key=lambda one: one[1].in_seq or 0)
+
+    def _is_verdict(self, plan: Plan | None, sender: str, in_reply_to: str | None, option: int | None) -> bool:
+        """A button pressed on a question of this plan. It stays in the mail until the plan is done."""
+        if plan is None or sender != PERSON or option is None:
+            return False
+        return any(in_reply_to == question_id(self._agent, one.call.id) for one in plan.calls if one.gated)
+
+    def _is_echo(self, plan: Plan | None, plan_name: str, sender: str, cause: str | None) -> bool:
+        """It comes from the agent itself, or answers something that the running plan has sent."""
+        if sender == self._agent:
+            return True
+        if plan is None or cause is None:
+            return False
+        return self._db.execute(_ECHO, (cause, self._agent, plan_name)).fetchone() is not None
