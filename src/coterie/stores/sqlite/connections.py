@@ -18,7 +18,9 @@ ADVISED = (3, 51, 3)
 BUSY_SECONDS = 5.0
 """How long a connection waits for another program's lock before it says so."""
 
-CHECKPOINT_PAGES = 125
+PAGE = 2048
+"""Bytes. A step changes a few rows on a dozen pages, and every page it touches goes into the log whole."""
+CHECKPOINT_PAGES = 250
 """Half a megabyte. The commit that fills the log moves it into the database, and whoever is due then waits for that."""
 
 _FULL = {sqlite3.SQLITE_FULL}
@@ -33,6 +35,7 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
     )
     try:
         check_version(db)
+        db.execute(f"PRAGMA page_size = {PAGE}")
         db.execute("PRAGMA journal_mode = WAL")
         # Where commits do not flush, the writer chooses its own time for what does.
         db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES if durability == 'full' else 0}")
