@@ -29,6 +29,14 @@ ENGINES = ["sqlite", "postgres"]
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is not about stores is the same code on either engine: the second time, it need not be fast."""
+    for item in items:
+        on = getattr(item, "callspec", None)
+        if on and on.params.get("engine") == "postgres" and item.path.parent.name != "stores":
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 async def clock() -> FakeClock:
     return FakeClock()
