@@ -78,6 +78,7 @@ def test_patience_can_end(either: Stage) -> None:
     assert "has not answered in time" in done.failure
 
 
+@pytest.mark.slow
 def test_a_stop_of_the_server_ends_the_waiting(stage: Stage) -> None:
     stage.serve()
     with Terminal("send", "ada", "Hello", "--delay", "1d", "--wait", "--dir", stage.folder) as terminal:

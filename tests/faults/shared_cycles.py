@@ -31,7 +31,7 @@ LEASE = 0.4
 LONG = 120.0
 """Seconds for a rest on a machine that has much else to do."""
 WAYS = {"at random": 10, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 2)}
-ZOMBIES = ("turn.answered", "turn.ran")
+ZOMBIES = ("turn.asking", "turn.answered", "turn.answered", "turn.calling", "turn.ran")
 """Where one is stopped with something to write down in its hands."""
 
 
@@ -88,8 +88,10 @@ class SharedLife:
         """One is stopped with something to write in its hands, and goes on when others have taken over."""
         home = self._rng.choice(self._homes)
         self._kill(home, "in the end")
-        name, child = self._start(home, f"{self._rng.choice(ZOMBIES)}:{self._rng.randint(1, 3)}:pause", sure=True)
-        self._until(lambda: _is_stopped(child.pid), f"{name} was not stopped")
+        name, child = self._start(home, f"{self._rng.choice(ZOMBIES)}:{self._rng.randint(1, 2)}:pause", sure=True)
+        if not self._within(PATIENCE, lambda: _is_stopped(child.pid)):
+            self.seen["too late for its failpoint"] += 1
+            return
         (worker,) = [note["worker"] for note in self._notes() if note.get("hired") == name]
         self._until(lambda: not self._holds(worker), f"nobody took over from {name}")
         before = self._fenced()
@@ -172,16 +174,18 @@ class SharedLife:
 
     def _states(self) -> list[Any]:
         with psycopg.connect(self._url, autocommit=True) as db:
-            return db.execute(
-                "SELECT id, state, waiting, why, worker, crashes, runnable_at - extract(epoch FROM now()) * 1000"
-                " FROM agents"
-            ).fetchall()
+            return db.execute("SELECT id, state, waiting, why, worker, crashes, runnable_at FROM agents").fetchall()
 
     def _until(self, happened: Any, otherwise: str) -> None:
-        until = time.monotonic() + LONG
+        assert self._within(LONG, happened), f"{otherwise}: {self._states()}"
+
+    def _within(self, seconds: float, happened: Any) -> bool:
+        until = time.monotonic() + seconds
         while not happened():
-            assert time.monotonic() < until, f"{otherwise}: {self._states()}"
+            if time.monotonic() > until:
+                return False
             time.sleep(0.01)
+        return True
 
 
 _life: list[SharedLife] = []
@@ -222,6 +226,8 @@ def _live(folder: str, urls: list[str], seed: int, cycles: int, what: str) -> di
         life.begin(nameless=0.3)
         for _ in range(cycles // len(urls)):
             getattr(life, what)()
+        while life.seen["zombies"] < cycles // len(urls) and what == "make_a_zombie":
+            life.make_a_zombie()
         report = life.end()
         seen += Counter(report["seen"])
         problems += report["problems"]
