@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from coterie.testing.replies import Calls, Says, Status
 
 from .door import coterie
