@@ -42,6 +42,7 @@ class Worker:
     """What a mutant left for a second transaction. The real engine leaves nothing."""
 
 
+_UNPLANNED = (TypeError, KeyError, ValueError)
 Deferred = list[Callable[[World], None]]
 
 
@@ -62,6 +63,7 @@ class Simulation:
         self._withdrawable: list[str] = []
 
     def run(self) -> Counter[str]:
+        broken: tuple[type[Exception], ...] = (*self.world.errors, StoreError, AssertionError, *_UNPLANNED)
         try:
             for beginning in (Simulation.hire, Simulation.hire, Simulation.hire, Simulation.speak, Simulation.speak):
                 self._act(beginning)
@@ -73,7 +75,7 @@ class Simulation:
             self._count()
         except Violation as violation:
             raise Violation(f"{violation}\n{self._replay}") from violation
-        except (*self.world.errors, StoreError, AssertionError, TypeError, KeyError, ValueError) as error:
+        except broken as error:
             raise Violation(f"{type(error).__name__}: {error}\n{self._replay}") from error
         finally:
             self.world.close()
