@@ -80,6 +80,9 @@ def connect(url: str, patience: float = PATIENCE) -> psycopg.Connection[Any]:
     return raw
 
 
+_NEXT_JOB = b"RELEASE SAVEPOINT job; SAVEPOINT job"
+
+
 class PgConnection:
     Error: type[Exception] = psycopg.Error
     IntegrityError: type[Exception] = psycopg.IntegrityError
@@ -88,20 +91,46 @@ class PgConnection:
     def __init__(self, raw: psycopg.Connection[Any], before: str = "") -> None:
         """`before`: goes with every statement, in the same round trip."""
         self.raw, self._before = raw, before.encode()
+        self._cursor = psycopg.ClientCursor(raw)
+        self._later: list[bytes] = []
 
     def execute(self, sql: str, parameters: Any = (), /) -> psycopg.Cursor[Any]:
         text, values = bound(sql, parameters)
-        return _last(self.raw.execute(self._before + text, values))
+        if not self._later:
+            return _last(self.raw.execute(self._before + text, values))
+        self._later.append(self._written_out(text, values))
+        return self.flush()
 
-    def executemany(self, sql: str, parameters: Iterable[Any], /) -> psycopg.Cursor[Any]:
-        cursor = self.raw.cursor()
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
         for values in parameters:
-            cursor.execute(*bound(sql, values))
-        return cursor
+            self.later(sql, values)
+
+    def later(self, sql: str, parameters: Any = (), /) -> None:
+        """A statement whose outcome nobody looks at: it goes with the next one, in the same round trip."""
+        self._later.append(self._written_out(*bound(sql, parameters)))
 
     def say(self, sql: str) -> psycopg.Cursor[Any]:
         """Statements of our own, in one round trip; the rows of the last one."""
-        return _last(self.raw.execute(sql.encode()))
+        self._later.append(sql.encode())
+        return self.flush()
+
+    def begin_job(self) -> None:
+        """What the next one does can be undone by itself."""
+        self._later.append(_NEXT_JOB)
+
+    def flush(self) -> psycopg.Cursor[Any]:
+        """Whatever is still to be said; the rows of the last statement."""
+        if not self._later:
+            return self._cursor
+        said, self._later = b";".join(self._later), []
+        return _last(self.raw.execute(said))
+
+    def forget(self) -> None:
+        """Not to be said any more: what this job wanted. That it has begun must be said all the same."""
+        self._later = [one for one in self._later if one is _NEXT_JOB]
+
+    def _written_out(self, text: bytes, values: Any) -> bytes:
+        return self._cursor.mogrify(text, values).encode()
 
     @property
     def closed(self) -> bool:
