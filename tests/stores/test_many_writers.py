@@ -33,11 +33,6 @@ Opener = Callable[[], Awaitable[PostgresStore]]
 
 
 @pytest.fixture
-def shared(postgres: str) -> Postgres:
-    return Postgres(postgres)
-
-
-@pytest.fixture
 async def process(shared: Postgres, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Opener]:
     """One more store on the same database, as another process has it."""
     opened: list[PostgresStore] = []
@@ -210,6 +205,7 @@ async def test_what_became_of_a_commit_whose_answer_was_lost_is_found_out(
     assert await told(store) == ["user: begin", "assistant: the end"]
 
 
+@pytest.mark.slow
 async def test_sessions_that_are_killed_again_and_again_cost_nothing_but_time(
     process: Opener, shared: Postgres, tmp_path: Path
 ) -> None:

@@ -10,15 +10,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import psycopg
-from psycopg.abc import Buffer
+from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
+from psycopg.pq import TransactionStatus
 
 from coterie.stores.postgres.dialect import bound
 
 CONNECT_SECONDS = 5
 STATEMENT_MS = 15_000
 LOCK_MS = 5_000
-IDLE_MS = 10_000
+PATIENCE = 20.0
+"""Seconds after which no answer means that none will come: whoever is silent need not be gone."""
+IDLE_MS = 3_000
 """A process that is stopped in the middle of a transaction keeps the others waiting no longer than this."""
 TIMEOUTS = (
     f"SET LOCAL statement_timeout = {STATEMENT_MS}; SET LOCAL lock_timeout = {LOCK_MS};"
@@ -50,14 +53,34 @@ class _WholeNumber(Loader):
         return int(bytes(data))
 
 
-def connect(url: str) -> psycopg.Connection[Any]:
+class _Bounded(psycopg.Connection[Any]):
+    """Waits for no answer for ever. The network's own timeouts see the next machine only, not what is behind it."""
+
+    patience = PATIENCE
+
+    def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
+        if timeout is not None:
+            return super().wait(gen, interval, timeout)
+        try:
+            return super().wait(gen, interval, self.patience)
+        except psycopg.OperationalError:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                self.pgconn.finish()  # the answer may still come, and would be taken for that of the next question
+            raise
+
+
+def connect(url: str, patience: float = PATIENCE) -> psycopg.Connection[Any]:
     """A connection in which nothing is begun or committed but by our own words."""
     wanted = psycopg.conninfo.conninfo_to_dict(url)
     missing: dict[str, Any] = {name: value for name, value in _NETWORK.items() if name not in wanted}
-    raw = psycopg.connect(url, autocommit=True, prepare_threshold=None, cursor_factory=psycopg.ClientCursor, **missing)
+    raw = _Bounded.connect(url, autocommit=True, prepare_threshold=None, cursor_factory=psycopg.ClientCursor, **missing)
+    raw.patience = patience
     raw.adapters.register_dumper(bool, _BoolAsNumber)
     raw.adapters.register_loader("numeric", _WholeNumber)
     return raw
+
+
+_NEXT_JOB = b"RELEASE SAVEPOINT job; SAVEPOINT job"
 
 
 class PgConnection:
@@ -68,20 +91,46 @@ class PgConnection:
     def __init__(self, raw: psycopg.Connection[Any], before: str = "") -> None:
         """`before`: goes with every statement, in the same round trip."""
         self.raw, self._before = raw, before.encode()
+        self._cursor = psycopg.ClientCursor(raw)
+        self._later: list[bytes] = []
 
     def execute(self, sql: str, parameters: Any = (), /) -> psycopg.Cursor[Any]:
         text, values = bound(sql, parameters)
-        return _last(self.raw.execute(self._before + text, values))
+        if not self._later:
+            return _last(self.raw.execute(self._before + text, values))
+        self._later.append(self._written_out(text, values))
+        return self.flush()
 
-    def executemany(self, sql: str, parameters: Iterable[Any], /) -> psycopg.Cursor[Any]:
-        cursor = self.raw.cursor()
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
         for values in parameters:
-            cursor.execute(*bound(sql, values))
-        return cursor
+            self.later(sql, values)
+
+    def later(self, sql: str, parameters: Any = (), /) -> None:
+        """A statement whose outcome nobody looks at: it goes with the next one, in the same round trip."""
+        self._later.append(self._written_out(*bound(sql, parameters)))
 
     def say(self, sql: str) -> psycopg.Cursor[Any]:
         """Statements of our own, in one round trip; the rows of the last one."""
-        return _last(self.raw.execute(sql.encode()))
+        self._later.append(sql.encode())
+        return self.flush()
+
+    def begin_job(self) -> None:
+        """What the next one does can be undone by itself."""
+        self._later.append(_NEXT_JOB)
+
+    def flush(self) -> psycopg.Cursor[Any]:
+        """Whatever is still to be said; the rows of the last statement."""
+        if not self._later:
+            return self._cursor
+        said, self._later = b";".join(self._later), []
+        return _last(self.raw.execute(said))
+
+    def forget(self) -> None:
+        """Not to be said any more: what this job wanted. That it has begun must be said all the same."""
+        self._later = [one for one in self._later if one is _NEXT_JOB]
+
+    def _written_out(self, text: bytes, values: Any) -> bytes:
+        return self._cursor.mogrify(text, values).encode()
 
     @property
     def closed(self) -> bool:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import psycopg
 
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
 from coterie.stores.postgres.trouble import Contended
-from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.ledger import Noted
 from coterie.stores.sql.mailbox import READ
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
-CHANNEL = "coterie"
-_EVENTS = "events (seq, at, kind, subject, data)"
 _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
-_NUMBER = (
-    "UPDATE log SET last = last + ?1, last_at = greatest(last_at, ?2)"
-    f" RETURNING last, pg_current_xact_id()::text, pg_notify('{CHANNEL}', '')"
-)
+# Numbered and written in one round trip; whoever listens is told when it is committed.
+_LOG = """
+WITH numbered AS (
+    UPDATE log SET last = last + ?, last_at = greatest(last_at, ?) RETURNING last - ? AS before, pg_notify(?, '')::text)
+INSERT INTO events (seq, at, kind, subject, data)
+SELECT before + place, at, kind, subject, data FROM numbered, (VALUES {}) AS noted (place, at, kind, subject, data)
+RETURNING pg_current_xact_id()::text
+"""
 _TIME = f"SELECT {CLOCK}, last_at FROM log"
+_NOW = f"SELECT {CLOCK}"
 _TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
 
 
@@ -30,10 +33,15 @@ class BatchLedger:
     """Begins a transaction; whoever holds it commits."""
 
     def __init__(
-        self, db: PgConnection, touches: Iterable[str], lease: int, clock: Callable[[], int] | None = None
+        self,
+        db: PgConnection,
+        touches: Iterable[str],
+        lease: int,
+        channel: str,
+        clock: Callable[[], int] | None = None,
     ) -> None:
-        """`clock`: in place of the database's own."""
-        self._db, self.lease, self._clock = db, lease, clock
+        """`channel`: where others hear of it. `clock`: in place of the database's own."""
+        self._db, self.lease, self._channel, self._clock = db, lease, channel, clock
         self._numbers: list[int] = []
         self._events: list[Noted] = []
         self._rows: dict[str, tuple[Any, ...]] = {}
@@ -87,6 +95,15 @@ class BatchLedger:
             self.stamp = max(self.stamp, now)
         return tuple(rest)
 
+    def foresee(self, agent_ids: Sequence[str]) -> None:
+        if len(agent_ids) < 2:
+            return
+        marks = ", ".join(["?"] * len(agent_ids))
+        for agent_id, *row in self._db.execute(_LOCKED.format(marks), agent_ids):
+            self._rows[agent_id] = tuple(row)
+        if not self._clock:
+            self.stamp = max(self.stamp, self._db.execute(_NOW).fetchone()[0])  # type: ignore[index]
+
     def next_message(self) -> int:
         if not self._numbers:
             self.reserve(1)
@@ -103,10 +120,11 @@ class BatchLedger:
         """Write the log, last of all; the number of the transaction, if it has written anything."""
         if not self._events:
             return self._db.execute(_TRANSACTION).fetchone()[0]  # type: ignore[index,no-any-return]
-        last, number, _ = self._db.execute(_NUMBER, (len(self._events), self.stamp)).fetchone()  # type: ignore[misc]
-        first = last - len(self._events) + 1
-        insert(self._db, _EVENTS, [(seq, *event) for seq, event in enumerate(self._events, first)])
-        return str(number)
+        rows = ", ".join(["(?::bigint, ?::bigint, ?, ?, ?)"] * len(self._events))
+        numbered = chain.from_iterable((place, *event) for place, event in enumerate(self._events, 1))
+        count = len(self._events)
+        values = (count, self.stamp, count, self._channel, *numbered)
+        return str(self._db.execute(_LOG.format(rows), values).fetchone()[0])  # type: ignore[index]
 
 
 @cache

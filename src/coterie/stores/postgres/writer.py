@@ -117,7 +117,7 @@ class Writer:
         ledger = self._ledgers(db, touches)
         for place, job in enumerate(batch):
             if place:
-                db.say("RELEASE SAVEPOINT job; SAVEPOINT job")
+                db.begin_job()
             self._run(db, ledger, job)
         if all(job.failed for job in batch):
             db.say("ROLLBACK")
@@ -150,10 +150,12 @@ class Writer:
 
     def _run_twice(self, db: PgConnection, ledger: BatchLedger, job: Job, noted: int) -> Any:
         try:
-            return job.run(db, ledger)
+            outcome = job.run(db, ledger)
         except RunAgain:
             _roll_back(db, ledger, noted)
-            return job.run(db, ledger)
+            outcome = job.run(db, ledger)
+        db.flush()  # what is wrong with it is this job's fault, and not the next one's
+        return outcome
 
     def _give_up(self, batch: list[Job], error: Exception) -> None:
         told = meaning(error) if isinstance(error, psycopg.Error) else error
@@ -186,7 +188,8 @@ class Writer:
         """Whatever was begun is not; a connection that cannot say so is given up."""
         try:
             if self._db and not self._db.closed:
-                self._db.say("ROLLBACK")
+                self._db.forget()
+                self._db.raw.execute("ROLLBACK")
         except psycopg.Error:
             self._hang_up()
 
@@ -198,6 +201,7 @@ class Writer:
 
 
 def _roll_back(db: PgConnection, ledger: BatchLedger, noted: int) -> None:
+    db.forget()
     db.say("ROLLBACK TO SAVEPOINT job")
     ledger.forget(noted)
 

@@ -28,6 +28,10 @@ class Ledger(Protocol):
         """An agent's row, read with `sql`; nobody else changes it before this transaction ends."""
         ...
 
+    def foresee(self, agent_ids: Sequence[str]) -> None:
+        """These, whose rows are held already, are opened next."""
+        ...
+
     def next_message(self) -> int: ...
 
     def reserve(self, messages: int) -> None:
@@ -50,6 +54,9 @@ class OneWriter:
     def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
         row: tuple[Any, ...] | None = self._db.execute(sql, (agent_id,)).fetchone()
         return row
+
+    def foresee(self, agent_ids: Sequence[str]) -> None:
+        pass
 
     def next_message(self) -> int:
         # The next number is known before the row is written; attachments need it.

@@ -180,6 +180,10 @@ class Post:
         self.tell("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
 
+    def foresee(self, agent_ids: Sequence[str]) -> None:
+        """Their mailboxes are opened next; they are held already."""
+        self._ledger.foresee(agent_ids)
+
     def mailbox(self, agent_id: str) -> Mailbox:
         """The mailbox of somebody who exists, to be changed and saved with the rest."""
         mailbox = self._mailboxes.get(agent_id)

@@ -40,6 +40,7 @@ def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> 
         " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, min(1, limit - len(rows))),
     ).fetchall()
+    post.foresee([agent_id for (agent_id,) in (*rows, *suspects)])
     claims = [_claim_one(db, post, agent_id, worker, rules) for (agent_id,) in rows]
     claims += [
         msgspec.structs.replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True)
