@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,4 +24,4 @@ class PostgresStore(Database, SqlStore):
         return await self._read(lambda db: search(db, words, page, agent_id))
 
     async def backup(self, target: Path) -> None:
-        await self._read(lambda db: copy(db, target), one_moment=True)
+        await asyncio.to_thread(copy, self._url, target)

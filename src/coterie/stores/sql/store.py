@@ -17,7 +17,7 @@ from coterie.artifacts import Artifact
 from coterie.clock import from_ms, to_ms
 from coterie.errors import Refused, StoreError
 from coterie.events import Event
-from coterie.invariants import INVARIANTS
+from coterie.invariants import INVARIANTS, broken
 from coterie.llm.chat import Answer
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.statistics import Statistics
@@ -222,6 +222,14 @@ class SqlStore(SqlOverview):
     async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
         return await self.artifacts_before(None, limit)
 
+    async def named_bytes(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
+        """Content hash and size of what artifacts name, in that order, behind `after`."""
+        return await self._query(
+            "SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (?, ?) ORDER BY sha256, size LIMIT ?",
+            *after,
+            limit,
+        )
+
     # The log, and care
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
@@ -244,9 +252,9 @@ class SqlStore(SqlOverview):
     async def backup(self, target: Path) -> None: ...
 
     async def violations(self) -> AsyncIterator[str]:
-        for name, (sentence, sql) in INVARIANTS.items():
+        for name, (_, sql) in INVARIANTS.items():
             for row in await self._query(sql):
-                yield f"{name}: {sentence.format(*row)}"
+                yield broken(name, row)
 
 
 def _answer_all(
