@@ -51,7 +51,7 @@ def copy(
 ) -> None:
     """Copy a society from one database to another, from SQLite to PostgreSQL or back. Nobody may run it meanwhile.
 
-    For a folder, its coterie.toml says which database. The owner's files, the token and keys of services are not copied.
+    For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are.
     """
     from coterie.cli import logs
     from coterie.copying import Whereabouts, copy_society
