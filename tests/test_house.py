@@ -31,7 +31,7 @@ FLOORS = [
         "store_url",
     ],
     ["artifacts", "filetype", "store", "overview", "statistics", "transcript", "llm.chat", "llm.service"],
-    ["watcher", "bus", "library", "live", "llm", "tracing", "spans"],
+    ["watcher", "bus", "library", "live", "relay", "llm", "tracing", "spans"],
     ["agent", "turns"],
     ["stores", "llm.providers"],
     [

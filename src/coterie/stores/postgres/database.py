@@ -39,6 +39,7 @@ READ_TRIES = 4
 LEASE = timedelta(seconds=30)
 _MS = timedelta(milliseconds=1)
 _EACH = f"SET LOCAL statement_timeout = {STATEMENT_MS};"
+_WHISPER = "SELECT pg_notify(?, word) FROM unnest(?::text[]) AS word"
 Time = Callable[[], int]
 
 
@@ -62,9 +63,11 @@ class Database(SqlDatabase):
         self._local = threading.local()
         self._reading: list[PgConnection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, time))
+        self._channel = f"coterie_{info.log_id}"
+        """Of this society: another may live in the same database, in a schema of its own."""
+        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, self._channel, time))
         self._leases = Leases(url, self._on_unsure, lease.total_seconds()) if joins else None
-        self._listening = Listening(url, self._on_news) if joins else None
+        self._listening = Listening(url, self._channel, self._on_words) if joins else None
 
     @classmethod
     async def open(
@@ -99,10 +102,16 @@ class Database(SqlDatabase):
         if self._leases:
             self._leases.hold(taker.worker)
 
-    def _on_news(self) -> None:
-        if self._taker:
-            self._taker.look()
-        self.news()
+    async def whisper(self, words: Sequence[str]) -> None:
+        await self._query(_WHISPER, self._channel, list(words))
+
+    def _on_words(self, words: list[str]) -> None:
+        if "" in words:
+            if self._taker:
+                self._taker.look()
+            self.news()
+        for word in filter(None, words):
+            self.heard(word)
 
     def _on_unsure(self) -> None:
         if self._taker:

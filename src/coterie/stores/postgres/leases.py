@@ -52,6 +52,7 @@ class Leases:
         self._loop = asyncio.get_running_loop()
         self._renewed = time.monotonic()
         self._unsure = False
+        self._watch = self._loop.call_later(lease * UNSURE, self._look_at_the_time)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="coterie-leases", daemon=True)
         self._thread.start()
@@ -70,12 +71,12 @@ class Leases:
 
     async def close(self) -> None:
         self._ending.set()
+        self._watch.cancel()
         await asyncio.to_thread(self._thread.join)
 
     def _keep(self) -> None:
         while True:
             self._beat()
-            self._look_at_the_time()
             if self._ending.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10)):
                 break
         self._leave()
@@ -96,12 +97,13 @@ class Leases:
         self._renewed, self._unsure = began, False
 
     def _look_at_the_time(self) -> None:
-        if self._unsure or time.monotonic() - self._renewed < self.lease * UNSURE:
-            return
-        self._unsure = True
-        log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
-        with contextlib.suppress(RuntimeError):  # the loop is gone already
-            self._loop.call_soon_threadsafe(self._on_unsure)
+        """On the event loop: the thread may be waiting for an answer that does not come."""
+        left = self._renewed + self.lease * UNSURE - time.monotonic()
+        if left <= 0 and not self._unsure:
+            self._unsure = True
+            log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
+            self._on_unsure()
+        self._watch = self._loop.call_later(max(left, self.lease / 20), self._look_at_the_time)
 
     def _leave(self) -> None:
         with contextlib.suppress(psycopg.Error):
@@ -119,7 +121,7 @@ class Leases:
 
     def _connected(self) -> PgConnection:
         if self._db is None or self._db.closed:
-            self._db = PgConnection(connect(self._url))
+            self._db = PgConnection(connect(self._url, patience=self.lease / BEATS))
         return self._db
 
     def _hang_up(self) -> None:
