@@ -30,7 +30,7 @@ FLOORS = [
         "logctx",
         "store_url",
     ],
-    ["artifacts", "filetype", "store", "overview", "statistics", "transcript", "llm.chat", "llm.service"],
+    ["artifacts", "filetype", "store", "overview", "statistics", "workers", "transcript", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "relay", "llm", "tracing", "spans"],
     ["agent", "turns"],
     ["stores", "llm.providers"],

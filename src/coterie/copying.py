@@ -56,6 +56,8 @@ def copy_society(source: Whereabouts, target: Whereabouts, tell: Tell) -> Carrie
     for end in (source, target):
         check_package(end.store)
     with reading(source) as origin, writing(target) as goal:
+        if not origin.count("agents"):
+            raise StoreUnusable(f"there is no society in {source} yet: there is nothing to copy")
         carried = carry(origin, goal, tell)
         check(goal.db, carried, tell)
         tell("Putting it in place")

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from coterie.agents import Agent
 from coterie.artifacts import Bytes
 from coterie.clock import Clock, SystemClock
 from coterie.config import Config, read_config
@@ -21,8 +22,10 @@ from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
 from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.lock import owner_of
+from coterie.workers import name_of
 
 PAGE = 500
+GONE = "gone"
 FINDINGS = 20
 """What SQLite says about a damaged file, at most: it is no use to read a thousand."""
 
@@ -75,6 +78,15 @@ class Inspection:
             tell(f"Checking artifacts: {count:,}")
             if sha256 not in lost and (wrong := await self._check_bytes(sha256, size, deep)):
                 yield f"artifacts: {wrong}"
+
+    async def holders(self) -> Callable[[Agent], str | None]:
+        """Tells who is at work on an agent: `host/pid`; `gone`: somebody who is no more."""
+        if self.shared:
+            names = {worker.id: worker.name for worker in await self.store.workers()}
+            return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
+        pid = owner(self.place)
+        only = name_of(pid) if pid and pid > 0 else GONE
+        return lambda agent: only if agent.worker else None
 
     @property
     def _database(self) -> Path:

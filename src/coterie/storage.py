@@ -67,7 +67,8 @@ async def open_to_look(place: SocietyFolder, config: Config, clock: Clock) -> tu
         return await SqliteStore.open_read_only(place.data, clock), FolderBytes.beside(place.artifacts)
     from coterie.stores.postgres import PostgresStore
 
-    shared = await PostgresStore.open_read_only(config.store.url, clock)
+    lease = timedelta(seconds=config.store.lease_seconds)
+    shared = await PostgresStore.open_read_only(config.store.url, clock, lease=lease)
     if config.store.artifacts:
         return shared, FolderBytes.beside(place.path / config.store.artifacts)
     return shared, shared.kept()
