@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from coterie.backup import back_up
 from coterie.config import read_config
 from coterie.runtime import Society
 from coterie.store_url import with_store_url, without_password
@@ -90,14 +91,14 @@ def test_where_a_shared_society_goes_is_for_its_owner_to_say(busy: Path, tmp_pat
 
 def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: str, tmp_path: Path) -> None:
     file = busy / "coterie.toml"
-    with_password = url.replace("postgres:@", "postgres:hidden@")
+    with_password = url.replace("postgres:@", "postgres:sesame@")
     assert with_password != url
     file.write_text(with_store_url(file.read_text() + "# mine\n", with_password))
 
     done = coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar")
 
     assert "and the password in store.url" in done.stdout
-    assert b"hidden" not in (tmp_path / "a.tar").read_bytes()
+    assert b"sesame" not in (tmp_path / "a.tar").read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:
         kept = tar.extractfile("coterie-backup/coterie.toml")
         assert kept is not None
@@ -108,7 +109,7 @@ def test_a_backup_beside_those_who_run_it_is_of_one_moment(busy: Path, tmp_path:
     async def run() -> None:
         async with Society.open(busy, work=False) as society:
             sending = asyncio.create_task(_chatter(society))
-            await asyncio.to_thread(coterie, "backup", "--dir", busy, "--to", tmp_path / "a.tar")
+            await asyncio.to_thread(back_up, busy, tmp_path / "a.tar", lambda _: None)
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
             await society.stop(briefly=True)

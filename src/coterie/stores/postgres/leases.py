@@ -57,13 +57,14 @@ class Leases:
         self._renewed = time.monotonic()
         self._unsure = False
         self._watch = self._loop.call_later(lease * UNSURE, self._look_at_the_time)
-        self._ending = threading.Event()
+        self._ending, self._due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="coterie-leases", daemon=True)
         self._thread.start()
 
     def hold(self, worker: str) -> None:
-        """From now on its claims are renewed."""
+        """From now on its claims are renewed, and others know about it."""
         self._workers = [*self._workers, worker]
+        self._due.set()
 
     async def is_last(self) -> bool:
         """Whether no other process lives. Who cannot tell is not."""
@@ -75,14 +76,15 @@ class Leases:
 
     async def close(self) -> None:
         self._ending.set()
+        self._due.set()
         self._watch.cancel()
         await asyncio.to_thread(self._thread.join)
 
     def _keep(self) -> None:
-        while True:
+        while not self._ending.is_set():
+            self._due.clear()
             self._beat()
-            if self._ending.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10)):
-                break
+            self._due.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10))
         self._leave()
 
     def _beat(self) -> None:
