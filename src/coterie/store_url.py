@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from coterie.errors import StoreUnusable
 
@@ -23,15 +22,18 @@ def is_shared_url(text: str) -> bool:
 
 def without_password(url: str) -> str:
     """The same place; who goes there brings the password from PGPASSWORD or ~/.pgpass."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    query = [(key, value) for key, value in parse_qsl(parts.query, keep_blank_values=True) if key != "password"]
-    return parts._replace(netloc=user.partition(":")[0] + at + host, query=urlencode(query)).geturl()
+    # Put together from its own letters: PostgreSQL does not read every spelling that other URLs may have.
+    place, _, settings = url.partition("?")
+    scheme, _, rest = place.partition("://")
+    authority, slash, name = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    kept = "&".join(one for one in settings.split("&") if one.partition("=")[0] != "password")
+    return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{name}" + (f"?{kept}" if kept else "")
 
 
 def shown(url: str) -> str:
     """For messages: neither a password nor settings."""
-    return urlsplit(without_password(url))._replace(query="").geturl() if is_shared_url(url) else url
+    return without_password(url).partition("?")[0] if is_shared_url(url) else url
 
 
 def written_in(text: str) -> str:

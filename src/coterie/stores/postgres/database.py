@@ -163,10 +163,10 @@ class Database(SqlDatabase):
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     def _reader(self) -> PgConnection:
-        """This thread's own connection."""
+        """This thread's own connection. Whoever only looks holds nobody up, and may take as long as it takes."""
         db: PgConnection | None = getattr(self._local, "db", None)
         if db is None:
-            db = self._local.db = PgConnection(connect(self._url), _EACH)
+            db = self._local.db = PgConnection(connect(self._url), _EACH if self._leases else "")
             self._reading.append(db)
         return db
 
