@@ -53,6 +53,7 @@ def test_a_backup_of_a_shared_society_is_restored_into_sqlite(busy: Path, url: s
     assert restored == copy and CHART in restored.values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept_by", ["postgres", "sqlite"])
 def test_a_backup_is_restored_into_an_empty_database(
     kept_by: str, busy: Path, url: str, shared: Postgres, tmp_path: Path
