@@ -13,6 +13,7 @@ from coterie.store import Limits, StoreInfo
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.post import Post
 from coterie.turns import Taker
+from coterie.workers import Tally
 
 T = TypeVar("T")
 
@@ -26,8 +27,12 @@ class SqlDatabase(ABC):
     """Called on the event loop when somebody else has written something; set by whoever wants to know."""
     heard: Callable[[str], None] = staticmethod(lambda word: None)
     """Called on the event loop with what somebody whispered, we ourselves included."""
+    tally: Tally
     _clock: Clock
     _taker: Taker | None = None
+
+    def __init__(self) -> None:
+        self.tally = Tally()
 
     @property
     @abstractmethod

@@ -61,7 +61,8 @@ class OneWriter:
     def next_message(self) -> int:
         # The next number is known before the row is written; attachments need it.
         if self._last is None:
-            (self._last,) = self._db.execute("SELECT coalesce(max(seq), 0) FROM messages").fetchone()
+            row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()
+            self._last = row[0] if row else 0
         self._last += 1
         return self._last
 

@@ -27,7 +27,7 @@ CREATE TABLE agents (
 CREATE INDEX agents_runnable ON agents (runnable_at) WHERE runnable_at IS NOT NULL;
 
 CREATE TABLE messages (
-    seq          INTEGER PRIMARY KEY,
+    seq          INTEGER PRIMARY KEY AUTOINCREMENT,
     id           TEXT NOT NULL UNIQUE,
     sender       TEXT NOT NULL,
     recipient    TEXT NOT NULL REFERENCES agents (id),

@@ -41,7 +41,7 @@ CREATE UNIQUE INDEX history_message ON history (message_id) WHERE message_id IS 
 CREATE INDEX history_turn ON history (agent_id, turn_no, seq, message_id) WHERE message_id IS NOT NULL;
 
 CREATE TABLE plans (
-    seq            INTEGER PRIMARY KEY,
+    seq            INTEGER PRIMARY KEY AUTOINCREMENT,
     agent_id       TEXT NOT NULL REFERENCES agents (id),
     turn_no        INTEGER NOT NULL,
     step_no        INTEGER NOT NULL,
