@@ -46,6 +46,7 @@ FLOORS = [
         "restore",
         "storage",
         "testing",
+        "tour_seer",
     ],
     ["cli", "web", "__main__"],
 ]
