@@ -30,8 +30,8 @@ class TourSeer:
         return any(one.id == SEER and one.service == TOUR_SEES for one in self._directory.everybody())
 
     async def come(self) -> None:
-        """Once: whoever ended it does not want it back."""
-        if self.is_there or self._directory.has_ended(SEER):
+        if self.is_there:
             return
-        with suppress(Refused):  # another process was first, or somebody has that id
+        # It was ended and stays so, another process was first, or somebody has that id.
+        with suppress(Refused):
             await self._registrar.create(id=SEER, name=NAME, prompt="", service=TOUR_SEES, tools=(), parent=None)

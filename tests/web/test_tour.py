@@ -77,11 +77,13 @@ async def newcomer(folder: Path, monkeypatch: pytest.MonkeyPatch, lang: str) -> 
         where = find_address(folder / "data")
         assert where is not None
         token = (folder / "data" / "token").read_text().strip()
-        async with httpx.AsyncClient(
-            base_url=f"{where.url}/api/v1", headers={"Authorization": f"Bearer {token}"}, timeout=60
-        ) as client:
-            async with client.stream("GET", "/events") as stream:
-                yield Newcomer(client, events_of(stream))
+        async with (
+            httpx.AsyncClient(
+                base_url=f"{where.url}/api/v1", headers={"Authorization": f"Bearer {token}"}, timeout=60
+            ) as client,
+            client.stream("GET", "/events") as stream,
+        ):
+            yield Newcomer(client, events_of(stream))
         assert serving.stop() == 0
 
 
