@@ -11,7 +11,7 @@ SERVICE = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}
 
 async def state_of_the_seer(society: Society) -> str | None:
     stored = await society.store.agent(SEER)
-    return stored and stored.state
+    return stored.state if stored else None
 
 
 async def test_it_is_there_over_restarts_while_nobody_has_set_up_anything(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class Newcomer:
 
     async def hears(self, text: str) -> dict[str, Any]:
         """The next message to the person that holds `text`."""
-        return (await self.sees("message.created", lambda one: is_for_me(one) and text in words(one)))["message"]
+        event = await self.sees("message.created", lambda one: is_for_me(one) and text in words(one))
+        return dict(event["message"])
 
     async def open_question(self) -> dict[str, Any]:
         (question,) = (await self.get("/snapshot"))["openQuestions"]
