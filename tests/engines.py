@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from coterie.clock import Clock, to_ms
+from coterie.ids import new_id
 from coterie.store import Limits
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connections import open_writer
 
+EMPTY = """
+TRUNCATE agents, messages, artifacts, attachments, events, history, plans, calls, roles, llm_calls, summaries, blobs,
+         pieces, processes RESTART IDENTITY;
+UPDATE log SET last = 0, last_at = 0; DELETE FROM meta WHERE key <> 'schema'
+"""
 EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"
 
 
@@ -41,9 +47,13 @@ class Postgres(Engine):
     """Stores on PostgreSQL, each in a schema of its own. Time is the test's, and leases end with their owner."""
 
     name = "postgres"
+    _empty: ClassVar[list[str]] = []
+    """Schemas with all their tables that tests of this process have left: making them takes longer than most tests."""
+    _caretaker: ClassVar[Any] = None
 
     def __init__(self, url: str) -> None:
         self.server = url
+        self._schemas: dict[Path, str] = {}
 
     async def open(self, folder: Path, clock: Clock, limits: Limits | None = None) -> SqlStore:
         from coterie.stores.postgres import PostgresStore
@@ -56,13 +66,33 @@ class Postgres(Engine):
 
     def url(self, folder: Path) -> str:
         """Of the society at `folder`: a schema, which is there from now on."""
-        import psycopg
-
-        schema = f"t{hashlib.sha256(str(folder).encode()).hexdigest()[:20]}"
-        with psycopg.connect(self.server, autocommit=True) as db:
-            db.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}".encode())
+        if folder not in self._schemas:
+            self._schemas[folder] = self._empty.pop() if self._empty else self._new_schema()
+        schema = self._schemas[folder]
         wanted = f"options={quote(f'-c search_path={schema}')}&application_name={schema}"
         return f"{self.server}{'&' if '?' in self.server else '?'}{wanted}"
+
+    def leave(self) -> None:
+        """The test is over, and has closed what it opened."""
+        for schema in self._schemas.values():
+            if self._housekeeping(f"SELECT to_regclass('{schema}.meta')")[0][0]:
+                self._housekeeping(f"SET search_path = {schema}; {EMPTY}")
+            self._empty.append(schema)
+        self._schemas.clear()
+
+    def _new_schema(self) -> str:
+        schema = f"t{new_id()[:24]}"
+        self._housekeeping(f"CREATE SCHEMA {schema}")
+        return schema
+
+    def _housekeeping(self, sql: str) -> list[Any]:
+        import psycopg
+
+        if Postgres._caretaker is None or Postgres._caretaker.closed:
+            Postgres._caretaker = psycopg.connect(self.server, autocommit=True)
+            Postgres._caretaker.execute("SET lock_timeout = '10s'")
+        answer = Postgres._caretaker.execute(sql.encode())
+        return answer.fetchall() if answer.description else []
 
     @contextmanager
     def behind(self, folder: Path) -> Iterator[Connection]:

@@ -10,6 +10,8 @@ from typing import Literal
 AgentState = Literal["idle", "ready", "llm", "tools", "wait_approval", "wait_retry", "blocked", "paused", "terminated"]
 ACTIVE: frozenset[AgentState] = frozenset({"llm", "tools", "wait_approval", "wait_retry"})
 """At work on a turn: what is sent now is an interjection."""
+HELD: frozenset[AgentState] = frozenset({"llm", "tools"})
+"""Somebody has claimed it, and nobody else may go on with it."""
 
 ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
@@ -37,3 +39,5 @@ class Agent:
     """The tool that runs, or waits for the person's word."""
     step: tuple[int, int] | None = None
     """Which call of how many that is, counted from 1."""
+    worker: str | None = None
+    """Who has claimed it and is at work on it."""

@@ -5,7 +5,10 @@
     coterie-backup/coterie.toml …           what the owner wrote
     coterie-backup/manifest.json            last, so that a file cut short has none; with the hash of everything else
 
-Whoever holds a backup must not be able to speak for the society: the access token and the keys of services stay out.
+It looks the same whichever engine kept the society, so it can be restored to either.
+
+Whoever holds a backup must not be able to speak for the society: the access token, the keys of services and the
+password of a database stay out.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +29,18 @@ from typing import IO
 
 from coterie import __version__
 from coterie.clock import SystemClock, to_ms, to_wire
-from coterie.config import read_config
+from coterie.config import FILE as CONFIG
+from coterie.config import Storage, read_config
+from coterie.copying import Whereabouts, whereabouts
 from coterie.errors import ConfigError, StoreUnusable
 from coterie.folder import SocietyFolder
-from coterie.inspection import Inspection, bytes_path, require_society, stored_bytes
+from coterie.inspection import Inspection, require_society, stored_bytes
+from coterie.staging import flush_folder
+from coterie.storage import check_package
+from coterie.store_url import SQLITE, is_shared_url, with_store_url, without_password, written_in
+from coterie.stores.folder import path_of
+from coterie.stores.sql.carrying import Tell, carry
+from coterie.stores.sqlite.carrying import SqliteTarget
 
 ROOT = "coterie-backup"
 FORMAT = 1
@@ -37,8 +48,6 @@ DATABASE = "data/coterie.db"
 MANIFEST = "manifest.json"
 OWNERS_FILES = ("coterie.toml", "llmservices.json", "tools.py")
 OWNERS_FOLDERS = ("prompts", "tools")
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class Backup:
     """Content hashes that the database names and whose bytes are gone."""
     outside: tuple[str, ...]
     """Files that the configuration names and that lie outside the folder, so they are not in it."""
+    password: bool
+    """The address of the database had one in it, which was left out."""
 
 
 def back_up(folder: Path, target: Path, tell: Tell) -> Backup:
@@ -60,10 +71,10 @@ def back_up(folder: Path, target: Path, tell: Tell) -> Backup:
     with _scratch(target) as scratch:
         tell("Copying the database")
         copy = scratch / "coterie.db"
-        asyncio.run(_copy_database(folder, copy))
+        artifacts = _copy(place, copy, tell)
         draft = scratch / "backup.tar"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            packer = _pack(place, copy, file, tell)
+            packer = _pack(place, copy, artifacts, file, tell)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
@@ -75,16 +86,8 @@ def back_up(folder: Path, target: Path, tell: Tell) -> Backup:
         artifacts=packer.artifacts,
         lost=tuple(packer.lost),
         outside=tuple(name for name in _named_prompts(place) if not _inside(place, name)),
+        password=packer.password,
     )
-
-
-def flush_folder(folder: Path) -> None:
-    """Names in `folder` are durable, too."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager
@@ -102,22 +105,41 @@ def _scratch(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _copy(place: SocietyFolder, database: Path, tell: Tell) -> Path:
+    """All rows as they are now; the folder with the bytes that belong to them."""
+    try:
+        where = whereabouts(place)
+    except ConfigError:
+        where = Whereabouts(Storage(), place)  # the file is in the backup as it is
+    if where.store.url == SQLITE:
+        asyncio.run(_copy_database(place.path, database))
+        return place.artifacts
+    check_package(where.store)
+    from coterie.stores.postgres.carrying import PostgresSource
+
+    artifacts = database.parent / "artifacts"
+    with (
+        PostgresSource.open(where.store.url, where.artifacts) as source,
+        SqliteTarget.make(database, artifacts) as file,
+    ):
+        carry(source, file, tell)
+    return artifacts
+
+
 async def _copy_database(folder: Path, target: Path) -> None:
     async with Inspection.open(folder) as society:
-        if society.shared:
-            raise StoreUnusable("this society is kept by PostgreSQL: back it up with pg_dump, artifacts and all")
         await society.store.backup(target)
 
 
-def _pack(place: SocietyFolder, database: Path, file: IO[bytes], tell: Tell) -> _Packer:
+def _pack(place: SocietyFolder, database: Path, artifacts: Path, file: IO[bytes], tell: Tell) -> _Packer:
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         packer = _Packer(tar)
         packer.add(database, DATABASE)
         for sha256, _ in stored_bytes(database):
-            packer.add_bytes(place, sha256)
+            packer.add_bytes(artifacts, sha256)
             tell(f"Packing artifacts: {packer.artifacts:,}")
         for path, name in _owners_files(place):
-            packer.add(path, name)
+            packer.add_owners(path, name)
         packer.close()
     return packer
 
@@ -128,6 +150,7 @@ class _Packer:
     hashes: dict[str, str] = field(default_factory=dict)
     artifacts: int = 0
     lost: list[str] = field(default_factory=list)
+    password: bool = False
 
     def add(self, path: Path, name: str) -> None:
         with path.open("rb") as file:
@@ -135,9 +158,20 @@ class _Packer:
             self._write(name, hashed, os.fstat(file.fileno()))
         self.hashes[name] = hashed.digest.hexdigest()
 
-    def add_bytes(self, place: SocietyFolder, sha256: str) -> None:
+    def add_owners(self, path: Path, name: str) -> None:
+        if name != CONFIG or (text := _without_password(path)) is None:
+            self.add(path, name)
+            return
+        self.password = True
+        data = text.encode()
+        info = tarfile.TarInfo(f"{ROOT}/{name}")
+        info.size, info.mtime, info.mode = len(data), int(path.stat().st_mtime), path.stat().st_mode & 0o777
+        self.tar.addfile(info, io.BytesIO(data))
+        self.hashes[name] = hashlib.sha256(data).hexdigest()
+
+    def add_bytes(self, artifacts: Path, sha256: str) -> None:
         try:
-            with bytes_path(place, sha256).open("rb") as file:
+            with path_of(artifacts, sha256).open("rb") as file:
                 self._write(f"data/artifacts/{sha256[:2]}/{sha256}", file, os.fstat(file.fileno()))
             self.artifacts += 1
         except FileNotFoundError:
@@ -174,6 +208,17 @@ class _Hashed:
         data = self._file.read(size)
         self.digest.update(data)
         return data
+
+
+def _without_password(path: Path) -> str | None:
+    """The owner's file with the address of the database only; None: there is no password in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+    url = written_in(text)
+    bare = without_password(url) if is_shared_url(url) else url
+    return with_store_url(text, bare) if bare != url else None
 
 
 def _owners_files(place: SocietyFolder) -> Iterator[tuple[Path, str]]:

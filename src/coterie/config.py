@@ -16,6 +16,7 @@ from typing import Any, Literal
 from coterie.agents import ID
 from coterie.errors import ConfigError, Problem
 from coterie.messages import RESERVED
+from coterie.store_url import SQLITE, is_shared_url
 from coterie.text import clean, nearest
 
 FILE = "coterie.toml"
@@ -55,7 +56,7 @@ def _table_of_strings(value: Any) -> str | None:
 
 
 def _store_url(value: Any) -> str | None:
-    if value == "sqlite" or (isinstance(value, str) and value.startswith(("postgresql://", "postgres://"))):
+    if value == SQLITE or (isinstance(value, str) and is_shared_url(value)):
         return None
     return f'expected "sqlite" or "postgresql://user@host/name", got {_shown(value)}'
 
@@ -77,7 +78,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    url: str = _setting("sqlite", _store_url)
+    url: str = _setting(SQLITE, _store_url)
     durability: Literal["full", "relaxed"] = _setting("full", _one_of("full", "relaxed"))
     keep_days: int = _setting(0, _whole(0, 36500))
     artifacts: str = _setting("", _text)

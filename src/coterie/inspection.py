@@ -10,39 +10,51 @@ from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+from coterie.agents import Agent
+from coterie.artifacts import Bytes
 from coterie.clock import Clock, SystemClock
 from coterie.config import Config, read_config
 from coterie.errors import ConfigError, StoreBroken, StoreUnusable
 from coterie.folder import SocietyFolder
 from coterie.storage import is_shared, open_to_look
+from coterie.stores.folder import path_of
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
 from coterie.stores.sqlite.database import DATABASE
 from coterie.stores.sqlite.lock import owner_of
-from coterie.stores.sqlite.store import SqliteStore
+from coterie.workers import name_of
 
 PAGE = 500
+GONE = "gone"
 FINDINGS = 20
 """What SQLite says about a damaged file, at most: it is no use to read a thousand."""
 
 
 class Inspection:
-    def __init__(self, place: SocietyFolder, store: SqlStore, *, shared: bool = False) -> None:
-        """`shared`: it is kept by PostgreSQL, artifacts and all."""
-        self.place, self.store, self.shared = place, store, shared
+    def __init__(self, place: SocietyFolder, store: SqlStore, kept: Bytes, *, shared: bool = False) -> None:
+        """`kept`: the bytes of artifacts. `shared`: it is kept by PostgreSQL."""
+        self.place, self.store, self.kept, self.shared = place, store, kept, shared
 
     @classmethod
     @asynccontextmanager
     async def open(cls, folder: Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
-        place, shared = require_society(folder), _shared(folder)
-        if shared:
-            store = await open_to_look(place, shared, clock or SystemClock())
-        else:
-            if not (place.data / DATABASE).exists():
-                raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
-            store = await SqliteStore.open_read_only(place.data, clock or SystemClock())
+        place, config = require_society(folder), _config(folder)
+        if not is_shared(config) and not (place.data / DATABASE).exists():
+            raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
+        store, kept = await open_to_look(place, config, clock or SystemClock())
         try:
-            yield cls(place, store, shared=shared is not None)
+            yield cls(place, store, kept, shared=is_shared(config))
+        finally:
+            await store.close()
+
+    @classmethod
+    @asynccontextmanager
+    async def of_file(cls, folder: Path) -> AsyncIterator[Self]:
+        """As SQLite keeps it, whatever coterie.toml says."""
+        place = SocietyFolder(folder)
+        store, kept = await open_to_look(place, Config(), SystemClock())
+        try:
+            yield cls(place, store, kept)
         finally:
             await store.close()
 
@@ -50,17 +62,13 @@ class Inspection:
         self, *, deep: bool = False, lost: Collection[str] = (), tell: Callable[[str], None] = lambda _: None
     ) -> AsyncIterator[str]:
         """Everything that contradicts a promise. `deep` reads all bytes again; those in `lost` are known to be gone."""
-        if self.shared:
-            tell("Checking the invariants")
-            async for violation in self.store.violations():
-                yield violation
-            return  # its bytes are as safe as the rows beside them
-        tell("Checking the database file")
-        damage = await asyncio.to_thread(_check_file, self._database, deep)
-        for finding in damage:
-            yield f"database file: {finding}"
-        if damage:
-            return  # whatever else it says cannot be trusted
+        if not self.shared:
+            tell("Checking the database file")
+            damage = await asyncio.to_thread(_check_file, self._database, deep)
+            for finding in damage:
+                yield f"database file: {finding}"
+            if damage:
+                return  # whatever else it says cannot be trusted
         tell("Checking the invariants")
         async for violation in self.store.violations():
             yield violation
@@ -68,9 +76,17 @@ class Inspection:
         async for sha256, size in self._stored_bytes():
             count += 1
             tell(f"Checking artifacts: {count:,}")
-            if sha256 not in lost:
-                for finding in await asyncio.to_thread(self._check_bytes, sha256, size, deep):
-                    yield f"artifacts: {finding}"
+            if sha256 not in lost and (wrong := await self._check_bytes(sha256, size, deep)):
+                yield f"artifacts: {wrong}"
+
+    async def holders(self) -> Callable[[Agent], str | None]:
+        """Tells who is at work on an agent: `host/pid`; `gone`: somebody who is no more."""
+        if self.shared:
+            names = {worker.id: worker.name for worker in await self.store.workers()}
+            return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
+        pid = owner(self.place)
+        only = name_of(pid) if pid and pid > 0 else GONE
+        return lambda agent: only if agent.worker else None
 
     @property
     def _database(self) -> Path:
@@ -78,31 +94,30 @@ class Inspection:
 
     async def _stored_bytes(self) -> AsyncIterator[tuple[str, int]]:
         last = ("", -1)
-        while page := await asyncio.to_thread(_page_of_bytes, self._database, last):
+        while page := await self.store.named_bytes(last, PAGE):
             for last in page:
                 yield last
 
-    def _check_bytes(self, sha256: str, size: int, deep: bool) -> list[str]:
-        path = bytes_path(self.place, sha256)
-        try:
-            found = path.stat().st_size
-            if found != size:
-                return [f"{sha256} has {found:,} bytes, but {size:,} were stored"]
-            if deep and (now := _sha256(path)) != sha256:
-                return [f"{sha256} holds other bytes than were stored, with the hash {now}"]
-        except FileNotFoundError:
-            # Whoever runs the society may have let go of it a moment ago.
-            if _is_named(self._database, sha256):
-                return [f"{sha256} is named by the database, but its bytes are gone"]
-        return []
+    async def _check_bytes(self, sha256: str, size: int, deep: bool) -> str | None:
+        with suppress(FileNotFoundError):
+            found = await self.kept.size(sha256)
+            if found is not None and found != size:
+                return f"{sha256} has {found:,} bytes, but {size:,} were stored"
+            if found is not None:
+                now = await _sha256(self.kept, sha256) if deep else sha256
+                return f"{sha256} holds other bytes than were stored, with the hash {now}" if now != sha256 else None
+        # Whoever runs the society may have let go of it a moment ago.
+        if (sha256, size) in await self.store.named_bytes((sha256, size - 1), 1):
+            return f"{sha256} is named by the database, but its bytes are gone"
+        return None
 
 
-def _shared(folder: Path) -> Config | None:
-    """The configuration of a society that PostgreSQL keeps; None for all others, also when it cannot be read."""
-    with suppress(ConfigError):
-        config = read_config(folder)
-        return config if is_shared(config) else None
-    return None
+def _config(folder: Path) -> Config:
+    """Of a society that can be looked at also when its file cannot be read: then it is where it was at first."""
+    try:
+        return read_config(folder)
+    except ConfigError:
+        return Config()
 
 
 def require_society(folder: Path) -> SocietyFolder:
@@ -130,29 +145,14 @@ def engine_warnings() -> Sequence[str]:
 
 
 def bytes_path(place: SocietyFolder, sha256: str) -> Path:
-    """Where an artifact's bytes lie. Asked of the keeper of these files, it would tidy up beside its running owner."""
-    return place.artifacts / sha256[:2] / sha256
+    """Where an artifact's bytes lie, in a society that SQLite keeps."""
+    return path_of(place.artifacts, sha256)
 
 
-def stored_bytes(database: Path) -> Iterator[tuple[str, int]]:
-    """Content hash and size of everything that an artifact names."""
-    last = ("", -1)
-    while page := _page_of_bytes(database, last):
-        for last in page:
-            yield last
-
-
-def _page_of_bytes(database: Path, after: tuple[str, int]) -> list[tuple[str, int]]:
+def stored_bytes(database: Path) -> list[tuple[str, int]]:
+    """Content hash and size of everything that an artifact in that file names."""
     with _reading(database) as db:
-        return db.execute(
-            "SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (?, ?) ORDER BY sha256, size LIMIT ?",
-            (*after, PAGE),
-        ).fetchall()
-
-
-def _is_named(database: Path, sha256: str) -> bool:
-    with _reading(database) as db:
-        return bool(db.execute("SELECT 1 FROM artifacts WHERE sha256 = ?", (sha256,)).fetchone())
+        return db.execute("SELECT DISTINCT sha256, size FROM artifacts ORDER BY sha256, size").fetchall()
 
 
 def _check_file(database: Path, deep: bool) -> list[str]:
@@ -173,6 +173,8 @@ def _reading(database: Path) -> Iterator[sqlite3.Connection]:
         raise meaning from error
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+async def _sha256(kept: Bytes, sha256: str) -> str:
+    digest = hashlib.sha256()
+    async for piece in kept.open(sha256):
+        digest.update(piece)
+    return digest.hexdigest()

@@ -5,6 +5,9 @@ Plain SQL that every engine understands. The names are those of the guarantees i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 INVARIANTS: dict[str, tuple[str, str]] = {
     "M1 one state": (
         "message {0} is {1} but its times and place say otherwise",
@@ -277,3 +280,8 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
 }
+
+
+def broken(name: str, row: Sequence[Any]) -> str:
+    """What `row`, which the query of that name found, contradicts, in words."""
+    return f"{name}: {INVARIANTS[name][0].format(*row)}"

@@ -9,28 +9,31 @@ import os
 import re
 import shutil
 import tarfile
-import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any
 
-from coterie.backup import DATABASE, FORMAT, MANIFEST, ROOT, Tell, flush_folder
-from coterie.errors import StoreUnusable
-from coterie.folder import TEMPLATES, SocietyFolder
+from coterie.backup import DATABASE, FORMAT, MANIFEST, ROOT
+from coterie.config import FILE as CONFIG
+from coterie.config import Config, read_config
+from coterie.copying import Whereabouts, writing
+from coterie.errors import ConfigError, StoreUnusable
+from coterie.folder import SocietyFolder
 from coterie.ids import new_id
 from coterie.inspection import Inspection
+from coterie.staging import move_in, refuse_data, staged
+from coterie.storage import check_package
+from coterie.store_url import SQLITE, shown, with_store_url, written_in
 from coterie.stores.sql import transitions
+from coterie.stores.sql.carrying import Tell, carry, check
 from coterie.stores.sqlite import boot
+from coterie.stores.sqlite.carrying import SqliteSource
 from coterie.stores.sqlite.connections import DATABASE_ERRORS, open_writer
-from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import migrate
 
 PIECE = 1 << 20
 MAX_MANIFEST = 64 << 20
-STAGE = ".restoring-"
 _ARTIFACT = re.compile(r"data/artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
 
@@ -43,61 +46,61 @@ class Restored:
     """Artifacts whose bytes were gone already when the backup was made."""
 
 
-def restore(archive: Path, folder: Path, tell: Tell) -> Restored:
-    """The society of `archive` is in `folder`, wholly or not at all. It blocks, like `back_up`."""
+def restore(archive: Path, folder: Path, tell: Tell, store: str | None = None) -> Restored:
+    """The society of `archive` is in `folder`, wholly or not at all. It blocks, like `back_up`.
+
+    `store`: what store.url shall be; None: as it was, which goes without saying for SQLite only.
+    """
     place = SocietyFolder(folder)
-    _refuse_data(place)
-    with archive.open("rb") as file, _stage(place) as stage:
+    refuse_data(place)
+    with archive.open("rb") as file, staged(place) as stage:
         tell("Unpacking the backup")
         manifest = _unpack(archive, file, stage, tell)
+        _choose_store(archive, stage, store)
         tell("Checking what was unpacked")
         _make_ready(archive, stage / DATABASE)
         asyncio.run(_check(archive, stage, manifest, tell))
-        _move_in(stage, place)
+        where = Whereabouts(_config(stage).store, place)
+        if where.store.url == SQLITE:
+            move_in(stage, place)
+        else:
+            _hand_over(stage, where, tell)
     return Restored(created_at=manifest["createdAt"], artifacts=manifest["artifacts"], lost=tuple(manifest["lost"]))
 
 
-def _refuse_data(place: SocietyFolder) -> None:
-    if any(place.data.glob("coterie.db*")) or place.artifacts.exists():
+def _choose_store(archive: Path, stage: Path, store: str | None) -> None:
+    file = stage / CONFIG
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    was = written_in(text)
+    if store is None and was != SQLITE:
+        # Perhaps it is still there, or another by now: where a society goes is for its owner to say.
         raise StoreUnusable(
-            f"{place.path} holds a society with data already: choose another folder with --dir, or move it away first"
+            f"the society in {archive} was kept by {shown(was)}: say where it shall go, with --store sqlite"
+            " or the address of an empty database"
         )
+    if store is not None and store != was:
+        file.write_text(with_store_url(text, store), encoding="utf-8")
 
 
-@contextmanager
-def _stage(place: SocietyFolder) -> Iterator[Path]:
-    """A folder inside the target, so that moving in is renaming; afterwards nothing is left that was not moved."""
-    missing = [path for path in (place.data, place.path, *place.path.parents) if not path.exists()]
+def _config(stage: Path) -> Config:
     try:
-        _make(place)
-        lock = FolderLock(place.data)
-        try:
-            yield from _scratch(place)
-        finally:
-            lock.release()
-    except BaseException:
-        if missing:
-            shutil.rmtree(missing[-1], ignore_errors=True)
-        raise
+        return read_config(stage)
+    except ConfigError:
+        return Config()  # the file is the owner's, and comes back as it was; `coterie check` says what is wrong with it
 
 
-def _make(place: SocietyFolder) -> None:
-    try:
-        place.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreUnusable(
-            f"{place.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
-        ) from error
-
-
-def _scratch(place: SocietyFolder) -> Iterator[Path]:
-    for left in place.path.glob(f"{STAGE}*"):  # by a restore that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    stage = Path(tempfile.mkdtemp(prefix=STAGE, dir=place.path))
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+def _hand_over(stage: Path, where: Whereabouts, tell: Tell) -> None:
+    """To the database; the owner's files last, when only its commit is left to do."""
+    check_package(where.store)
+    assert where.place  # noqa: S101
+    remedy = "name one that is empty, or sqlite, with --store"
+    with (
+        SqliteSource.open(stage / DATABASE, stage / "data" / "artifacts") as source,
+        writing(where, remedy) as target,
+    ):
+        check(target.db, carry(source, target, tell), tell)
+        shutil.rmtree(stage / "data")
+        move_in(stage, where.place)
 
 
 # Unpacking: what a stranger put into the file can only end up inside the stage, or be refused
@@ -213,45 +216,8 @@ def _make_ready(archive: Path, database: Path) -> None:
 
 
 async def _check(archive: Path, stage: Path, manifest: dict[str, Any], tell: Tell) -> None:
-    async with Inspection.open(stage) as society:
+    async with Inspection.of_file(stage) as society:
         found = [finding async for finding in society.findings(lost=manifest["lost"], tell=tell)]
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
         raise _damaged(archive, f"{found[0]}{more}")
-
-
-# Moving in
-
-
-def _move_in(stage: Path, place: SocietyFolder) -> None:
-    moves = [(path, place.path / path.name) for path in sorted(stage.iterdir()) if path.name != "data"]
-    for source, goal in moves:
-        _refuse_loss(source, goal)
-    # The database last: with it the society is there.
-    for name in ("artifacts", "coterie.db"):
-        if (stage / "data" / name).exists():
-            moves.append((stage / "data" / name, place.data / name))
-    moved: list[tuple[Path, Path]] = []
-    try:
-        for source, goal in moves:
-            source.rename(goal)
-            moved.append((source, goal))
-    except BaseException:
-        for source, goal in reversed(moved):
-            goal.rename(source)
-        raise
-    for folder in (place.data, place.path, place.path.parent):
-        flush_folder(folder)
-
-
-def _refuse_loss(source: Path, goal: Path) -> None:
-    """What `coterie init` wrote may be replaced, the owner's own work may not."""
-    if not goal.exists():
-        return
-    if source.is_file() and goal.is_file():
-        present = goal.read_bytes()
-        if present == source.read_bytes():
-            return
-        if goal.name in TEMPLATES and present == (files("coterie") / "templates" / goal.name).read_bytes():
-            return
-    raise StoreUnusable(f"{goal} exists and differs from the backup's: move it away first, or choose another --dir")

@@ -21,8 +21,9 @@ from coterie.inspection import require_society
 from coterie.library import Library
 from coterie.live import Live
 from coterie.messages import PERSON, Message, Receipt
+from coterie.relay import Relay
 from coterie.reloading import after_restart, running
-from coterie.storage import check_engine, limits_of, open_store
+from coterie.storage import check_engine, is_shared, limits_of, open_store
 from coterie.store import Retention
 from coterie.stores.sql.store import SqlStore
 
@@ -48,6 +49,7 @@ class Society:
         self.bus = MessageBus(store, clock)
         store.news = lambda: self.bus.stored(None)
         self.live = Live()
+        self._relay = Relay(self.live, store, clock, self._stop_here) if is_shared(config) else None
         self._kept, self._clock = kept, clock
         self._crew: Crew | None = None
         self._setup: Setup | None = None
@@ -224,8 +226,20 @@ class Society:
                     return
 
     def stop_turn(self, agent_id: str) -> bool:
-        """End what the agent is doing now. Its mail is kept, and begins the next turn. False: it was doing nothing."""
-        return self._at_work().stop_turn(agent_id)
+        """End what the agent is doing now. Its mail is kept, and begins the next turn. False: it was doing nothing here.
+
+        Where several processes run the society, the one that works for the agent is asked to.
+        """
+        stopped = self._at_work().stop_turn(agent_id)
+        if not stopped and self._relay:
+            self._relay.stop_elsewhere(agent_id)
+        return stopped
+
+    def _stop_here(self, agent_id: str) -> None:
+        """Somebody at another process of this society wants it."""
+        with contextlib.suppress(CoterieError):  # whom only the others know yet does nothing here
+            if self._crew:
+                self._crew.stop_turn(agent_id)
 
     async def pause(self, agent_id: str) -> None:
         """The agent ends its turn and rests until `resume`; its mail waits."""
@@ -295,6 +309,8 @@ class Society:
             early = await self.bus.stop(deliver_delayed=deliver)
             if self._crew:
                 await self._crew.stop(timedelta(seconds=0 if briefly else settings.drain_seconds))
+            if self._relay:
+                await self._relay.close()
             if last_words:
                 await last_words(early)
             return early
@@ -308,6 +324,8 @@ class Society:
             if self._crew:
                 await self._crew.stop_claiming()
                 await self._crew.stop(timedelta(0))
+            if self._relay:
+                await self._relay.close()
             await self.bus.abandon()
         finally:
             await self.store.close()
@@ -322,6 +340,8 @@ class Society:
         for problem in self.config.problems:
             log.warning("%s", problem)
         self.bus.start()
+        if self._relay:
+            self._relay.start()
         if crew:
             await crew.start()
         self._crew = crew

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 
 from coterie.artifacts import Bytes
 from coterie.clock import Clock
-from coterie.config import FILE, Config
+from coterie.config import FILE, Config, Storage
 from coterie.errors import ConfigError, Problem
 from coterie.folder import SocietyFolder
 from coterie.store import Limits
-from coterie.stores.folder import FolderBytes
+from coterie.store_url import SQLITE
+from coterie.stores.folder import FolderBytes, SharedFolderBytes
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
-
-SQLITE = "sqlite"
 
 
 def is_shared(config: Config) -> bool:
@@ -25,7 +24,11 @@ def is_shared(config: Config) -> bool:
 
 
 def check_engine(config: Config) -> None:
-    if is_shared(config) and find_spec("psycopg") is None:
+    check_package(config.store)
+
+
+def check_package(store: Storage) -> None:
+    if store.url != SQLITE and find_spec("psycopg") is None:
         sentence = 'PostgreSQL needs a package that is not installed: run pip install "coterie[postgres]"'
         raise ConfigError([Problem(f"{FILE}: store.url", sentence, fatal=True)])
 
@@ -39,29 +42,33 @@ async def open_store(place: SocietyFolder, config: Config, clock: Clock) -> tupl
     check_engine(config)
     if not is_shared(config):
         file = await SqliteStore.open(place.data, clock, limits=limits_of(config), durability=config.store.durability)
-        return file, await _folder(file, place.artifacts)
+        return file, await _folder(file, lambda: FolderBytes(place.artifacts))
     from coterie.stores.postgres import PostgresStore
 
     lease = timedelta(seconds=config.store.lease_seconds)
     shared = await PostgresStore.open(config.store.url, clock, limits=limits_of(config), lease=lease)
     if config.store.artifacts:
-        return shared, await _folder(shared, place.path / config.store.artifacts)
+        return shared, await _folder(shared, lambda: SharedFolderBytes(place.path / config.store.artifacts))
     return shared, shared.kept()
 
 
-async def _folder(store: SqlStore, folder: Path) -> Bytes:
+async def _folder(store: SqlStore, opened: Callable[[], Bytes]) -> Bytes:
     try:
-        return FolderBytes(folder)
+        return opened()
     except BaseException:
         await store.close()
         raise
 
 
-async def open_to_look(place: SocietyFolder, config: Config, clock: Clock) -> SqlStore:
-    """Beside whoever runs it; every write is refused."""
+async def open_to_look(place: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, Bytes]:
+    """Beside whoever runs it; nothing is written, neither to the store nor among the bytes."""
     check_engine(config)
     if not is_shared(config):
-        return await SqliteStore.open_read_only(place.data, clock)
+        return await SqliteStore.open_read_only(place.data, clock), FolderBytes.beside(place.artifacts)
     from coterie.stores.postgres import PostgresStore
 
-    return await PostgresStore.open_read_only(config.store.url, clock)
+    lease = timedelta(seconds=config.store.lease_seconds)
+    shared = await PostgresStore.open_read_only(config.store.url, clock, lease=lease)
+    if config.store.artifacts:
+        return shared, FolderBytes.beside(place.path / config.store.artifacts)
+    return shared, shared.kept()

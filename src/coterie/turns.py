@@ -61,6 +61,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     on_trial: bool = False
     """Two crashes found it at the same step. No other suspect works beside it, so that a third one tells who it is."""
 
+    taken_over: bool = False
+    """Somebody else was at work on it, and has not let go of it in order."""
+
     def key(self, index: int) -> str:
         """Names a call of the plan, for ever."""
         return f"{self.agent_id}/{self.plan_key[0]}/{self.plan_key[1]}/{index}"

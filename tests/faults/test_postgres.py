@@ -121,8 +121,8 @@ async def errand(society: Society, agent: str, tasks: range) -> None:
 
 
 @pytest.mark.slow
-async def test_workers_that_are_killed_lose_nothing_and_do_nothing_twice(postgres: str, tmp_path: Path) -> None:
-    url, witness = Postgres(postgres).url(tmp_path), tmp_path / "witness"
+async def test_workers_that_are_killed_lose_nothing_and_do_nothing_twice(shared: Postgres, tmp_path: Path) -> None:
+    url, witness = shared.url(tmp_path), tmp_path / "witness"
     chance = random.Random(int(os.environ.get("COTERIE_SEED", "1")))
     each, kills = 12, 0
     async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(300):
@@ -145,8 +145,8 @@ async def test_workers_that_are_killed_lose_nothing_and_do_nothing_twice(postgre
 
 
 @pytest.mark.slow
-async def test_a_worker_that_is_told_to_stop_hands_its_turns_over_at_once(postgres: str, tmp_path: Path) -> None:
-    url, witness = Postgres(postgres).url(tmp_path), tmp_path / "witness"
+async def test_a_worker_that_is_told_to_stop_hands_its_turns_over_at_once(shared: Postgres, tmp_path: Path) -> None:
+    url, witness = shared.url(tmp_path), tmp_path / "witness"
     async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(60):
         await errand(society, "ada", range(1))
         assert await workers.stop() == [0] * WORKERS

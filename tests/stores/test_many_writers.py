@@ -33,11 +33,6 @@ Opener = Callable[[], Awaitable[PostgresStore]]
 
 
 @pytest.fixture
-def shared(postgres: str) -> Postgres:
-    return Postgres(postgres)
-
-
-@pytest.fixture
 async def process(shared: Postgres, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Opener]:
     """One more store on the same database, as another process has it."""
     opened: list[PostgresStore] = []

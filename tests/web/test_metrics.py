@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 
 from coterie.runtime import Society
 from coterie.stores.sqlite import SqliteStore
+from coterie.testing import FakeClock
+from coterie.web.meter import HttpMeter
+from coterie.web.metrics import Numbers
+from coterie.workers import name_of
 
 
 async def test_the_numbers_follow_what_happens(client: httpx.AsyncClient, society: Society) -> None:
@@ -39,3 +45,14 @@ async def test_a_store_that_cannot_write_is_not_ready(client: httpx.AsyncClient,
     answer = await client.get("/readyz")
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
     assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_whoever_works_here_is_counted_by_name(tmp_path: Path, clock: FakeClock) -> None:
+    async with Society.open(tmp_path, clock=clock) as society:
+        numbers = (await Numbers(society, HttpMeter(), lambda: 0).text()).decode()
+    for name in ("claims", "heartbeats_total", "fenced_writes_total", "lease_takeovers_total"):
+        assert f'coterie_worker_{name}{{worker="{name_of()}"}} 0.0' in numbers
+
+
+async def test_where_no_agent_works_there_is_no_worker(client: httpx.AsyncClient) -> None:
+    assert "coterie_worker_claims{" not in (await client.get("/metrics")).text

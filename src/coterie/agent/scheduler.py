@@ -32,6 +32,8 @@ class Scheduler:
         self._places = _Places(AT_ONCE)
         self._mislaid = False
         """Agents may be claimed in our name that nobody works on."""
+        self._dropped: set[asyncio.Task[None]] = set()
+        """Turns that others may have taken over meanwhile; where nobody has, they are let go in order."""
         self._ending = False
         self._loop: asyncio.Task[None] | None = None
 
@@ -76,8 +78,10 @@ class Scheduler:
             self._begin(claim)
 
     def drop(self) -> None:
+        self._dropped |= self._turns.keys()
         for turn in self._turns:
             turn.cancel()
+        self._wake.set()
 
     def look(self) -> None:
         self._wake.set()
@@ -95,9 +99,8 @@ class Scheduler:
         room = self._places.take(AT_ONCE)
         claims: Sequence[Claim] = ()
         try:
-            if self._mislaid:
-                await self._store.release(self.worker, busy=[*self._turns.values()], failed=True)
-                self._mislaid = False
+            if self._mislaid or self._dropped:
+                await self._let_go()
             claims = await self._store.claim(self.worker, self.rules, room) if room else []
         except StoreError as error:
             log.error("cannot look for work for now: %s", error)
@@ -111,6 +114,14 @@ class Scheduler:
         self.take(claims)
         self._places.held = len(claims) == room
         return bool(room) and len(claims) == room
+
+    async def _let_go(self) -> None:
+        """Of what is in our name and nobody works on."""
+        if self._dropped:
+            await asyncio.wait(self._dropped)
+        await self._store.release(self.worker, busy=[*self._turns.values()], failed=self._mislaid)
+        self._mislaid = False
+        self._dropped.clear()
 
     def _begin(self, claim: Claim) -> None:
         turn = asyncio.create_task(self._handler.work(claim), name=f"coterie-turn-{claim.agent_id}")

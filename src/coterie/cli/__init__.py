@@ -15,6 +15,7 @@ from coterie.cli.control import pause, resume, stop
 from coterie.cli.delayed import delayed
 from coterie.cli.failures import OneSentence, end_output, tell
 from coterie.cli.init import init
+from coterie.cli.moving import copy, migrate
 from coterie.cli.open import open_panel
 from coterie.cli.output import forgiving_streams
 from coterie.cli.past import export, history
@@ -35,7 +36,7 @@ app = typer.Typer(
 )
 for command in (
     init, serve, check, open_panel, send, chat, agents, delayed, history, export, stop, pause, resume, verify, backup,
-    restore, worker,
+    restore, migrate, copy, worker,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_panel"))(command)
 

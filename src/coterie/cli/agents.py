@@ -12,8 +12,11 @@ from coterie.cli.output import say, say_json, say_table
 if TYPE_CHECKING:
     from coterie.agent.directory import Directory
     from coterie.agents import Agent
+    from coterie.workers import Worker
 
-COLUMNS = ("AGENT", "NAME", "STATE", "SERVICE", "WAITING", "UNREAD", "WHY")
+COLUMNS = ("AGENT", "NAME", "STATE", "SERVICE", "WAITING", "UNREAD", "WORKER", "WHY")
+OPTIONAL = ("WORKER", "WHY")
+"""Left out where they would be empty."""
 
 
 def agents(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
@@ -23,30 +26,35 @@ def agents(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
     from coterie.cli import logs
 
     logs.stay_quiet()
-    found = asyncio.run(_read(dir))
+    found, workers = asyncio.run(_read(dir))
     if json:
-        say_json({"items": found})
+        say_json({"items": found, "workers": [one.to_wire() for one in workers]})
         return
     rows = [_row(agent, depth) for agent, depth in _as_tree(found)]
-    if any(row[-1] for row in rows):
-        say_table(COLUMNS, rows)
-    elif rows:
-        say_table(COLUMNS[:-1], [row[:-1] for row in rows])
+    if rows:
+        shown = [n for n, name in enumerate(COLUMNS) if name not in OPTIONAL or any(row[n] for row in rows)]
+        say_table([COLUMNS[n] for n in shown], [[row[n] for n in shown] for row in rows])
     else:
         say("There are no agents.")
+    if workers:
+        say(f"Processes: {', '.join(f'{one.name} ({one.claims:,} at work)' for one in workers)}")
 
 
-async def _read(folder: Path) -> list[dict[str, Any]]:
+async def _read(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Worker]]:
     from coterie.cli.roster import all_agents, directory_of
     from coterie.inspection import Inspection
 
     async with Inspection.open(folder) as stored:
         directory = await directory_of(stored)
         unread = {thread.agent_id: thread.unread for thread in (await stored.store.snapshot()).threads}
-        return [_told(agent, directory, unread.get(agent.id, 0)) for agent in await all_agents(stored.store)]
+        holder = await stored.holders()
+        found = [
+            _told(agent, directory, unread.get(agent.id, 0), holder(agent)) for agent in await all_agents(stored.store)
+        ]
+        return found, await stored.store.workers()
 
 
-def _told(agent: Agent, directory: Directory, unread: int) -> dict[str, Any]:
+def _told(agent: Agent, directory: Directory, unread: int, worker: str | None) -> dict[str, Any]:
     from coterie.errors import CoterieError
     from coterie.web import wire
 
@@ -63,6 +71,7 @@ def _told(agent: Agent, directory: Directory, unread: int) -> dict[str, Any]:
         "waiting": agent.waiting,
         "delayed": agent.delayed,
         "unread": unread,
+        "worker": worker,
     }
 
 
@@ -95,5 +104,6 @@ def _row(agent: Mapping[str, Any], depth: int) -> tuple[str, ...]:
         agent["service"] or "none",
         f"{agent['waiting']:,}",
         f"{agent['unread']:,}",
+        agent["worker"] or "",
         agent.get("why") or "",
     )

@@ -52,7 +52,7 @@ def backup(
     from coterie.cli import logs
 
     logs.stay_quiet()
-    with Progress.shown("Backing up") as progress, _tidy_when_terminated():
+    with Progress.shown("Backing up") as progress, tidy_when_terminated():
         made = back_up(dir, _target(dir, to), progress.tell)
     if made.lost:
         say_aside(f"Warning: the bytes of {len(made.lost):,} artifacts are gone: see which with coterie verify")
@@ -62,22 +62,30 @@ def backup(
         say_json({"file": str(made.path), "size": made.size, "artifacts": made.artifacts, "lost": list(made.lost)})
         return
     say(f"Wrote {made.path}: {made.size:,} bytes, with {counted(made.artifacts, 'artifact')}.")
-    say(f"Not in it: {NOT_INSIDE}.")
+    say(f"Not in it: {NOT_INSIDE}{', and the password in store.url' if made.password else ''}.")
     say(f"Restore it with: coterie restore {made.path} --dir NEW-FOLDER")
 
 
 def restore(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What coterie backup wrote.", show_default=False)],
     dir: Dir = HOME,  # noqa: A002
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where it shall be kept: sqlite, or postgresql://user@host/name. It becomes store.url.",
+            show_default="as it was, if that is SQLite",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Put the society of a backup into a folder that holds none."""
+    """Put the society of a backup into a folder that holds none, and if wanted into an empty PostgreSQL."""
     from coterie.cli import logs
     from coterie.restore import restore as put_back
 
     logs.stay_quiet()
-    with Progress.shown("Restoring") as progress, _tidy_when_terminated():
-        done = put_back(file, dir, progress.tell)
+    with Progress.shown("Restoring") as progress, tidy_when_terminated():
+        done = put_back(file, dir, progress.tell, _checked_store(store))
     if done.lost:
         say_aside(f"Warning: {len(done.lost):,} artifacts had lost their bytes when the backup was made")
     if json:
@@ -87,6 +95,14 @@ def restore(
     say(f"Restored the society of {done.created_at} into {dir}, with {artifacts}; everything was checked.")
     say(f"Not in a backup: {NOT_INSIDE}; put them back if you have them.")
     say(f"Next: coterie serve {dir}")
+
+
+def _checked_store(url: str | None) -> str | None:
+    from coterie.store_url import SQLITE, is_shared_url
+
+    if url is not None and url != SQLITE and not is_shared_url(url):
+        raise typer.BadParameter("expected sqlite or postgresql://user@host/name", param_hint="--store")
+    return url
 
 
 async def _findings(folder: Path, deep: bool, progress: Progress) -> list[str]:
@@ -114,7 +130,7 @@ def _target(folder: Path, to: Path | None) -> Path:
 
 
 @contextmanager
-def _tidy_when_terminated() -> Iterator[None]:
+def tidy_when_terminated() -> Iterator[None]:
     """SIGTERM ends the command like Ctrl-C does, so that nothing half-written stays behind."""
     import signal
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Self, TypeVar
 
 from coterie.artifacts import HEAD_BYTES, StoredBytes
 from coterie.errors import Refused, StoreUnavailable, StoreUnusable
@@ -17,21 +19,40 @@ from coterie.ids import new_id
 
 T = TypeVar("T")
 PIECE = 256 * 1024
+GRACE = timedelta(hours=1)
+"""Bytes that were brought again within this are not deleted: another process may be about to name them."""
+UPLOADING = timedelta(days=1)
+"""An upload that has not grown for so long was cut off."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FolderBytes:
+    """In a folder that one process owns."""
+
     def __init__(self, folder: Path) -> None:
-        self._folder, self._incoming = folder, folder / "incoming"
+        self._use(folder)
         try:
             for place in (folder, self._incoming):
                 place.mkdir(exist_ok=True, mode=0o700)
-            for left in self._incoming.iterdir():  # uploads that a crash cut off
-                left.unlink()
+            self._tidy()
         except OSError as error:
             raise StoreUnusable(
                 f"{error.filename} cannot be used ({error.strerror}): make {folder} yours and writable"
             ) from error
+
+    @classmethod
+    def beside(cls, folder: Path) -> Self:
+        """To read from, beside its owner: nothing is made or tidied up."""
+        reader = cls.__new__(cls)
+        reader._use(folder)
+        return reader
+
+    def _use(self, folder: Path) -> None:
+        self._folder, self._incoming = folder, folder / "incoming"
+
+    def _tidy(self) -> None:
+        for left in self._incoming.iterdir():  # uploads that a crash cut off
+            left.unlink(missing_ok=True)
 
     async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBytes:
         temporary = self._incoming / new_id()
@@ -75,7 +96,65 @@ class FolderBytes:
         await asyncio.to_thread(self._path(sha256).unlink, missing_ok=True)
 
     def _path(self, sha256: str) -> Path:
-        return self._folder / sha256[:2] / sha256
+        return path_of(self._folder, sha256)
+
+
+class SharedFolderBytes(FolderBytes):
+    """In a folder that several processes write to, on several machines: what is young may be another's work."""
+
+    async def delete(self, sha256: str) -> None:
+        await asyncio.to_thread(self._delete_old, self._path(sha256), GRACE)
+
+    def _tidy(self) -> None:
+        for left in self._incoming.iterdir():
+            self._delete_old(left, UPLOADING)
+
+    def _delete_old(self, path: Path, age: timedelta) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime <= self._now() - age.total_seconds():
+                path.unlink()
+
+    def _now(self) -> float:
+        """By the clock that stamps these files: those of the machines may differ."""
+        probe = self._incoming / new_id()
+        with _create(probe) as file:
+            now = os.fstat(file.fileno()).st_mtime
+        probe.unlink()
+        return now
+
+
+def path_of(folder: Path, sha256: str) -> Path:
+    return folder / sha256[:2] / sha256
+
+
+def read_bytes(folder: Path, sha256: str) -> Iterator[bytes] | None:
+    """In pieces; None: they are not kept there."""
+    try:
+        file = path_of(folder, sha256).open("rb")
+    except FileNotFoundError:
+        return None
+    return _pieces(file)
+
+
+def place_bytes(folder: Path, sha256: str, pieces: Iterator[bytes]) -> list[Path]:
+    """Durably under their hash, whole or not at all; the file, if it was not there before."""
+    final, temporary = path_of(folder, sha256), folder / "incoming" / new_id()
+    temporary.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = final.exists()
+    try:
+        with _create(temporary) as file:
+            file.writelines(pieces)
+            _flush(file)
+        _settle(temporary, final)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return [] if known else [final]
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while piece := file.read(PIECE):
+            yield piece
 
 
 async def _on_disk(work: Callable[..., T], *arguments: object) -> T:

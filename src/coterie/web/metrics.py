@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 from fastapi import APIRouter, Request
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from coterie.runtime import Society
 from coterie.statistics import Statistics
 from coterie.web.meter import BUCKETS, HttpMeter
+from coterie.workers import Worker
 
 router = APIRouter(tags=["health"])
 
@@ -37,7 +38,8 @@ class Numbers:
             self._seen = found.seq
             self._events.update(found.events)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Once([*self._of_society(found), *_of_http(self._meter)]))
+        workers = await self._society.store.workers()
+        registry.register(_Once([*self._of_society(found), *_of_workers(workers), *_of_http(self._meter)]))
         return generate_latest(registry)
 
     def _of_society(self, found: Statistics) -> Iterator[Metric]:
@@ -72,6 +74,20 @@ class _Once(Collector):
 
     def collect(self) -> list[Metric]:
         return self._families
+
+
+def _of_workers(workers: Sequence[Worker]) -> Iterator[Metric]:
+    """Of every process that lives, not of this one only: most workers have no door to ask at."""
+    claims, beats, fenced, takeovers = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    for one in workers:
+        claims[one.name] += one.claims
+        beats[one.name] += one.heartbeats
+        fenced[one.name] += one.fenced
+        takeovers[one.name] += one.takeovers
+    yield _gauges("coterie_worker_claims", "Agents that a worker is at work on", "worker", claims)
+    yield _counters("coterie_worker_heartbeats", "Signs of life, with all claims renewed", "worker", beats)
+    yield _counters("coterie_worker_fenced_writes", "Writes refused to a worker that was too late", "worker", fenced)
+    yield _counters("coterie_worker_lease_takeovers", "Turns taken over from workers gone", "worker", takeovers)
 
 
 def _of_http(meter: HttpMeter) -> Iterator[Metric]:

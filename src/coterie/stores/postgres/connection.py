@@ -10,14 +10,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import psycopg
-from psycopg.abc import Buffer
+from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
+from psycopg.pq import TransactionStatus
 
 from coterie.stores.postgres.dialect import bound
 
 CONNECT_SECONDS = 5
 STATEMENT_MS = 15_000
 LOCK_MS = 5_000
+PATIENCE = 20.0
+"""Seconds after which no answer means that none will come: whoever is silent need not be gone."""
 IDLE_MS = 10_000
 """A process that is stopped in the middle of a transaction keeps the others waiting no longer than this."""
 TIMEOUTS = (
@@ -50,11 +53,28 @@ class _WholeNumber(Loader):
         return int(bytes(data))
 
 
-def connect(url: str) -> psycopg.Connection[Any]:
+class _Bounded(psycopg.Connection[Any]):
+    """Waits for no answer for ever. The network's own timeouts see the next machine only, not what is behind it."""
+
+    patience = PATIENCE
+
+    def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
+        if timeout is not None:
+            return super().wait(gen, interval, timeout)
+        try:
+            return super().wait(gen, interval, self.patience)
+        except psycopg.OperationalError:
+            if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
+                self.pgconn.finish()  # the answer may still come, and would be taken for that of the next question
+            raise
+
+
+def connect(url: str, patience: float = PATIENCE) -> psycopg.Connection[Any]:
     """A connection in which nothing is begun or committed but by our own words."""
     wanted = psycopg.conninfo.conninfo_to_dict(url)
     missing: dict[str, Any] = {name: value for name, value in _NETWORK.items() if name not in wanted}
-    raw = psycopg.connect(url, autocommit=True, prepare_threshold=None, cursor_factory=psycopg.ClientCursor, **missing)
+    raw = _Bounded.connect(url, autocommit=True, prepare_threshold=None, cursor_factory=psycopg.ClientCursor, **missing)
+    raw.patience = patience
     raw.adapters.register_dumper(bool, _BoolAsNumber)
     raw.adapters.register_loader("numeric", _WholeNumber)
     return raw

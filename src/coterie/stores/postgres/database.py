@@ -39,6 +39,7 @@ READ_TRIES = 4
 LEASE = timedelta(seconds=30)
 _MS = timedelta(milliseconds=1)
 _EACH = f"SET LOCAL statement_timeout = {STATEMENT_MS};"
+_WHISPER = "SELECT pg_notify(?, word) FROM unnest(?::text[]) AS word"
 Time = Callable[[], int]
 
 
@@ -57,14 +58,16 @@ class Database(SqlDatabase):
         """`joins`: counts among those who run the society."""
         super().__init__()
         self.info, self._clock, self.limits = info, clock, limits
-        self._url, self._time = url, time
+        self._url, self._time, self._lease = url, time, lease
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
         self._reading: list[PgConnection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, time))
-        self._leases = Leases(url, self._on_unsure, lease.total_seconds()) if joins else None
-        self._listening = Listening(url, self._on_news) if joins else None
+        self._channel = f"coterie_{info.log_id}"
+        """Of this society: another may live in the same database, in a schema of its own."""
+        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, self._channel, time))
+        self._leases = Leases(url, self._on_unsure, lease.total_seconds(), self.tally) if joins else None
+        self._listening = Listening(url, self._channel, self._on_words) if joins else None
 
     @classmethod
     async def open(
@@ -83,9 +86,9 @@ class Database(SqlDatabase):
         return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time, lease)
 
     @classmethod
-    async def open_read_only(cls, url: str, clock: Clock) -> Self:
+    async def open_read_only(cls, url: str, clock: Clock, *, lease: timedelta = LEASE) -> Self:
         """Look at the society beside those who run it."""
-        return cls(url, await asyncio.to_thread(_open, url, looking=True), clock, Limits(), joins=False)
+        return cls(url, await asyncio.to_thread(_open, url, looking=True), clock, Limits(), lease=lease, joins=False)
 
     @property
     def healthy(self) -> bool:
@@ -99,10 +102,16 @@ class Database(SqlDatabase):
         if self._leases:
             self._leases.hold(taker.worker)
 
-    def _on_news(self) -> None:
-        if self._taker:
-            self._taker.look()
-        self.news()
+    async def whisper(self, words: Sequence[str]) -> None:
+        await self._query(_WHISPER, self._channel, list(words))
+
+    def _on_words(self, words: list[str]) -> None:
+        if "" in words:
+            if self._taker:
+                self._taker.look()
+            self.news()
+        for word in filter(None, words):
+            self.heard(word)
 
     def _on_unsure(self) -> None:
         if self._taker:
@@ -154,10 +163,10 @@ class Database(SqlDatabase):
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     def _reader(self) -> PgConnection:
-        """This thread's own connection."""
+        """This thread's own connection. Whoever only looks holds nobody up, and may take as long as it takes."""
         db: PgConnection | None = getattr(self._local, "db", None)
         if db is None:
-            db = self._local.db = PgConnection(connect(self._url), _EACH)
+            db = self._local.db = PgConnection(connect(self._url), _EACH if self._leases else "")
             self._reading.append(db)
         return db
 

@@ -20,6 +20,7 @@ from coterie.ids import new_id
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection, connect
 from coterie.stores.postgres.ledger import CLOCK
 from coterie.stores.postgres.trouble import meaning
+from coterie.workers import Tally, name_of
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +28,12 @@ BEATS = 3
 """So often it is renewed in that time."""
 UNSURE = 0.7
 """After this part of a lease without renewal, whatever was claimed may soon be somebody else's."""
-_SEEN = (
-    f"INSERT INTO processes (id, seen_at) VALUES (?, {CLOCK}) ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at"
-)
+_SEEN = f"""
+INSERT INTO processes (id, seen_at, began_at, name, worker, heartbeats, fenced, takeovers)
+VALUES (?, {CLOCK}, {CLOCK}, ?, ?, ?, ?, ?)
+    ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at, worker = excluded.worker,
+       heartbeats = excluded.heartbeats, fenced = excluded.fenced, takeovers = excluded.takeovers
+"""
 # Those that were let go, or have run out, are everybody's: they are not taken back.
 _RENEW = f"""
 WITH mine AS (
@@ -43,22 +47,24 @@ _LONG_GONE = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
 
 
 class Leases:
-    def __init__(self, url: str, on_unsure: Callable[[], None], lease: float) -> None:
+    def __init__(self, url: str, on_unsure: Callable[[], None], lease: float, tally: Tally) -> None:
         """`lease` in seconds. `on_unsure`: called on the event loop when claims could not be renewed in time."""
-        self._url, self._on_unsure, self.lease = url, on_unsure, lease
-        self.process = new_id()
+        self._url, self._on_unsure, self.lease, self._tally = url, on_unsure, lease, tally
+        self.process, self._name = new_id(), name_of()
         self._workers: list[str] = []
         self._db: PgConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._renewed = time.monotonic()
         self._unsure = False
-        self._ending = threading.Event()
+        self._watch = self._loop.call_later(lease * UNSURE, self._look_at_the_time)
+        self._ending, self._due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="coterie-leases", daemon=True)
         self._thread.start()
 
     def hold(self, worker: str) -> None:
-        """From now on its claims are renewed."""
+        """From now on its claims are renewed, and others know about it."""
         self._workers = [*self._workers, worker]
+        self._due.set()
 
     async def is_last(self) -> bool:
         """Whether no other process lives. Who cannot tell is not."""
@@ -70,14 +76,15 @@ class Leases:
 
     async def close(self) -> None:
         self._ending.set()
+        self._due.set()
+        self._watch.cancel()
         await asyncio.to_thread(self._thread.join)
 
     def _keep(self) -> None:
-        while True:
+        while not self._ending.is_set():
+            self._due.clear()
             self._beat()
-            self._look_at_the_time()
-            if self._ending.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10)):
-                break
+            self._due.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10))
         self._leave()
 
     def _beat(self) -> None:
@@ -85,7 +92,7 @@ class Leases:
         try:
             db = self._connected()
             db.say(f"BEGIN; {TIMEOUTS}")
-            db.execute(_SEEN, (self.process,))
+            db.execute(_SEEN, self._sign_of_life())
             if self._workers:
                 db.execute(_RENEW, (self._workers, int(self.lease * 1000)))
             db.say("COMMIT")
@@ -94,14 +101,20 @@ class Leases:
             self._hang_up()
             return
         self._renewed, self._unsure = began, False
+        self._tally.heartbeats += 1
+
+    def _sign_of_life(self) -> tuple[str | int | None, ...]:
+        tally, worker = self._tally, self._workers[0] if self._workers else None
+        return self.process, self._name, worker, tally.heartbeats + 1, tally.fenced, tally.takeovers
 
     def _look_at_the_time(self) -> None:
-        if self._unsure or time.monotonic() - self._renewed < self.lease * UNSURE:
-            return
-        self._unsure = True
-        log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
-        with contextlib.suppress(RuntimeError):  # the loop is gone already
-            self._loop.call_soon_threadsafe(self._on_unsure)
+        """On the event loop: the thread may be waiting for an answer that does not come."""
+        left = self._renewed + self.lease * UNSURE - time.monotonic()
+        if left <= 0 and not self._unsure:
+            self._unsure = True
+            log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
+            self._on_unsure()
+        self._watch = self._loop.call_later(max(left, self.lease / 20), self._look_at_the_time)
 
     def _leave(self) -> None:
         with contextlib.suppress(psycopg.Error):
@@ -119,7 +132,7 @@ class Leases:
 
     def _connected(self) -> PgConnection:
         if self._db is None or self._db.closed:
-            self._db = PgConnection(connect(self._url))
+            self._db = PgConnection(connect(self._url, patience=self.lease / BEATS))
         return self._db
 
     def _hang_up(self) -> None:

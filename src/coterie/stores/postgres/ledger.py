@@ -15,12 +15,11 @@ from coterie.stores.sql.ledger import Noted
 from coterie.stores.sql.mailbox import READ
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
-CHANNEL = "coterie"
 _EVENTS = "events (seq, at, kind, subject, data)"
 _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
 _NUMBER = (
     "UPDATE log SET last = last + ?1, last_at = greatest(last_at, ?2)"
-    f" RETURNING last, pg_current_xact_id()::text, pg_notify('{CHANNEL}', '')"
+    " RETURNING last, pg_current_xact_id()::text, pg_notify(?3, '')"
 )
 _TIME = f"SELECT {CLOCK}, last_at FROM log"
 _TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
@@ -30,10 +29,15 @@ class BatchLedger:
     """Begins a transaction; whoever holds it commits."""
 
     def __init__(
-        self, db: PgConnection, touches: Iterable[str], lease: int, clock: Callable[[], int] | None = None
+        self,
+        db: PgConnection,
+        touches: Iterable[str],
+        lease: int,
+        channel: str,
+        clock: Callable[[], int] | None = None,
     ) -> None:
-        """`clock`: in place of the database's own."""
-        self._db, self.lease, self._clock = db, lease, clock
+        """`channel`: where others hear of it. `clock`: in place of the database's own."""
+        self._db, self.lease, self._channel, self._clock = db, lease, channel, clock
         self._numbers: list[int] = []
         self._events: list[Noted] = []
         self._rows: dict[str, tuple[Any, ...]] = {}
@@ -103,7 +107,7 @@ class BatchLedger:
         """Write the log, last of all; the number of the transaction, if it has written anything."""
         if not self._events:
             return self._db.execute(_TRANSACTION).fetchone()[0]  # type: ignore[index,no-any-return]
-        last, number, _ = self._db.execute(_NUMBER, (len(self._events), self.stamp)).fetchone()  # type: ignore[misc]
+        last, number, _ = self._db.execute(_NUMBER, (len(self._events), self.stamp, self._channel)).fetchone()  # type: ignore[misc]
         first = last - len(self._events) + 1
         insert(self._db, _EVENTS, [(seq, *event) for seq, event in enumerate(self._events, first)])
         return str(number)

@@ -20,26 +20,30 @@ def migrations() -> list[tuple[int, str]]:
     return [(int(name[:4]), (folder / name).read_text(encoding="utf-8")) for name in scripts]
 
 
-def migrate(raw: psycopg.Connection[Any]) -> None:
-    """Bring the database to the newest schema; one newer than this code is refused untouched."""
+def migrate(raw: psycopg.Connection[Any]) -> int:
+    """Bring the database to the newest schema; the number it had. One newer than this code is refused untouched."""
     with raw.transaction():
         raw.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
-        version = _version(raw)
+        version = version_of(raw)
         for number, script in migrations():
             if number > version:
                 raw.execute(script.encode())
                 hit("migrate.statement")
                 _note(raw, number)
         hit("migrate.before_commit")
+    return version
 
 
 def check_version(raw: psycopg.Connection[Any]) -> None:
     """`StoreUnusable` if it cannot be looked at as it is."""
-    if _version(raw) != migrations()[-1][0]:
-        raise StoreUnusable("the society in this database has not been run by this version yet: start coterie serve")
+    if version_of(raw) != migrations()[-1][0]:
+        raise StoreUnusable(
+            "the database of this society is not up to date: run coterie migrate, or start it with coterie serve"
+        )
 
 
-def _version(raw: psycopg.Connection[Any]) -> int:
+def version_of(raw: psycopg.Connection[Any]) -> int:
+    """The schema's number, 0 before there is any; `StoreUnusable` if it is not ours to open."""
     if not raw.execute("SELECT to_regclass('meta')").fetchone()[0]:  # type: ignore[index]
         if raw.execute("SELECT to_regclass('messages')").fetchone()[0]:  # type: ignore[index]
             raise StoreUnusable("this database holds something else than Coterie: give the society one of its own")

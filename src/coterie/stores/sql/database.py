@@ -13,6 +13,7 @@ from coterie.store import Limits, StoreInfo
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.post import Post
 from coterie.turns import Taker
+from coterie.workers import Tally
 
 T = TypeVar("T")
 
@@ -24,8 +25,14 @@ class SqlDatabase(ABC):
     """Set when writing can no longer be trusted and the process must stop."""
     news: Callable[[], None] = staticmethod(lambda: None)
     """Called on the event loop when somebody else has written something; set by whoever wants to know."""
+    heard: Callable[[str], None] = staticmethod(lambda word: None)
+    """Called on the event loop with what somebody whispered, we ourselves included."""
+    tally: Tally
     _clock: Clock
     _taker: Taker | None = None
+
+    def __init__(self) -> None:
+        self.tally = Tally()
 
     @property
     @abstractmethod
@@ -34,6 +41,12 @@ class SqlDatabase(ABC):
     async def is_last(self) -> bool:
         """Whether no other process runs this society."""
         return True
+
+    async def whisper(self, words: Sequence[str]) -> None:  # noqa: B027 - where nobody else is, nobody hears
+        """Told to every process that runs this society just now, if all goes well; nothing of it is stored.
+
+        A word is not empty, and has fewer than 8,000 bytes.
+        """
 
     def attend(self, taker: Taker) -> None:
         self._taker = taker

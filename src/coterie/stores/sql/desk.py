@@ -86,12 +86,14 @@ class TurnDesk:
         self._rows: list[tuple[Any, ...]] = []
         self._replies: tuple[str, ...] = ()
         self._rewritten = False
+        self._taken_over = False
 
     # The ways a transaction begins
 
     def claim(self, worker: str) -> Claim:
         """A new owner: whatever an earlier one still wants to write is void from here on."""
         fresh = self.row.state == "ready"
+        self._taken_over = self.row.state in ("llm", "tools") and self.row.worker not in (None, worker)
         self.row.epoch += 1
         event: Event = Resumed()
         if fresh:
@@ -423,6 +425,7 @@ class TurnDesk:
             added=None if self._rewritten else tuple(self._added),
             replies=self._replies,
             withdrawn=self._withdrawn,
+            taken_over=self._taken_over,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.agents import Agent
+from coterie.agents import HELD, Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
 from coterie.messages import Answer, Message, Payload
@@ -21,7 +21,7 @@ RAW_MESSAGE = MESSAGE.replace("payload", "CAST(payload AS BLOB)")
 """The same where a damaged payload must not keep the others from being read."""
 M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
 """The same where messages are joined as `m`."""
-AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count"
+AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
 AGENTS = """
 (SELECT a.*, c.name AS tool, c.idx + 1 AS call_no,
         (SELECT count(*) FROM calls n
@@ -78,7 +78,7 @@ def _payload(message_id: str, stored: str | bytes) -> Payload:
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:
-    (id_, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count) = row
+    (id_, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker) = row
     return Agent(
         id=id_,
         name=name,
@@ -92,6 +92,7 @@ def to_agent(row: tuple[Any, ...]) -> Agent:
         why=why,
         tool=tool,
         step=None if tool is None else (call_no, call_count),
+        worker=worker if state in HELD else None,
     )
 
 

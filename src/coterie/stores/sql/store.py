@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from coterie.artifacts import Artifact
 from coterie.clock import from_ms, to_ms
 from coterie.errors import Refused, StoreError
 from coterie.events import Event
-from coterie.invariants import INVARIANTS
+from coterie.invariants import INVARIANTS, broken
 from coterie.llm.chat import Answer
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.statistics import Statistics
@@ -29,7 +30,8 @@ from coterie.stores.sql.overview import SqlOverview
 from coterie.stores.sql.post import Post
 from coterie.stores.sql.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.stores.sql.statistics import statistics
-from coterie.turns import Claim, HistoryRow, View
+from coterie.turns import Claim, HistoryRow, StaleOwner, View
+from coterie.workers import Worker
 
 T = TypeVar("T")
 SMALL = 16
@@ -171,17 +173,20 @@ class SqlStore(SqlOverview):
     # Turns
 
     async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
-        return await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))
+        claims = await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))
+        self.tally.takeovers += sum(claim.taken_over for claim in claims)
+        return claims
 
     async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
         await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
-        return await self._despite_damage(
-            lambda db, post: turns.advance(db, post, claim, event, rules, sends),
-            touches=[claim.agent_id, *([sends.to] if sends else [])],
-            small=True,
-        )
+        with self._counting_fenced():
+            return await self._despite_damage(
+                lambda db, post: turns.advance(db, post, claim, event, rules, sends),
+                touches=[claim.agent_id, *([sends.to] if sends else [])],
+                small=True,
+            )
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: history.history(db, agent_id, after))
@@ -190,12 +195,21 @@ class SqlStore(SqlOverview):
         return await self._read(lambda db: history.view(db, agent_id))
 
     async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
-        await self._post(
-            lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
-        )
+        with self._counting_fenced():
+            await self._post(
+                lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
+            )
 
     async def tokens_since(self, start: datetime) -> int:
         return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
+
+    @contextmanager
+    def _counting_fenced(self) -> Iterator[None]:
+        try:
+            yield
+        except StaleOwner:
+            self.tally.fenced += 1
+            raise
 
     async def _despite_damage(
         self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
@@ -222,6 +236,14 @@ class SqlStore(SqlOverview):
     async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
         return await self.artifacts_before(None, limit)
 
+    async def named_bytes(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
+        """Content hash and size of what artifacts name, in that order, behind `after`."""
+        return await self._query(
+            "SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (?, ?) ORDER BY sha256, size LIMIT ?",
+            *after,
+            limit,
+        )
+
     # The log, and care
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
@@ -241,12 +263,15 @@ class SqlStore(SqlOverview):
         return await self._post(lambda db, post: transitions.prune(db, post, retention))
 
     @abstractmethod
+    async def workers(self) -> Sequence[Worker]: ...
+
+    @abstractmethod
     async def backup(self, target: Path) -> None: ...
 
     async def violations(self) -> AsyncIterator[str]:
-        for name, (sentence, sql) in INVARIANTS.items():
+        for name, (_, sql) in INVARIANTS.items():
             for row in await self._query(sql):
-                yield f"{name}: {sentence.format(*row)}"
+                yield broken(name, row)
 
 
 def _answer_all(

@@ -18,13 +18,14 @@ def migrations() -> list[tuple[int, str]]:
     return [(int(name[:4]), (folder / name).read_text(encoding="utf-8")) for name in scripts]
 
 
-def migrate(db: sqlite3.Connection) -> None:
-    """Bring `db` to the newest schema; a schema newer than this code is refused untouched."""
+def migrate(db: sqlite3.Connection) -> int:
+    """Bring `db` to the newest schema; the number it had. A schema newer than this code is refused untouched."""
     known = migrations()
     version = check_version(db)
     for number, script in known:
         if number > version:
             _apply(db, number, script)
+    return version
 
 
 def check_version(db: sqlite3.Connection) -> int:

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.engines import Postgres
+
+from .conftest import delayed, schedule, waiting
+from .door import coterie
+
+
+@pytest.fixture
+def full(folder: Path, tmp_path: Path) -> Path:
+    (tmp_path / "note.txt").write_text("a note")
+    coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
+    schedule(folder, 3)
+    return folder
+
+
+@pytest.fixture
+def url(shared: Postgres, tmp_path: Path) -> str:
+    return shared.url(tmp_path / "data")
+
+
+def use(folder: Path, url: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "coterie.toml").write_text(f"[store]\nurl = {json.dumps(url)}\n")
+    return folder
+
+
+def test_a_society_is_copied_to_postgresql_and_back_and_both_commands_say_how_much(
+    full: Path, url: str, tmp_path: Path
+) -> None:
+    there = coterie("copy", full, url)
+    back = coterie("copy", use(tmp_path / "shared", url), tmp_path / "back", "--json")
+
+    assert there.code == 0
+    assert "4 messages, 1 artifact; everything was counted and checked" in there.stdout
+    assert back.json["rows"]["messages"] == 4 and back.json["artifacts"] == 1 and back.json["lost"] == []
+    assert back.json["to"] == str(tmp_path / "back")
+    assert (waiting(tmp_path / "back"), delayed(tmp_path / "back")) == (waiting(full), delayed(full))
+    assert coterie("verify", "--dir", tmp_path / "back", "--deep").code == 0
+    assert coterie("verify", "--dir", tmp_path / "shared", "--deep").code == 0
+
+
+def test_the_password_of_a_database_is_never_shown(full: Path) -> None:
+    done = coterie("copy", full, "postgresql://me:hidden@127.0.0.1:1/x?password=hidden")
+
+    assert "check that it runs, and who may connect" in done.failure
+    assert "hidden" not in done.stdout + done.stderr
+
+
+def test_what_is_no_society_cannot_be_copied(tmp_path: Path, folder: Path, url: str) -> None:
+    assert "there is no society in" in coterie("copy", tmp_path / "nothing", url).failure
+    assert "has not run yet" in coterie("copy", folder, url).failure
+    assert coterie("migrate", "--dir", use(tmp_path / "shared", url)).code == 0
+    assert "there is no society in" in coterie("copy", url, tmp_path / "new").failure
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_copy_that_is_terminated_leaves_nothing(
+    full: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.copying.check", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert coterie("copy", full, url).code == 143
+    assert coterie("copy", full, tmp_path / "new").code == 143
+    assert not (tmp_path / "new").exists()
+    monkeypatch.undo()
+    assert coterie("copy", full, url).code == 0

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+import pytest
+
+from coterie.ids import new_id
+from coterie.stores.postgres import migrate as shared_schema
+from coterie.stores.postgres.connection import connect
+from coterie.stores.sqlite import migrate as file_schema
+from coterie.stores.sqlite.lock import FolderLock
+
+from .conftest import schedule
+from .door import coterie
+
+NEWEST_FILE = file_schema.migrations()[-1][0]
+NEWEST_SHARED = shared_schema.migrations()[-1][0]
+
+
+@pytest.fixture
+def database(postgres: str) -> Iterator[str]:
+    """A PostgreSQL that nobody has used yet."""
+    schema = f"m{new_id()}"
+    with psycopg.connect(postgres, autocommit=True) as db:
+        db.execute(f'CREATE SCHEMA "{schema}"'.encode())
+        yield f"{postgres}{'&' if '?' in postgres else '?'}options={quote(f'-c search_path={schema}')}"
+        db.execute(f'DROP SCHEMA "{schema}" CASCADE'.encode())
+
+
+@pytest.fixture
+def shared(folder: Path, database: str) -> Path:
+    """A society that PostgreSQL is to keep."""
+    (folder / "coterie.toml").write_text(f"[store]\nurl = {json.dumps(database)}\n")
+    return folder
+
+
+def older(folder: Path, version: int) -> None:
+    """The database as a former Coterie has left it."""
+    (folder / "data").mkdir(exist_ok=True)
+    with closing(sqlite3.connect(folder / "data" / "coterie.db", isolation_level=None)) as db:
+        for number, script in file_schema.migrations()[:version]:
+            db.executescript(script)
+            db.execute(f"PRAGMA user_version = {number}")
+        db.execute(f"PRAGMA application_id = {file_schema.APPLICATION_ID}")
+
+
+def test_an_older_database_is_brought_to_the_newest_schema_and_a_second_time_there_is_nothing_to_do(
+    folder: Path,
+) -> None:
+    older(folder, 3)
+
+    done = coterie("migrate", "--dir", folder)
+    again = coterie("migrate", "--dir", folder, "--json")
+
+    assert (done.code, again.code) == (0, 0)
+    assert f"from schema 3 to {NEWEST_FILE}" in done.stdout
+    assert again.json == {"engine": "sqlite", "from": NEWEST_FILE, "to": NEWEST_FILE, "migrated": False}
+    assert coterie("verify", "--dir", folder).code == 0
+
+
+def test_a_check_changes_nothing_and_says_with_its_exit_code_whether_there_is_something_to_do(folder: Path) -> None:
+    older(folder, 3)
+
+    found = coterie("migrate", "--check", "--dir", folder, "--json")
+    told = coterie("migrate", "--check", "--dir", folder)
+
+    assert (found.code, told.code) == (1, 1)
+    assert found.json == {"engine": "sqlite", "from": 3, "to": NEWEST_FILE, "migrated": False}
+    assert f"run coterie migrate --dir {folder}" in told.stdout
+    coterie("migrate", "--dir", folder)
+    assert coterie("migrate", "--check", "--dir", folder).code == 0
+
+
+def test_a_society_that_never_ran_gets_its_tables(folder: Path) -> None:
+    assert coterie("migrate", "--check", "--dir", folder).code == 1
+    assert coterie("migrate", "--dir", folder, "--json").json["from"] == 0
+    assert (folder / "data" / "coterie.db").stat().st_mode & 0o777 == 0o600
+    schedule(folder, 1)
+
+
+def test_beside_whoever_runs_it_only_what_needs_no_change_is_fine(folder: Path) -> None:
+    older(folder, 3)
+    lock = FolderLock(folder / "data")
+    try:
+        assert "is in use by process" in coterie("migrate", "--dir", folder).failure
+    finally:
+        lock.release()
+    coterie("migrate", "--dir", folder)
+    lock = FolderLock(folder / "data")
+    try:
+        assert coterie("migrate", "--dir", folder).code == 0
+    finally:
+        lock.release()
+
+
+def test_a_database_of_a_newer_coterie_is_refused_in_one_sentence_and_left_alone(folder: Path) -> None:
+    coterie("migrate", "--dir", folder)
+    path = folder / "data" / "coterie.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 999")
+    before = path.read_bytes()
+
+    for options in ([], ["--check"]):
+        assert "last run by a newer Coterie (schema 999" in coterie("migrate", "--dir", folder, *options).failure
+    assert path.read_bytes() == before
+
+
+def test_a_shared_database_is_brought_to_the_newest_schema(shared: Path, database: str) -> None:
+    with connect(database) as db:
+        db.execute(shared_schema.migrations()[0][1].encode())
+        shared_schema._note(db, 1)
+
+    assert coterie("migrate", "--check", "--dir", shared).code == 1
+    assert "run coterie migrate" in coterie("verify", "--dir", shared).failure
+    assert f"from schema 1 to {NEWEST_SHARED}" in coterie("migrate", "--dir", shared).stdout
+    assert coterie("migrate", "--check", "--dir", shared, "--json").json == {
+        "engine": "postgresql",
+        "from": NEWEST_SHARED,
+        "to": NEWEST_SHARED,
+        "migrated": False,
+    }
+    assert coterie("verify", "--dir", shared).code == 0
+
+
+def test_of_many_who_migrate_at_once_one_does_and_all_succeed(shared: Path) -> None:
+    with ThreadPoolExecutor(8) as crowd:
+        found = list(crowd.map(lambda _: _migrated(shared), range(8)))
+
+    assert sorted(before for before, _ in found) == [0] + [NEWEST_SHARED] * 7
+    assert {newest for _, newest in found} == {NEWEST_SHARED}
+
+
+def _migrated(folder: Path) -> tuple[int, int]:
+    from coterie.folder import SocietyFolder
+    from coterie.migration import bring_up_to_date
+
+    found = bring_up_to_date(SocietyFolder(folder))
+    return found.before, found.newest
+
+
+def test_a_shared_database_of_a_newer_coterie_is_refused_in_one_sentence(shared: Path, database: str) -> None:
+    coterie("migrate", "--dir", shared)
+    with connect(database) as db:
+        shared_schema._note(db, 999)
+
+    for command in (["migrate"], ["migrate", "--check"], ["verify"]):
+        assert "last run by a newer Coterie (schema 999" in coterie(*command, "--dir", shared).failure
+
+
+def test_a_database_that_is_not_there_is_one_sentence_without_the_password(folder: Path) -> None:
+    (folder / "coterie.toml").write_text('[store]\nurl = "postgresql://me:hidden@127.0.0.1:1/x"\n')
+
+    failure = coterie("migrate", "--dir", folder).failure
+
+    assert "the PostgreSQL cannot be used" in failure and "check that it runs" in failure
+    assert "hidden" not in failure

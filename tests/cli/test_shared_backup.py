@@ -1,0 +1,143 @@
+"""Backups of a society that PostgreSQL keeps: the same file as any other, restored to either engine."""
+
+from __future__ import annotations
+
+import asyncio
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from coterie.backup import back_up
+from coterie.config import read_config
+from coterie.runtime import Society
+from coterie.store_url import with_store_url, without_password
+from tests.busy_society import CHART, busy_society
+from tests.engines import Postgres
+from tests.test_copying import contents, copied
+
+from .door import coterie
+
+
+@pytest.fixture
+def url(shared: Postgres, tmp_path: Path) -> str:
+    return shared.url(tmp_path / "first")
+
+
+@pytest.fixture
+def busy(url: str, tmp_path: Path) -> Path:
+    """In the middle of everything, in PostgreSQL."""
+
+    async def make() -> None:
+        async with busy_society(tmp_path / "home", url):
+            pass
+
+    asyncio.run(make())
+    return tmp_path / "home"
+
+
+def test_a_backup_of_a_shared_society_is_restored_into_sqlite(busy: Path, url: str, tmp_path: Path) -> None:
+    made = coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar", "--json")
+    assert (made.json["artifacts"], made.json["lost"]) == (2, [])
+
+    done = coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new", "--store", "sqlite")
+
+    assert done.code == 0
+    assert read_config(tmp_path / "new").store.url == "sqlite"
+    assert coterie("verify", "--dir", tmp_path / "new", "--deep").code == 0
+    asyncio.run(copied(url, tmp_path / "copy"))
+    copy, restored = contents(tmp_path / "copy"), contents(tmp_path / "new")
+    for what in (copy, restored):
+        del what["meta"]  # the log of a restored society is another one
+    assert restored == copy and CHART in restored.values()
+
+
+@pytest.mark.parametrize("kept_by", ["postgres", "sqlite"])
+def test_a_backup_is_restored_into_an_empty_database(
+    kept_by: str, busy: Path, url: str, shared: Postgres, tmp_path: Path
+) -> None:
+    source = busy
+    if kept_by == "sqlite":
+        asyncio.run(copied(url, tmp_path / "source"))
+        source = tmp_path / "source"
+    assert coterie("backup", "--dir", source, "--to", tmp_path / "a.tar").code == 0
+    second = shared.url(tmp_path / "second")
+
+    done = coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new", "--store", second)
+
+    assert done.code == 0, done.stderr
+    assert read_config(tmp_path / "new").store.url == second
+    assert coterie("verify", "--dir", tmp_path / "new", "--deep").code == 0
+    assert not list((tmp_path / "new" / "data").glob("coterie.db*"))
+    asyncio.run(copied(second, tmp_path / "b"))
+    asyncio.run(copied(url, tmp_path / "a"))
+    before, after = contents(tmp_path / "a"), contents(tmp_path / "b")
+    del before["meta"], after["meta"]
+    assert after == before
+    taken = coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "newer", "--store", second)
+    assert "holds a society already: name one that is empty, or sqlite, with --store" in taken.failure
+    assert not (tmp_path / "newer").exists()
+
+
+def test_where_a_shared_society_goes_is_for_its_owner_to_say(busy: Path, tmp_path: Path) -> None:
+    coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar")
+
+    assert (
+        "say where it shall go, with --store" in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "n").failure
+    )
+    assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "n", "--store", "mysql://x").code == 2
+    assert not (tmp_path / "n").exists()
+
+
+def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: str, tmp_path: Path) -> None:
+    file = busy / "coterie.toml"
+    with_password = url.replace("postgres:@", "postgres:sesame@")
+    assert with_password != url
+    file.write_text(with_store_url(file.read_text() + "# mine\n", with_password))
+
+    done = coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar")
+
+    assert "and the password in store.url" in done.stdout
+    assert b"sesame" not in (tmp_path / "a.tar").read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        kept = tar.extractfile("coterie-backup/coterie.toml")
+        assert kept is not None
+        assert kept.read().decode() == with_store_url(file.read_text(), without_password(url))
+
+
+def test_a_backup_beside_those_who_run_it_is_of_one_moment(busy: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Society.open(busy, work=False) as society:
+            sending = asyncio.create_task(_chatter(society))
+            await asyncio.to_thread(back_up, busy, tmp_path / "a.tar", lambda _: None)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            await society.stop(briefly=True)
+
+    asyncio.run(run())
+    # A restore checks every invariant, counters and density of mailboxes among them.
+    assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new", "--store", "sqlite").code == 0
+
+
+async def _chatter(society: Society) -> None:
+    while True:
+        await asyncio.gather(*(society.send(to=name, text="hello") for name in ("dan", "cyd", "bob")))
+
+
+def test_verify_finds_what_contradicts_itself_and_bytes_that_are_gone(
+    busy: Path, shared: Postgres, tmp_path: Path
+) -> None:
+    assert coterie("verify", "--dir", busy, "--json", "--deep").json == {"ok": True, "violations": []}
+    with shared.behind(tmp_path / "first") as db:
+        db.execute("UPDATE pieces SET bytes = set_byte(bytes, 0, 255 - get_byte(bytes, 0)) WHERE start = 262144")
+    assert coterie("verify", "--dir", busy).code == 0
+    (deep,) = coterie("verify", "--dir", busy, "--deep", "--json").json["violations"]
+    assert "holds other bytes than were stored" in deep
+    with shared.behind(tmp_path / "first") as db:
+        db.execute("UPDATE blobs SET size = 7 WHERE size < 100")
+        db.execute("DELETE FROM blobs WHERE size > 100")
+        db.execute("UPDATE agents SET delayed = 7 WHERE id = 'ada'")
+    found = coterie("verify", "--dir", busy, "--json")
+    assert found.code == 1
+    told = "\n".join(found.json["violations"])
+    assert "counters: ada counts" in told and "but its bytes are gone" in told and "has 7 bytes, but 19 were" in told

@@ -1,0 +1,112 @@
+"""`coterie agents` and /metrics beside several processes that share a society."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coterie.clock import SystemClock
+from coterie.runtime import Society
+from coterie.testing import ModelServer
+from coterie.testing.model_faults import stall
+from coterie.web.access import Access
+from coterie.web.app import build_app
+from coterie.workers import name_of
+from tests.engines import Postgres
+
+from .door import coterie
+from .stage import Stage
+
+TOKEN = "a-token-of-the-tests-0123456789abcdef"
+
+
+def furnish(folder: Path, url: str, base_url: str) -> Path:
+    folder.mkdir()
+    text = f"[store]\nurl = {json.dumps(url)}\nlease_seconds = 2\n[shutdown]\ndrain_seconds = 0\n[agents.ada]\n"
+    (folder / "coterie.toml").write_text(text)
+    services = [{"id": "main", "baseURL": base_url, "model": "m"}]
+    (folder / "llmservices.json").write_text(json.dumps({"services": services}))
+    return folder
+
+
+async def worker(folder: Path) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-m", "coterie", "worker", str(folder))
+    one = await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-3)
+    assert one.stdout
+    while line := await one.stdout.readline():
+        if line.startswith(b"Ready"):
+            return one
+    raise AssertionError("the worker never got ready")
+
+
+async def listed(folder: Path) -> dict[str, Any]:
+    done = await asyncio.to_thread(coterie, "agents", "--json", "--dir", folder)
+    found: dict[str, Any] = done.json
+    return found
+
+
+@pytest.mark.slow
+async def test_agents_and_metrics_tell_which_process_holds_what_and_who_took_it_over(
+    shared: Postgres, tmp_path: Path
+) -> None:
+    async with ModelServer() as server, asyncio.timeout(120):
+        server.default = stall()
+        homes = [furnish(tmp_path / f"home{n}", shared.url(tmp_path), server.base_url) for n in range(3)]
+        async with Society.open(homes[0], work=False) as society:
+            workers = await asyncio.gather(*map(worker, homes[1:]))
+            names = {name_of(one.pid): one for one in workers}
+            await society.send(to="ada", text="hello")
+            await server.asked(1)
+            found = await listed(homes[0])
+            holder = found["items"][0]["worker"]
+            assert holder in names
+            assert {one["name"] for one in found["workers"]} == {name_of(), *names}
+            table = (await asyncio.to_thread(coterie, "agents", "--dir", homes[0])).stdout
+            assert "WORKER" in table and f"{holder} (1 at work)" in table
+
+            names[holder].kill()
+            await server.asked(2)
+
+            (other,) = set(names) - {holder}
+            assert (await listed(homes[0]))["items"][0]["worker"] == other
+            numbers = await metrics_when(society, f'coterie_worker_lease_takeovers_total{{worker="{other}"}} 1.0')
+            assert f'coterie_worker_claims{{worker="{other}"}} 1.0' in numbers
+            assert f'coterie_worker_fenced_writes_total{{worker="{other}"}} 0.0' in numbers
+            assert f'coterie_worker_heartbeats_total{{worker="{name_of()}"}}' in numbers
+            names[other].send_signal(signal.SIGTERM)
+            assert await names[other].wait() == 0
+            assert (await listed(homes[0]))["items"][0]["worker"] in (None, "gone")
+        for one in workers:
+            await one.wait()
+
+
+async def metrics_when(society: Society, line: str) -> str:
+    """The numbers, once they say so: what another process has counted comes with its next sign of life."""
+    app = build_app(society, Access(TOKEN, society.store.info.log_id, SystemClock()), clock=SystemClock())
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8642", headers=headers) as client:
+        while line not in (text := (await client.get("/metrics")).text):
+            await asyncio.sleep(0.05)
+    return text
+
+
+def test_a_society_in_a_file_has_one_process_that_works(stage: Stage) -> None:
+    stage.serve()
+    gated, go_on = stage.gated("done")
+    stage.script(gated)
+    coterie("send", "ada", "hello", "--dir", stage.folder)
+    stage.asked()
+
+    found = coterie("agents", "--json", "--dir", stage.folder).json["items"]
+
+    assert {one["id"]: one["worker"] for one in found} == {"ada": name_of(), "bob": None}
+    go_on()
+    stage.until("message.created")

@@ -1,0 +1,265 @@
+"""A society moves from one engine to the other, and back, in the middle of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie import Society
+from coterie.copying import Whereabouts, copy_society
+from coterie.errors import StoreOwned, StoreUnusable
+from coterie.inspection import Inspection
+from coterie.store_url import with_store_url
+from coterie.stores.postgres import PostgresStore, carrying
+from coterie.stores.postgres.errand import errand
+from coterie.testing import FakeClock
+from tests.agent.stage import Stage, each
+from tests.busy_society import CHART, HOUR_MS, busy_society
+from tests.engines import Postgres
+
+
+@pytest.fixture
+def url(postgres: str, tmp_path: Path) -> str:
+    """An empty database."""
+    return Postgres(postgres).url(tmp_path / "data")
+
+
+def copy(source: object, target: object) -> Any:
+    return copy_society(Whereabouts.of(str(source)), Whereabouts.of(str(target)), lambda _: None)
+
+
+async def copied(source: object, target: object) -> Any:
+    return await asyncio.to_thread(copy, source, target)
+
+
+def moved(folder: Path, url: str) -> None:
+    file = folder / "coterie.toml"
+    file.write_text(with_store_url(file.read_text(), url))
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Every row of every table, the numbers that were given out, and every file of bytes."""
+    with closing(sqlite3.connect(folder / "data" / "coterie.db")) as db:
+        tables = [name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+        rows: dict[str, object] = {table: sorted(db.execute(f"SELECT * FROM {table}"), key=repr) for table in tables}
+    artifacts = folder / "data" / "artifacts"
+    return rows | {path.name: path.read_bytes() for path in artifacts.rglob("*") if path.is_file()}
+
+
+async def test_a_society_that_was_carried_there_and_back_is_the_same_to_the_last_row(url: str, tmp_path: Path) -> None:
+    async with busy_society(tmp_path / "home"):
+        there = await copied(tmp_path / "home", url)
+        back = await copied(url, tmp_path / "back")
+
+    assert there == back
+    assert (there.artifacts, there.lost) == (2, ())
+    before, after = contents(tmp_path / "home"), contents(tmp_path / "back")
+    assert len(before["messages"]) > 5  # type: ignore[arg-type]
+    assert after == before
+    assert os.stat(tmp_path / "back" / "data" / "coterie.db").st_mode & 0o777 == 0o600
+
+
+async def goes_on(folder: Path, server: Any) -> None:
+    """All that was under way comes to its end, and what waits for its time still waits."""
+    server.default = each(ada=["I was interrupted", "and now done"], bob=["it is done"], cyd=["here I am"], dan=[])
+    async with Society.open(folder) as society:
+        here = Stage(society, server)
+        first = await here.heard(3)
+        approval = next(one for one in first if "approval" in one.payload)
+        await society.send(to="bob", text=approval.payload["quickReplies"][0], in_reply_to=approval.id, option=0)
+        heard = [message.payload["text"] for message in await here.heard(6)]
+        assert {"settled", "tea?", "here I am", "it is done"} <= set(heard)
+        await here.state("ada", "idle")
+        (later,) = await society.store.delayed("dan")
+        assert later.payload["text"] == "think of it" and later.deliver_at is not None
+        assert (later.deliver_at - later.created_at).total_seconds() * 1000 == HOUR_MS
+        (question,) = await society.store.open_questions("dan")
+        assert question.payload["quickReplies"] == ["yes", "no"]
+        ((chart,),) = [
+            m.payload["attachments"] for m in await society.store.thread("ada") if m.payload.get("attachments")
+        ]
+        assert await society.artifacts.read(chart["artifactRef"]) == CHART
+        history = await society.store.history("ada")
+        assert [row.role for row in history].count("tool") == 1
+        assert [violation async for violation in society.store.violations()] == []
+        await society.stop(briefly=True)
+
+
+async def test_a_society_goes_on_in_postgresql_where_it_was_in_sqlite_and_back_again(url: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    async with busy_society(home) as server:
+        events = _last_event(home)
+        await copied(home, url)
+        moved(home, url)
+        await goes_on(home, server)
+        # And back, into a folder of its own; the log goes on with the numbers it had.
+        moved(home, "sqlite")
+        await copied(url, tmp_path / "back")
+        for name in ("llmservices.json", "tools.py", "coterie.toml"):
+            (tmp_path / "back" / name).write_text((home / name).read_text())
+        server.default = each(dan=["tea it is"])
+        async with Society.open(tmp_path / "back") as society:
+            before = await society.store.last_event()
+            assert before > events
+            (question,) = await society.store.open_questions("dan")
+            await society.send(to="dan", text="yes", in_reply_to=question.id, option=0)
+            await Stage(society, server).until(lambda: _is_said(society, "tea it is"))
+            assert await society.store.last_event() > before
+            await society.stop(briefly=True)
+
+
+async def _is_said(society: Society, text: str) -> bool:
+    return text in [message.payload["text"] for message in await society.store.waiting("user")]
+
+
+def _last_event(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "data" / "coterie.db")) as db:
+        return int(db.execute("SELECT max(seq) FROM events").fetchone()[0])
+
+
+async def test_turns_that_a_crash_cut_off_are_taken_up_in_the_other_engine(url: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    async with busy_society(home) as server:
+        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:  # as it is while its owner works on it
+            db.execute("UPDATE agents SET runnable_at = NULL, worker = 'gone' WHERE state IN ('llm', 'tools')")
+        await copied(home, url)
+        moved(home, url)
+        await goes_on(home, server)
+
+
+async def test_whoever_watched_the_log_reads_on_from_their_place_in_the_copy(url: str, tmp_path: Path) -> None:
+    async with busy_society(tmp_path / "home"):
+        await copied(tmp_path / "home", url)
+    async with Inspection.open(tmp_path / "home") as society:
+        known, seen = society.store.info.log_id, await society.store.events(0)
+    store = await PostgresStore.open(url, FakeClock())
+    try:
+        assert store.info.log_id == known
+        assert await store.events(0) == seen and len(seen) > 20
+    finally:
+        await store.close()
+
+
+async def test_numbers_of_rows_that_are_gone_are_not_given_out_again(url: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    async with busy_society(home):
+        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:
+            db.execute("UPDATE sqlite_sequence SET seq = 5000")
+        await copied(home, url)
+        moved(home, url)
+        async with Society.open(home, work=False) as society:
+            sent = await society.send(to="dan", text="hello")
+            message = await society.store.message(sent.message_id)
+            assert message is not None and message.seq == 5001
+            await society.stop(briefly=True)
+
+
+async def test_a_society_that_somebody_runs_is_not_copied(url: str, tmp_path: Path) -> None:
+    async with busy_society(tmp_path / "home"):
+        async with Society.open(tmp_path / "home", work=False) as society:
+            with pytest.raises(StoreOwned, match=f"process {os.getpid()}"):
+                await copied(tmp_path / "home", url)
+            await society.stop(briefly=True)
+        await copied(tmp_path / "home", url)
+    store = await PostgresStore.open(url, FakeClock())
+    try:
+        await store.agents()
+        while not await _is_listed(store):
+            await asyncio.sleep(0.01)
+        with pytest.raises(StoreUnusable, match="a process runs the society in this database: stop them first"):
+            await copied(url, tmp_path / "back")
+    finally:
+        await store.close()
+    assert not (tmp_path / "back").exists()
+    await copied(url, tmp_path / "back")
+
+
+async def _is_listed(store: PostgresStore) -> bool:
+    return bool(await store._query("SELECT 1 FROM processes"))
+
+
+async def test_nobody_can_write_to_what_is_being_copied(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coterie.stores.postgres import carrying
+
+    async with busy_society(tmp_path / "home"):
+        await copied(tmp_path / "home", url)
+    refused: list[str] = []
+    pieces = carrying.PostgresSource.pieces
+
+    def meddle(self: carrying.PostgresSource, sha256: str) -> Any:
+        try:
+            with errand(url) as db:
+                db.say("BEGIN; SET LOCAL lock_timeout = 50; UPDATE roles SET name = name")
+        except StoreUnusable as error:
+            refused.append(str(error))
+        return pieces(self, sha256)
+
+    monkeypatch.setattr(carrying.PostgresSource, "pieces", meddle)
+    await copied(url, tmp_path / "back")
+    assert len(refused) == 2 and "somebody else is writing" in refused[0]
+
+
+async def test_a_target_that_holds_a_society_is_left_as_it_is(url: str, tmp_path: Path) -> None:
+    async with busy_society(tmp_path / "home"), busy_society(tmp_path / "other"):
+        await copied(tmp_path / "home", url)
+        before = contents(tmp_path / "other")
+        with pytest.raises(StoreUnusable, match="holds a society already: name a database that is empty"):
+            await copied(tmp_path / "other", url)
+        with pytest.raises(StoreUnusable, match="holds a society already"):
+            await copied(url, url)
+        with pytest.raises(StoreUnusable, match="holds a society with data already"):
+            await copied(url, tmp_path / "other")
+        assert contents(tmp_path / "other") == before
+
+
+@pytest.mark.parametrize("there", ["postgres", "sqlite"])
+async def test_a_copy_that_fails_at_its_very_end_leaves_nothing(there: str, url: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    target = url if there == "postgres" else str(tmp_path / "new")
+    async with busy_society(home):
+        before = contents(home)
+        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:
+            db.execute("UPDATE agents SET delayed = 7 WHERE id = 'ada'")
+        with pytest.raises(StoreUnusable, match=r"contradicts itself \(counters: ada"):
+            await copied(home, target)
+        assert not (tmp_path / "new").exists()
+        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:
+            db.execute("UPDATE agents SET delayed = 0 WHERE id = 'ada'")
+        await copied(home, target)
+        assert contents(home) == before
+
+
+async def test_bytes_that_are_gone_are_told_and_changed_ones_refused(url: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    async with busy_society(home):
+        chart, loose = sorted(
+            (path for path in (home / "data" / "artifacts").rglob("*") if path.is_file()),
+            key=lambda path: -path.stat().st_size,
+        )
+        loose.unlink()
+        good = chart.read_bytes()
+        chart.write_bytes(b"?" + good[1:])
+        with pytest.raises(StoreUnusable, match="holds other bytes than were stored"):
+            await copied(home, url)
+        chart.write_bytes(good)
+        assert (await copied(home, url)).lost == (loose.name,)
+
+
+async def test_bytes_in_a_shared_folder_are_taken_along_and_put_there(url: str, tmp_path: Path) -> None:
+    async with busy_society(tmp_path / "home"):
+        there = tmp_path / "there"
+        there.mkdir()
+        (there / "coterie.toml").write_text(with_store_url('[store]\nartifacts = "../pool"\n', url))
+        await copied(tmp_path / "home", there)
+        kept = {path.name for path in (tmp_path / "pool").rglob("*") if path.is_file()}
+        await copied(there, tmp_path / "back")
+    assert len(kept) == 2
+    assert contents(tmp_path / "back") == contents(tmp_path / "home")
