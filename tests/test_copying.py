@@ -52,6 +52,12 @@ def contents(folder: Path) -> dict[str, object]:
     return rows | {path.name: path.read_bytes() for path in artifacts.rglob("*") if path.is_file()}
 
 
+def count_wrongly(folder: Path, delayed: int) -> None:
+    """What `ada` says is delayed for her; nothing is."""
+    with closing(sqlite3.connect(folder / "data" / "coterie.db")) as db, db:
+        db.execute("UPDATE agents SET delayed = ? WHERE id = 'ada'", (delayed,))
+
+
 async def test_a_society_that_was_carried_there_and_back_is_the_same_to_the_last_row(url: str, tmp_path: Path) -> None:
     async with busy_society(tmp_path / "home"):
         there = await copied(tmp_path / "home", url)
@@ -226,13 +232,11 @@ async def test_a_copy_that_fails_at_its_very_end_leaves_nothing(there: str, url:
     target = url if there == "postgres" else str(tmp_path / "new")
     async with busy_society(home):
         before = contents(home)
-        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:
-            db.execute("UPDATE agents SET delayed = 7 WHERE id = 'ada'")
+        count_wrongly(home, 7)
         with pytest.raises(StoreUnusable, match=r"contradicts itself \(counters: ada"):
             await copied(home, target)
         assert not (tmp_path / "new").exists()
-        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:
-            db.execute("UPDATE agents SET delayed = 0 WHERE id = 'ada'")
+        count_wrongly(home, 0)
         await copied(home, target)
         assert contents(home) == before
 
@@ -258,6 +262,11 @@ async def test_bytes_in_a_shared_folder_are_taken_along_and_put_there(url: str, 
         there = tmp_path / "there"
         there.mkdir()
         (there / "coterie.toml").write_text(with_store_url('[store]\nartifacts = "../pool"\n', url))
+        count_wrongly(tmp_path / "home", 7)
+        with pytest.raises(StoreUnusable, match="contradicts itself"):
+            await copied(tmp_path / "home", there)
+        assert not [path for path in (tmp_path / "pool").rglob("*") if path.is_file()]
+        count_wrongly(tmp_path / "home", 0)
         await copied(tmp_path / "home", there)
         kept = {path.name for path in (tmp_path / "pool").rglob("*") if path.is_file()}
         await copied(there, tmp_path / "back")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coterie.backup import back_up
 from coterie.config import read_config
-from coterie.runtime import Society
 from coterie.store_url import with_store_url, without_password
+from coterie.stores.postgres.carrying import PostgresSource
+from coterie.stores.postgres.errand import errand
 from tests.busy_society import CHART, busy_society
 from tests.engines import Postgres
 from tests.test_copying import contents, copied
@@ -105,23 +106,25 @@ def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: s
         assert kept.read().decode() == with_store_url(file.read_text(), without_password(url))
 
 
-def test_a_backup_beside_those_who_run_it_is_of_one_moment(busy: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Society.open(busy, work=False) as society:
-            sending = asyncio.create_task(_chatter(society))
-            await asyncio.to_thread(back_up, busy, tmp_path / "a.tar", lambda _: None)
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            await society.stop(briefly=True)
+def test_a_backup_beside_those_who_run_it_is_of_one_moment(
+    busy: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = PostgresSource.rows
 
-    asyncio.run(run())
-    # A restore checks every invariant, counters and density of mailboxes among them.
+    def meanwhile(self: PostgresSource, table: str, columns: str) -> Any:
+        if table == "agents":  # which is read long before this is
+            with errand(url) as db:
+                db.execute("INSERT INTO roles (name, profile) VALUES ('later', '{}')")
+        return rows(self, table, columns)
+
+    monkeypatch.setattr(PostgresSource, "rows", meanwhile)
+    assert coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar").code == 0
+    monkeypatch.undo()
+
     assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new", "--store", "sqlite").code == 0
-
-
-async def _chatter(society: Society) -> None:
-    while True:
-        await asyncio.gather(*(society.send(to=name, text="hello") for name in ("dan", "cyd", "bob")))
+    assert contents(tmp_path / "new")["roles"] == []
+    with errand(url) as db:
+        assert db.execute("SELECT name FROM roles").fetchall() == [("later",)]
 
 
 def test_verify_finds_what_contradicts_itself_and_bytes_that_are_gone(
