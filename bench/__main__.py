@@ -5,7 +5,19 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-NAMES = ("send", "delayed", "timers", "startup", "memory", "streams", "turns", "interruption", "http", "panel")
+NAMES = (
+    "send",
+    "delayed",
+    "timers",
+    "startup",
+    "memory",
+    "streams",
+    "turns",
+    "interruption",
+    "http",
+    "panel",
+    "postgres",
+)
 
 
 def main(names: list[str]) -> None:

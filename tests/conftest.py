@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +27,20 @@ if os.environ.get("CI"):
 os.environ["COTERIE_PORT"] = "0"
 
 ENGINES = ["sqlite", "postgres"]
+ABOUT_ENGINES = ("test_contract.py", "test_damage.py", "test_questions.py")
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is not about engines is the same code on either of them: the second time, it need not be fast."""
+    for item in items:
+        on = getattr(item, "callspec", None)
+        if on and on.params.get("engine") == "postgres" and item.path.name not in ABOUT_ENGINES:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # thousands of tests stay where they are: no collection need look at them again
 
 
 @pytest.fixture

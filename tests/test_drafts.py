@@ -120,6 +120,7 @@ def test_a_delay_that_is_no_number_or_beyond_ten_years_is_refused(value: object)
 # Payloads
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text().filter(lambda key: key not in ("text", "attachments", "quickReplies")), json_values))
 def test_what_the_runtime_does_not_know_passes_through_untouched(payload: dict[str, Any]) -> None:
     sent = payload_of(draft(payload=payload))

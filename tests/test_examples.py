@@ -21,6 +21,7 @@ SAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "stand_in"))
 def test_an_example_says_what_it_shows(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]

@@ -190,6 +190,7 @@ async def test_a_collector_named_in_the_environment_is_enough_and_an_unreachable
     await spans.close()
 
 
+@pytest.mark.slow
 def test_switched_off_it_does_not_even_load_the_library() -> None:
     script = (
         "import asyncio, sys, json, tempfile\nfrom coterie import Society\n"

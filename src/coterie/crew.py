@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 MCP_PATIENCE = timedelta(seconds=5)
 MCP_AGAIN = timedelta(minutes=1)
+ROSTER_AGAIN = timedelta(seconds=1)
 
 
 class Crew:
@@ -127,19 +128,18 @@ class Crew:
     async def _follow_others(self) -> None:
         """Whom other processes make or end is known here, too."""
         while True:
-            with contextlib.suppress(Lagged):
+            try:
                 async with self._bus.watch() as watcher:
                     await self._registrar.recall()
                     async for event in watcher:
                         if event.kind in ("agent.upsert", "agent.removed"):
-                            await self._recall()
+                            await self._registrar.recall()
                     return
-
-    async def _recall(self) -> None:
-        try:
-            await self._registrar.recall()
-        except StoreError as error:
-            log.warning("whom other processes made cannot be read for now: %s", error)
+            except Lagged:
+                continue
+            except StoreError as error:
+                log.warning("whom other processes made cannot be read for now: %s", error)
+                await self._clock.sleep(ROSTER_AGAIN)
 
     async def _connect_all(self) -> None:
         """Until every MCP server is there: tools that nobody has heard of are never called, so no call finds them."""

@@ -226,7 +226,7 @@ class Society:
                     return
 
     def stop_turn(self, agent_id: str) -> bool:
-        """End what the agent is doing now. Its mail is kept, and begins the next turn. False: it was doing nothing here.
+        """End what the agent is doing now. Its mail is kept, and begins the next turn. False: it did nothing here.
 
         Where several processes run the society, the one that works for the agent is asked to.
         """

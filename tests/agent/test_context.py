@@ -7,6 +7,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,7 @@ def test_a_message_delivered_early_says_so_with_its_own_time() -> None:
     assert '"dueAt":"2030-01-04T12:00:00.000Z"' in shown and '"early"' in shown
 
 
+@pytest.mark.slow
 @given(st.text(), st.text(), st.text())
 def test_nothing_inside_a_message_can_end_it_or_open_another(text: str, key: str, filename: str) -> None:
     earlier = message({})

@@ -214,6 +214,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(["city", "days", "unit", "near", "exact", "reach"]) | st.text(), json_values))
 def test_whatever_a_model_writes_is_accepted_or_refused_with_words(ctx: ToolContext, arguments: dict[str, Any]) -> None:

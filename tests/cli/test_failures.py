@@ -42,6 +42,7 @@ def test_an_error_nobody_planned_for_is_one_sentence_with_an_incident(
     assert "secret detail" not in sentence
 
 
+@pytest.mark.slow
 def test_debugging_shows_where_it_went_wrong(folder: Path) -> None:
     done = coterie_process(
         "send",
@@ -69,6 +70,7 @@ def test_without_debugging_there_is_no_traceback(folder: Path) -> None:
 BUFFERED = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_reader_who_leaves_early_hears_no_complaint(folder: Path, form: tuple[str, ...]) -> None:
     schedule(folder, 2000)
@@ -85,6 +87,7 @@ def test_a_reader_who_leaves_early_hears_no_complaint(folder: Path, form: tuple[
         assert process.wait() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("environment", [BUFFERED, BUFFERED | {"PYTHONUNBUFFERED": "1"}])
 @pytest.mark.parametrize("args", [("--help",), ("check",)])
@@ -105,6 +108,7 @@ def test_output_that_cannot_be_written_is_a_failure_in_one_sentence(
     assert "No space left" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_encoding_without_the_character_is_no_failure(folder: Path) -> None:
     coterie("send", "assistant", "größer", "--delay", "1h", "--dir", folder)
 

@@ -97,6 +97,7 @@ def test_a_wrong_folder_is_named_and_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "typo").exists()
 
 
+@pytest.mark.slow
 def test_a_society_that_runs_is_left_alone_and_its_process_named(folder: Path) -> None:
     lock = FolderLock(folder / "data")
     try:
@@ -106,6 +107,7 @@ def test_a_society_that_runs_is_left_alone_and_its_process_named(folder: Path) -
         lock.release()
 
 
+@pytest.mark.slow
 def test_a_crash_before_the_commit_sends_nothing(folder: Path) -> None:
     coterie("send", "assistant", "first", "--dir", folder)
 

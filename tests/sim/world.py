@@ -33,6 +33,10 @@ LIMITS = Limits(max_hops=2, mailbox=12)
 class World:
     """One society. Every method is one transaction, as in the store."""
 
+    errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    """What the engine raises."""
+    replayed_with = ""
+
     def __init__(self) -> None:
         self.db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
         self.db.deserialize(_empty_society())

