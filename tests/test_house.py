@@ -50,6 +50,7 @@ FLOORS = [
         "migration",
         "storage",
         "testing",
+        "tour_seer",
     ],
     ["cli", "web", "__main__"],
 ]

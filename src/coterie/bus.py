@@ -73,11 +73,19 @@ class MessageBus:
 
     async def post(self, envelope: Envelope) -> Receipt:
         """Send what is sealed already."""
-        if envelope.attachments:
-            envelope = await self._describe_attachments(envelope)
+        envelope = await self.described(envelope)
         receipt = await self._store.send(envelope)
         self.stored(envelope)
         return receipt
+
+    async def described(self, envelope: Envelope) -> Envelope:
+        """Type, MIME type and size of an attachment are what the stored bytes say, whatever the sender wrote."""
+        if not envelope.attachments:
+            return envelope
+        known = await self._store.artifacts(envelope.attachments)
+        payload = msgspec.json.decode(envelope.payload_json)
+        payload["attachments"] = [_described(item, known) for item in payload["attachments"]]
+        return msgspec.structs.replace(envelope, payload_json=encode_payload(payload))
 
     def stored(self, envelope: Envelope | None) -> None:
         """Something was written, perhaps this message: whoever waits for news or for a due time shall look."""
@@ -224,13 +232,6 @@ class MessageBus:
             for watcher in tuple(self._watchers):
                 with contextlib.suppress(StoreError):
                     await watcher.catch_up()
-
-    async def _describe_attachments(self, envelope: Envelope) -> Envelope:
-        """Type, MIME type and size of an attachment are what the stored bytes say, whatever the sender wrote."""
-        known = await self._store.artifacts(envelope.attachments)
-        payload = msgspec.json.decode(envelope.payload_json)
-        payload["attachments"] = [_described(item, known) for item in payload["attachments"]]
-        return msgspec.structs.replace(envelope, payload_json=encode_payload(payload))
 
 
 def _described(item: dict[str, Any], known: Mapping[str, Artifact]) -> dict[str, Any]:

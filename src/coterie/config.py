@@ -119,6 +119,10 @@ class AgentEntry:
     parent: str | None = _setting(None, _text)
 
 
+ASSISTANT = AgentEntry(id="assistant", name="Assistant")
+"""Who is there when the owner describes nobody."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpEntry:
     id: str
@@ -135,7 +139,7 @@ class Config:
     shutdown: Shutdown = Shutdown()
     interruption: Interruption = Interruption()
     limits: Bounds = Bounds()
-    agents: tuple[AgentEntry, ...] = (AgentEntry(id="assistant", name="Assistant"),)
+    agents: tuple[AgentEntry, ...] = (ASSISTANT,)
     mcp: tuple[McpEntry, ...] = ()
     problems: tuple[Problem, ...] = ()
     """What was reported and left out."""

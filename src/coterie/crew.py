@@ -42,6 +42,7 @@ from coterie.messages import PERSON, Payload, Receipt
 from coterie.reloading import unknown_service
 from coterie.storage import is_shared
 from coterie.stores.sql.store import SqlStore
+from coterie.tour_seer import SEER, TourSeer
 from coterie.tracing import tracing_for
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Crew:
             clock,
         )
         self._registrar = Registrar(store, self.directory)
+        self._tour_seer = TourSeer(self._registrar, self.directory, self.services)
         self._toolbox = Toolbox(
             (*built_in_tools(self.directory, bus, store), *people_tools(self._registrar)),
             deadline=timedelta(seconds=config.limits.tool_seconds),
@@ -111,6 +113,7 @@ class Crew:
 
     async def start(self) -> None:
         await self._registrar.recall()
+        await self._settle_tour()
         for problem in self.problems:
             log.warning("%s", problem)
         self._connecting = asyncio.create_task(self._connect_all(), name="coterie-mcp")
@@ -177,11 +180,19 @@ class Crew:
         blocked = {agent.id: self._mind(agent.id) for agent in await self._registrar.blocked()}
         missing = self._adopt_config(config) if config else ()
         self.services.adopt(services)
+        await self._settle_tour()
         await self._store.unblock([one for one, mind in blocked.items() if self._mind(one) not in (None, mind)])
         return (*self.problems, *missing)
 
+    async def _settle_tour(self) -> None:
+        if self._tour_seer.is_wanted(self._config):
+            await self._tour_seer.come()
+        elif self._tour_seer.is_there:
+            await self.terminate_agent(SEER)
+
     def _adopt_config(self, config: Config) -> Sequence[Problem]:
         """The agents that are described no more."""
+        self._config = config
         profiles, unread = read_profiles(config, self._place)
         gone = self._described - {profile.id for profile in profiles}
         for one in gone:

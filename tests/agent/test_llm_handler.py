@@ -209,6 +209,27 @@ async def test_any_other_word_voids_the_question_and_the_call(tmp_path: Path) ->
         assert Bell.rings == []
 
 
+async def test_a_file_that_an_agent_forwards_is_described_by_its_bytes(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        kept = await here.society.artifacts.put(b"some notes", "notes.txt")
+        attachment = {"artifactRef": kept.ref, "size": 7, "mimeType": "image/png"}
+        unknown = {"attachments": [{"artifactRef": "nothing"}]}
+        here.server.script(
+            Says(
+                calls=(
+                    Calls("send_message", {"to": "user", "payload": {"attachments": [attachment]}}),
+                    Calls("send_message", {"to": "user", "payload": unknown}),
+                )
+            ),
+            "sent",
+        )
+        await here.say("Where are my notes?")
+        forwarded, _ = await here.heard(2)
+        assert forwarded.payload["attachments"] == [kept.to_wire()]
+        results = [text for role, text in await here.history() if role == "tool"]
+        assert "attachment_unknown" in results[1]
+
+
 async def test_two_agents_cannot_talk_for_ever(tmp_path: Path) -> None:
     agents = "[limits]\nmax_hops = 5\n[agents.ada]\n[agents.bob]\n"
     async with stage(tmp_path, agents=agents) as here:

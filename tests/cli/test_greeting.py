@@ -21,7 +21,7 @@ async def test_the_tour_speaks_first_with_its_options_and_only_once(tmp_path: Pa
         [greeting] = await society.store.thread("assistant")
     assert (greeting.sender, greeting.to) == ("assistant", PERSON)
     assert greeting.payload["text"].startswith(first)
-    assert len(greeting.payload["quickReplies"]) == 5
+    assert len(greeting.payload["quickReplies"]) == 6
 
 
 async def test_a_guide_who_was_spoken_to_does_not_greet(tmp_path: Path) -> None:

@@ -302,14 +302,14 @@ class LlmHandler:
             words = "the arguments are no JSON object; send the call again with valid arguments"
             return Outcome(event=Ran(index=index, ok=False, result=words))
         if call.name == SEND_MESSAGE.name:
-            return self._send(claim, index, call, key)
+            return await self._send(claim, index, call, key)
         context = self._context(profile, key, claim.cause)
         result = await self._toolbox.call(call.name, call.arguments, context, patterns=profile.tools)
         return Outcome(event=Ran(index=index, ok=result.ok, result=result.text))
 
-    def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:
+    async def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:
         try:
-            envelope = seal_call(claim.agent_id, call.arguments, key=key, cause=claim.cause)
+            envelope = await self._bus.described(seal_call(claim.agent_id, call.arguments, key=key, cause=claim.cause))
         except Refused as refusal:
             return Outcome(event=Ran(index=index, ok=False, result=refusal.to_json()))
         return Outcome(event=Ran(index=index, ok=True, result=""), sends=envelope)

@@ -78,6 +78,11 @@ def described(capable: list[str]) -> str:
     )
 
 
+def framed(text: str, **known: str) -> str:
+    """As the runtime hands a message to a model."""
+    return f"<message m1 {json.dumps({'from': 'user', **known})}>\n{text}\n</message m1>"
+
+
 async def test_it_welcomes_with_quick_replies_and_says_that_it_is_scripted() -> None:
     talk = Talk()
 
@@ -86,7 +91,7 @@ async def test_it_welcomes_with_quick_replies_and_says_that_it_is_scripted() -> 
     assert [call.name for call in talk.calls] == ["send_message"]
     assert talk.menu["to"] == "user"
     assert "script" in talk.menu["payload"]["text"] and "no real model" in talk.menu["payload"]["text"]
-    assert talk.menu["quickReplies"] == [scene.option.en for scene in script.SCENES]
+    assert talk.menu["quickReplies"] == [*(scene.option.en for scene in script.SCENES), "中文"]
     assert len(talk.menu["quickReplies"]) <= 10
     assert talk.texts[-1] == ""
 
@@ -179,7 +184,49 @@ async def test_what_the_one_who_sees_answers_is_told_to_the_person() -> None:
     await talk.hears("看图", described(["seer"]))
     await talk.hears(seen.text)
 
-    assert talk.calls == [] and "640 × 480" in talk.texts[0] and talk.texts[0].startswith("回话来了")
+    told = talk.menu["payload"]["text"]
+    assert len(talk.calls) == 1 and "640 × 480" in told and told.startswith("回话来了") and talk.texts[-1] == ""
+    assert script.ATTACHMENT.option.zh not in talk.menu["quickReplies"] and len(talk.menu["quickReplies"]) == 4
+
+
+async def test_an_answer_and_a_button_that_come_together_are_both_heard() -> None:
+    talk = Talk()
+    talk.said += [user(script.SEES.en.format("a.png")), user(script.SETUP.option.en)]
+
+    answer = await talk.asks()
+
+    told = answer.calls[0].arguments["payload"]["text"]
+    assert "Here is the answer: a.png" in told and script.SETUP.then.en in told
+
+
+@pytest.mark.parametrize("chinese", [False, True])
+async def test_a_button_changes_the_language(chinese: bool) -> None:
+    talk = Talk()
+    await talk.hears("Hi" if chinese else "你好")
+
+    await talk.hears(script.LANGUAGE.option.to(not chinese))
+
+    assert talk.menu["payload"]["text"] == script.LANGUAGE.then.to(chinese)
+    assert talk.menu["quickReplies"] == [scene.option.to(chinese) for scene in script.SCENES]
+
+
+@pytest.mark.parametrize(("words", "first"), [("看看这个", "我读不了"), ("Look at this", "I cannot read")])
+async def test_a_picture_without_words_changes_no_language(words: str, first: str) -> None:
+    talk = Talk()
+    await talk.hears(words)
+
+    await talk.hears(framed(""), described([]))
+
+    assert talk.texts[0].startswith(first)
+
+
+async def test_what_the_runtime_writes_around_a_message_is_no_word_of_it() -> None:
+    talk = Talk()
+    await talk.hears("Hi")
+
+    await talk.hears(framed("hm", early="a reminder that comes later"))
+
+    assert talk.menu["payload"]["text"] == script.UNKNOWN.then.en
 
 
 async def test_the_one_who_sees_asks_for_a_picture() -> None:

@@ -11,6 +11,7 @@ from coterie.llm.service import Capabilities, LLMService
 from coterie.llm.service_entry import ServiceEntry
 
 TOUR = "tour"
+TOUR_SEES = "tour-sees"
 _CAN_READ = frozenset({"text"})
 _CAN_SAY = frozenset({"text", "tool_calling"})
 
@@ -24,11 +25,11 @@ TOUR_ENTRIES = (
         capabilities=Capabilities(input=_CAN_READ, output=_CAN_SAY),
     ),
     ServiceEntry(
-        id="tour-sees",
+        id=TOUR_SEES,
         name="The tour, with eyes (scripted)",
         provider=TOUR,
         base_url="",
-        model="tour-sees",
+        model=TOUR_SEES,
         capabilities=Capabilities(input=_CAN_READ | {"vision"}, output=_CAN_SAY),
     ),
 )
@@ -40,7 +41,7 @@ def make_service(entry: ServiceEntry, clock: Clock) -> LLMService:
     deadlines = Deadlines.within(entry.timeout)
     match entry.provider:
         case "tour":
-            return Tour(id=entry.id, sees=entry.model == "tour-sees", clock=clock)
+            return Tour(id=entry.id, sees=entry.model == TOUR_SEES, clock=clock)
         case "openai":
             return OpenAIService(
                 id=entry.id,

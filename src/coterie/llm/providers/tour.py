@@ -19,6 +19,8 @@ from coterie.llm.providers.tour_script import Scene, Words
 _PACE = timedelta(milliseconds=30)
 _LONG_PAUSE = 25
 _CJK = re.compile("[\u3400-\u9fff\uf900-\ufaff]")
+_LETTER = re.compile(r"[^\W\d_]")
+_FRAME = re.compile(r"\A<message \S+ \{.*\}>\n?|\n?</message \S+>\Z")
 _INTERRUPTED = "interrupted_by_new_message"
 
 
@@ -69,8 +71,9 @@ class Heard:
     first: bool
     """Nothing was answered before."""
     interrupted: bool
-    all: str
-    """Everything that others ever said."""
+    texts: tuple[str, ...]
+    """Everything that others ever said, the newest first."""
+    has_got_files: bool
     tools: frozenset[str]
 
     @classmethod
@@ -86,7 +89,8 @@ class Heard:
             step=sum(isinstance(one, AssistantSaid) for one in after),
             first=not any(isinstance(one, AssistantSaid) for one in before),
             interrupted=stopped or any(_scene(_text(one)) is script.INTERJECTION for one in new[:-1]),
-            all="\n".join(_text(one) for one in back if isinstance(one, UserSaid)),
+            texts=tuple(_text(one) for one in back if isinstance(one, UserSaid)),
+            has_got_files=any(_described(one) for one in back if isinstance(one, UserSaid)),
             tools=frozenset(tool.name for tool in request.tools),
         )
 
@@ -96,13 +100,24 @@ class Heard:
 
     @property
     def chinese(self) -> bool:
-        return bool(_CJK.search(self.last or self.all))
+        """The language of the last words there were: a file that comes without any changes nothing."""
+        words = next(filter(_LETTER.search, self.texts), "")
+        return bool(_CJK.search(words))
 
     @property
     def described(self) -> dict[str, Any] | None:
         """An attachment that came as a description."""
-        texts = (part.text for one in self.new for part in one.parts if isinstance(part, Text))
-        return next(filter(None, map(_attachment, texts)), None)
+        return next(filter(None, map(_described, self.new)), None)
+
+    @property
+    def seen(self) -> str | None:
+        """What the one who sees made of it."""
+        found = next(filter(None, (script.SEEN.search(_text(one)) for one in self.new)), None)
+        return found[1].strip() if found else None
+
+    def has_had(self, scene: Scene) -> bool:
+        asked = any(scene.option.en in text or scene.option.zh in text for text in self.texts)
+        return asked or (scene is script.ATTACHMENT and self.has_got_files)
 
     @property
     def inline(self) -> list[Inline]:
@@ -120,8 +135,6 @@ class Line:
 def guide(heard: Heard) -> Line:
     if heard.described:
         return _nth(heard.step, _pass_on(heard, heard.described))
-    if seen := script.SEEN.search(heard.last):
-        return _nth(heard.step, [Line(script.RELAYS.to(heard.chinese).format(seen[1].strip()))])
     scene = _chosen(heard)
     lines = [_menu(heard, scene)]
     if scene.tool in heard.tools:
@@ -138,20 +151,27 @@ def look(heard: Heard) -> Line:
 def _chosen(heard: Heard) -> Scene:
     if heard.interrupted:
         return script.INTERRUPTED
+    if script.SEEN.search(heard.last):
+        return script.SHOWN
     return _scene(heard.last) or (script.WELCOME if heard.first else script.UNKNOWN)
 
 
 def _scene(text: str) -> Scene | None:
     """The scene that a text asks for; what stands on a button counts before any cue."""
-    options = (scene for scene in script.SCENES if scene.option.en in text or scene.option.zh in text)
-    cues = (scene for scene in script.SCENES if scene.cue and scene.cue.search(text))
+    scenes = (*script.SCENES, script.LANGUAGE)
+    options = (scene for scene in scenes if scene.option.en in text or scene.option.zh in text)
+    cues = (scene for scene in scenes if scene.cue and scene.cue.search(text))
     return next(options, None) or next(cues, None)
 
 
 def _menu(heard: Heard, scene: Scene) -> Line:
     """The scene's last words with the scenes that are left to choose from."""
-    left = [s.option for s in script.SCENES if s.option.en not in heard.all and s.option.zh not in heard.all]
-    text, options = scene.then.to(heard.chinese), [option.to(heard.chinese) for option in left]
+    left = [one for one in script.SCENES if not heard.has_had(one)]
+    if scene is script.WELCOME:
+        left.append(script.LANGUAGE)
+    text, options = scene.then.to(heard.chinese), [one.option.to(heard.chinese) for one in left]
+    if heard.seen:
+        text = f"{script.RELAYS.to(heard.chinese).format(heard.seen)}\n\n{text}"
     if "send_message" not in heard.tools:
         return Line(" ".join([text, *options]))
     message: dict[str, Any] = {"to": "user", "payload": {"text": text}}
@@ -207,6 +227,12 @@ def _attachment(text: str) -> dict[str, Any] | None:
     return attachment if isinstance(attachment, dict) else None
 
 
+def _described(said: UserSaid) -> dict[str, Any] | None:
+    texts = (part.text for part in said.parts if isinstance(part, Text))
+    return next(filter(None, map(_attachment, texts)), None)
+
+
 def _text(said: UserSaid) -> str:
-    """What was said, without descriptions of what came with it."""
-    return "\n".join(part.text for part in said.parts if isinstance(part, Text) and not _attachment(part.text))
+    """What was said, without the runtime's frame and descriptions of what came with it."""
+    texts = (part.text for part in said.parts if isinstance(part, Text) and not _attachment(part.text))
+    return "\n".join(_FRAME.sub("", text) for text in texts)

@@ -38,10 +38,15 @@ class Scene:
 WELCOME = Scene(
     then=Words(
         "Hello! I am the guide, a small script inside Coterie and no real model: I know only what is on my buttons. "
-        "This message came with quick replies. Press one, or write to me in your own words.",
+        "A minute with me shows what Coterie does. This message came with quick replies: press one, or write to me in "
+        "your own words.",
         "你好！我是导览，只是 Coterie 自带的一小段脚本，不是真正的模型：我只懂按钮上的这些事。"
-        "这条消息带着快捷回复。点一个试试，也可以随便写点什么。",
+        "跟我走一分钟，就知道 Coterie 能做什么。这条消息带着快捷回复：点一个试试，也可以自己写点什么。",
     )
+)
+LANGUAGE = Scene(
+    option=Words("中文", "English"),
+    then=Words("All right, in English from now on. What shall I show you?", "好的，接下来说中文。想先看什么？"),
 )
 UNKNOWN = Scene(
     then=Words(
@@ -99,20 +104,25 @@ ATTACHMENT = Scene(
     option=Words("What about pictures?", "图片怎么办？"),
     cue=re.compile(r"\b(picture|image|photo|attach|file)|图片|照片|附件|文件", re.I),
     then=Words(
-        "Attach a picture and send it to me. I cannot see: I get a description and pass it on to an agent who can see.",
-        "附上一张图片发给我。我看不见，只会收到它的说明，然后转给看得见的智能体。",
+        "Drop any picture here and send it to me. My model cannot see: I get a description that names who can, and "
+        "pass the picture on. You can watch that in the timeline, and I tell you what came back.",
+        "拖一张图片进来发给我。我的模型看不见：我只收到一段说明，里面写着谁看得见，然后把图片转过去。"
+        "转发的过程在时间线里看得到，对方说了什么我会告诉你。",
     ),
 )
 SETUP = Scene(
     option=Words("Set up a real model", "设置真正的模型"),
     cue=re.compile(r"\b(set ?up|real model|api.?key|configure)\b|设置|配置|密钥", re.I),
     then=Words(
-        "Open the setup page, or write your service into llmservices.json: id, baseURL and model are enough, as in "
-        '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:11434/v1", "model": "…"}]}. '
-        "Once one works, the tour can be removed with a click.",
-        "打开设置页，或者把服务写进 llmservices.json：有 id、baseURL 和 model 就够了，例如 "
-        '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:11434/v1", "model": "…"}]}。'
-        "有了能用的服务，点一下就能移除导览。",
+        "Open the setup page (the banner above leads there). It shows the keys and the local model servers it finds "
+        "and asks before it uses one. Or write your service into llmservices.json: id, baseURL and model are enough, "
+        "as in "
+        '`{"services": [{"id": "main", "baseURL": "http://127.0.0.1:11434/v1", "model": "…"}]}`. '
+        "Your first service ends this tour: the assistant then thinks with it, and the scripted seer goes.",
+        "打开设置页（上方横幅里有入口）：它会列出找到的密钥和本机的模型服务，用之前先问你。"
+        "也可以把服务写进 llmservices.json，有 id、baseURL 和 model 就够了，例如 "
+        '`{"services": [{"id": "main", "baseURL": "http://127.0.0.1:11434/v1", "model": "…"}]}`。'
+        "有了第一个服务，导览就结束：助手改用它来思考，脚本扮演的 Seer 随之离开。",
     ),
 )
 SCENES = (DELAY, TOOL, INTERJECTION, ATTACHMENT, SETUP)
@@ -130,6 +140,12 @@ NOBODY = Words(
 SEES = Words("This is what I see: {}. I am scripted, so that is all.", "这是我看到的：{}。我只是脚本，只能说这么多。")
 SEEN = re.compile(r"(?:This is what I see:|这是我看到的：)\s*([^\"\n]*)")
 RELAYS = Words("Here is the answer: {}", "回话来了：{}")
+SHOWN = Scene(
+    then=Words(
+        "So nothing you send breaks a conversation, whatever its model can read. What next?",
+        "所以不管模型能读什么，你发的东西都不会弄坏对话。接下来看什么？",
+    )
+)
 NOTHING_TO_SEE = Words(
     "I am the one who sees, a script like the guide. Send me a picture.",
     "我是看得见的那个，和导览一样是脚本。发张图片给我吧。",

@@ -1,0 +1,73 @@
+"""The tour as a newcomer walks through it on the page, from the first button to the setup page; nothing turns red."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.async_api import Browser, Locator, Page, expect
+
+from coterie.cli.greeting import greet
+from coterie.llm.providers import tour_script as script
+from coterie.llm.providers.tour_script import Words
+from tests.panel import ui
+from tests.panel.room import room
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(8) + (640).to_bytes(4) + (480).to_bytes(4) + bytes(16)
+DROP = """bytes => {
+    const carried = new DataTransfer();
+    carried.items.add(new File([new Uint8Array(bytes)], 'chart.png', {type: 'image/png'}));
+    const event = new DragEvent('drop', {dataTransfer: carried, bubbles: true, cancelable: true});
+    document.querySelector('#composer').dispatchEvent(event); }"""
+SECONDS_2 = 2_000
+THE_COUNT = 15_000
+"""Milliseconds. The guide counts for seven seconds, and the plan is withdrawn when it has ended."""
+
+
+def says(page: Page, text: str) -> Locator:
+    """The newest message that holds it."""
+    return ui.messages(page).filter(has_text=text).last
+
+
+@pytest.mark.parametrize("chinese", [False, True], ids=["english", "chinese"])
+async def test_a_newcomer_walks_through_it(browser: Browser, tmp_path: Path, chinese: bool) -> None:
+    def told(words: Words) -> str:
+        return words.to(chinese).split("`")[0]  # behind it stands code, which is not shown as it is written
+
+    async with room(tmp_path, browser, agents="") as panel:
+        (tmp_path / "llmservices.json").write_text(json.dumps({"services": []}))
+        await panel.society.reload()
+        await greet(panel.society, {"LANG": "zh_CN.UTF-8" if chinese else "en_US.UTF-8"})
+        page = await panel.open("", locale="zh-CN" if chinese else "en-US")
+        await expect(page.locator('[data-testid="title"]')).to_have_text("Assistant")
+        await expect(ui.row(page, "tour-seer")).to_contain_text("tour")
+
+        async def click(scene: script.Scene) -> None:
+            await page.locator(".quick-reply-btn:not([aria-disabled=true])", has_text=scene.option.to(chinese)).click()
+
+        await click(script.DELAY)
+        await expect(says(page, told(script.DELAY.then))).to_be_visible(timeout=SECONDS_2)
+        await click(script.INTERJECTION)
+        await expect(page.locator(ui.DRAFT)).to_be_visible()
+        await ui.send(page, "停！" if chinese else "Stop!")
+        await expect(says(page, told(script.INTERRUPTED.then))).to_be_visible(timeout=THE_COUNT)
+        await expect(page.locator('.has-withdrawn, [data-state="withdrawn"]').first).to_be_visible()
+
+        await page.evaluate(DROP, list(PNG))
+        await expect(page.locator(ui.CHIP)).to_contain_text("chart.png")
+        await page.locator(ui.COMPOSER).press("Enter")
+        await expect(says(page, "640 × 480")).to_be_visible()
+        asked = [row.message for row in await panel.society.store.history("tour-seer") if row.message]
+        assert [(one.sender, one.payload["attachments"][0]["filename"]) for one in asked] == [
+            ("assistant", "chart.png")
+        ]
+
+        await expect(says(page, script.DELAY.arguments["payload"]["text"].to(chinese))).to_be_visible(timeout=THE_COUNT)
+        await click(script.SETUP)
+        await expect(says(page, told(script.SETUP.then))).to_be_visible(timeout=SECONDS_2)
+        await page.locator('[data-testid="banner-tour"] a').click()
+        await expect(page.locator(".setup")).to_be_visible()
+        await expect(page.locator('[data-service="tour-sees"] h3 .tag')).to_be_visible()
+        await expect(page.locator(ui.TOAST)).to_have_count(0)
+        assert await panel.trouble() == []

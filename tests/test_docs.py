@@ -1,0 +1,148 @@
+"""What the documents say is so: their settings load, their commands and tests exist, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from coterie.agent.owner_tools import load_owner_tools
+from coterie.cli import app
+from coterie.config import read_config
+from coterie.llm.services_file import read_services
+
+ROOT = Path(__file__).parents[1]
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PROOF = re.compile(r"`?(tests/[\w/]+\.py)::(test_\w+)")
+CALL = re.compile(r"(?:\bcoterie|\./dev run) ([a-z]+)\b(?![./:])((?: +(?!#)\S+)*)")
+HABIT = re.compile(r"(?:\./dev|\bmake) ([a-z-]+)")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+
+
+def code_of(page: Path) -> Iterator[str]:
+    """Lines to be typed: those of shell blocks, and what stands in the text as code."""
+    for block in blocks(page, "sh"):
+        yield from block.splitlines()
+    yield from re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text()))
+
+
+@cache
+def commands() -> dict[str, set[str]]:
+    """The commands, each with the options it takes."""
+    group = get_command(app)
+    assert hasattr(group, "commands")
+    return {
+        command: {option for parameter in found.params for option in parameter.opts}
+        for command, found in group.commands.items()
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text())
+    links = [link.partition("#")[0] for link in LINK.findall(text) if not re.match(r"[a-z]+:|#", link)]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_exists_with_its_options(page: Path) -> None:
+    for line in code_of(page):
+        for command, rest in CALL.findall(line):
+            assert command in commands(), f"there is no command {command!r}: {line}"
+            wrong = set(re.findall(r"--[a-z-]+", rest)) - commands()[command] - {"--help"}
+            assert wrong == set(), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_habit_exists(page: Path) -> None:
+    habits = set(runpy.run_path(str(ROOT / "dev"))["HABITS"])
+    targets = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.M))
+    known = habits | {target for line in targets for target in line.split()}
+    named = {habit for line in code_of(page) for habit in HABIT.findall(line)}
+    assert named - known == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_named_test_exists(page: Path) -> None:
+    found = PROOF.findall(page.read_text())
+    assert [f"{path}::{test}" for path, test in found if test not in functions_in(ROOT / path)] == []
+
+
+@cache
+def functions_in(path: Path) -> frozenset[str]:
+    if not path.exists():
+        return frozenset()
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=name)
+def test_settings_shown_load_without_problems(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts/ada.md").touch()
+    for block in blocks(page, "toml"):
+        (tmp_path / "coterie.toml").write_text(block)
+        assert read_config(tmp_path).problems == (), block
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "json")], ids=name)
+def test_services_shown_load_without_problems(page: Path) -> None:
+    for block in blocks(page, "json"):
+        shown = json.loads(block)
+        if "services" in shown:
+            entries, problems = read_services(block.encode(), lambda _: "a-key")
+            assert list(problems) == [] and len(entries) == len(shown["services"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_tools_shown_can_be_loaded(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page, "python"):
+        compile(block, name(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if "@tool" in block:
+            (tmp_path / "tools.py").write_text(block)
+            loaded = load_owner_tools(tmp_path)
+            assert loaded.problems == () and len(loaded.tools) == block.count("@tool")
+
+
+def test_both_readmes_have_the_same_shape_commands_and_proofs() -> None:
+    english, chinese = (readme.read_text() for readme in READMES)
+
+    def shape(text: str) -> list[int]:
+        return [len(found) for found in re.findall(r"^(#+) ", BLOCK.sub("", text), re.M)]
+
+    def typed(text: str) -> list[list[str]]:
+        """What is to be typed, without what is said about it, and what is said in it."""
+        lines = [line for kind, block in BLOCK.findall(text) if kind == "sh" for line in block.splitlines()]
+        return [re.sub(r'"[^"]*"', "…", line.partition(" #")[0]).split() for line in lines]
+
+    def rows(text: str) -> list[int]:
+        return [line.count("|") for line in text.splitlines() if line.startswith("|")]
+
+    assert shape(english) == shape(chinese)
+    assert typed(english) == typed(chinese)
+    assert rows(english) == rows(chinese)
+    assert PROOF.findall(english) == PROOF.findall(chinese)
+    assert "README.zh-CN.md" in LINK.findall(english) and "README.md" in LINK.findall(chinese)
+
+
+def test_every_example_has_a_line_in_the_readmes() -> None:
+    examples = [path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "stand_in"]
+    for readme in READMES:
+        assert [one for one in examples if f"examples/{one}" not in readme.read_text()] == []
