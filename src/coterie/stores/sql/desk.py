@@ -53,7 +53,7 @@ from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import check_readable
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import RAW_MESSAGE, to_message
+from coterie.stores.sql.rows import MESSAGE, to_message
 from coterie.turns import Claim, HistoryRow, StaleOwner
 
 _MS = timedelta(milliseconds=1)
@@ -254,7 +254,7 @@ class TurnDesk:
     def _take_mail(self) -> None:
         rows = self._db.execute(
             "UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'"
-            f" RETURNING length(payload), {RAW_MESSAGE}",
+            f" RETURNING length(payload), {MESSAGE}",
             (self._post.stamp, self._agent, self.row.taken_seq),
         ).fetchall()
         for _, _, message_id, _, _, payload, *_ in rows:
