@@ -128,7 +128,8 @@ class LlmHandler:
                     if claim.turn_no != ended:
                         work.stopping = False  # a stop that came too late for that turn is not meant for this one
         except StaleOwner as stale:
-            log.warning("%s; its last step here counts for nothing", stale)
+            with turn_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
+                log.warning("%s; its last step here counts for nothing", stale)
             self._memory.forget(claim.agent_id)
         finally:
             turn.end()
