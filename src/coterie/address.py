@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from coterie import __version__
@@ -20,6 +20,8 @@ class Address:
     pid: int
     """Who listens there. The folder's lock says whether that process still runs the society."""
     version: str = __version__
+    token: str | None = field(default=None, repr=False)
+    """One that was given to the server, which keeps none in its folder; it lies here for as long as it listens."""
 
 
 def leave_address(data: Path, address: Address) -> None:
@@ -36,6 +38,9 @@ def find_address(data: Path) -> Address | None:
     """What was left last. Half a note, or one of another kind, is none."""
     try:
         note = json.loads((data / FILE).read_bytes())
-        return Address(url=str(note["url"]), pid=int(note["pid"]), version=str(note["version"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        token = note.get("token")
+        return Address(
+            url=str(note["url"]), pid=int(note["pid"]), version=str(note["version"]), token=token and str(token)
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None

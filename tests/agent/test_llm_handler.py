@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,9 @@ from coterie import Society
 from coterie.errors import Refused
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import Bell, each, stage
+
+PATIENCE = 20
+"""Seconds. Nothing waits that long; it only keeps what hangs from hanging the tests."""
 
 
 def calls(*names: str, tool: str = "ring") -> tuple[Calls, ...]:
@@ -322,3 +326,46 @@ async def test_an_agent_that_left_the_file_says_so_and_goes_on_when_it_is_back(t
             here.society = again
             await again.resume("bob")
             assert (await here.texts(2))[1] == "here I am"
+
+
+async def test_a_stop_that_comes_when_the_answer_is_being_written_down_does_not_end_the_next_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tmp_path) as here, asyncio.timeout(PATIENCE):
+        writing, go_on = asyncio.Event(), asyncio.Event()
+        advance = here.society.store.advance
+
+        async def slow(*arguments: Any, **more: Any) -> Any:
+            writing.set()
+            await go_on.wait()
+            return await advance(*arguments, **more)
+
+        monkeypatch.setattr(here.society.store, "advance", slow)
+        await here.say("one")
+        await writing.wait()
+        assert here.society.stop_turn("ada")
+        await here.say("two")
+        go_on.set()
+
+        assert await here.texts(2) == ["ok", "ok"]
+
+
+@pytest.mark.slow
+async def test_whatever_moment_a_turn_is_stopped_at_the_next_message_is_answered(tmp_path: Path) -> None:
+    stopped = 0
+    async with stage(tmp_path) as here:
+        inbox = here.society.inbox()
+        for moment in range(100):
+            first = await here.say("one")
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            stopped += here.society.stop_turn("ada")
+            for _ in range(moment % 3):
+                await asyncio.sleep(0)
+            second = await here.say("two")
+            async with asyncio.timeout(PATIENCE):
+                while (answer := await anext(inbox)).in_reply_to != second:
+                    assert answer.in_reply_to == first, f"stopped at moment {moment}"
+            await here.society.store.read("ada", answer.id)
+        await inbox.aclose()
+    assert stopped > 50

@@ -88,15 +88,10 @@ class Stage(AbstractContextManager["Stage"]):
         if front and society:
             self.run(front.close(society))
 
-    def until_heard(self) -> None:
-        """Somebody listens to the event stream of the server."""
-
-        async def look() -> None:
-            assert self._front is not None
-            while not self._front._app.state.stream_clients():
-                await asyncio.sleep(0.005)
-
-        self.run(look())
+    def refuse(self) -> None:
+        """The server takes no more requests, as at the beginning of a stop."""
+        assert self._front is not None
+        self._front._app.state.health.draining = True
 
     def until(self, kind: str) -> None:
         """Something of that kind has happened in the society that is served."""
@@ -127,6 +122,12 @@ class Stage(AbstractContextManager["Stage"]):
         self.run(self.model.asked(count))
 
 
+def _as_in_a_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # Tests that a shell runs in the background hand on that Ctrl-C is not for them; it is for this one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal(AbstractContextManager["Terminal"]):
     """`coterie` as somebody has it before them: keys go in, `screen` is everything that was ever written."""
 
@@ -141,7 +142,7 @@ class Terminal(AbstractContextManager["Terminal"]):
             stdout=inner,
             stderr=inner,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_in_a_terminal,
             env=os.environ | {"TERM": "xterm"},
         )
         os.close(inner)
@@ -166,6 +167,10 @@ class Terminal(AbstractContextManager["Terminal"]):
         while text not in (rest := self.raw[self._seen :]):
             assert self._read(end), f"{text!r} never came, but: {rest!r}"
         self._seen += rest.index(text) + len(text)
+
+    def rests(self) -> None:
+        """Nothing but the line to type in is left to move: nobody is at work."""
+        self.sees("\x1b[J> ")
 
     def ends(self) -> int:
         end = time.monotonic() + PATIENCE

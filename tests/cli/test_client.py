@@ -22,11 +22,24 @@ def test_a_wrong_token_is_told_with_where_to_give_the_right_one(stage: Stage) ->
     assert failure.startswith("the running server does not accept this token")
 
 
+def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs(stage: Stage) -> None:
+    stage.serve(token="given-by-hand")
+    data = stage.folder / "data"
+
+    assert coterie("send", "ada", "x", "--dir", stage.folder).code == 0
+    assert (data / FILE).stat().st_mode & 0o777 == 0o600
+    stage.stop_serving()
+
+    assert not [file for file in data.iterdir() if file.is_file() and b"given-by-hand" in file.read_bytes()]
+
+
 def test_a_token_that_lies_nowhere_must_be_given(stage: Stage) -> None:
-    stage.serve(token="secret")
+    stage.serve()
+    kept = (stage.folder / "data" / "token").read_text().strip()
+    (stage.folder / "data" / "token").unlink()
 
     assert "give it with --token or COTERIE_TOKEN" in coterie("send", "ada", "x", "--dir", stage.folder).failure
-    assert coterie("send", "ada", "x", "--dir", stage.folder, env={"COTERIE_TOKEN": "secret"}).code == 0
+    assert coterie("send", "ada", "x", "--dir", stage.folder, env={"COTERIE_TOKEN": kept}).code == 0
 
 
 def test_a_server_of_another_version_is_not_talked_to(stage: Stage) -> None:

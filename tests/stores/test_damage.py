@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.turn import Ask
+from coterie.agent.turn import Ask, Ran
+from coterie.drafts import seal
+from coterie.errors import Refused
 from coterie.store import Page
 from tests.engines import Engine
 
-from .test_turns import RULES, Society, ask, call, done, go_on, got, says, state, stored, take, told
+from .test_turns import RULES, Society, ask, call, done, go_on, got, message_to, says, state, stored, take, told
 
 
 class Vandal:
@@ -149,3 +151,40 @@ async def test_an_agent_that_cannot_be_claimed_is_blocked_and_told_of_and_the_ot
     claim = await take(store)
     assert (await told(store))[-1] == "user: behind"
     await go_on(store, claim, says("thanks"))
+
+
+NO_OPTIONS = [b'{"text": "bro', b'{"quickReplies": 7}', b'{"quickReplies": ["Yes\xff"]}']
+
+
+@pytest.mark.parametrize("payload", NO_OPTIONS)
+async def test_a_question_that_cannot_be_read_any_more_offers_nothing_and_harms_no_other(
+    store: Society, vandal: Vandal, payload: bytes
+) -> None:
+    bad, good = [
+        (await store.send(seal(sender="ada", to="user", payload={"text": text}, quick_replies=["Yes"]))).message_id
+        for text in ("bad", "good")
+    ]
+    vandal.spoil_payload(bad, payload)
+
+    with pytest.raises(Refused) as refused:
+        await ask(store, text="Yes", in_reply_to=bad, option=0)
+    assert refused.value.code == "option_invalid"
+    await ask(store, text="Yes", in_reply_to=good, option=0)
+
+    assert [(await stored(store, one)).answer is None for one in (bad, good)] == [True, False]
+    assert len(await store.messages(Page())) == 3
+
+
+@pytest.mark.parametrize("payload", [b'{"text": "bro', b'{"text": "\xff"}'])
+async def test_what_an_agent_sent_and_was_damaged_since_does_not_keep_it_from_answering(
+    store: Society, vandal: Vandal, payload: bytes
+) -> None:
+    await ask(store)
+    claim = await go_on(store, await take(store), says("", message_to("user", "Look here.")))
+    envelope = seal(sender="ada", to="user", payload={"text": "Look here."}, client_id=claim.key(0), cause=claim.cause)
+    claim = await store.advance(claim, Ran(index=0, ok=True, result=""), RULES, sends=envelope)
+    vandal.spoil_payload((await store.waiting("user"))[0].id, payload)
+
+    await go_on(store, claim, says("Here is my answer."))
+
+    assert [text for sender, text, _ in await got(store, "user")][-1] == "Here is my answer."

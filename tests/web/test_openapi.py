@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -19,9 +20,18 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.web.served import Served, served
 
-# The stream never ends by itself, and what changes services could make agents call servers that are not ours.
-LEFT_OUT = re.compile(r"/events$|/services/")
+EVENTS, SERVICES = "/api/v1/events", "/api/v1/services/"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+NOWHERE = "http://127.0.0.1:1/v1"
+"""Nobody listens there: whatever a made-up service is asked, nothing leaves the machine."""
+HOW = settings(
+    max_examples=12,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +41,95 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
+@pytest.fixture
+def spare(tmp_path: Path) -> Iterator[Served]:
+    """Its services may be changed: nobody else asks it anything."""
+    with served(tmp_path / "home", work=True) as running:
+        yield running
+
+
+def operations(server: Served) -> Iterator[Any]:
+    for result in schemathesis.openapi.from_dict(server.app.openapi()).get_all_operations():
+        operation = cast(Any, result).ok()
+        if operation.path.startswith("/api/v1"):
+            yield operation
+
+
+def failures_of(operation: Any, check: Callable[[Any], None]) -> list[str]:
+    @given(case=operation.as_strategy())
+    @HOW
+    def ask(case: Any) -> None:
+        check(case)
+
+    try:
+        ask()
+    except BaseException as error:
+        return [f"{operation.label}: {error!r} {error}"[:1500]]
+    return []
+
+
+def is_asked_elsewhere(operation: Any) -> bool:
+    return bool(operation.path == EVENTS or operation.path.startswith(SERVICES))
+
+
 @pytest.mark.slow
 def test_no_answer_is_outside_the_description(server: Served) -> None:
-    schema = schemathesis.openapi.from_dict(server.app.openapi())
-    failures = []
-    for result in schema.get_all_operations():
-        operation = cast(Any, result).ok()
-        if not operation.path.startswith("/api/v1") or LEFT_OUT.search(operation.path):
-            continue
+    def check(case: Any) -> None:
+        case.call_and_validate(base_url=server.url, headers=server.headers, checks=CHECKS)
 
-        @given(case=operation.as_strategy())
-        @settings(
-            max_examples=12,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        def ask(case: Any) -> None:
-            case.call_and_validate(base_url=server.url, headers=server.headers, checks=CHECKS)
-
-        try:
-            ask()
-        except BaseException as error:
-            failures.append(f"{operation.label}: {error!r} {error}"[:1500])
+    asked = [operation for operation in operations(server) if not is_asked_elsewhere(operation)]
+    failures = [failure for operation in asked for failure in failures_of(operation, check)]
     assert not failures, "\n\n".join(failures)
+
+
+@pytest.mark.slow
+def test_no_answer_about_services_is_outside_the_description(spare: Served) -> None:
+    seen: set[int] = set()
+
+    def check(case: Any) -> None:
+        if isinstance(case.body, dict):
+            made_up = len(case.body) % 2 == 0
+            case.body |= {"baseURL": NOWHERE} | ({"model": "m", "provider": "openai"} if made_up else {})
+        answer = case.call_and_validate(base_url=spare.url, headers=spare.headers, checks=CHECKS)
+        seen.add(answer.status_code)
+
+    asked = [operation for operation in operations(spare) if operation.path.startswith(SERVICES)]
+    failures = [failure for operation in asked for failure in failures_of(operation, check)]
+    assert not failures, "\n\n".join(failures)
+    assert len(asked) == 3 and {200, 422} <= seen
+
+
+@pytest.mark.slow
+def test_no_answer_of_the_stream_is_outside_the_description(server: Served) -> None:
+    (operation,) = [one for one in operations(server) if one.path == EVENTS]
+    seen: set[int] = set()
+    refused = [
+        {"Authorization": "Bearer wrong"},
+        {"Origin": "https://evil.example"},
+        {"Host": "evil.example"},
+        {"Last-Event-ID": "x" * 201},
+    ]
+
+    def check(case: Any, **more: str) -> None:
+        asked = case.as_transport_kwargs(base_url=server.url, headers=server.headers | more)
+        with httpx.stream("GET", asked["url"], params=asked["params"], headers=asked["headers"], timeout=20) as answer:
+            seen.add(answer.status_code)
+            described = operation.definition.raw["responses"][str(answer.status_code)]["content"]
+            assert answer.status_code < 500
+            assert answer.headers["content-type"].partition(";")[0] in described
+            assert answer.headers["cache-control"] == "no-store"
+            if answer.is_success:
+                assert next(line for line in answer.iter_lines() if line.startswith("event:")) == "event: hello"
+                return
+            problem = json.loads(answer.read())
+            assert {"type", "title", "status", "detail", "code"} <= problem.keys()
+            assert problem["status"] == answer.status_code
+
+    failures = failures_of(operation, check)
+    for headers in refused:
+        check(operation.Case(), **headers)
+    assert not failures, "\n\n".join(failures)
+    assert {200, 401, 403, 421, 422} <= seen
 
 
 def test_every_route_says_what_it_is_for_and_how_it_may_refuse(server: Served) -> None:

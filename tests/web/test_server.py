@@ -27,13 +27,18 @@ PATIENCE = 20
 
 
 @pytest.fixture
-async def port(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[int]:
+async def front(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[tuple[FastAPI, int]]:
     sockets = listen("127.0.0.1", 0)
     app = build_app(society, access, where=addresses("127.0.0.1", port_of(sockets)), clock=clock)
     server = WebServer(app, sockets)
     await server.start()
-    yield port_of(sockets)
+    yield app, port_of(sockets)
     await server.stop()
+
+
+@pytest.fixture
+def port(front: tuple[FastAPI, int]) -> int:
+    return front[1]
 
 
 class Wire:
@@ -152,6 +157,20 @@ async def test_a_silent_sender_is_told_and_nothing_stays(
         wire.writer.write(b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nbegun')
         assert await wire.status() == 408
     assert _incoming(society) == []
+
+
+async def test_a_client_that_is_let_go_loses_its_connection_and_no_error_is_logged(
+    front: tuple[FastAPI, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    app, port = front
+    async with Wire.to(port) as wire:
+        wire.say("GET /api/v1/events HTTP/1.1", "Host: HERE", AUTH)
+        await wire.reader.readuntil(b"event: hello")
+        (guest,) = app.state.hub._guests
+        guest.drop()
+        with contextlib.suppress(ConnectionError):
+            assert not (await wire.reader.read()).endswith(b"0\r\n\r\n")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_stopping_says_goodbye_while_the_store_is_open(society: Society, app: FastAPI) -> None:

@@ -123,9 +123,13 @@ class LlmHandler:
             while not isinstance(claim.effect, Rest):
                 with turn_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
                     await turn.follows(claim.cause)
+                    ended = claim.turn_no
                     claim = await self._advance(claim, await self._perform(claim, work))
+                    if claim.turn_no != ended:
+                        work.stopping = False  # a stop that came too late for that turn is not meant for this one
         except StaleOwner as stale:
-            log.warning("%s; its last step here counts for nothing", stale)
+            with turn_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
+                log.warning("%s; its last step here counts for nothing", stale)
             self._memory.forget(claim.agent_id)
         finally:
             turn.end()

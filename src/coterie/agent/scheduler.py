@@ -12,6 +12,7 @@ from coterie.agent.llm_handler import LlmHandler
 from coterie.agent.turn import Rules
 from coterie.clock import Clock
 from coterie.errors import StoreError
+from coterie.logctx import turn_context
 from coterie.turns import Claim, TurnStore
 
 log = logging.getLogger(__name__)
@@ -131,13 +132,14 @@ class Scheduler:
     def _ended(self, turn: asyncio.Task[None]) -> None:
         if self._places.held:
             self._wake.set()  # others have waited for this place
-        del self._turns[turn]
+        agent_id = self._turns.pop(turn)
         self._places.give_back(1)
         if not turn.cancelled() and (error := turn.exception()):
             # The store still says that the agent is at work; so it is claimed anew, which counts as a crash.
             self._mislaid = True
             self._wake.set()
-            log.error("a turn ended in an error nobody planned for", exc_info=error)
+            with turn_context(agent=agent_id):
+                log.error("a turn ended in an error nobody planned for", exc_info=error)
 
 
 class _Places:

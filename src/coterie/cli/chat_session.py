@@ -18,7 +18,7 @@ from coterie.cli.output import moment, say_aside
 from coterie.cli.reply import Reply
 from coterie.cli.screen import Screen, plain
 from coterie.cli.waiting import answers_to
-from coterie.errors import CoterieError, NoAnswer, Refused, ServerStopping, ServerUnusable
+from coterie.errors import NoAnswer, Refused, ServerStopping, ServerUnusable
 from coterie.messages import PERSON, Receipt
 from coterie.text import one_line
 
@@ -34,8 +34,16 @@ HELP = (
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The conversation can begin."""
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupt:
     """Ctrl-C."""
+
+
+Happening = Opened | News | Entered | Closed | Interrupt | Exception
 
 
 class Quit(Exception):
@@ -123,12 +131,15 @@ class Session:
         try:
             return await self._enter(text.strip())
         except Refused as refusal:
-            self._aside(f"  not done: {refusal.message}")
+            self.regret(refusal.message)
         except OSError as error:
-            self._aside(f"  not done: {error.filename} cannot be read ({error.strerror})")
+            self.regret(f"{error.filename} cannot be read ({error.strerror})")
         except ValueError as error:
-            self._aside(f"  not done: {error}")
+            self.regret(str(error))
         return None
+
+    def regret(self, why: str) -> None:
+        self._aside(f"  not done: {why}")
 
     async def _enter(self, text: str) -> Receipt | None:
         command, _, rest = text.partition(" ")
@@ -226,13 +237,13 @@ class Session:
 
 async def take_part(session: Session) -> bool:
     """On a terminal, until the person leaves: typing and listening go on side by side."""
-    happenings: asyncio.Queue[News | Entered | Closed | Interrupt | CoterieError] = asyncio.Queue()
+    happenings: asyncio.Queue[Happening] = asyncio.Queue()
+    happenings.put_nowait(Opened())
     listener = asyncio.create_task(_listen(session.conversation, happenings), name="coterie-news")
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, happenings.put_nowait, Interrupt())
     try:
         with suppress(Quit), typing(session.screen, happenings.put_nowait):
-            await session.begin()
             while True:
                 await _happen(session, await happenings.get())
     finally:
@@ -242,32 +253,37 @@ async def take_part(session: Session) -> bool:
     return True
 
 
-async def _listen(
-    conversation: Conversation, happenings: asyncio.Queue[News | Entered | Closed | Interrupt | CoterieError]
-) -> None:
+async def _listen(conversation: Conversation, happenings: asyncio.Queue[Happening]) -> None:
     try:
         while True:
             happenings.put_nowait(await conversation.news())
-    except ServerUnusable as error:
+    except Exception as error:
         happenings.put_nowait(error)
 
 
-async def _happen(session: Session, happening: News | Entered | Closed | Interrupt | CoterieError) -> None:
+async def _happen(session: Session, happening: Happening) -> None:
     try:
         await _act(session, happening)
     except ServerStopping:
         session.hear(Over())
+    except ServerUnusable as error:
+        if error is happening:
+            raise
+        # Whether it is gone for good, the listener finds out.
+        session.regret(str(error))
 
 
-async def _act(session: Session, happening: News | Entered | Closed | Interrupt | CoterieError) -> None:
+async def _act(session: Session, happening: Happening) -> None:
     match happening:
+        case Opened():
+            await session.begin()
         case Entered(text):
             await session.enter(text)
         case Closed():
             raise Quit
         case Interrupt():
             await session.interrupt()
-        case CoterieError():
+        case Exception():
             raise happening
         case _:
             await session.take(happening)

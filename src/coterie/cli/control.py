@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,37 +24,23 @@ Order = Literal["stop", "pause", "resume"]
 _DONE = {"stop": "was told to stop", "pause": "is paused; its mail waits", "resume": "goes on"}
 
 
-def stop(
-    agent: MaybeAgent = None,
-    all: All = False,  # noqa: A002
-    dir: Dir = HOME,  # noqa: A002
-    token: Token = None,
-    json: Json = False,
-) -> None:
-    """End what an agent is doing. Its mail is kept."""
-    _tell("stop", agent, all, dir, token, json)
+def _command(order: Order, what: str) -> Callable[..., None]:
+    def command(
+        agent: MaybeAgent = None,
+        all: All = False,  # noqa: A002
+        dir: Dir = HOME,  # noqa: A002
+        token: Token = None,
+        json: Json = False,
+    ) -> None:
+        _tell(order, agent, all, dir, token, json)
+
+    command.__name__, command.__doc__ = order, what
+    return command
 
 
-def pause(
-    agent: MaybeAgent = None,
-    all: All = False,  # noqa: A002
-    dir: Dir = HOME,  # noqa: A002
-    token: Token = None,
-    json: Json = False,
-) -> None:
-    """Let an agent rest until it is resumed. Its mail waits."""
-    _tell("pause", agent, all, dir, token, json)
-
-
-def resume(
-    agent: MaybeAgent = None,
-    all: All = False,  # noqa: A002
-    dir: Dir = HOME,  # noqa: A002
-    token: Token = None,
-    json: Json = False,
-) -> None:
-    """Let a paused or blocked agent go on."""
-    _tell("resume", agent, all, dir, token, json)
+stop = _command("stop", "End what an agent is doing. Its mail is kept.")
+pause = _command("pause", "Let an agent rest until it is resumed. Its mail waits.")
+resume = _command("resume", "Let a paused or blocked agent go on.")
 
 
 def _tell(order: Order, agent_id: str | None, everybody: bool, folder: Path, token: str | None, as_json: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from coterie.errors import Refused
 from coterie.messages import PERSON, SYSTEM
 
 if TYPE_CHECKING:
@@ -138,6 +139,29 @@ class Speech:
     """The message that asked."""
     option: int | None = None
     """Which of its quick replies this is, counted from 0."""
+
+
+class Unread:
+    """What was said here and not yet read by the agent."""
+
+    def __init__(self, look_up: Callable[[str], Awaitable[Line]]) -> None:
+        self._look_up = look_up
+        self._ids: set[str] = set()
+
+    def add(self, message_id: str) -> None:
+        self._ids.add(message_id)
+
+    async def read_by_now(self) -> frozenset[str]:
+        # More may be said while these are looked up.
+        states = {message_id: await self._state(message_id) for message_id in tuple(self._ids)}
+        self._ids -= {message_id for message_id, state in states.items() if state not in ("pending", "delayed")}
+        return frozenset(message_id for message_id, state in states.items() if state == "taken")
+
+    async def _state(self, message_id: str) -> str | None:
+        try:
+            return (await self._look_up(message_id)).state
+        except Refused:
+            return None  # the conversation was cleared
 
 
 class Conversation(Protocol):

@@ -38,7 +38,7 @@ def find_server(folder: Path, token: str | None = None) -> Client | None:
     # Only now: a society that nobody runs shall not wait for an HTTP client to be imported.
     from coterie.cli.client import Client
 
-    return Client(address, token or _kept_token(place.data))
+    return Client(address, token or address.token or _kept_token(place.data))
 
 
 def _is_shared(folder: Path) -> bool:

@@ -59,7 +59,7 @@ class FrontDoor:
         self._app = build_app(society, self._access, where=self.where, clock=clock)
         self._server = WebServer(self._app, self._sockets, access_log=debugging())
         await self._server.start()
-        leave_address(self._data, Address(url=self.where.local, pid=os.getpid()))
+        leave_address(self._data, Address(url=self.where.local, pid=os.getpid(), token=self._token))
 
     def link(self) -> str:
         return link(self.where.url, self._access)

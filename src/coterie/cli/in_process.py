@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Self
 
-from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken
+from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken, Unread
 from coterie.cli.files import pieces
 from coterie.cli.saying import say
 from coterie.errors import Lagged, Refused
@@ -22,10 +22,9 @@ from coterie.web import wire
 class OwnConversation:
     def __init__(self, society: Society, agent_id: str) -> None:
         self._society, self._agent = society, agent_id
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
         self._listening = asyncio.Event()
-        self._unread: set[str] = set()
-        """What was said here and not yet read by the agent."""
+        self._unread = Unread(self.line)
         self._told: dict[str, int] = {}
         """How much of each reply under way was told."""
 
@@ -79,11 +78,21 @@ class OwnConversation:
         await self._society.store.read(self._agent, line.id)
 
     async def news(self) -> News:
-        return await self._news.get()
+        item = await self._news.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     # The log
 
     async def _listen(self) -> None:
+        try:
+            await self._follow()
+        except Exception as error:  # whoever waits for news must not wait for ever
+            self._news.put_nowait(error)
+            self._listening.set()
+
+    async def _follow(self) -> None:
         after: int | None = None
         while True:
             try:
@@ -101,7 +110,7 @@ class OwnConversation:
             case "message.created" | "delayed.delivered":
                 await self._take_message(event.subject)
             case "queue.changed" if event.subject == self._agent:
-                self._news.put_nowait(Taken(await self._read_by_now()))
+                self._news.put_nowait(Taken(await self._unread.read_by_now()))
             case "agent.state" if event.subject == self._agent:
                 self._news.put_nowait(await self.stands())
             case _:
@@ -111,11 +120,6 @@ class OwnConversation:
         message = await self._society.store.message(message_id)
         if message and (line := Line.of(message.to_wire())).is_between(self._agent):
             self._news.put_nowait(Arrived(line))
-
-    async def _read_by_now(self) -> frozenset[str]:
-        lines = [await self.line(message_id) for message_id in self._unread]
-        self._unread = {line.id for line in lines if line.state in ("pending", "delayed")}
-        return frozenset(line.id for line in lines if line.state == "taken")
 
     def _hear(self, draft: Draft) -> None:
         if draft.agent_id != self._agent:

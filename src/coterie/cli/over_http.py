@@ -11,7 +11,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from coterie.cli.client import Client, ServerEvent
-from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken
+from coterie.cli.conversation import Arrived, DraftOver, Line, News, Over, Piece, Speech, Stands, Taken, Unread
 from coterie.clock import Clock, SystemClock
 from coterie.errors import ServerStopping, ServerUnusable
 from coterie.messages import Receipt
@@ -26,18 +26,17 @@ class HttpConversation:
     def __init__(self, client: Client, agent_id: str, clock: Clock | None = None) -> None:
         self._client, self._agent, self._clock = client, agent_id, clock or SystemClock()
         self._news: asyncio.Queue[News | Exception] = asyncio.Queue()
-        self._listening = asyncio.Event()
-        self._unread: set[str] = set()
-        """What was said here and not yet read by the agent."""
+        self._listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unread = Unread(self.line)
 
     @classmethod
     @asynccontextmanager
     async def open(cls, client: Client, agent_id: str) -> AsyncIterator[Self]:
-        """Whatever happens from here on is heard."""
+        """Whatever happens from here on is heard. `ServerUnusable` when nothing can be."""
         conversation = cls(client, agent_id)
         listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
         try:
-            await conversation._listening.wait()
+            await conversation._listening
             yield conversation
         finally:
             listener.cancel()
@@ -83,6 +82,14 @@ class HttpConversation:
     # The stream
 
     async def _listen(self) -> None:
+        try:
+            await self._follow()
+        except Exception as error:  # whoever waits for news must not wait for ever
+            if not self._listening.done():
+                self._listening.set_exception(error)
+            self._news.put_nowait(Over() if isinstance(error, ServerStopping) else error)
+
+    async def _follow(self) -> None:
         """For as long as the conversation lasts; a connection that breaks is made again where it was."""
         seen: str | None = None
         failures, trouble = 0, ServerUnusable("the server ended the conversation: see whether it still runs")
@@ -96,34 +103,27 @@ class HttpConversation:
                         if event.kind == "shutdown":
                             return
             except ServerStopping:
-                self._news.put_nowait(Over())
-                self._listening.set()
-                return
+                raise
             except ServerUnusable as error:
                 trouble = error
             failures += 1
-            if not self._listening.is_set():
+            if not self._listening.done():
                 break
             await self._clock.sleep(RETRY)
-        self._news.put_nowait(trouble)
-        self._listening.set()
+        raise trouble
 
     async def _take(self, event: ServerEvent) -> None:
         if event.kind == "hello":
-            self._listening.set()
+            if not self._listening.done():
+                self._listening.set_result(None)
         elif event.kind == "reset":
             for line in await self.recent(MISSED):
                 self._news.put_nowait(Arrived(line))
             self._news.put_nowait(await self.stands())
         elif event.kind == "queue.changed" and event.data["agent"] == self._agent:
-            self._news.put_nowait(Taken(await self._read_by_now()))
+            self._news.put_nowait(Taken(await self._unread.read_by_now()))
         elif (news := _news(event, self._agent)) is not None:
             self._news.put_nowait(news)
-
-    async def _read_by_now(self) -> frozenset[str]:
-        lines = [await self.line(message_id) for message_id in self._unread]
-        self._unread = {line.id for line in lines if line.state in ("pending", "delayed")}
-        return frozenset(line.id for line in lines if line.state == "taken")
 
 
 async def say(client: Client, to: str, speech: Speech) -> Receipt:

@@ -20,6 +20,8 @@ IDLE_SECONDS = 75
 HEAD_BYTES = 64 << 10
 """Request line and headers."""
 HEAD_SECONDS = 15
+HANG_UP = "coterie.hang_up"
+"""What a route finds among the extensions of its request to end a connection that nobody reads from."""
 LINGER_SECONDS = 2
 """What answers are still under way may take so long at the end."""
 
@@ -150,6 +152,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._head = self._head or 0
         super().on_message_begin()
+        self.scope["extensions"] = {HANG_UP: {"now": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
         self._head = None

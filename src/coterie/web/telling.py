@@ -145,6 +145,8 @@ class _Known:
             return told
         took = call.ended_at - call.started_at if call.started_at and call.ended_at else None
         told |= {"ok": call.state == "done", "state": call.state, "ms": took and round(took.total_seconds() * 1000)}
+        if ref := wire.artifact_of(call.result):
+            told["artifactRef"] = ref
         return told | ({} if call.state == "done" else {"error": call.result[:ARGUMENTS]})
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from coterie.agent.context import SET_ASIDE
 from coterie.agents import Agent, AgentState
 from coterie.clock import to_wire
@@ -118,6 +120,21 @@ def call(one: CallRecord) -> dict[str, Any]:
         "startedAt": to_wire(one.started_at),
         "endedAt": to_wire(one.ended_at),
     }
+
+
+class _Kept(msgspec.Struct, rename="camel"):
+    artifact_ref: str
+
+
+_kept = msgspec.json.Decoder(_Kept).decode
+
+
+def artifact_of(result: str) -> str | None:
+    """The artifact that the result of a call names: what it made, or what was too long to be shown whole."""
+    try:
+        return _kept(result).artifact_ref if result.startswith("{") else None
+    except msgspec.DecodeError:
+        return None
 
 
 def usage(one: Usage) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 _ONLY_HERE = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
 _NUMBERED = re.compile(r"\?(\d+)")
-_SAME = {"CAST(payload AS BLOB)": "payload"}  # there is no text here that is no text
+# There is no text here that is no text.
+_SAME = {"CAST(payload AS BLOB)": "payload", "CAST(m.payload AS BLOB)": "m.payload"}
 
 
 def bound(sql: str, parameters: Any) -> tuple[bytes, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
-
 from coterie.agent.turn import Reply
 from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.messages import SYSTEM
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.post import Post
+from coterie.stores.sql.rows import to_payload
 
 _COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
 
@@ -86,7 +85,7 @@ def _told_already(db: Connection, agent_id: str, asker: str, turn_no: int, text:
     """A model that has just sent the same words with `send_message` need not say them twice."""
     rows = db.execute(
         # All plans of the turn: what begins with its number and a stroke, behind which the next letter is "0".
-        "SELECT payload FROM messages WHERE sender = ? AND plan >= ? AND plan < ? AND recipient = ?",
+        "SELECT id, CAST(payload AS BLOB) FROM messages WHERE sender = ? AND plan >= ? AND plan < ? AND recipient = ?",
         (agent_id, f"{turn_no}/", f"{turn_no}0", asker),
     ).fetchall()
-    return any(msgspec.json.decode(row[0]).get("text") == text for row in rows)
+    return any(to_payload(message_id, payload).get("text") == text for message_id, payload in rows)

@@ -8,16 +8,15 @@ import msgspec
 
 from coterie.llm.chat import Call
 from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.rows import MESSAGE, to_message
+from coterie.stores.sql.rows import M_MESSAGE, to_message
 from coterie.turns import HistoryRow, View
 
 _decode = msgspec.json.decode
-_MESSAGE_OF_ROW = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
 
 
 def history(db: Connection, agent_id: str, after: int) -> list[HistoryRow]:
     rows = db.execute(
-        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {_MESSAGE_OF_ROW}"
+        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {M_MESSAGE}"
         " FROM history h LEFT JOIN messages m ON m.id = h.message_id"
         " WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq",
         (agent_id, after),

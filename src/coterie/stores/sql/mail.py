@@ -8,7 +8,7 @@ from coterie.stores.sql.approvals import APPROVE, question_id
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import check_readable
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import RAW_MESSAGE, to_message
+from coterie.stores.sql.rows import MESSAGE, to_message
 
 _WAITING = """
 SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages
@@ -16,7 +16,7 @@ SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages
 """
 _TAKE = f"""
 UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'
- RETURNING length(payload), {RAW_MESSAGE}
+ RETURNING length(payload), {MESSAGE}
 """
 _VERDICT = """
 SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?

@@ -11,8 +11,11 @@ from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.messages import PERSON, Answer, Envelope
 from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import to_payload
 
-_ASKED = "SELECT sender, payload, question, answered_by, answered_option FROM messages WHERE id = ?"
+_ASKED = """
+SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option FROM messages WHERE id = ?
+"""
 _OPEN = """
 SELECT id FROM messages
  WHERE sender = ? AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
@@ -25,7 +28,7 @@ _decode = msgspec.json.decode
 
 class _Asked(NamedTuple):
     sender: str
-    payload_json: str
+    payload_json: str | bytes
     question: bool
     answered_by: str | None
     answered_option: int | None
@@ -72,7 +75,7 @@ class Questions:
         if asked is None:
             raise Refused("inReplyTo_unknown", f"there is no message {message_id!r} to reply to")
         if envelope.option is not None:
-            _check_option(envelope, envelope.option, asked)
+            _check_option(envelope, envelope.option, message_id, asked)
         if envelope.sender != PERSON or not asked.question or envelope.to != asked.sender:
             return ()
         if asked.answered_by is None:
@@ -104,8 +107,10 @@ def reopen(db: Connection, answer_id: str) -> list[str]:
     return [question for _, question in sorted(db.execute(_REOPEN, (answer_id,)))]
 
 
-def _check_option(envelope: Envelope, option: int, asked: _Asked) -> None:
-    options = _decode(asked.payload_json).get("quickReplies") or []
+def _check_option(envelope: Envelope, option: int, message_id: str, asked: _Asked) -> None:
+    options = to_payload(message_id, asked.payload_json).get("quickReplies")
+    if not isinstance(options, list):
+        options = []
     if option >= len(options):
         raise Refused("option_invalid", f"that message offers {len(options)} quick replies, not {option + 1}")
     if _decode(envelope.payload_json).get("text") != options[option]:

@@ -14,12 +14,11 @@ from coterie.messages import Answer, Message, Payload
 from coterie.stores.sql.connection import Connection
 
 MESSAGE = (
-    "seq, id, sender, recipient, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,"
-    " option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
+    "seq, id, sender, recipient, CAST(payload AS BLOB), state, created_at, deliver_at, delivered_at, taken_at, in_seq,"
+    " in_reply_to, option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
 )
-RAW_MESSAGE = MESSAGE.replace("payload", "CAST(payload AS BLOB)")
-"""The same where a damaged payload must not keep the others from being read."""
-M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(","))
+"""The payload as it lies there: what is no text any more must not keep the others from being read."""
+M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(",")).replace("m.CAST(", "CAST(m.")
 """The same where messages are joined as `m`."""
 AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
 AGENTS = """
@@ -47,7 +46,7 @@ def to_message(row: tuple[Any, ...]) -> Message:
         id=id_,
         sender=sender,
         to=to,
-        payload=_payload(id_, payload),
+        payload=to_payload(id_, payload),
         state=state,
         created_at=from_ms(created_at),
         deliver_at=None if deliver_at is None else from_ms(deliver_at),
@@ -66,10 +65,10 @@ def to_message(row: tuple[Any, ...]) -> Message:
     )
 
 
-def _payload(message_id: str, stored: str | bytes) -> Payload:
+def to_payload(message_id: str, stored: str | bytes) -> Payload:
     try:
         return _decode(stored)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # One such message must not make all the others unreadable.
         log.error(
             "the stored message %s is damaged (%s): restore a backup with coterie restore FILE", message_id, error

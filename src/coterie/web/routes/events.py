@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.web.answers import COMMON
+from coterie.web.server import HANG_UP
 from coterie.web.stream import Hub
 
 router = APIRouter(tags=["events"], responses=COMMON)
@@ -43,6 +44,10 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
         elif not isinstance(outcome, asyncio.CancelledError):
             raise outcome
+        elif hang_up := scope.get("extensions", {}).get(HANG_UP):
+            # It takes nothing any more, so neither would it take a proper end.
+            hang_up["now"]()
+            await _left(receive)
 
 
 async def _left(receive: Receive) -> None:

@@ -1,0 +1,72 @@
+"""What is asked for in a filter is a value, whatever it looks like."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import httpx
+import pytest
+
+from coterie.runtime import Society
+
+BEFORE = [
+    "",
+    "x",
+    "1",
+    "'",
+    '"',
+    "')",
+    "'))",
+    "ada'",
+    "%",
+    "\\",
+    "`",
+    "]",
+    "' || '",
+    "\u02bc",
+    "\N{FULLWIDTH APOSTROPHE}",
+]
+THEN = [
+    " OR 1=1",
+    " OR '1'='1",
+    " UNION SELECT * FROM messages",
+    "; DROP TABLE messages",
+    "; ATTACH DATABASE '/tmp/x' AS x",
+    " AND (SELECT count(*) FROM agents) > 0",
+    " LIKE '%'",
+    "; PRAGMA user_version = 7",
+    ") OR (SELECT pg_sleep(9)) IS NULL",
+    " ORDER BY 99",
+]
+AFTER = ["", " -- "]
+STRINGS = ["".join(parts) for parts in product(BEFORE, THEN, AFTER)]
+FILTERS = [
+    ("/messages", "agent"),
+    ("/messages", "before"),
+    ("/delayed", "recipient"),
+    ("/agents", "direction"),
+    ("/agents", "after"),
+    ("/runs", "agent"),
+    ("/runs", "before"),
+    ("/search", "q"),
+    ("/threads/ada/messages", "before"),
+    ("/threads/ada/messages", "after"),
+    ("/threads/ada/messages", "around"),
+    ("/artifacts", "before"),
+    ("/dead-letters", "before"),
+    ("/usage", "days"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "name"), FILTERS)
+async def test_no_filter_is_read_as_sql(society: Society, client: httpx.AsyncClient, path: str, name: str) -> None:
+    await society.send(to="ada", text="hello")
+    await society.send(to="ada", text="later", delay_ms=60_000)
+    assert len(STRINGS) >= 300
+    for string in STRINGS:
+        answer = await client.get(f"/api/v1{path}", params={name: string})
+        assert answer.status_code in (200, 400, 404, 422), (string, answer.text)
+        if answer.status_code == 200 and path not in ("/agents", "/usage"):
+            assert answer.json()["items"] == [], string
+    assert len((await client.get("/api/v1/messages")).json()["items"]) == 2
