@@ -157,6 +157,7 @@ SCENES: dict[str, Scene] = {
 }
 
 
+@pytest.mark.check(23)
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
 async def test_axe_finds_nothing(panel: Room, scene: Scene) -> None:
     page = await panel.open()

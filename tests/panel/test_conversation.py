@@ -34,6 +34,7 @@ async def waiting(page: Page) -> list[str]:
     return [re.sub(r"\s+", " ", text) for text in await page.locator(ui.WAITING).all_inner_texts()]
 
 
+@pytest.mark.check(12)
 async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_together(panel: Room) -> None:
     page = await panel.open()
     await at_work(panel, "Both read", calls=3)
@@ -56,6 +57,7 @@ async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_
     await expect(page.locator(ui.FEED)).to_contain_text("not run: cancelled by an interjection")
 
 
+@pytest.mark.check(13)
 async def test_waiting_words_survive_reload_switch_and_a_cut_stream(panel: Room) -> None:
     page = await panel.open()
     await at_work(panel, "Read")
@@ -75,6 +77,7 @@ async def test_waiting_words_survive_reload_switch_and_a_cut_stream(panel: Room)
     await expect(page.locator(ui.WAITING)).to_have_count(0)
 
 
+@pytest.mark.check(13)
 async def test_a_withdrawal_that_comes_too_late_says_so_and_changes_nothing(panel: Room) -> None:
     page = await panel.open()
     panel.allow("409")
@@ -97,6 +100,7 @@ async def test_a_withdrawal_that_comes_too_late_says_so_and_changes_nothing(pane
     assert "Too late" in await panel.texts()
 
 
+@pytest.mark.check(14)
 async def test_the_composer_takes_words_in_every_state_but_the_last(panel: Room) -> None:
     page = await panel.open()
     composer = page.locator(ui.COMPOSER)
@@ -118,6 +122,7 @@ async def test_the_composer_takes_words_in_every_state_but_the_last(panel: Room)
     await expect(page.get_by_text("has been terminated").first).to_be_visible()
 
 
+@pytest.mark.check(15)
 async def test_enter_belongs_to_the_input_method_while_it_composes(panel: Room) -> None:
     page = await panel.open()
     composer = page.locator(ui.COMPOSER)
@@ -142,6 +147,7 @@ async def test_enter_belongs_to_the_input_method_while_it_composes(panel: Room) 
     assert len(sent) == 1
 
 
+@pytest.mark.check(16)
 async def test_stop_ends_the_turn_and_keeps_what_was_said_and_what_waits(panel: Room) -> None:
     page = await panel.open()
     words = " ".join(f"word{n}" for n in range(200))
@@ -159,6 +165,7 @@ async def test_stop_ends_the_turn_and_keeps_what_was_said_and_what_waits(panel: 
     assert await panel.texts() == ["Tell me much", "And this"]
 
 
+@pytest.mark.check(17)
 async def test_a_delayed_message_counts_down_and_arrives(panel: Room) -> None:
     # The browser's clock is an hour wrong: the countdown goes by the server's.
     context = await panel.browser()
@@ -185,6 +192,7 @@ async def test_a_delayed_message_counts_down_and_arrives(panel: Room) -> None:
     await expect(ui.message(page, first.message_id)).to_contain_text("One of two")
 
 
+@pytest.mark.check(17)
 async def test_two_that_are_due_together_arrive_in_the_order_they_were_sent(panel: Room) -> None:
     page = await panel.open()
     ids = [
@@ -195,6 +203,7 @@ async def test_two_that_are_due_together_arrive_in_the_order_they_were_sent(pane
     assert [one for one in shown if one in ids] == ids
 
 
+@pytest.mark.check(17)
 async def test_cancelling_a_delayed_message_takes_it_away_in_every_tab(panel: Room) -> None:
     sent = await panel.society.send(to="user", text="Never mind", sender="ada", delay_ms=60_000)
     context = await panel.browser()
@@ -207,6 +216,7 @@ async def test_cancelling_a_delayed_message_takes_it_away_in_every_tab(panel: Ro
     assert await panel.society.bus.delayed_count() == 0
 
 
+@pytest.mark.check(18)
 @pytest.mark.parametrize("way", ["button", "drop", "paste"])
 async def test_a_file_becomes_a_chip_however_it_comes(panel: Room, way: str) -> None:
     page = await panel.open()
@@ -233,6 +243,7 @@ async def test_a_file_becomes_a_chip_however_it_comes(panel: Room, way: str) -> 
     assert [one["filename"] for one in said.payload["attachments"]] == ["a.png"]
 
 
+@pytest.mark.check(19)
 async def test_unread_rises_for_hidden_agents_only_and_clears_everywhere(panel: Room) -> None:
     context = await panel.browser()
     here, there = await panel.open("#/a/ada", context=context), await panel.open("#/a/ada", context=context)
@@ -282,6 +293,7 @@ async def _streams(panel: Room, count: int) -> bool:
     return panel.streams == count
 
 
+@pytest.mark.check(18)
 async def test_how_a_file_reaches_somebody_is_told_again_when_the_recipient_changes(panel: Room) -> None:
     await panel.society.setup.put(
         "sees",

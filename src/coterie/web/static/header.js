@@ -3,6 +3,7 @@
 import { button, fill, h, icon, iconButton, setText } from './dom.js';
 import { post } from './api.js';
 import { elapsed, t } from './i18n.js';
+import { oops } from './notices.js';
 import { everySecond, now, on, state } from './state.js';
 import { screenTitle, setHeading, shownAt, toggleSlide } from './shell.js';
 
@@ -26,8 +27,7 @@ export async function stop(id) {
   } catch (error) {
     stopping.delete(id);
     paintAll(id);
-    const { toast } = await import('./toasts.js');
-    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }), retry: () => stop(id) });
+    oops(error, () => stop(id));
   }
 }
 

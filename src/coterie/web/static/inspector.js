@@ -3,12 +3,11 @@
 import { fill, h } from './dom.js';
 import { t } from './i18n.js';
 import { screenNamed } from './router.js';
-import { on, state } from './state.js';
+import { on, state, takes } from './state.js';
 import { region } from './shell.js';
 
 const PANELS = ['delayed', 'artifacts', 'org'];
 const KEPT = 'coterie.panel';
-const TAKES = ['text', 'vision', 'audio', 'file'];
 let ends = [];
 
 export function start() {
@@ -61,7 +60,7 @@ function mount() {
 
   function paintCaps() {
     const agents = [...state.agents.values()].filter((one) => one.kind !== 'person' && one.state !== 'terminated');
-    const words = (one) => TAKES.filter((kind) => one.capabilities?.input?.includes(kind)).map((kind) => t(`cap_${kind}`)).join(' · ');
+    const words = (one) => takes(one).map((kind) => t(`cap_${kind}`)).join(' · ');
     fill(caps, h('h2', {}, t('takesIn')), h('dl', {}, agents.slice(0, 40).map((one) => [h('dt', { title: one.name }, one.name), h('dd', {}, words(one))])));
     caps.tabIndex = caps.scrollHeight > caps.clientHeight ? 0 : -1;
   }

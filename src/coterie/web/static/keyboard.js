@@ -63,7 +63,7 @@ function quick() {
 }
 
 function step(by, onlyUnread) {
-  const rows = [...document.querySelectorAll('[data-agent-row]')].map((el) => el.dataset.agentRow);
+  const rows = [...document.querySelectorAll('.tree [data-agent]')].map((el) => el.dataset.agent);
   const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === openAgent()) : rows;
   if (!all.length) return true;
   const at = all.indexOf(openAgent());

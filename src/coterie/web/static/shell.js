@@ -1,8 +1,8 @@
 // The frame around every screen: banner, agents, the screen with its dock, the inspector. One of each, made once.
 
 import { button, fill, h, icon, iconButton, setAttr } from './dom.js';
-import { lang, setLang, t } from './i18n.js';
-import { screenNamed, show } from './router.js';
+import { lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
+import { show } from './router.js';
 import { on, state, unreadTotal } from './state.js';
 import { mountAgents } from './agents_list.js';
 import { mountHeader } from './header.js';
@@ -34,8 +34,8 @@ export function nextTheme() {
 
 // Language
 
-export function switchLanguage() {
-  setLang(lang() === 'zh' ? 'en' : 'zh');
+export async function switchLanguage() {
+  await switchLang();
   buildShell();
   show();
   document.querySelector('[data-testid="language"]')?.focus();
@@ -85,7 +85,7 @@ function footer() {
   const label = { auto: t('themeAuto'), light: t('themeLight'), dark: t('themeDark') }[theme()];
   return h('div', { class: 'side-foot' },
     iconButton('theme', label, { 'data-testid': 'theme', onclick: nextTheme }),
-    button({ class: 'text-btn', 'data-testid': 'language', 'aria-label': t('languageLabel'), lang: lang() === 'zh' ? 'en' : 'zh', onclick: switchLanguage }, t('language')),
+    button({ class: 'text-btn', 'data-testid': 'language', 'aria-label': t('languageLabel'), lang: otherLang(), onclick: switchLanguage }, t('language')),
     iconButton('help', t('shortcuts'), { 'data-testid': 'shortcuts', onclick: () => import('./keyboard.js').then((keys) => keys.showSheet()) }),
     h('a', { class: 'icon-btn', href: '#/setup', 'aria-label': t('setup'), title: t('setup'), 'data-testid': 'setup-link' }, icon('gear')));
 }
@@ -110,7 +110,7 @@ export const shownAt = () => parts.at ?? { name: '', args: [] };
 
 function title() {
   const n = unreadTotal();
-  document.title = `${n ? `(${n > 99 ? '99+' : n}) ` : ''}${parts.heading ? `${parts.heading} · ` : ''}Coterie`;
+  document.title = (n ? `(${n > 99 ? '99+' : n}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
 }
 
 export function setHeading(text) {
@@ -174,20 +174,13 @@ function reachable() {
 
 // Not let in
 
-export function locked() {
-  const half = (code, words) => h('section', { lang: code }, ...words);
-  const say = (code) => {
-    const before = lang();
-    setLang(code);
-    const made = half(code, [h('h2', {}, t('lockedTitle')), h('p', {}, t('lockedHow')), h('p', {}, h('code', {}, 'coterie open'))]);
-    setLang(before);
-    return made;
+export async function locked() {
+  const say = async (code) => {
+    const { lockedTitle, lockedHow } = await wordsOf(code);
+    return h('section', { lang: code }, h('h2', {}, lockedTitle), h('p', {}, lockedHow), h('p', {}, h('code', {}, 'coterie open')));
   };
-  const first = lang();
-  const card = h('main', { class: 'locked', 'data-testid': 'locked' }, h('h1', {}, 'Coterie'), say(first), say(first === 'zh' ? 'en' : 'zh'),
+  const card = h('main', { class: 'locked', 'data-testid': 'locked' }, h('h1', {}, 'Coterie'), await say(lang()), await say(otherLang()),
     button({ class: 'primary', onclick: () => location.reload() }, t('lockedAgain')));
   fill(document.getElementById('app'), card);
   document.getElementById('app').className = 'plain-page';
 }
-
-export const hasScreen = (name) => Boolean(screenNamed(name));

@@ -103,6 +103,9 @@ export const openQuestions = (agent) =>
 
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
+/** What an agent's model takes in, of what the page has a word for. */
+export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind) => agent?.capabilities?.input?.includes(kind));
+
 export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
 
 // Messages

@@ -3,6 +3,7 @@
 import { button, fill, h } from './dom.js';
 import { del } from './api.js';
 import { t } from './i18n.js';
+import { oops, toast } from './notices.js';
 import { on, PERSON, plainText, state, touch } from './state.js';
 
 /** Ids that were shown here: once taken, they stand in the thread under a line that says so. */
@@ -34,9 +35,8 @@ export async function withdraw(agent, message) {
     if (known) known.state = 'withdrawn';
     return true;
   } catch (error) {
-    const late = error.code === 'already_taken';
-    const { toast } = await import('./toasts.js');
-    toast(late ? { text: t('tooLate') } : { kind: 'error', text: t('actionFailed', { detail: error.detail }), retry: () => withdraw(agent, message) });
+    if (error.code === 'already_taken') toast({ text: t('tooLate') });
+    else oops(error, () => withdraw(agent, message));
     return false;
   } finally {
     withdrawing.delete(message.id);

@@ -4,9 +4,9 @@ import { del, query } from '../api.js';
 import { button, fill, h, setText } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
+import { oops, toast } from '../notices.js';
 import { everySecond, keep, now, on, plainText, state } from '../state.js';
-import { toast } from '../toasts.js';
-import { empty, toggle } from './parts.js';
+import { empty, toggle, when } from './parts.js';
 
 const ONLY_TIMES = 'coterie.onlyTimes';
 
@@ -60,7 +60,7 @@ async function loadAll() {
 
 function row(message) {
   const left = h('span', { class: 'countdown' });
-  const at = h('time', { class: 'meta', datetime: message.deliverAt, text: dayAndTime(message.deliverAt) });
+  const at = when(message.deliverAt);
   const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }) });
   cancel.addEventListener('click', () => callOff(message, cancel));
   const el = h(
@@ -104,6 +104,6 @@ async function callOff(message, cancel) {
   } catch (error) {
     cancel.removeAttribute('aria-disabled');
     if (error.code === 'already_taken') toast({ text: t('delayedTooLate') });
-    else toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+    else oops(error);
   }
 }

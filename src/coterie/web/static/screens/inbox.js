@@ -2,12 +2,12 @@
 
 import { query } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { dayAndTime, t } from '../i18n.js';
+import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
 import { PERSON, keep, on, openQuestions, plainText, state, threadOf } from '../state.js';
-import { empty, failed } from './parts.js';
+import { empty, failed, when } from './parts.js';
 
 export function render(root, { compact, query: asked }) {
   const questions = h('div', { class: 'cards' });
@@ -77,7 +77,7 @@ function card(message) {
   const el = h(
     'article',
     { class: 'card', data: { messageId: message.id } },
-    h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
+    h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', when(message.deliveredAt)),
     h('p', { class: 'item-text', dir: 'auto', text: message.payload.text ?? '' }),
     set?.el,
   );
@@ -100,7 +100,7 @@ function line(message) {
     h(
       'a',
       { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
-      h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), h('time', { class: 'meta', datetime: message.deliveredAt, text: dayAndTime(message.deliveredAt) })),
+      h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), when(message.deliveredAt)),
       h('span', { class: 'item-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
     ),
   );
