@@ -137,7 +137,7 @@ async def test_of_two_tabs_that_choose_at_once_one_wins_in_both(panel: Room) -> 
     async def agree() -> bool:
         return [await pressed(tab, message_id) for tab in tabs] == [[winner.option]] * 2
 
-    await eventually(agree, seconds=1.5)
+    await eventually(agree)
     assert len(await panel.texts()) == 1
 
 

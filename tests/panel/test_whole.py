@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rjsmin
@@ -14,10 +15,11 @@ from pygments.lexers.javascript import JavascriptLexer
 from pygments.token import Comment, String
 
 import coterie
-from coterie.testing import Says
+from coterie.testing import Calls, Says
+from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.conftest import Figure
-from tests.panel.room import PHONE, WIDE, Room, options_of, room
+from tests.panel.room import PHONE, WIDE, Room, room
 
 STATIC = Path(coterie.__file__).parent / "web" / "static"
 PLACES = ("a/ada", "inbox", "timeline", "org", "delayed", "artifacts", "setup")
@@ -149,7 +151,7 @@ async def test_a_first_start_without_any_key_talks_at_once(browser: Browser, tmp
         page = await panel.open("#/a/assistant")
         await expect(page.locator('[data-testid="banner-tour"]')).to_be_visible()
         await ui.send(page, "Hello")
-        await expect(page.locator(".quick-reply-btn").first).to_be_visible(timeout=4000)
+        await expect(page.locator(".quick-reply-btn").first).to_be_visible()
         await page.goto(f"{panel.url}/#/setup")
         await page.get_by_role("button", name="Add a service").click()
         form = page.locator(".service-form")
@@ -170,49 +172,107 @@ async def test_a_stranger_is_told_how_to_come_in(panel: Room, browser: Browser) 
 
 
 @pytest.mark.check(24)
-async def test_a_reply_that_streams_is_announced_once(panel: Room) -> None:
+async def test_a_reply_that_streams_is_announced_once_and_nobody_elses_words_are(panel: Room, figure: Figure) -> None:
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=600_000)
     page = await panel.open()
+    await expect(page.locator('[data-testid="inspector"] .countdown')).to_be_visible()
     words = " ".join(f"w{n}" for n in range(500))
+    panel.server.default = Says(" ".join(f"b{n}" for n in range(5000)), token_delay=0.01)
+    await panel.society.send(to="bob", text="Talk on")
+    await expect(ui.row(page, "bob")).to_contain_text("b3")
     panel.server.script(Says(words, token_delay=0.002))
     await page.evaluate(
         """() => { window.heard = [];
-            const hear = all => all.forEach(one => one.addedNodes.forEach(node => heard.push(node.textContent)));
-            for (const el of document.querySelectorAll('[role=log], [role=alert], [aria-live]'))
-                new MutationObserver(hear).observe(el, {childList: true, subtree: true}); }"""
+            const hear = all => all.forEach(one => {
+                one.addedNodes.forEach(node => heard.push(node.textContent));
+                if (one.type === 'characterData') heard.push(one.target.data); });
+            for (const el of document.querySelectorAll('[role=log], [role=alert], [role=status], [aria-live]'))
+                new MutationObserver(hear).observe(el, {childList: true, characterData: true, subtree: true}); }"""
     )
     await ui.send(page, "Tell me")
     await expect(page.locator(ui.FEED)).to_contain_text("w499")
     await page.wait_for_function("() => window.heard.some(line => line.includes('Ada: w0'))")
     heard = await page.evaluate("() => window.heard")
+    figure(f"{len(heard)} lines")
     assert len([line for line in heard if "w0" in line]) == 1
     assert len(heard) <= 2
+    assert [line for line in heard if "b1" in line or "00:" in line] == []
+    panel.society.stop_turn("bob")
+    await panel.stage.state("bob", "idle")
 
 
 @pytest.mark.check(27)
-async def test_nothing_moves_for_those_who_asked_for_it(panel: Room) -> None:
-    page = await panel.open(reduced_motion="reduce")
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+async def test_nothing_moves_for_those_who_asked_for_it_and_nothing_for_long(panel: Room, motion: Any) -> None:
+    page = await panel.open(reduced_motion=motion)
+    await page.evaluate(
+        """() => { window.moved = []; const look = () => {
+            for (const one of document.getAnimations())
+                moved.push([one.animationName ?? one.transitionProperty, one.effect.getComputedTiming().endTime]);
+            requestAnimationFrame(look); }; look(); }"""
+    )
     await panel.tell("Which?", "one")
     await expect(page.locator(".quick-reply-btn")).to_be_visible()
-    assert await page.evaluate("() => document.getAnimations().filter(one => one.playState === 'running').length") == 0
+    await page.locator(".quick-reply-btn").hover()
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("ring", {"name": "a bell"}),)), "Done")
+    await panel.society.send(to="ada", text="Ring it", sender="bob")
+    await expect(page.locator('[data-testid="agent-state"].is-active')).to_be_visible()
+    await page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+    await page.locator('[data-testid="menu"]').click()
+    await expect(page.locator('[data-testid="agent-filter"]')).to_be_focused()
+    Bell.may_end.set()
+    await panel.stage.state("ada", "idle")
+    moved: list[tuple[str, float]] = await page.evaluate("() => window.moved")
+    if motion == "reduce":
+        assert moved == []
+    else:
+        assert {name for name, _ in moved} >= {"pulse"}
+        assert [one for one in moved if one[1] > 5000] == []
+
+
+SPACED = """() => { const sheet = new CSSStyleSheet();
+    sheet.replaceSync('* { line-height: 1.5 !important; letter-spacing: .12em !important;' +
+        ' word-spacing: .16em !important; } p { margin-bottom: 2em !important; }');
+    document.adoptedStyleSheets = [sheet]; }"""
+SMALL = """() => [...document.querySelectorAll('button, a[href], input, select, textarea, summary, [role=treeitem]')]
+    .filter(el => el.checkVisibility({visibilityProperty: true}) && el.offsetWidth > 1)
+    .filter(el => !el.closest('[inert], .md p'))
+    // A box with its words is one target.
+    .map(el => [el.outerHTML.slice(0, 100), (el.closest('label') ?? el).getBoundingClientRect()])
+    .filter(([, box]) => box.width < 24 || box.height < 24).map(([html]) => html)"""
+CUT = """() => [...document.querySelectorAll('#app *, dialog *')]
+    .filter(el => el.checkVisibility({visibilityProperty: true}) && !el.closest('[inert], .vh, svg'))
+    .filter(el => [...el.childNodes].some(node => node.nodeType === 3 && node.data.trim()))
+    .filter(el => { const style = getComputedStyle(el);
+        return /hidden|clip/.test(style.overflowY) && el.scrollHeight > el.clientHeight + 1
+            && !(Number(style.webkitLineClamp) > 0); })
+    .map(el => `${el.className} ${el.scrollHeight} > ${el.clientHeight}: ${el.textContent.slice(0, 40)}`)"""
 
 
 @pytest.mark.check(26)
-async def test_text_can_be_spaced_and_targets_can_be_hit_on_a_narrow_screen(panel: Room) -> None:
-    message_id = await panel.tell("Which one do you want, and why?", "one", "two")
-    page = await panel.open(viewport={"width": 320, "height": 640})
-    await expect(options_of(page, message_id).first).to_be_visible()
-    await page.evaluate(
-        """() => { const sheet = new CSSStyleSheet();
-            sheet.replaceSync('* { line-height: 1.5 !important; letter-spacing: .12em !important;' +
-                ' word-spacing: .16em !important; }');
-            document.adoptedStyleSheets = [sheet]; }"""
-    )
-    assert await ui.sideways(page) == []
-    small = await page.evaluate(
-        """() => [...document.querySelectorAll('button, a[href], input, select, textarea, [role=treeitem]')]
-            .filter(el => el.checkVisibility({visibilityProperty: true}) && el.offsetWidth > 1)
-            .filter(el => !el.closest('[inert], p'))
-            .map(el => [el.outerHTML.slice(0, 100), el.getBoundingClientRect()])
-            .filter(([, box]) => box.width < 24 || box.height < 24).map(([html]) => html)"""
-    )
-    assert small == []
+@pytest.mark.parametrize("size", [(320, 640, 1), (640, 400, 2)], ids=["320 px", "200 %"])
+@pytest.mark.parametrize("place", PLACES)
+async def test_large_and_spaced_text_loses_nothing_and_targets_can_be_hit(
+    panel: Room, size: tuple[int, int, int], place: str
+) -> None:
+    """A zoom of 200 % is a window of half the width with twice the pixels."""
+    width, height, scale = size
+    await panel.tell("Which one do you want, and why?", "one", "two")
+    await panel.tell("From Bob to Ada, with some words", by="bob", to="ada")
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    await panel.society.artifacts.put(b"hello", "a.txt")
+    viewport = {"width": width, "height": height}
+    page = await panel.open(f"#/{place}", viewport=viewport, device_scale_factor=scale)
+    await page.wait_for_selector(f'[data-testid="screen-{place.split("/")[0]}"] > *')
+    for spaced in (False, True):
+        if spaced:
+            await page.evaluate(SPACED)
+        for slide in (None, "side"):
+            if slide and width <= 720:
+                await page.locator('[data-testid="menu"]').click()
+                await expect(page.locator('[data-testid="agent-filter"]')).to_be_focused()
+            assert await ui.sideways(page) == [], (spaced, slide)
+            assert await page.evaluate(SMALL) == [], (spaced, slide)
+            assert await page.evaluate(CUT) == [], (spaced, slide)
+        await page.keyboard.press("Escape")

@@ -81,14 +81,12 @@ export function mountAgents(root) {
   function build() {
     const all = flat(family(), words ? new Set() : folded);
     const shown = words ? all.filter(({ agent }) => `${agent.name} ${agent.id}`.toLowerCase().includes(words)).map((one) => ({ ...one, level: 1, kids: [] })) : all;
-    const focused = tree.contains(document.activeElement) && document.activeElement.closest('[role=treeitem]').dataset.agent;
     rows.clear();
     fill(tree, shown.map(row));
     tree.classList.toggle('is-flat', !shown.some((one) => one.kids.length));
     empty.hidden = shown.length > 0;
     setText(empty, all.length ? t('noMatch') : state.booted ? t('noAgents') : '');
-    if (focused) focus(focused);
-    else rove(place().args[0]);
+    rove(document.activeElement.closest('.tree [data-agent]')?.dataset.agent ?? place().args[0]);
   }
 
   function row(node) {

@@ -33,10 +33,19 @@ export const button = (props, ...children) => h('button', { type: 'button', ...p
 export const iconButton = (name, label, props = {}) =>
   button({ ...props, class: `icon-btn ${props.class ?? ''}`.trim(), 'aria-label': label, title: label }, icon(name));
 
-export const fill = (el, ...children) => {
+const nameOf = (el) => el.dataset.of ?? el.dataset.agent ?? el.getAttribute('href') ?? el.ariaLabel ?? el.textContent;
+
+/** Replaces what is inside. The focus stays where it was, or goes to whoever takes that place. */
+export function fill(el, ...children) {
+  const had = document.activeElement;
+  const inside = had !== el && el.contains(had);
+  const at = inside ? [...el.querySelectorAll(had.localName)].indexOf(had) : -1;
   el.replaceChildren(...some(children));
+  if (!inside) return el;
+  const now = [...el.querySelectorAll(had.localName)];
+  (el.contains(had) ? had : now.find((one) => nameOf(one) === nameOf(had)) ?? now[Math.min(at, now.length - 1)])?.focus({ preventScroll: true });
   return el;
-};
+}
 
 /** Sets text only where it changed: an untouched node costs no layout. */
 export function setText(el, text) {

@@ -27,11 +27,9 @@ function mount() {
   fill(root, tabs, panel, caps);
 
   function paintTabs() {
-    const focused = tabs.contains(document.activeElement);
     fill(tabs, PANELS.map((name) => h('button', { type: 'button', class: 'tab', role: 'tab', id: `tab-${name}`, 'aria-selected': String(name === shown), 'aria-controls': 'panel',
       tabindex: name === shown ? '0' : '-1', 'data-testid': `tab-${name}`, onclick: () => open(name) }, t(name), name === 'delayed' && state.delayed.size ? ` ${state.delayed.size}` : null)));
     panel.setAttribute('aria-labelledby', `tab-${shown}`);
-    if (focused) tabs.querySelector('[aria-selected="true"]').focus();
   }
 
   async function open(name) {
@@ -56,6 +54,7 @@ function mount() {
     if (!by) return;
     event.preventDefault();
     open(PANELS[(PANELS.indexOf(shown) + by + PANELS.length) % PANELS.length]);
+    tabs.querySelector('[aria-selected="true"]').focus();
   }
 
   function paintCaps() {

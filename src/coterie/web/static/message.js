@@ -159,7 +159,7 @@ function fields(value) {
 }
 
 /** A reply that is being said: plain text until its message takes its place. */
-export function draftView(item, feed) {
+export function draftView(item, isSeen) {
   const draft = () => state.drafts.get(item.id);
   const text = document.createTextNode('');
   const foot = h('div', { class: 'msg-foot meta' });
@@ -185,7 +185,7 @@ export function draftView(item, feed) {
 
   // Twenty times a second where it is seen, twice where it is not.
   const soon = () => {
-    timer ??= setTimeout(paint, Math.max(0, (feed().isSeen(el) ? 50 : 500) - (performance.now() - paintedAt)));
+    timer ??= setTimeout(paint, Math.max(0, (isSeen() ? 50 : 500) - (performance.now() - paintedAt)));
   };
   const end = on(`draft:${item.id}`, soon);
   paint();

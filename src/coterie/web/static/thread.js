@@ -85,7 +85,7 @@ function conversation(root, id, wanted) {
     drop: (local) => dropLocal(local.clientId),
   };
   const make = (item) => {
-    if (item.kind === 'draft') return draftView(item, () => feed);
+    if (item.kind === 'draft') return draftView(item, () => feed.isSeen(item.key));
     if (item.kind === 'runs') return runs.runsView(item);
     if (item.kind === 'problem') return problemView(id);
     return messageView(item, acts);
@@ -100,7 +100,8 @@ function conversation(root, id, wanted) {
     const all = [];
     for (const message of one.ids.map((each) => state.messages.get(each))) {
       if (isWaiting(message, id)) continue;
-      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at: message.deliveredAt, from: message.from });
+      message.dayKey ??= dayKey(message.deliveredAt);
+      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at: message.deliveredAt, from: message.from, dayKey: message.dayKey });
     }
     const oldest = one.older ? all[0]?.at ?? '' : '';
     return finish(groups(all, oldest));
@@ -140,7 +141,7 @@ function conversation(root, id, wanted) {
     let day = null;
     let before = null;
     for (const item of all) {
-      const key = dayKey(item.at);
+      const key = item.dayKey ?? dayKey(item.at);
       item.day = key === day ? null : item.at;
       day = key;
       item.news = line && item.id === line.id ? line.count() : 0;
@@ -246,7 +247,7 @@ function conversation(root, id, wanted) {
   function read() {
     reading ??= setTimeout(() => {
       reading = null;
-      const last = [...one.ids].reverse().map((each) => state.messages.get(each)).find((message) => message.to === PERSON);
+      const last = state.messages.get(one.ids.findLast((each) => state.messages.get(each).to === PERSON));
       if (!last || !one.unread || document.hidden || last.id === readUpto || current?.feed !== feed) return;
       if (!feed.seen().some((item) => item.id === last.id)) return;
       readUpto = last.id;

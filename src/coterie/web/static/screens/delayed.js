@@ -20,10 +20,9 @@ export function render(root, { compact }) {
     const due = [...state.delayed.values()].sort((a, b) => (a.deliverAt < b.deliverAt ? -1 : 1));
     for (const id of rows.keys()) if (!state.delayed.has(id)) rows.delete(id);
     for (const message of due) if (!rows.has(message.id)) rows.set(message.id, row(message));
-    const focused = list.contains(document.activeElement) ? document.activeElement : null;
+    const focused = list.contains(document.activeElement);
     fill(list, due.map((message) => rows.get(message.id).el));
-    if (focused && !list.contains(focused)) (list.querySelector('button') ?? root).focus();
-    else focused?.focus();
+    if (focused && !due.length) root.focus();
     fill(more, due.length ? null : empty(t('delayedNone')));
     tick();
   };

@@ -3,7 +3,7 @@
 import { query } from '../api.js';
 import { button, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
-import { who } from '../message.js';
+import { draftView, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
 import { PERSON, keep, on, openQuestions, plainText, state, threadOf } from '../state.js';
@@ -14,6 +14,8 @@ export function render(root, { compact, query: asked }) {
   const heading = h('h2', { id: 'inbox-open' });
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
+  const saying = h('section', { 'aria-labelledby': 'inbox-live', hidden: true }, h('h2', { id: 'inbox-live', text: t('inboxLive') }));
+  const live = new Map(); // what is being said just now, to whomever
   const cards = new Map();
   let ids = new Set();
   const onlyQuestions = asked.get('only') === 'questions';
@@ -35,6 +37,20 @@ export function render(root, { compact, query: asked }) {
       if (questions.children[i] !== el) questions.insertBefore(el, questions.children[i] ?? null);
     });
     if (!cards.size) fill(questions, empty(t('inboxNoQuestions')));
+  };
+  const drawLive = () => {
+    for (const [id, view] of live) {
+      if (state.drafts.has(id)) continue;
+      view.leave();
+      view.el.remove();
+      live.delete(id);
+    }
+    for (const { id, text, stopped } of state.drafts.values()) {
+      if (live.has(id) || !text || stopped) continue;
+      live.set(id, draftView({ id }, () => true));
+      saying.append(live.get(id).el);
+    }
+    saying.hidden = !live.size;
   };
   const drawAll = () => {
     const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
@@ -61,13 +77,16 @@ export function render(root, { compact, query: asked }) {
   fill(
     root,
     h('section', { 'aria-labelledby': 'inbox-open' }, heading, questions),
+    onlyQuestions ? null : saying,
     onlyQuestions ? null : h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
   );
   drawQuestions();
+  drawLive();
   if (!onlyQuestions) load();
-  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come)];
+  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on(['drafts:*', 'draft:*'], drawLive)];
   return () => {
     for (const one of cards.values()) one.stop();
+    for (const one of live.values()) one.leave();
     stops.forEach((stop) => stop());
   };
 }

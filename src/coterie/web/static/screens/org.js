@@ -29,12 +29,10 @@ export function render(root, { compact }) {
     const roots = family();
     if (!roots.length) return fill(stage, empty(t('noAgents')));
     if (graph) return fill(stage, drawGraph(roots));
-    const inside = stage.contains(document.activeElement);
     const shown = flat(roots, folded);
     if (!shown.some(({ agent }) => agent.id === current)) current = shown[0].agent.id;
     fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) }, shown.map(row)));
     mark();
-    if (inside) focus(current);
   };
   const row = (node) => {
     const { agent, kids, level } = node;
