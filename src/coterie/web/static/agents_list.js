@@ -1,15 +1,44 @@
 // The list of agents: a tree by who made whom, with state, unread count and the tail of what each one is saying.
 
+import { post } from './api.js';
 import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
+import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { on, openQuestions, plainText, state, unreadTotal, watchers } from './state.js';
-import { doing, dot, stop, stopping } from './header.js';
+import { glance, on, openQuestions, state, touch, unreadTotal, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
 const TYPED_MS = 700;
 const folded = new Set();
+
+// What one of them is doing
+
+export const stopping = new Set();
+
+/** What an agent is doing, in a few words. */
+export function doing(agent) {
+  if (agent.state !== 'active') return t(agent.state);
+  if (stopping.has(agent.id)) return t('stopping');
+  if (agent.phase === 'tool' && agent.tool) return agent.tool;
+  const says = agent.phase === 'thinking' && [...state.drafts.values()].some((one) => one.agent === agent.id && !one.stopped && !one.ended);
+  return t(says ? 'phase_replying' : `phase_${agent.phase ?? 'thinking'}`);
+}
+
+export async function stop(id) {
+  if (state.agents.get(id)?.state !== 'active' || stopping.has(id)) return;
+  stopping.add(id);
+  touch(`agent:${id}`);
+  try {
+    await post(`/agents/${encodeURIComponent(id)}/stop`);
+  } catch (error) {
+    stopping.delete(id);
+    touch(`agent:${id}`);
+    oops(error, () => stop(id));
+  }
+}
+
+export const dot = (agent) => h('span', { class: `dot dot-${agent.state}`, 'aria-hidden': 'true' });
 
 // Trees of agents: here, and on the screen of the organisation
 
@@ -110,6 +139,7 @@ export function mountAgents(root) {
 
     function paint() {
       const agent = state.agents.get(one.id) ?? one;
+      if (agent.state !== 'active') stopping.delete(one.id);
       const known = state.threads.get(one.id);
       const asks = openQuestions(one.id).length > 0 && agent.state !== 'terminated';
       const unread = known?.unread ?? 0;
@@ -134,7 +164,7 @@ export function mountAgents(root) {
       if (draft?.text) setText(sub, `…${tailOf(draft.text)}`);
       else if (agent.state === 'active') setText(sub, doing(agent));
       else if (agent.state !== 'idle') setText(sub, t(agent.state));
-      else setText(sub, known?.last ? plainText(known.last).slice(0, 80) : t('idle'));
+      else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
     }
 
     let late = null;

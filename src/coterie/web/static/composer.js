@@ -5,7 +5,7 @@ import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
 import { confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
-import { takeEarly } from './shell.js';
+import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
 
 const LONGEST = 200_000;
@@ -95,7 +95,7 @@ export function mountComposer(root, agent) {
     text.disabled = gone;
     sender.disabled = gone;
     setAttr(text, 'aria-label', t('writeTo', { name }));
-    text.placeholder = gone ? '' : t(one?.state === 'active' ? 'writeToActive' : 'writeTo', { name });
+    text.placeholder = gone ? '' : t(one?.state === 'active' && !small.matches ? 'writeToActive' : 'writeTo', { name });
     setAttr(sender, 'aria-disabled', !gone && sendable() ? null : 'true');
     setText(hint, gone ? t('recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : one?.state === 'active' ? t('hintActive', { name }) : '');
     hint.classList.toggle('bad', over > 0);

@@ -4,7 +4,7 @@ import { t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
 import { isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
-import { stop } from './header.js';
+import { stop } from './agents_list.js';
 import { focusNewest } from './quick_replies.js';
 import { openAgent, openComposer, showMessage } from './thread.js';
 

@@ -3,7 +3,7 @@
 import { button, h, iconButton } from './dom.js';
 import { t } from './i18n.js';
 import { place } from './router.js';
-import { nameOf, optionsOf, PERSON, plainText, state, SYSTEM, threadOf, watchers } from './state.js';
+import { nameOf, glance, optionsOf, PERSON, state, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
 
 const STAYS_MS = 1_000;
@@ -47,16 +47,13 @@ function told(message) {
   const name = message.from === SYSTEM ? t('system') : nameOf(agent);
   if (isOpenHere(agent)) {
     const options = optionsOf(message);
-    const text = strip(plainText(message)).slice(0, LONGEST);
+    const text = glance(message).slice(0, LONGEST);
     announce(t('said', { name, text }) + (options ? ` ${t('qrArrived', { n: options.length })}` : ''));
   } else if (performance.now() - othersAt >= OTHERS_MS) {
     othersAt = performance.now();
     announce(t('hasNews', { name }));
   }
 }
-
-/** Markdown's signs say nothing when they are read aloud. */
-const strip = (text) => text.replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[*_`#>~|]+/g, '').replace(/\s+/g, ' ').trim();
 
 // Notices, in the flow above the composer: information goes by itself, an error stays until it is closed
 

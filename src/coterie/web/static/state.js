@@ -108,6 +108,10 @@ export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind
 
 export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
 
+/** The same at a glance, or read aloud: without Markdown's signs. */
+export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[ >#]*(- \[.\]|[-*+>#]+) |\|?( ?:?-{3,}:? ?\|)+|(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
+  .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
+
 // Messages
 
 export function keep(message) {

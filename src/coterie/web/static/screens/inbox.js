@@ -6,7 +6,7 @@ import { t } from '../i18n.js';
 import { draftView, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, keep, on, openQuestions, plainText, state, threadOf } from '../state.js';
+import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
 import { empty, failed, when } from './parts.js';
 
 export function render(root, { compact, query: asked }) {
@@ -120,7 +120,7 @@ function line(message) {
       'a',
       { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
       h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), when(message.deliveredAt)),
-      h('span', { class: 'item-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
+      h('span', { class: 'item-text clamp', dir: 'auto', text: glance(message) || t('noText') }),
     ),
   );
 }

@@ -2,8 +2,7 @@
 
 import { button, fill, h, icon, s } from '../dom.js';
 import { t } from '../i18n.js';
-import { family, flat, treeItem, treeKeys } from '../agents_list.js';
-import { doing, dot } from '../header.js';
+import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
 import { on, takes } from '../state.js';
 import { empty } from './parts.js';

@@ -40,7 +40,7 @@ export function render(root) {
       services(seen, { edit: (one) => edit(one, true), changed }),
       table(seen.items),
       offers(seen.offers, { use: (one) => edit(one, false), probe: () => load(true) }),
-      h('section', {}, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), ' ', button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
+      h('section', { class: 'item-foot' }, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
       form,
       tour(seen.items, changed),
       settings(),

@@ -5,7 +5,7 @@ import { button, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { callRow, callsOf } from '../runs.js';
-import { PERSON, SYSTEM, keep, on, optionsOf, plainText, state, watchers } from '../state.js';
+import { PERSON, SYSTEM, glance, keep, on, optionsOf, state, watchers } from '../state.js';
 import { choice, empty, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
@@ -128,7 +128,7 @@ function messageRow(message) {
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
       when(message.createdAt),
     ),
-    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
+    h('p', { class: 'item-text', dir: 'auto', text: glance(message) || t('noText') }),
     // Somebody else's question: options to read, not to press.
     options && h('ul', { class: 'plain-options', 'aria-label': t('quickReplies') }, options.map((text) => h('li', { dir: 'auto', text }))),
   );
@@ -146,6 +146,6 @@ function runRow(run) {
       when(run.at),
     ),
     run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
-    h('ol', { class: 'runs-list' }, callsOf([run], true).map(callRow)),
+    h('ol', { class: 'runs runs-list' }, callsOf([run], true).map(callRow)),
   );
 }
