@@ -5,7 +5,7 @@ import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { glance, on, openQuestions, state, touch, unreadTotal, watchers } from './state.js';
+import { glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -172,7 +172,7 @@ export function mountAgents(root) {
       late ??= setTimeout(() => {
         late = null;
         if (el.isConnected) paintSub(state.agents.get(one.id) ?? one, state.threads.get(one.id));
-      }, TAIL_MS);
+      }, untilNext(TAIL_MS));
     };
     rows.set(one.id, { el, paint, tail });
     paint();

@@ -5,7 +5,7 @@ import { artifactUrl, post } from './api.js';
 import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
 import { nodes } from './markdown.js';
 import { copyText, oops } from './notices.js';
-import { everySecond, nameOf, now, on, PERSON, state, SYSTEM } from './state.js';
+import { everySecond, nameOf, now, on, PERSON, state, SYSTEM, untilNext } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
 const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
@@ -158,8 +158,8 @@ function fields(value) {
   return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
 }
 
-/** A reply that is being said: plain text until its message takes its place. */
-export function draftView(item, isSeen) {
+/** A reply that is being said: plain text until its message takes its place. Painted every `pace()` milliseconds; `most`: its end only. */
+export function draftView(item, pace, most = Infinity) {
   const draft = () => state.drafts.get(item.id);
   const text = document.createTextNode('');
   const foot = h('div', { class: 'msg-foot meta' });
@@ -167,15 +167,14 @@ export function draftView(item, isSeen) {
     h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, h('span', { class: 'msg-name' }, nameOf(draft().agent)), h('span', { class: 'tag tag-live' }, t('streaming'))),
       h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('p', { class: 'as-typed' }, text, h('span', { class: 'caret', 'aria-hidden': 'true' })))), foot));
   let timer = null;
-  let paintedAt = 0;
 
   function paint() {
     timer = null;
-    paintedAt = performance.now();
     const now = draft();
     if (!now) return;
-    if (now.text.startsWith(text.data)) text.appendData(now.text.slice(text.data.length));
-    else text.data = now.text;
+    const all = now.text.length > most ? `…${now.text.slice(-most)}` : now.text;
+    if (all.startsWith(text.data)) text.appendData(all.slice(text.data.length));
+    else text.data = all;
     el.classList.toggle('is-stopped', Boolean(now.stopped));
     if (now.stopped && !foot.firstChild) {
       foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
@@ -183,9 +182,8 @@ export function draftView(item, isSeen) {
     }
   }
 
-  // Twenty times a second where it is seen, twice where it is not.
   const soon = () => {
-    timer ??= setTimeout(paint, Math.max(0, (isSeen() ? 50 : 500) - (performance.now() - paintedAt)));
+    timer ??= setTimeout(paint, untilNext(pace()));
   };
   const end = on(`draft:${item.id}`, soon);
   paint();

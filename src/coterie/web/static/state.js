@@ -291,6 +291,9 @@ export function confirmLocal(clientId, receipt) {
 /** Called with every event, as it came: `(kind, data)`. */
 export const watchers = new Set();
 
+/** Until the next beat of that many milliseconds: whoever waits for it paints in the same frame as the others. */
+export const untilNext = (ms) => ms - (performance.now() % ms);
+
 // One tick a second for every clock on the page
 
 const ticking = new Set();

@@ -14,6 +14,8 @@ import { isWaiting, waited } from './waiting.js';
 const NEAR_TOP = 1_200;
 const READ_MS = 250;
 const JOIN_MS = 180_000;
+const SEEN_MS = 50; // between two paintings of a reply under way
+const UNSEEN_MS = 500;
 let runs = null;
 let current = null;
 
@@ -85,7 +87,7 @@ function conversation(root, id, wanted) {
     drop: (local) => dropLocal(local.clientId),
   };
   const make = (item) => {
-    if (item.kind === 'draft') return draftView(item, () => feed.isSeen(item.key));
+    if (item.kind === 'draft') return draftView(item, () => (feed.isSeen(item.key) ? SEEN_MS : UNSEEN_MS));
     if (item.kind === 'runs') return runs.runsView(item);
     if (item.kind === 'problem') return problemView(id);
     return messageView(item, acts);

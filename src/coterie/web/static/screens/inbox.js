@@ -9,12 +9,16 @@ import { agentPath } from '../router.js';
 import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
 import { empty, failed, when } from './parts.js';
 
+const TAIL = 280; // characters of a reply under way, and how often they are painted
+const SEEN_MS = 100;
+const UNSEEN_MS = 500;
+
 export function render(root, { compact, query: asked }) {
   const questions = h('div', { class: 'cards' });
   const heading = h('h2', { id: 'inbox-open' });
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
-  const saying = h('section', { 'aria-labelledby': 'inbox-live', hidden: true }, h('h2', { id: 'inbox-live', text: t('inboxLive') }));
+  const saying = h('section', { class: 'saying', 'aria-labelledby': 'inbox-live', hidden: true }, h('h2', { id: 'inbox-live', text: t('inboxLive') }));
   const live = new Map(); // what is being said just now, to whomever
   const cards = new Map();
   let ids = new Set();
@@ -38,6 +42,10 @@ export function render(root, { compact, query: asked }) {
     });
     if (!cards.size) fill(questions, empty(t('inboxNoQuestions')));
   };
+  const seen = new Set();
+  const watch = new IntersectionObserver((all) => {
+    for (const { target, isIntersecting } of all) seen[isIntersecting ? 'add' : 'delete'](target.dataset.of);
+  });
   const drawLive = () => {
     for (const [id, view] of live) {
       if (state.drafts.has(id)) continue;
@@ -47,8 +55,10 @@ export function render(root, { compact, query: asked }) {
     }
     for (const { id, text, stopped } of state.drafts.values()) {
       if (live.has(id) || !text || stopped) continue;
-      live.set(id, draftView({ id }, () => true));
+      live.set(id, draftView({ id }, () => (seen.has(id) ? SEEN_MS : UNSEEN_MS), TAIL));
+      live.get(id).el.dataset.of = id;
       saying.append(live.get(id).el);
+      watch.observe(live.get(id).el);
     }
     saying.hidden = !live.size;
   };
@@ -86,6 +96,7 @@ export function render(root, { compact, query: asked }) {
   const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on(['drafts:*', 'draft:*'], drawLive)];
   return () => {
     for (const one of cards.values()) one.stop();
+    watch.disconnect();
     for (const one of live.values()) one.leave();
     stops.forEach((stop) => stop());
   };
