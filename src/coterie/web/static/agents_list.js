@@ -161,7 +161,7 @@ export function mountAgents(root) {
 
     function paintSub(agent, known) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
-      if (draft?.text) setText(sub, `…${tailOf(draft.text)}`);
+      if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
       else if (agent.state === 'active') setText(sub, doing(agent));
       else if (agent.state !== 'idle') setText(sub, t(agent.state));
       else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
@@ -235,10 +235,10 @@ export function mountAgents(root) {
 }
 
 /** The end of a text, as much as fits a row. */
-function tailOf(text) {
+function tailOf(text, most) {
   const signs = [...text.slice(-80).replace(/\s+/g, ' ')];
   let width = 0;
   let at = signs.length;
-  while (at > 0 && width < TAIL) width += signs[--at].codePointAt(0) > 0x2e7f ? 1 : 0.55;
+  while (at > 0 && width < most) width += signs[--at].codePointAt(0) > 0x2e7f ? 1 : 0.55;
   return signs.slice(at).join('');
 }
