@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,10 +23,19 @@ class Report:
         self._bench = bench
 
     def line(
-        self, metric: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None
+        self,
+        metric: str,
+        value: float,
+        unit: str,
+        *,
+        at_most: float | None = None,
+        at_least: float | None = None,
+        check: int | None = None,
     ) -> None:
-        """One figure, and whether it reaches its target where it has one."""
+        """One figure, and whether it reaches its target where it has one. `check`: the panel's acceptance check."""
         shown: dict[str, Any] = {"bench": self._bench, "metric": metric, "value": _rounded(value), "unit": unit}
+        if check is not None:
+            shown["check"] = check
         if at_most is not None:
             shown |= {"target": f"<= {at_most:,g} {unit}", "holds": value <= at_most}
         if at_least is not None:
@@ -81,4 +91,6 @@ def _processor_time() -> tuple[int, int]:
 
 
 def _rounded(value: float) -> float:
+    if not math.isfinite(value):
+        return value
     return round(value) if abs(value) >= 1000 else float(f"{value:.3g}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.panel import chromium
 from tests.panel.room import Room, room
 
 HERE = Path(__file__).parent
+Figure = Callable[[str], None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if isinstance(item, pytest.Function) and item.get_closest_marker("asyncio"):
                 item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest.fixture(autouse=True)
+def noted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """Which checks of the panel a test stands for, so that the report can name them."""
+    for mark in request.node.iter_markers("check"):
+        for number in mark.args:
+            record_property("check", number)
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Figure:
+    """What a test measured, for the report."""
+    return lambda text: record_property("figure", text)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -132,8 +132,8 @@ async def test_tool_runs_are_only_ever_text(panel: Room) -> None:
     await walked(page, 2)
     await nothing_ran(panel, page)
     await page.goto(f"{panel.url}/#/timeline?kind=tool")
-    await expect(page.locator(".call")).to_have_count(len(corpus()))
-    await page.locator(".call").evaluate_all("all => all.forEach(one => { one.open = true; })")
+    await expect(page.locator(".timeline .run")).to_have_count(len(corpus()))
+    await page.locator(".timeline .run details").evaluate_all("all => all.forEach(one => { one.open = true; })")
     await nothing_ran(panel, page)
 
 
@@ -145,7 +145,7 @@ async def test_errors_are_only_ever_text(panel: Room) -> None:
     await page.evaluate(
         """async problems => {
             const { apply } = await import('/static/events.js');
-            const { toast } = await import('/static/toasts.js');
+            const { toast } = await import('/static/notices.js');
             for (const problem of problems) {
                 apply('problem', problem);
                 toast({kind: 'error', text: problem.message});

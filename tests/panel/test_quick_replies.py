@@ -38,6 +38,7 @@ async def pressed(page: Page, message_id: str) -> list[int]:
     return list[int](await found.evaluate_all(marked))
 
 
+@pytest.mark.check(1)
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
 async def test_options_stand_below_the_message_in_their_order(panel: Room, viewport: Any) -> None:
     asked = {n: await panel.tell(f"Which of {n}?", *TEN[:n]) for n in (1, 3, 10)}
@@ -51,6 +52,7 @@ async def test_options_stand_below_the_message_in_their_order(panel: Room, viewp
         assert first["y"] >= bubble["y"] + bubble["height"] - 1
 
 
+@pytest.mark.check(2)
 @pytest.mark.parametrize("options", ["x", {}, [*TEN, "Option 11"], [1], ["a", ""], ["  "], [], None], ids=repr)
 async def test_options_that_are_none_are_not_shown_at_all(panel: Room, options: Any) -> None:
     """The server refuses to send such; a page must not trust that."""
@@ -71,6 +73,7 @@ async def test_options_that_are_none_are_not_shown_at_all(panel: Room, options: 
     await expect(page.locator(ui.TOAST)).to_have_count(0)
 
 
+@pytest.mark.check(3)
 @pytest.mark.parametrize("option", [" leading space", "two\nlines", "🧭 emoji", "a\tb  c"], ids=repr)
 async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) -> None:
     other = await panel.tell("Another question", "one", "two")
@@ -96,6 +99,7 @@ async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) 
     assert await is_open(page, other)
 
 
+@pytest.mark.check(4)
 async def test_a_double_click_is_one_message(panel: Room) -> None:
     message_id = await panel.tell("Which?", "one", "two")
     page = await panel.open()
@@ -106,6 +110,7 @@ async def test_a_double_click_is_one_message(panel: Room) -> None:
     assert len(sent) == 1
 
 
+@pytest.mark.check(4)
 async def test_a_key_held_down_is_one_message(panel: Room) -> None:
     message_id = await panel.tell("Which?", "one", "two")
     page = await panel.open()
@@ -118,6 +123,7 @@ async def test_a_key_held_down_is_one_message(panel: Room) -> None:
     assert await pressed(page, message_id) == [0]
 
 
+@pytest.mark.check(4)
 async def test_of_two_tabs_that_choose_at_once_one_wins_in_both(panel: Room) -> None:
     message_id = await panel.tell("Which?", "one", "two", "three")
     context = await panel.browser()
@@ -131,10 +137,11 @@ async def test_of_two_tabs_that_choose_at_once_one_wins_in_both(panel: Room) -> 
     async def agree() -> bool:
         return [await pressed(tab, message_id) for tab in tabs] == [[winner.option]] * 2
 
-    await eventually(agree, seconds=1.5)
+    await eventually(agree)
     assert len(await panel.texts()) == 1
 
 
+@pytest.mark.check(5)
 @pytest.mark.parametrize("status", [503, None], ids=["503", "refused"])
 async def test_an_option_that_was_not_sent_can_be_chosen_again(panel: Room, status: int | None) -> None:
     message_id = await panel.tell("Which?", "one", "two")
@@ -159,6 +166,7 @@ async def test_an_option_that_was_not_sent_can_be_chosen_again(panel: Room, stat
     await eventually(lambda: is_closed(page, message_id))
 
 
+@pytest.mark.check(6)
 async def test_a_typed_answer_closes_every_open_question_of_that_agent(panel: Room) -> None:
     first, second = await panel.tell("First?", "one"), await panel.tell("Second?", "two")
     others = await panel.tell("Mine?", "three", by="bob")
@@ -171,6 +179,7 @@ async def test_a_typed_answer_closes_every_open_question_of_that_agent(panel: Ro
     await eventually(lambda: is_open(page, others))
 
 
+@pytest.mark.check(6)
 async def test_an_attachment_alone_is_an_answer_too(panel: Room) -> None:
     message_id = await panel.tell("Which?", "one")
     page = await panel.open()
@@ -180,6 +189,7 @@ async def test_an_attachment_alone_is_an_answer_too(panel: Room) -> None:
     await eventually(lambda: is_closed(page, message_id))
 
 
+@pytest.mark.check(6)
 async def test_a_typed_answer_that_fails_opens_the_question_again_and_gives_the_words_back(panel: Room) -> None:
     message_id = await panel.tell("Which?", "one")
     page = await panel.open()
@@ -192,6 +202,7 @@ async def test_a_typed_answer_that_fails_opens_the_question_again_and_gives_the_
     assert await panel.texts() == []
 
 
+@pytest.mark.check(7)
 async def test_an_answer_is_still_there_after_a_reload(panel: Room) -> None:
     message_id = await panel.tell("Which?", "one", "two")
     page = await panel.open()
@@ -202,6 +213,7 @@ async def test_an_answer_is_still_there_after_a_reload(panel: Room) -> None:
     assert await pressed(page, message_id) == [1]
 
 
+@pytest.mark.check(7)
 @pytest.mark.parametrize("arrives", [True, False], ids=["the server got it", "it never arrived"])
 async def test_a_reload_in_the_middle_of_sending_ends_as_the_server_has_it(panel: Room, arrives: bool) -> None:
     message_id = await panel.tell("Which?", "one", "two")
@@ -228,6 +240,7 @@ async def test_a_reload_in_the_middle_of_sending_ends_as_the_server_has_it(panel
     assert await pressed(page, message_id) == ([1] if arrives else [])
 
 
+@pytest.mark.check(8)
 async def test_options_stay_open_while_the_agent_works_and_a_withdrawn_choice_opens_them_again(panel: Room) -> None:
     Bell.may_end.clear()
     panel.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "Done")
@@ -250,6 +263,7 @@ async def test_options_stay_open_while_the_agent_works_and_a_withdrawn_choice_op
     await panel.stage.state("ada", "idle")
 
 
+@pytest.mark.check(9)
 @pytest.mark.parametrize("option", ["<img src=x onerror=pwned()>", "');window.pwned=1;//", '"&lt;"', "<b>bold</b>"])
 async def test_an_option_is_shown_as_it_was_written(panel: Room, option: str) -> None:
     message_id = await panel.tell("Which?", option)
@@ -260,6 +274,7 @@ async def test_an_option_is_shown_as_it_was_written(panel: Room, option: str) ->
     assert await page.evaluate("() => typeof window.pwned") == "undefined"
 
 
+@pytest.mark.check(10)
 @pytest.mark.parametrize("width", [360, 320])
 async def test_ten_options_fit_a_narrow_phone(panel: Room, width: int) -> None:
     message_id = await panel.tell("Which?", *TEN[:9], LONG[:200])
@@ -276,6 +291,7 @@ async def test_ten_options_fit_a_narrow_phone(panel: Room, width: int) -> None:
     await eventually(lambda: _above(last, composer))
 
 
+@pytest.mark.check(11)
 async def test_quick_replies_by_keyboard_alone(panel: Room) -> None:
     message_id = await panel.tell("Which?", *TEN)
     page = await panel.open()

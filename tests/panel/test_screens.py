@@ -38,9 +38,9 @@ async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> 
     rows = page.locator(".timeline > li")
     await expect(rows.filter(has_text="From the seer")).to_contain_text("Seer → You")
     await expect(rows.filter(has_text="Between agents")).to_contain_text("Bob → Ada")
-    await expect(page.locator(".call")).to_have_count(1)
+    await expect(page.locator(".timeline .run")).to_have_count(1)
     await page.get_by_label("Kind").select_option("message")
-    await expect(page.locator(".call")).to_have_count(0)
+    await expect(page.locator(".timeline .run")).to_have_count(0)
     await page.get_by_label("Agent", exact=True).select_option("seer")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text("From the seer")
@@ -254,3 +254,27 @@ async def _region(page: Page) -> str:
 
 async def _said(panel: Room, text: str) -> bool:
     return text in await panel.texts()
+
+
+async def test_the_inbox_shows_the_end_of_what_is_being_said(panel: Room) -> None:
+    words = " ".join(f"w{n}" for n in range(300))
+    panel.server.script(Says(words, token_delay=0.01))
+    page = await panel.open("#/inbox")
+    saying = page.locator(".saying")
+    await expect(saying).to_be_hidden()
+    await panel.society.send(to="ada", text="Talk")
+    await expect(saying.locator(ui.DRAFT)).to_contain_text("w99")
+    assert len(await saying.locator(".bubble").inner_text()) <= 281
+    await panel.stage.state("ada", "idle")
+    await expect(saying).to_be_hidden()
+    await expect(page.locator(".items .item")).to_contain_text("w0 w1")
+
+
+async def test_at_a_glance_a_message_shows_no_signs_of_markdown(panel: Room) -> None:
+    await panel.tell(
+        "# Plan\n\n- [x] **call** `run_js`\n- [ ] see [this](https://example.com)\n\n|a|b|\n|---|---|\n|1|2|"
+    )
+    page = await panel.open("#/inbox")
+    said = "Plan call run_js see this a b 1 2"
+    await expect(page.locator(".items .item-text")).to_have_text(said)
+    await expect(ui.row(page, "ada").locator(".row-sub")).to_have_text(said)

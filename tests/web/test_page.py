@@ -29,7 +29,7 @@ async def test_every_script_that_the_first_one_needs_is_fetched_ahead(stranger: 
     needed, left = {"app.js"}, ["app.js"]
     while left:
         text = (await stranger.get(f"/static/{left.pop()}")).text
-        found = set(re.findall(r"^(?:import|\}) .*from '\./(\w+\.js)';$", text, re.M)) - needed
+        found = set(re.findall(r"(?:import|\})[^;'\"]*?from *'\./(\w+\.js)'", text)) - needed
         needed |= found
         left += found
     assert needed - {"app.js"} == ahead
@@ -55,3 +55,20 @@ async def test_what_is_no_file_of_ours_is_not_found(stranger: httpx.AsyncClient)
     ):
         answer = await stranger.get(f"/static/{path}")
         assert (answer.status_code, answer.json()["code"]) == (404, "not_found"), path
+
+
+async def test_files_go_out_compressed_to_those_who_take_it_that_way(stranger: httpx.AsyncClient) -> None:
+    async def asked(encodings: str, **more: str) -> httpx.Response:
+        return await stranger.get("/static/thread.js", headers={"Accept-Encoding": encodings} | more)
+
+    plain, packed = await asked("identity"), await asked("br, gzip;q=0.5")
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip"
+    assert plain.text == packed.text
+    assert plain.headers["vary"] == packed.headers["vary"] == "Accept-Encoding"
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"])
+    assert "content-encoding" not in (await asked("gzip;q=0, br")).headers
+    # A cache that holds the one must not be told that it has the other.
+    assert plain.headers["etag"] != packed.headers["etag"]
+    assert (await asked("gzip", **{"If-None-Match": packed.headers["etag"]})).status_code == 304
+    assert (await asked("gzip", **{"If-None-Match": plain.headers["etag"]})).status_code == 200

@@ -1,20 +1,101 @@
 // The list of agents: a tree by who made whom, with state, unread count and the tail of what each one is saying.
 
-import { fill, h, icon, iconButton, setText } from './dom.js';
+import { post } from './api.js';
+import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
+import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { on, openQuestions, plainText, state, unreadTotal, watchers } from './state.js';
-import { doing, dot, stop, stopping } from './header.js';
+import { glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
+const TYPED_MS = 700;
 const folded = new Set();
+
+// What one of them is doing
+
+export const stopping = new Set();
+
+/** What an agent is doing, in a few words. */
+export function doing(agent) {
+  if (agent.state !== 'active') return t(agent.state);
+  if (stopping.has(agent.id)) return t('stopping');
+  if (agent.phase === 'tool' && agent.tool) return agent.tool;
+  const says = agent.phase === 'thinking' && [...state.drafts.values()].some((one) => one.agent === agent.id && !one.stopped && !one.ended);
+  return t(says ? 'phase_replying' : `phase_${agent.phase ?? 'thinking'}`);
+}
+
+export async function stop(id) {
+  if (state.agents.get(id)?.state !== 'active' || stopping.has(id)) return;
+  stopping.add(id);
+  touch(`agent:${id}`);
+  try {
+    await post(`/agents/${encodeURIComponent(id)}/stop`);
+  } catch (error) {
+    stopping.delete(id);
+    touch(`agent:${id}`);
+    oops(error, () => stop(id));
+  }
+}
+
+export const dot = (agent) => h('span', { class: `dot dot-${agent.state}`, 'aria-hidden': 'true' });
+
+// Trees of agents: here, and on the screen of the organisation
+
+/** Agents under who made them; one whose maker is not known stands by itself. */
+export function family() {
+  const order = (a, b) => (a.state === 'terminated') - (b.state === 'terminated') || a.name.localeCompare(b.name, undefined, { numeric: true });
+  const all = [...state.agents.values()].filter((one) => one.kind !== 'person').sort(order);
+  const nodes = new Map(all.map((agent) => [agent.id, { agent, kids: [] }]));
+  const roots = [];
+  for (const node of nodes.values()) (nodes.get(node.agent.parent)?.kids ?? roots).push(node);
+  return roots;
+}
+
+/** Those that are to be seen, one below the other. */
+export const flat = (nodes, shut, level = 1) =>
+  nodes.flatMap((node, at) => [{ ...node, level, at, of: nodes.length }, ...(shut.has(node.agent.id) ? [] : flat(node.kids, shut, level + 1))]);
+
+/** What an item of a tree says about its place in it. */
+export const treeItem = ({ agent, kids, level, at, of }, shut) => ({ role: 'treeitem', tabindex: '-1', 'aria-level': String(level), 'aria-posinset': String(at + 1),
+  'aria-setsize': String(of), 'aria-expanded': kids.length ? String(!shut.has(agent.id)) : null, data: { agent: agent.id }, onclick: () => go(agentPath(agent.id)) });
+
+let typed = '';
+let typedAt = 0;
+
+/** One stop for Tab; arrows move inside, letters seek. `focus(id)`, `toggle(id)`. */
+export function treeKeys(event, focus, toggle) {
+  const { key } = event;
+  const el = event.target.closest('[role=treeitem]');
+  if (!el || event.altKey || event.ctrlKey || event.metaKey || key === '?') return;
+  const all = [...event.currentTarget.children];
+  const at = all.indexOf(el);
+  const open = { true: true, false: false }[el.ariaExpanded];
+  const id = el.dataset.agent;
+  const above = () => all.slice(0, at).findLast((one) => Number(one.ariaLevel) < Number(el.ariaLevel));
+  if (key === 'Enter' || key === ' ') go(agentPath(id));
+  else if (key === (open ? 'ArrowLeft' : 'ArrowRight') && open !== undefined) toggle(id);
+  else {
+    const to = { ArrowDown: all[at + 1], ArrowUp: all[at - 1], Home: all[0], End: all.at(-1), ArrowRight: open && all[at + 1], ArrowLeft: above() }[key]
+      ?? (key.length === 1 ? seek(key, all, at) : null);
+    if (!to && !key.startsWith('Arrow')) return;
+    if (to) focus(to.dataset.agent);
+  }
+  event.preventDefault();
+  event.stopPropagation();
+}
+
+function seek(key, all, at) {
+  const now = performance.now();
+  typed = (now - typedAt < TYPED_MS ? typed : '') + key.toLowerCase();
+  typedAt = now;
+  const from = typed.length > 1 ? at : at + 1;
+  return [...all.slice(from), ...all.slice(0, from)].find((el) => state.agents.get(el.dataset.agent)?.name.toLowerCase().startsWith(typed));
+}
 
 export function mountAgents(root) {
   const rows = new Map(); // id -> {el, paint}
   let words = '';
-  let typed = '';
-  let typedAt = 0;
 
   const filter = h('input', { class: 'field', type: 'search', placeholder: t('filter'), 'aria-label': t('filter'), 'data-testid': 'agent-filter',
     oninput: () => {
@@ -22,41 +103,23 @@ export function mountAgents(root) {
       build();
     } });
   const links = h('ul', { class: 'side-links' });
-  const tree = h('ul', { class: 'tree', role: 'tree', 'aria-label': t('regionAgents'), 'data-testid': 'agents', onkeydown: keys });
+  const tree = h('ul', { class: 'tree', role: 'tree', 'aria-label': t('regionAgents'), 'data-testid': 'agents', onkeydown: (event) => treeKeys(event, focus, toggle) });
   const empty = h('p', { class: 'meta side-empty', hidden: true });
   fill(root, h('div', { class: 'side-top' }, filter), links, h('div', { class: 'tree-box' }, tree, empty));
 
   function build() {
-    const agents = [...state.agents.values()];
-    const match = (one) => !words || `${one.name} ${one.id}`.toLowerCase().includes(words);
-    const children = new Map();
-    for (const one of agents) {
-      const parent = state.agents.has(one.parent) && !words ? one.parent : null;
-      if (!children.has(parent)) children.set(parent, []);
-      if (match(one)) children.get(parent).push(one);
-    }
-    const order = (a, b) => (a.state === 'terminated') - (b.state === 'terminated') || a.name.localeCompare(b.name, undefined, { numeric: true });
-    const focused = document.activeElement?.closest?.('[data-agent-row]')?.dataset.agentRow;
+    const all = flat(family(), words ? new Set() : folded);
+    const shown = words ? all.filter(({ agent }) => `${agent.name} ${agent.id}`.toLowerCase().includes(words)).map((one) => ({ ...one, level: 1, kids: [] })) : all;
     rows.clear();
-    const items = [];
-    const add = (parent, level) => {
-      const list = (children.get(parent) ?? []).sort(order);
-      list.forEach((one, at) => {
-        const kids = (children.get(one.id) ?? []).length;
-        items.push(row(one, level, at, list.length, kids));
-        if (kids && !folded.has(one.id)) add(one.id, level + 1);
-      });
-    };
-    add(null, 1);
-    fill(tree, items);
-    tree.classList.toggle('is-flat', !tree.querySelector('[aria-expanded]'));
-    empty.hidden = items.length > 0;
-    setText(empty, agents.length ? t('noMatch') : state.booted ? t('noAgents') : '');
-    rove(focused ?? place().args[0]);
-    if (focused) rows.get(focused)?.el.focus();
+    fill(tree, shown.map(row));
+    tree.classList.toggle('is-flat', !shown.some((one) => one.kids.length));
+    empty.hidden = shown.length > 0;
+    setText(empty, all.length ? t('noMatch') : state.booted ? t('noAgents') : '');
+    rove(document.activeElement.closest('.tree [data-agent]')?.dataset.agent ?? place().args[0]);
   }
 
-  function row(one, level, at, size, kids) {
+  function row(node) {
+    const one = node.agent;
     const name = h('span', { class: 'row-name' });
     const mark = h('span', { class: 'row-marks' });
     const sub = h('span', { class: 'row-sub' });
@@ -66,38 +129,42 @@ export function mountAgents(root) {
       event.stopPropagation();
       stop(one.id);
     } });
-    const fold = kids ? h('span', { class: 'row-fold', 'aria-hidden': 'true', onclick: (event) => {
+    const fold = h('span', { class: 'row-fold', 'aria-hidden': 'true', onclick: (event) => {
+      if (!node.kids.length) return;
       event.stopPropagation();
       toggle(one.id);
-    } }, '▾') : null;
-    const el = h('li', { class: `row level-${Math.min(level, 6)}`, role: 'treeitem', tabindex: '-1', 'aria-level': String(level), 'aria-posinset': String(at + 1),
-      'aria-setsize': String(size), 'aria-expanded': kids ? String(!folded.has(one.id)) : null, data: { agentRow: one.id }, 'data-testid': `agent-${one.id}`,
-      onclick: () => go(agentPath(one.id)) },
-    h('span', { class: 'row-line' }, fold ?? h('span', { class: 'row-fold' }), dots, name, word, mark, stopper), sub);
+    } }, node.kids.length ? '▾' : null);
+    const el = h('li', { ...treeItem(node, folded), 'data-testid': `agent-${one.id}` }, h('span', { class: 'row-line' }, fold, dots, name, word, mark, stopper), sub);
+    let painted = '';
 
     function paint() {
       const agent = state.agents.get(one.id) ?? one;
+      if (agent.state !== 'active') stopping.delete(one.id);
       const known = state.threads.get(one.id);
       const asks = openQuestions(one.id).length > 0 && agent.state !== 'terminated';
       const unread = known?.unread ?? 0;
-      setText(name, agent.name || agent.id);
-      fill(dots, dot(agent));
-      el.className = `row level-${Math.min(level, 6)} is-${agent.state}`;
       const current = place().name !== '' ? place().name === 'a' && place().args[0] === one.id : state.home === one.id;
-      el.setAttribute('aria-selected', String(current));
-      setText(word, [agent.state === 'active' ? doing(agent) : t(agent.state), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join(''));
+      const says = [agent.state === 'active' ? doing(agent) : t(agent.state), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
+      const key = [agent.name, agent.state, says, current, stopping.has(one.id)].join();
+      paintSub(agent, known);
+      if (key === painted) return;
+      painted = key;
+      setText(name, agent.name || agent.id);
+      setText(word, says);
+      fill(dots, dot(agent));
+      el.className = `row level-${Math.min(node.level, 6)} is-${agent.state}`;
+      setAttr(el, 'aria-selected', String(current));
       fill(mark, asks && h('span', { class: 'row-star', 'aria-hidden': 'true', title: t('waitsForYou') }, '★'),
         unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, unread > 99 ? '99+' : String(unread)));
       stopper.hidden = agent.state !== 'active' || stopping.has(one.id);
-      paintSub(agent, known);
     }
 
     function paintSub(agent, known) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
-      if (draft?.text) setText(sub, `…${tailOf(draft.text)}`);
+      if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
       else if (agent.state === 'active') setText(sub, doing(agent));
       else if (agent.state !== 'idle') setText(sub, t(agent.state));
-      else setText(sub, known?.last ? plainText(known.last).slice(0, 80) : t('idle'));
+      else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
     }
 
     let late = null;
@@ -105,7 +172,7 @@ export function mountAgents(root) {
       late ??= setTimeout(() => {
         late = null;
         if (el.isConnected) paintSub(state.agents.get(one.id) ?? one, state.threads.get(one.id));
-      }, TAIL_MS);
+      }, untilNext(TAIL_MS));
     };
     rows.set(one.id, { el, paint, tail });
     paint();
@@ -117,8 +184,6 @@ export function mountAgents(root) {
     build();
   }
 
-  // One stop for Tab; arrows move inside.
-
   function rove(id) {
     const to = rows.get(id) ?? rows.values().next().value;
     for (const { el } of rows.values()) el.tabIndex = -1;
@@ -126,32 +191,7 @@ export function mountAgents(root) {
     return to;
   }
 
-  function keys(event) {
-    const el = event.target.closest('[data-agent-row]');
-    if (!el || event.altKey || event.ctrlKey || event.metaKey) return;
-    const all = [...rows.values()].map((one) => one.el);
-    const at = all.indexOf(el);
-    const id = el.dataset.agentRow;
-    const to = { ArrowDown: all[at + 1], ArrowUp: all[at - 1], Home: all[0], End: all.at(-1) }[event.key];
-    if (to) rove(to.dataset.agentRow).el.focus();
-    else if (event.key === 'Enter' || event.key === ' ') go(agentPath(id));
-    else if (event.key === 'ArrowRight' && el.getAttribute('aria-expanded') === 'false') toggle(id);
-    else if (event.key === 'ArrowRight' && el.getAttribute('aria-expanded') === 'true') rove(all[at + 1]?.dataset.agentRow)?.el.focus();
-    else if (event.key === 'ArrowLeft' && el.getAttribute('aria-expanded') === 'true') toggle(id);
-    else if (event.key === 'ArrowLeft') rows.get(state.agents.get(id)?.parent) && rove(state.agents.get(id).parent).el.focus();
-    else if (event.key.length === 1 && event.key !== '?') seek(event.key, all, at);
-    else return;
-    event.preventDefault();
-    event.stopPropagation();
-  }
-
-  function seek(key, all, at) {
-    typed = performance.now() - typedAt < 700 ? typed + key.toLowerCase() : key.toLowerCase();
-    typedAt = performance.now();
-    const from = typed.length > 1 ? at : at + 1;
-    const found = [...all.slice(from), ...all.slice(0, from)].find((el) => state.agents.get(el.dataset.agentRow)?.name.toLowerCase().startsWith(typed));
-    if (found) rove(found.dataset.agentRow).el.focus();
-  }
+  const focus = (id) => rove(id)?.el.focus();
 
   function paintLinks() {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
@@ -194,13 +234,11 @@ export function mountAgents(root) {
   };
 }
 
-const event_time = () => performance.now();
-
 /** The end of a text, as much as fits a row. */
-function tailOf(text) {
+function tailOf(text, most) {
   const signs = [...text.slice(-80).replace(/\s+/g, ' ')];
   let width = 0;
   let at = signs.length;
-  while (at > 0 && width < TAIL) width += signs[--at].codePointAt(0) > 0x2e7f ? 1 : 0.55;
+  while (at > 0 && width < most) width += signs[--at].codePointAt(0) > 0x2e7f ? 1 : 0.55;
   return signs.slice(at).join('');
 }

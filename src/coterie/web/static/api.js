@@ -61,7 +61,6 @@ async function read(response) {
 export const get = (path, options) => call('GET', path, undefined, options);
 export const post = (path, body, options) => call('POST', path, body ?? {}, options);
 export const put = (path, body) => call('PUT', path, body);
-export const patch = (path, body) => call('PATCH', path, body);
 export const del = (path) => call('DELETE', path);
 export const query = (path, values) => {
   const text = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== undefined && value !== null && value !== ''));

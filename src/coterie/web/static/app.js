@@ -2,6 +2,7 @@
 
 import { whenLocked } from './api.js';
 import { t } from './i18n.js';
+import * as notices from './notices.js';
 import { place, screen, show, start } from './router.js';
 import { resync, state } from './state.js';
 import { applyTheme, buildShell, frame, locked, repaint } from './shell.js';
@@ -36,12 +37,11 @@ async function boot() {
   const [stream, ...rest] = await Promise.all([
     import('./stream.js'),
     import('./keyboard.js'),
-    import('./announce.js'),
     import('./inspector.js'),
   ]);
   stream.start();
-  for (const each of rest) each.start();
-  if (localStorage.getItem('coterie.notify') === '1') import('./screens/notifications.js').then((notes) => notes.start());
+  for (const each of [notices, ...rest]) each.start();
+  if (localStorage.getItem('coterie.notify') === '1') import('./screens/settings.js').then((settings) => settings.start());
   document.documentElement.dataset.ready = '';
 }
 

@@ -69,7 +69,7 @@ export function mountTray(root, agent, changed, moveTo) {
     const one = state.agents.get(agent);
     if (!one || can(one)) return h('span', { class: 'chip-note', 'data-testid': 'how' }, `→ ${t('asOriginal')}`);
     const able = [...state.agents.values()].find((other) => other.id !== agent && other.kind !== 'person' && other.state !== 'terminated' && can(other));
-    return h('span', { class: 'chip-note is-adapted', 'data-testid': 'how' }, `→ ${t('asText', { name: one.name, kind: t(`kind_${kind}`) })}`,
+    return h('span', { class: 'chip-note is-adapted', 'data-testid': 'how' }, '→ ', t('asText', { name: one.name, kind: t(`kind_${kind}`) }),
       able ? button({ class: 'text-btn', 'data-testid': 'send-instead', onclick: () => moveTo(able.id) }, `→ ${t('sendInstead', { name: able.name })}`) : null);
   }
 

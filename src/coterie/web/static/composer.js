@@ -3,8 +3,9 @@
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { newId, send } from './api.js';
 import { t } from './i18n.js';
+import { toast } from './notices.js';
 import { confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
-import { takeEarly } from './shell.js';
+import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
 
 const LONGEST = 200_000;
@@ -94,7 +95,7 @@ export function mountComposer(root, agent) {
     text.disabled = gone;
     sender.disabled = gone;
     setAttr(text, 'aria-label', t('writeTo', { name }));
-    text.placeholder = gone ? '' : t(one?.state === 'active' ? 'writeToActive' : 'writeTo', { name });
+    text.placeholder = gone ? '' : t(one?.state === 'active' && !small.matches ? 'writeToActive' : 'writeTo', { name });
     setAttr(sender, 'aria-disabled', !gone && sendable() ? null : 'true');
     setText(hint, gone ? t('recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : one?.state === 'active' ? t('hintActive', { name }) : '');
     hint.classList.toggle('bad', over > 0);
@@ -223,21 +224,20 @@ export async function deliver({ agent, text, files, replyTo, refill, clientId = 
     }
     confirmLocal(clientId, receipt);
   } catch (error) {
-    await notSent(local, { agent, text, files, replyTo, refill, clientId }, error);
+    notSent(local, { agent, text, files, replyTo, refill, clientId }, error);
   } finally {
     for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
     touch('questions', ...asked.map((one) => `message:${one.id}`));
   }
 }
 
-async function notSent(local, again, error) {
+function notSent(local, again, error) {
   const back = document.getElementById('composer') && again.refill?.(again);
   if (back) dropLocal(local.clientId);
   else {
     Object.assign(local, { status: 'failed', unsure: false, again });
     touch(`thread:${again.agent}`);
   }
-  const { toast } = await import('./toasts.js');
   const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
   const why = error.status ? ` (${error.detail})` : '';
   toast({ kind: 'error', text: t('notSent', { text: short }) + why });

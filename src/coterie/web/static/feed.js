@@ -1,7 +1,8 @@
 // A long list of which only the part near the window is in the document.
 //
 // Heights are kept by key; every item stands at its own place, so one that holds the focus can stay while the rest goes.
-// There is one writer of `scrollTop`, and it is here.
+// There is one writer of `scrollTop`, and it is here. Where things are is known from numbers: to ask the document would make it
+// lay out everything once more.
 
 const AROUND = 14;
 const NEAR_END = 48;
@@ -18,7 +19,8 @@ export class Feed {
     this.tops = new Float64Array(1);
     this.views = new Map(); // key -> view, in the document
     this.follow = true;
-    this.lastTop = 0;
+    this.lastTop = 0; // of the window, and how high it is
+    this.high = scroller.clientHeight;
     this.sizes = new ResizeObserver((entries) => this.resized(entries));
     this.sizes.observe(scroller);
     const up = (event) => {
@@ -50,8 +52,8 @@ export class Feed {
   /** The item at the top of the window, and how far it is scrolled out of it. */
   anchor() {
     if (!this.items.length) return null;
-    const index = this.indexAt(this.scroller.scrollTop);
-    return { key: this.items[index].key, offset: this.scroller.scrollTop - this.tops[index] };
+    const index = this.indexAt(this.lastTop);
+    return { key: this.items[index].key, offset: this.lastTop - this.tops[index] };
   }
 
   settle(anchor) {
@@ -67,13 +69,16 @@ export class Feed {
   }
 
   scrollTo(anchor) {
-    this.list.style.height = `${this.total + END}px`;
-    const box = this.scroller;
-    let top = box.scrollTop;
-    if (this.follow) top = box.scrollHeight - box.clientHeight;
+    const height = Math.round(this.total + END);
+    if (this.height !== height) this.list.style.height = `${(this.height = height)}px`;
+    let top = this.lastTop;
+    if (this.follow) top = height - this.high;
     else if (anchor && this.at.has(anchor.key)) top = this.tops[this.at.get(anchor.key)] + anchor.offset;
-    if (Math.abs(top - box.scrollTop) >= 1) box.scrollTop = top;
-    this.lastTop = box.scrollTop;
+    top = Math.max(0, Math.min(Math.round(top), height - this.high));
+    if (Math.abs(top - this.lastTop) < 1) return;
+    // Someone may be scrolling, and the news of it be on its way: moved by as much, not to a place.
+    this.scroller.scrollTop = this.follow ? top : this.scroller.scrollTop + top - this.lastTop;
+    this.lastTop = this.scroller.scrollTop;
   }
 
   get total() {
@@ -109,9 +114,8 @@ export class Feed {
   }
 
   range() {
-    const top = this.scroller.scrollTop;
-    const first = this.indexAt(top);
-    const last = this.indexAt(top + this.scroller.clientHeight);
+    const first = this.indexAt(this.lastTop);
+    const last = this.indexAt(this.lastTop + this.high);
     return [Math.max(0, first - AROUND), Math.min(this.items.length - 1, last + AROUND)];
   }
 
@@ -174,22 +178,24 @@ export class Feed {
   }
 
   resized(entries) {
-    const keys = new Map([...this.views].map(([key, { el }]) => [el, key]));
     const anchor = this.anchor();
     let changed = false;
-    for (const { target } of entries) {
-      if (target === this.scroller) changed = true;
-      else if (keys.has(target)) changed = this.note(keys.get(target), target.offsetHeight) || changed;
+    for (const { target, borderBoxSize } of entries) {
+      const { key } = target.dataset;
+      if (target === this.scroller) {
+        this.high = target.clientHeight;
+        changed = true;
+      } else if (this.views.get(key)?.el === target) changed = this.note(key, Math.round(borderBoxSize[0].blockSize)) || changed;
     }
     if (changed) this.settle(anchor);
   }
 
   scrolled() {
-    const box = this.scroller;
-    const left = box.scrollHeight - box.clientHeight - box.scrollTop;
-    if (left <= NEAR_END && box.scrollTop >= this.lastTop) this.follow = true;
-    else if (box.scrollTop < this.lastTop - 1 && left > NEAR_END) this.follow = false;
-    this.lastTop = box.scrollTop;
+    const top = this.scroller.scrollTop;
+    const left = this.total + END - this.high - top;
+    if (left <= NEAR_END && top >= this.lastTop) this.follow = true;
+    else if (top < this.lastTop - 1 && left > NEAR_END) this.follow = false;
+    this.lastTop = top;
     const anchor = this.anchor();
     if (this.mount()) this.settle(anchor);
     else {
@@ -199,8 +205,7 @@ export class Feed {
   }
 
   tell() {
-    const box = this.scroller;
-    this.moved({ left: box.scrollHeight - box.clientHeight - box.scrollTop, top: box.scrollTop, follow: this.follow });
+    this.moved({ left: this.total + END - this.high - this.lastTop, top: this.lastTop, follow: this.follow });
   }
 
   toEnd() {
@@ -221,13 +226,11 @@ export class Feed {
   /** The keys now inside the window. */
   seen() {
     if (!this.items.length) return [];
-    const top = this.scroller.scrollTop;
-    return this.items.slice(this.indexAt(top), this.indexAt(top + this.scroller.clientHeight - 1) + 1);
+    return this.items.slice(this.indexAt(this.lastTop), this.indexAt(this.lastTop + this.high - 1) + 1);
   }
 
-  isSeen(el) {
-    const a = el.getBoundingClientRect();
-    const b = this.scroller.getBoundingClientRect();
-    return a.bottom > b.top && a.top < b.bottom;
+  isSeen(key) {
+    const index = this.at.get(key);
+    return this.tops[index] < this.lastTop + this.high && this.tops[index + 1] > this.lastTop;
   }
 }

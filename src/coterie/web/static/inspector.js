@@ -3,12 +3,11 @@
 import { fill, h } from './dom.js';
 import { t } from './i18n.js';
 import { screenNamed } from './router.js';
-import { on, state } from './state.js';
+import { on, state, takes } from './state.js';
 import { region } from './shell.js';
 
 const PANELS = ['delayed', 'artifacts', 'org'];
 const KEPT = 'coterie.panel';
-const TAKES = ['text', 'vision', 'audio', 'file'];
 let ends = [];
 
 export function start() {
@@ -28,11 +27,9 @@ function mount() {
   fill(root, tabs, panel, caps);
 
   function paintTabs() {
-    const focused = tabs.contains(document.activeElement);
     fill(tabs, PANELS.map((name) => h('button', { type: 'button', class: 'tab', role: 'tab', id: `tab-${name}`, 'aria-selected': String(name === shown), 'aria-controls': 'panel',
       tabindex: name === shown ? '0' : '-1', 'data-testid': `tab-${name}`, onclick: () => open(name) }, t(name), name === 'delayed' && state.delayed.size ? ` ${state.delayed.size}` : null)));
     panel.setAttribute('aria-labelledby', `tab-${shown}`);
-    if (focused) tabs.querySelector('[aria-selected="true"]').focus();
   }
 
   async function open(name) {
@@ -57,11 +54,12 @@ function mount() {
     if (!by) return;
     event.preventDefault();
     open(PANELS[(PANELS.indexOf(shown) + by + PANELS.length) % PANELS.length]);
+    tabs.querySelector('[aria-selected="true"]').focus();
   }
 
   function paintCaps() {
     const agents = [...state.agents.values()].filter((one) => one.kind !== 'person' && one.state !== 'terminated');
-    const words = (one) => TAKES.filter((kind) => one.capabilities?.input?.includes(kind)).map((kind) => t(`cap_${kind}`)).join(' · ');
+    const words = (one) => takes(one).map((kind) => t(`cap_${kind}`)).join(' · ');
     fill(caps, h('h2', {}, t('takesIn')), h('dl', {}, agents.slice(0, 40).map((one) => [h('dt', { title: one.name }, one.name), h('dd', {}, words(one))])));
     caps.tabIndex = caps.scrollHeight > caps.clientHeight ? 0 : -1;
   }

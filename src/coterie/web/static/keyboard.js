@@ -4,7 +4,7 @@ import { t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
 import { isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
-import { stop } from './header.js';
+import { stop } from './agents_list.js';
 import { focusNewest } from './quick_replies.js';
 import { openAgent, openComposer, showMessage } from './thread.js';
 
@@ -63,7 +63,7 @@ function quick() {
 }
 
 function step(by, onlyUnread) {
-  const rows = [...document.querySelectorAll('[data-agent-row]')].map((el) => el.dataset.agentRow);
+  const rows = [...document.querySelectorAll('.tree [data-agent]')].map((el) => el.dataset.agent);
   const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === openAgent()) : rows;
   if (!all.length) return true;
   const at = all.indexOf(openAgent());

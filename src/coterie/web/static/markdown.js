@@ -2,6 +2,7 @@
 
 import { button, h } from './dom.js';
 import { t } from './i18n.js';
+import { copyText } from './notices.js';
 
 const INLINE = { em: 'em', strong: 'strong', s: 's' };
 const BLOCK = { p: 'p', quote: 'blockquote', ul: 'ul' };
@@ -63,7 +64,7 @@ function code({ lang, tokens }) {
     return colour ? h('span', { class: `tok-${colour}` }, text) : document.createTextNode(text);
   });
   const text = (tokens ?? []).map(([, piece]) => piece).join('');
-  const copy = button({ class: 'md-copy', onclick: () => import('./toasts.js').then((toasts) => toasts.copy(text)) }, t('copy'));
+  const copy = button({ class: 'md-copy', onclick: () => copyText(text) }, t('copy'));
   return h('div', { class: 'md-code' }, h('div', { class: 'md-code-head' }, h('span', {}, lang ?? ''), copy),
     h('pre', { tabindex: '0', 'aria-label': lang || 'code', role: 'region' }, h('code', {}, runs)));
 }

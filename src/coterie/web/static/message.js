@@ -1,11 +1,11 @@
 // One message: who, when, what, and what became of it.
 
 import { button, fill, h, icon, setText } from './dom.js';
-import { artifactUrl } from './api.js';
-import { bytes, clockTime, dayAndTime, dayName, t } from './i18n.js';
+import { artifactUrl, post } from './api.js';
+import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
 import { nodes } from './markdown.js';
-import { agentPath } from './router.js';
-import { nameOf, on, PERSON, state, SYSTEM } from './state.js';
+import { copyText, oops } from './notices.js';
+import { everySecond, nameOf, now, on, PERSON, state, SYSTEM, untilNext } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
 const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
@@ -138,7 +138,7 @@ function file(one) {
   if (type === 'image') {
     const open = (event) => {
       event.preventDefault();
-      import('./screens/image_viewer.js').then((viewer) => viewer.openImage(one));
+      import('./screens/dialog.js').then((dialog) => dialog.openImage(one));
     };
     return h('li', { class: 'file file-image' }, h('a', { href: artifactUrl(ref), 'aria-label': t('enlarge', { name: filename }), onclick: open },
       h('img', { src: artifactUrl(ref), alt: filename, loading: 'lazy', decoding: 'async' })), h('span', { class: 'file-line' }, label, weight));
@@ -158,8 +158,8 @@ function fields(value) {
   return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
 }
 
-/** A reply that is being said: plain text until its message takes its place. */
-export function draftView(item, feed) {
+/** A reply that is being said: plain text until its message takes its place. Painted every `pace()` milliseconds; `most`: its end only. */
+export function draftView(item, pace, most = Infinity) {
   const draft = () => state.drafts.get(item.id);
   const text = document.createTextNode('');
   const foot = h('div', { class: 'msg-foot meta' });
@@ -167,15 +167,14 @@ export function draftView(item, feed) {
     h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, h('span', { class: 'msg-name' }, nameOf(draft().agent)), h('span', { class: 'tag tag-live' }, t('streaming'))),
       h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('p', { class: 'as-typed' }, text, h('span', { class: 'caret', 'aria-hidden': 'true' })))), foot));
   let timer = null;
-  let paintedAt = 0;
 
   function paint() {
     timer = null;
-    paintedAt = performance.now();
     const now = draft();
     if (!now) return;
-    if (now.text.startsWith(text.data)) text.appendData(now.text.slice(text.data.length));
-    else text.data = now.text;
+    const all = now.text.length > most ? `…${now.text.slice(-most)}` : now.text;
+    if (all.startsWith(text.data)) text.appendData(all.slice(text.data.length));
+    else text.data = all;
     el.classList.toggle('is-stopped', Boolean(now.stopped));
     if (now.stopped && !foot.firstChild) {
       foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
@@ -183,9 +182,8 @@ export function draftView(item, feed) {
     }
   }
 
-  // Twenty times a second where it is seen, twice where it is not.
   const soon = () => {
-    timer ??= setTimeout(paint, Math.max(0, (feed().isSeen(el) ? 50 : 500) - (performance.now() - paintedAt)));
+    timer ??= setTimeout(paint, untilNext(pace()));
   };
   const end = on(`draft:${item.id}`, soon);
   paint();
@@ -199,4 +197,30 @@ export function draftView(item, feed) {
   };
 }
 
-export const linkTo = (id) => h('a', { href: agentPath(id) }, who(id));
+/** Why an agent does not go on, in plain words, with the way out. */
+export function problemView(id) {
+  const words = h('p', { class: 'problem-what' });
+  const detail = h('p', { class: 'problem-why', dir: 'auto' });
+  const when = h('p', { class: 'meta num' });
+  const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch((error) => oops(error)) }, t('retry'));
+  const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('setup'));
+  const copying = button({ class: 'text-btn', onclick: () => copyText(detail.textContent) }, t('copy'));
+  const el = h('article', { class: 'msg msg-problem', tabindex: '-1', 'data-testid': 'problem', data: { key: 'problem' } },
+    h('div', { class: 'problem' }, words, h('details', {}, h('summary', {}, t('details')), detail, copying), when, h('div', { class: 'problem-acts' }, again, setup)));
+
+  function update() {
+    const told = state.problems.get(id);
+    const one = state.agents.get(id);
+    const key = `problem_${told?.category}`;
+    setText(words, t(key) === key ? t('problem_other') : t(key));
+    setText(detail, told?.message ?? one?.why ?? '');
+    setup.hidden = told && told.category !== 'auth';
+    tick();
+  }
+  function tick() {
+    const at = state.problems.get(id)?.retryAt;
+    setText(when, at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t('problemHow'));
+  }
+  update();
+  return { el, update, leave: everySecond(tick) };
+}

@@ -3,6 +3,7 @@
 import { button, h, setAttr, setText } from './dom.js';
 import { newId, send } from './api.js';
 import { t } from './i18n.js';
+import { toast } from './notices.js';
 import { isOpen, keep, on, optionsOf, PERSON, state, touch } from './state.js';
 
 const SHORT = 8; // full-width characters that fit half a phone
@@ -146,7 +147,7 @@ export async function choose(question, option) {
     const receipt = await send({ clientId, to: question.from, payload: { text }, inReplyTo: question.id, option }, unsure);
     close(question, { messageId: receipt.messageId, option });
   } catch (error) {
-    await refused(question, option, error, text);
+    refused(question, option, error, text);
   }
 }
 
@@ -159,11 +160,11 @@ function close(question, answer) {
   touch('questions', `message:${question.id}`);
 }
 
-async function refused(question, option, error, text) {
+function refused(question, option, error, text) {
   const winner = error.more?.answer;
   if (error.code === 'already_answered') {
     close(question, winner ?? { messageId: '', option: null });
-    (await toasts()).toast({ kind: 'info', text: t('qrElsewhere') });
+    toast({ text: t('qrElsewhere') });
     return;
   }
   state.sending.delete(question.id);
@@ -173,12 +174,10 @@ async function refused(question, option, error, text) {
     touch(`agent:${question.from}`, 'agents');
   } else {
     touch(`message:${question.id}`, 'questions');
-    (await toasts()).toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
+    toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
   }
   touch(`message:${question.id}`, 'questions');
 }
-
-const toasts = () => import('./toasts.js');
 
 /** The newest open set in the conversation gets the focus. */
 export function focusNewest(showMessage) {

@@ -7,10 +7,10 @@ import { everySecond, nameOf, now, PERSON } from './state.js';
 const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated: '?', cancelled: '–', unknown: '?' };
 const WORDS = { done: 'run_ok', failed: 'run_failed', started: 'run_running', planned: 'run_planned', gated: 'run_gated', cancelled: 'run_cancelled', unknown: 'run_unknown' };
 
-/** The calls of plans that are worth showing: what was sent to the person is in the thread already. */
-export function callsOf(plans) {
+/** The calls of plans that are worth showing: what was sent to the person is in the thread already, unless `all` are asked for. */
+export function callsOf(plans, all = false) {
   return plans.flatMap((plan) => plan.calls.map((call) => ({ ...call, withdrawn: plan.outcome === 'withdrawn' || isCut(call) })))
-    .filter((call) => call.withdrawn || !(call.name === 'send_message' && call.state === 'done' && target(call) === PERSON));
+    .filter((call) => all || call.withdrawn || !(call.name === 'send_message' && call.state === 'done' && target(call) === PERSON));
 }
 
 const isCut = (call) => call.state === 'cancelled' && /interrupted_by_new_message/.test(call.result);
@@ -49,8 +49,8 @@ export function runsView(item) {
     setText(title, running ? t('runningTool', { name: running.name }) : calls.length === 1 ? (calls[0].withdrawn ? `${calls[0].name} · ${t('run_withdrawn')}` : title1(calls[0])) : t('ranTools', { n: calls.length }));
     signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
     box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
-    el.setAttribute('aria-label', `${title.textContent}: ${calls.map((call) => `${call.name} ${stateWord(call)}`).join(', ')}`);
-    list.replaceChildren(...calls.map(row));
+    el.setAttribute('aria-label', [title.textContent, ...calls.map((call) => `${call.name} ${stateWord(call)}`)].join(', '));
+    list.replaceChildren(...calls.map(callRow));
     tick();
   }
 
@@ -68,7 +68,8 @@ function title1(call) {
   return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
 }
 
-function row(call) {
+/** One call: its name, what came of it, what it was given and gave. */
+export function callRow(call) {
   const ms = took(call);
   return h('li', { class: `run run-${call.withdrawn ? 'withdrawn' : call.state}`, 'data-testid': 'run', data: { state: call.withdrawn ? 'withdrawn' : call.state } },
     h('div', { class: 'run-head' }, h('code', {}, call.name), h('span', { class: 'run-state' }, stateWord(call)), ms === null ? null : h('span', { class: 'meta num' }, seconds(ms))),

@@ -1,11 +1,10 @@
 // The frame around every screen: banner, agents, the screen with its dock, the inspector. One of each, made once.
 
-import { button, fill, h, icon, iconButton, setAttr } from './dom.js';
-import { lang, setLang, t } from './i18n.js';
-import { screenNamed, show } from './router.js';
-import { on, state, unreadTotal } from './state.js';
-import { mountAgents } from './agents_list.js';
-import { mountHeader } from './header.js';
+import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
+import { elapsed, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
+import { show } from './router.js';
+import { everySecond, now, on, state, unreadTotal } from './state.js';
+import { doing, dot, mountAgents, stop, stopping } from './agents_list.js';
 
 const THEME = 'coterie.theme';
 const THEMES = ['auto', 'light', 'dark'];
@@ -34,8 +33,8 @@ export function nextTheme() {
 
 // Language
 
-export function switchLanguage() {
-  setLang(lang() === 'zh' ? 'en' : 'zh');
+export async function switchLanguage() {
+  await switchLang();
   buildShell();
   show();
   document.querySelector('[data-testid="language"]')?.focus();
@@ -62,9 +61,9 @@ export function buildShell() {
   parts.veil = h('div', { class: 'veil', onclick: () => closeSlides() });
   fill(app, skip(), parts.top, parts.side, parts.main, parts.inspector, parts.veil);
   if (kept) parts.early = kept;
-  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], title), on('connection', banners)];
+  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], documentTitle), on('connection', banners)];
   closeSlides(false);
-  title();
+  documentTitle();
   banners();
 }
 
@@ -85,7 +84,7 @@ function footer() {
   const label = { auto: t('themeAuto'), light: t('themeLight'), dark: t('themeDark') }[theme()];
   return h('div', { class: 'side-foot' },
     iconButton('theme', label, { 'data-testid': 'theme', onclick: nextTheme }),
-    button({ class: 'text-btn', 'data-testid': 'language', 'aria-label': t('languageLabel'), lang: lang() === 'zh' ? 'en' : 'zh', onclick: switchLanguage }, t('language')),
+    button({ class: 'text-btn', 'data-testid': 'language', 'aria-label': t('languageLabel'), lang: otherLang(), onclick: switchLanguage }, t('language')),
     iconButton('help', t('shortcuts'), { 'data-testid': 'shortcuts', onclick: () => import('./keyboard.js').then((keys) => keys.showSheet()) }),
     h('a', { class: 'icon-btn', href: '#/setup', 'aria-label': t('setup'), title: t('setup'), 'data-testid': 'setup-link' }, icon('gear')));
 }
@@ -101,25 +100,19 @@ export function frame(at, what) {
   fill(parts.dock);
   parts.dock.hidden = true;
   document.dispatchEvent(new CustomEvent('screen', { detail: at }));
-  title();
+  documentTitle();
   return fresh;
 }
 
-export const screenTitle = () => parts.screenTitle ?? '';
-export const shownAt = () => parts.at ?? { name: '', args: [] };
+const shownAt = () => parts.at ?? { name: '', args: [] };
 
-function title() {
+function documentTitle() {
   const n = unreadTotal();
-  document.title = `${n ? `(${n > 99 ? '99+' : n}) ` : ''}${parts.heading ? `${parts.heading} · ` : ''}Coterie`;
-}
-
-export function setHeading(text) {
-  parts.heading = text;
-  title();
+  document.title = (n ? `(${n > 99 ? '99+' : n}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
 }
 
 export function repaint() {
-  title();
+  documentTitle();
   banners();
 }
 
@@ -156,7 +149,7 @@ export function closeSlides(refocus = true) {
   if (refocus) document.querySelector(`[aria-controls="${open}"]`)?.focus();
 }
 
-const small = matchMedia('(max-width: 720px)');
+export const small = matchMedia('(max-width: 720px)');
 const medium = matchMedia('(max-width: 1099px)');
 small.addEventListener('change', () => reachable());
 medium.addEventListener('change', () => reachable());
@@ -172,22 +165,82 @@ function reachable() {
   }
 }
 
+// The banner: whose conversation this is, what they are doing, how the line to the server is
+
+function mountHeader(root) {
+  const title = h('h1', { class: 'top-title', 'data-testid': 'title' });
+  const status = h('span', { class: 'top-state', 'data-testid': 'agent-state' });
+  const clock = h('span', { class: 'meta num', 'data-testid': 'elapsed' });
+  const stopper = button({ class: 'stop-btn', 'data-testid': 'stop', onclick: () => stop(agent()?.id) }, icon('stop'), h('span', {}, t('stop')));
+  const chip = h('span', { class: 'chip', role: 'status', 'data-testid': 'connection' });
+  fill(root,
+    iconButton('menu', t('menu'), { class: 'only-small', 'aria-controls': 'side', 'aria-expanded': 'false', onclick: () => toggleSlide('side'), 'data-testid': 'menu' }),
+    h('div', { class: 'top-who' }, title, status, clock, stopper),
+    chip,
+    button({ class: 'search-btn', 'aria-label': t('search'), 'data-testid': 'search', onclick: () => import('./keyboard.js').then((keys) => keys.openPalette()) },
+      icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, 'Ctrl K')),
+    iconButton('side', t('details'), { class: 'only-medium', 'aria-controls': 'inspector', 'aria-expanded': 'false', onclick: () => toggleSlide('inspector'), 'data-testid': 'details' }));
+
+  const agent = () => {
+    const at = shownAt();
+    return at.name === 'a' || at.name === '' ? state.agents.get(at.args[0] ?? state.home) : undefined;
+  };
+
+  function paint() {
+    const one = agent();
+    const name = one ? one.name || one.id : shownAt().name === 'a' ? shownAt().args[0] : parts.screenTitle;
+    setText(title, name || 'Coterie');
+    parts.heading = name;
+    documentTitle();
+    fill(status, one ? [dot(one), h('span', {}, one.state === 'active' ? `${t('active')} · ${doing(one)}${steps(one)}` : t(one.state))] : []);
+    if (one?.service === 'tour') status.append(h('span', { class: 'tag' }, t('tour')));
+    status.className = `top-state is-${one?.state ?? 'none'}`;
+    stopper.hidden = one?.state !== 'active';
+    stopper.setAttribute('aria-label', one ? t('stopAgent', { name: one.name }) : t('stop'));
+    stopper.setAttribute('aria-disabled', String(stopping.has(one?.id)));
+    tick();
+  }
+
+  function tick() {
+    const one = agent();
+    setText(clock, one?.state === 'active' && one.since ? elapsed(now() - Date.parse(one.since)) : '');
+  }
+
+  function line() {
+    const what = state.connection;
+    chip.className = `chip chip-${what}`;
+    setText(chip, what === 'ok' ? '' : t(what));
+  }
+
+  let watched = () => {};
+  const follow = () => {
+    watched();
+    const id = agent()?.id;
+    watched = id ? on([`agent:${id}`, `drafts:${id}`], paint) : () => {};
+    paint();
+  };
+  document.addEventListener('screen', follow);
+  const ends = [on(['agents', 'snapshot'], follow), on('connection', line), everySecond(tick)];
+  follow();
+  line();
+  return () => {
+    document.removeEventListener('screen', follow);
+    watched();
+    ends.forEach((end) => end());
+  };
+}
+
+const steps = (one) => (one.phase === 'tool' && one.step ? ` ${t('stepOf', { n: one.step[0], m: one.step[1] })}` : '');
+
 // Not let in
 
-export function locked() {
-  const half = (code, words) => h('section', { lang: code }, ...words);
-  const say = (code) => {
-    const before = lang();
-    setLang(code);
-    const made = half(code, [h('h2', {}, t('lockedTitle')), h('p', {}, t('lockedHow')), h('p', {}, h('code', {}, 'coterie open'))]);
-    setLang(before);
-    return made;
+export async function locked() {
+  const say = async (code) => {
+    const { lockedTitle, lockedHow } = await wordsOf(code);
+    return h('section', { lang: code }, h('h2', {}, lockedTitle), h('p', {}, lockedHow), h('p', {}, h('code', {}, 'coterie open')));
   };
-  const first = lang();
-  const card = h('main', { class: 'locked', 'data-testid': 'locked' }, h('h1', {}, 'Coterie'), say(first), say(first === 'zh' ? 'en' : 'zh'),
+  const card = h('main', { class: 'locked', 'data-testid': 'locked' }, h('h1', {}, 'Coterie'), await say(lang()), await say(otherLang()),
     button({ class: 'primary', onclick: () => location.reload() }, t('lockedAgain')));
   fill(document.getElementById('app'), card);
   document.getElementById('app').className = 'plain-page';
 }
-
-export const hasScreen = (name) => Boolean(screenNamed(name));

@@ -103,7 +103,14 @@ export const openQuestions = (agent) =>
 
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
+/** What an agent's model takes in, of what the page has a word for. */
+export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind) => agent?.capabilities?.input?.includes(kind));
+
 export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
+
+/** The same at a glance, or read aloud: without Markdown's signs. */
+export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[ >#]*(- \[.\]|[-*+>#]+) |\|?( ?:?-{3,}:? ?\|)+|(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
+  .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
 
 // Messages
 
@@ -283,6 +290,9 @@ export function confirmLocal(clientId, receipt) {
 
 /** Called with every event, as it came: `(kind, data)`. */
 export const watchers = new Set();
+
+/** Until the next beat of that many milliseconds: whoever waits for it paints in the same frame as the others. */
+export const untilNext = (ms) => ms - (performance.now() % ms);
 
 // One tick a second for every clock on the page
 

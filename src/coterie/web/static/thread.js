@@ -4,9 +4,9 @@ import { button, fill, h, icon, setText } from './dom.js';
 import { post } from './api.js';
 import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
-import { draftView, messageView } from './message.js';
+import { draftView, messageView, problemView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, thread, threadOf, touch } from './state.js';
+import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, takes, thread, threadOf, touch } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, retryLocal } from './composer.js';
 import { isWaiting, waited } from './waiting.js';
@@ -14,8 +14,9 @@ import { isWaiting, waited } from './waiting.js';
 const NEAR_TOP = 1_200;
 const READ_MS = 250;
 const JOIN_MS = 180_000;
+const SEEN_MS = 50; // between two paintings of a reply under way
+const UNSEEN_MS = 500;
 let runs = null;
-let problems = null;
 let current = null;
 
 /** The agent whose conversation opens when the address names none. */
@@ -86,9 +87,9 @@ function conversation(root, id, wanted) {
     drop: (local) => dropLocal(local.clientId),
   };
   const make = (item) => {
-    if (item.kind === 'draft') return draftView(item, () => feed);
+    if (item.kind === 'draft') return draftView(item, () => (feed.isSeen(item.key) ? SEEN_MS : UNSEEN_MS));
     if (item.kind === 'runs') return runs.runsView(item);
-    if (item.kind === 'problem') return problems.problemView(id);
+    if (item.kind === 'problem') return problemView(id);
     return messageView(item, acts);
   };
   const feed = new Feed(scroller, list, make, moved);
@@ -101,7 +102,8 @@ function conversation(root, id, wanted) {
     const all = [];
     for (const message of one.ids.map((each) => state.messages.get(each))) {
       if (isWaiting(message, id)) continue;
-      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at: message.deliveredAt, from: message.from });
+      message.dayKey ??= dayKey(message.deliveredAt);
+      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at: message.deliveredAt, from: message.from, dayKey: message.dayKey });
     }
     const oldest = one.older ? all[0]?.at ?? '' : '';
     return finish(groups(all, oldest));
@@ -130,7 +132,7 @@ function conversation(root, id, wanted) {
     for (const draft of state.drafts.values()) {
       if (draft.agent === id && draft.text) all.push({ key: `d:${draft.id}`, kind: 'draft', id: draft.id, at: new Date(draft.at).toISOString() });
     }
-    if (problems && (state.agents.get(id)?.state === 'blocked' || state.problems.has(id))) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
+    if (state.agents.get(id)?.state === 'blocked' || state.problems.has(id)) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
     decorate(all);
     return all;
   }
@@ -141,7 +143,7 @@ function conversation(root, id, wanted) {
     let day = null;
     let before = null;
     for (const item of all) {
-      const key = dayKey(item.at);
+      const key = item.dayKey ?? dayKey(item.at);
       item.day = key === day ? null : item.at;
       day = key;
       item.news = line && item.id === line.id ? line.count() : 0;
@@ -197,6 +199,8 @@ function conversation(root, id, wanted) {
     if (wanted) show(state.messages.get(wanted) ?? { id: wanted }, true);
     else if (line) feed.show(`m:${line.id}`, 120);
     loadPlans(id);
+    runs ??= await import('./runs.js');
+    if (current?.feed === feed) paint();
   }
 
   function mark() {
@@ -245,7 +249,7 @@ function conversation(root, id, wanted) {
   function read() {
     reading ??= setTimeout(() => {
       reading = null;
-      const last = [...one.ids].reverse().map((each) => state.messages.get(each)).find((message) => message.to === PERSON);
+      const last = state.messages.get(one.ids.findLast((each) => state.messages.get(each).to === PERSON));
       if (!last || !one.unread || document.hidden || last.id === readUpto || current?.feed !== feed) return;
       if (!feed.seen().some((item) => item.id === last.id)) return;
       readUpto = last.id;
@@ -270,10 +274,6 @@ function conversation(root, id, wanted) {
     on(`agent:${id}`, () => paint()),
     everyDraft(id),
   ];
-  Promise.all([import('./runs.js'), import('./problem.js')]).then((loaded) => {
-    [runs, problems] = loaded;
-    paint();
-  });
   if (state.booted) open();
   else {
     fill(blank, bones()).hidden = false;
@@ -336,13 +336,12 @@ function walk(event, feed, scroller) {
 
 function emptyThread(id, composer) {
   const one = state.agents.get(id);
-  const takes = (one?.capabilities?.input ?? []).filter((kind) => ['text', 'vision', 'audio', 'file'].includes(kind));
-  const icons = { text: 'text', vision: 'image', audio: 'audio', file: 'file' };
+  const kinds = takes(one);
   const starters = [1, 2, 3].map((n) => button({ class: 'plain-btn starter', onclick: () => {
     composer.refill({ text: t(`starter${n}`) });
     composer.focus();
   } }, t(`starter${n}`)));
   return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name' }, nameOf(id)),
-    takes.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), ...takes.map((kind) => h('span', { class: 'cap' }, icon(icons[kind]), t(`cap_${kind}`)))) : null,
+    kinds.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))) : null,
     one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
 }

@@ -3,6 +3,7 @@
 import { button, fill, h } from './dom.js';
 import { del } from './api.js';
 import { t } from './i18n.js';
+import { oops, toast } from './notices.js';
 import { on, PERSON, plainText, state, touch } from './state.js';
 
 /** Ids that were shown here: once taken, they stand in the thread under a line that says so. */
@@ -34,9 +35,8 @@ export async function withdraw(agent, message) {
     if (known) known.state = 'withdrawn';
     return true;
   } catch (error) {
-    const late = error.code === 'already_taken';
-    const { toast } = await import('./toasts.js');
-    toast(late ? { text: t('tooLate') } : { kind: 'error', text: t('actionFailed', { detail: error.detail }), retry: () => withdraw(agent, message) });
+    if (error.code === 'already_taken') toast({ text: t('tooLate') });
+    else oops(error, () => withdraw(agent, message));
     return false;
   } finally {
     withdrawing.delete(message.id);
@@ -50,7 +50,7 @@ export function mountStrip(root, agent) {
   function paint() {
     const items = waitingFor(agent);
     root.hidden = items.length === 0;
-    const at = document.activeElement?.dataset?.withdraw;
+    const focused = root.contains(document.activeElement);
     const head = button({ class: 'strip-head', 'aria-expanded': String(open), onclick: () => {
       open = !open;
       paint();
@@ -58,14 +58,14 @@ export function mountStrip(root, agent) {
     const list = h('ol', { class: `strip-list ${open ? 'is-open' : ''}` }, items.map((one, index) => row(one, index, items.length)));
     fill(root, items.length > 1 ? head : null, list);
     root.classList.toggle('strip-many', items.length > 1);
-    if (at) (root.querySelector(`[data-withdraw="${CSS.escape(at)}"]`) ?? root.querySelector('[data-withdraw]') ?? document.getElementById('composer'))?.focus();
+    if (focused && !items.length) document.getElementById('composer')?.focus();
   }
 
   const row = (one, index, all) =>
     h('li', { class: 'strip-row', 'data-testid': 'waiting', data: { messageId: one.id ?? '' } },
       h('span', { class: 'strip-tag' }, t('interjection', { n: index + 1, m: all })),
       h('span', { class: 'strip-text', dir: 'auto' }, plainText(one) || t('attachments')),
-      button({ class: 'text-btn', 'data-testid': 'withdraw', data: { withdraw: one.id }, 'aria-disabled': withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
+      button({ class: 'text-btn', 'data-testid': 'withdraw', data: { of: one.id }, 'aria-disabled': withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
         t(withdrawing.has(one.id) ? 'withdrawing' : 'withdraw')));
 
   root.className = 'strip';

@@ -4,7 +4,7 @@ import { artifactUrl, get, query } from '../api.js';
 import { button, fill, h, icon } from '../dom.js';
 import { bytes, dayAndTime, t } from '../i18n.js';
 import { on } from '../state.js';
-import { openImage } from './image_viewer.js';
+import { openImage } from './dialog.js';
 import { empty, failed } from './parts.js';
 
 const ICONS = { image: 'image', audio: 'audio' };

@@ -4,9 +4,9 @@ import { del, query } from '../api.js';
 import { button, fill, h, setText } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
+import { oops, toast } from '../notices.js';
 import { everySecond, keep, now, on, plainText, state } from '../state.js';
-import { toast } from '../toasts.js';
-import { empty, toggle } from './parts.js';
+import { empty, toggle, when } from './parts.js';
 
 const ONLY_TIMES = 'coterie.onlyTimes';
 
@@ -20,10 +20,9 @@ export function render(root, { compact }) {
     const due = [...state.delayed.values()].sort((a, b) => (a.deliverAt < b.deliverAt ? -1 : 1));
     for (const id of rows.keys()) if (!state.delayed.has(id)) rows.delete(id);
     for (const message of due) if (!rows.has(message.id)) rows.set(message.id, row(message));
-    const focused = list.contains(document.activeElement) ? document.activeElement : null;
+    const focused = list.contains(document.activeElement);
     fill(list, due.map((message) => rows.get(message.id).el));
-    if (focused && !list.contains(focused)) (list.querySelector('button') ?? root).focus();
-    else focused?.focus();
+    if (focused && !due.length) root.focus();
     fill(more, due.length ? null : empty(t('delayedNone')));
     tick();
   };
@@ -60,7 +59,7 @@ async function loadAll() {
 
 function row(message) {
   const left = h('span', { class: 'countdown' });
-  const at = h('time', { class: 'meta', datetime: message.deliverAt, text: dayAndTime(message.deliverAt) });
+  const at = when(message.deliverAt);
   const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }) });
   cancel.addEventListener('click', () => callOff(message, cancel));
   const el = h(
@@ -104,6 +103,6 @@ async function callOff(message, cancel) {
   } catch (error) {
     cancel.removeAttribute('aria-disabled');
     if (error.code === 'already_taken') toast({ text: t('delayedTooLate') });
-    else toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+    else oops(error);
   }
 }

@@ -2,18 +2,24 @@
 
 import { query } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { dayAndTime, t } from '../i18n.js';
-import { who } from '../message.js';
+import { t } from '../i18n.js';
+import { draftView, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, keep, on, openQuestions, plainText, state, threadOf } from '../state.js';
-import { empty, failed } from './parts.js';
+import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
+import { empty, failed, when } from './parts.js';
+
+const TAIL = 280; // characters of a reply under way, and how often they are painted
+const SEEN_MS = 100;
+const UNSEEN_MS = 500;
 
 export function render(root, { compact, query: asked }) {
   const questions = h('div', { class: 'cards' });
   const heading = h('h2', { id: 'inbox-open' });
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
+  const saying = h('section', { class: 'saying', 'aria-labelledby': 'inbox-live', hidden: true }, h('h2', { id: 'inbox-live', text: t('inboxLive') }));
+  const live = new Map(); // what is being said just now, to whomever
   const cards = new Map();
   let ids = new Set();
   const onlyQuestions = asked.get('only') === 'questions';
@@ -35,6 +41,26 @@ export function render(root, { compact, query: asked }) {
       if (questions.children[i] !== el) questions.insertBefore(el, questions.children[i] ?? null);
     });
     if (!cards.size) fill(questions, empty(t('inboxNoQuestions')));
+  };
+  const seen = new Set();
+  const watch = new IntersectionObserver((all) => {
+    for (const { target, isIntersecting } of all) seen[isIntersecting ? 'add' : 'delete'](target.dataset.of);
+  });
+  const drawLive = () => {
+    for (const [id, view] of live) {
+      if (state.drafts.has(id)) continue;
+      view.leave();
+      view.el.remove();
+      live.delete(id);
+    }
+    for (const { id, text, stopped } of state.drafts.values()) {
+      if (live.has(id) || !text || stopped) continue;
+      live.set(id, draftView({ id }, () => (seen.has(id) ? SEEN_MS : UNSEEN_MS), TAIL));
+      live.get(id).el.dataset.of = id;
+      saying.append(live.get(id).el);
+      watch.observe(live.get(id).el);
+    }
+    saying.hidden = !live.size;
   };
   const drawAll = () => {
     const all = [...ids].map((id) => state.messages.get(id)).filter((one) => one && one.state !== 'withdrawn');
@@ -61,13 +87,17 @@ export function render(root, { compact, query: asked }) {
   fill(
     root,
     h('section', { 'aria-labelledby': 'inbox-open' }, heading, questions),
+    onlyQuestions ? null : saying,
     onlyQuestions ? null : h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
   );
   drawQuestions();
+  drawLive();
   if (!onlyQuestions) load();
-  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come)];
+  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on(['drafts:*', 'draft:*'], drawLive)];
   return () => {
     for (const one of cards.values()) one.stop();
+    watch.disconnect();
+    for (const one of live.values()) one.leave();
     stops.forEach((stop) => stop());
   };
 }
@@ -77,7 +107,7 @@ function card(message) {
   const el = h(
     'article',
     { class: 'card', data: { messageId: message.id } },
-    h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', h('time', { class: 'meta', datetime: message.deliveredAt ?? '', text: dayAndTime(message.deliveredAt) })),
+    h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', when(message.deliveredAt)),
     h('p', { class: 'item-text', dir: 'auto', text: message.payload.text ?? '' }),
     set?.el,
   );
@@ -100,8 +130,8 @@ function line(message) {
     h(
       'a',
       { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
-      h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), h('time', { class: 'meta', datetime: message.deliveredAt, text: dayAndTime(message.deliveredAt) })),
-      h('span', { class: 'item-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
+      h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), when(message.deliveredAt)),
+      h('span', { class: 'item-text clamp', dir: 'auto', text: glance(message) || t('noText') }),
     ),
   );
 }

@@ -1,15 +1,13 @@
 // Who belongs to whom: as a tree to walk through, or as a drawing.
 
-import { button, fill, h, icon } from '../dom.js';
+import { button, fill, h, icon, s } from '../dom.js';
 import { t } from '../i18n.js';
-import { doing, dot } from '../header.js';
-import { agentPath, go } from '../router.js';
-import { on, state } from '../state.js';
+import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
+import { agentPath } from '../router.js';
+import { on, takes } from '../state.js';
 import { empty } from './parts.js';
-import { drawGraph } from './org_graph.js';
 
 const SHOWN = 'coterie.org';
-const CAPABILITIES = { text: 'text', vision: 'image', audio: 'audio', file: 'file' };
 
 export function render(root, { compact }) {
   const stage = h('div', { class: 'org' });
@@ -30,26 +28,22 @@ export function render(root, { compact }) {
     const roots = family();
     if (!roots.length) return fill(stage, empty(t('noAgents')));
     if (graph) return fill(stage, drawGraph(roots));
-    const inside = stage.contains(document.activeElement);
-    const visible = flat(roots, folded);
-    if (!visible.some(({ agent }) => agent.id === current)) current = visible[0].agent.id;
-    fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: keys }, visible.map(row)));
-    if (inside) focus();
+    const shown = flat(roots, folded);
+    if (!shown.some(({ agent }) => agent.id === current)) current = shown[0].agent.id;
+    fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) }, shown.map(row)));
+    mark();
   };
-  const row = ({ agent, level, children }) =>
-    h(
+  const row = (node) => {
+    const { agent, kids, level } = node;
+    const sign = kids.length && (folded.has(agent.id) ? '▸' : '▾');
+    const turn = (event) => {
+      event.stopPropagation();
+      fold(agent.id);
+    };
+    return h(
       'li',
-      {
-        role: 'treeitem',
-        class: `org-row org-level-${Math.min(level, 8)}`,
-        'aria-level': String(level),
-        'aria-expanded': children.length ? String(!folded.has(agent.id)) : null,
-        'aria-selected': String(agent.id === current),
-        tabindex: agent.id === current ? '0' : '-1',
-        data: { agent: agent.id },
-        onclick: () => go(agentPath(agent.id)),
-      },
-      children.length ? h('span', { class: 'fold', 'aria-hidden': 'true', text: folded.has(agent.id) ? '▸' : '▾', onclick: (event) => (event.stopPropagation(), fold(agent.id)) }) : h('span', { class: 'fold' }),
+      { class: `org-row org-level-${Math.min(level, 8)}`, ...treeItem(node, folded) },
+      h('span', { class: 'fold', 'aria-hidden': 'true', onclick: sign ? turn : null }, sign || null),
       dot(agent),
       h('span', { class: 'org-name', dir: 'auto', text: agent.name }),
       h('span', { class: 'meta', text: doing(agent) }),
@@ -57,28 +51,21 @@ export function render(root, { compact }) {
       agent.delayed > 0 && h('span', { class: 'tag', text: t('orgDelayed', { n: agent.delayed }) }),
       capabilities(agent),
     );
-  const focus = () => stage.querySelector('[tabindex="0"]')?.focus();
+  };
+  const mark = () => {
+    for (const el of stage.querySelectorAll('[role=treeitem]')) {
+      el.tabIndex = el.dataset.agent === current ? 0 : -1;
+      el.setAttribute('aria-selected', String(!el.tabIndex));
+    }
+  };
+  const focus = (id) => {
+    current = id;
+    mark();
+    stage.querySelector('[tabindex="0"]')?.focus();
+  };
   const fold = (id) => {
     if (!folded.delete(id)) folded.add(id);
     draw();
-  };
-  const keys = (event) => {
-    const visible = flat(family(), folded);
-    const at = visible.findIndex(({ agent }) => agent.id === current);
-    const { agent, children } = visible[at];
-    const to = (index) => visible[Math.max(0, Math.min(visible.length - 1, index))].agent.id;
-    if (event.key === 'Enter' || event.key === ' ') go(agentPath(agent.id));
-    else if (event.key === 'ArrowDown') current = to(at + 1);
-    else if (event.key === 'ArrowUp') current = to(at - 1);
-    else if (event.key === 'Home') current = to(0);
-    else if (event.key === 'End') current = to(visible.length - 1);
-    else if (event.key === 'ArrowRight' && children.length) folded.has(agent.id) ? folded.delete(agent.id) : (current = to(at + 1));
-    else if (event.key === 'ArrowLeft') children.length && !folded.has(agent.id) ? folded.add(agent.id) : (current = parentOf(agent) ?? current);
-    else if (event.key.length === 1 && !event.ctrlKey && !event.altKey && !event.metaKey) current = typed(visible, at, event.key) ?? current;
-    else return;
-    event.preventDefault();
-    draw();
-    focus();
   };
 
   fill(root, !compact && h('div', { class: 'filters', role: 'group', 'aria-label': t('orgView') }, views), stage);
@@ -95,28 +82,51 @@ export function render(root, { compact }) {
   return on(['agents', 'snapshot', 'agent:*'], soon);
 }
 
-const parentOf = (agent) => (state.agents.has(agent.parent) ? agent.parent : null);
-
-/** Agents under their parents; one whose parent is not known stands on its own. */
-function family() {
-  const nodes = new Map();
-  for (const agent of state.agents.values()) if (agent.kind !== 'person') nodes.set(agent.id, { agent, children: [] });
-  const roots = [];
-  for (const node of nodes.values()) (nodes.get(node.agent.parent)?.children ?? roots).push(node);
-  return roots;
-}
-
-function flat(nodes, folded, level = 1) {
-  return nodes.flatMap((node) => [{ ...node, level }, ...(folded.has(node.agent.id) ? [] : flat(node.children, folded, level + 1))]);
-}
-
-function typed(visible, at, letter) {
-  const after = [...visible.slice(at + 1), ...visible.slice(0, at + 1)];
-  return after.find(({ agent }) => agent.name.toLowerCase().startsWith(letter.toLowerCase()))?.agent.id;
-}
-
 function capabilities(agent) {
-  const reads = (agent.capabilities?.input ?? []).filter((name) => CAPABILITIES[name]);
-  const label = `${t('takesIn')}: ${reads.map((name) => t(`cap_${name}`)).join(', ')}`;
-  return h('span', { class: 'org-caps', role: 'img', 'aria-label': label, title: label }, reads.map((name) => icon(CAPABILITIES[name])));
+  const reads = takes(agent);
+  const label = [t('takesIn'), ...reads.map((name) => t(`cap_${name}`))].join(', ');
+  return h('span', { class: 'org-caps', role: 'img', 'aria-label': label, title: label }, reads.map(icon));
+}
+
+// The drawing: parents above, leaves side by side. Every node is a link to its conversation.
+
+const [WIDE, HIGH, GAP] = [148, 96, 24];
+
+function drawGraph(roots) {
+  const placed = [];
+  const lines = [];
+  let column = 0;
+  const place = (node, depth) => {
+    const below = node.kids.map((child) => place(child, depth + 1));
+    const x = below.length ? (below[0].x + below.at(-1).x) / 2 : (column += 1) - 1;
+    const here = { node, x, depth };
+    placed.push(here);
+    for (const child of below) lines.push([here, child]);
+    return here;
+  };
+  roots.forEach((root) => place(root, 0));
+  const depth = Math.max(...placed.map((one) => one.depth)) + 1;
+  const [width, height] = [column * WIDE + GAP * 2, depth * HIGH + GAP];
+  const at = ({ x, depth: row }) => [GAP + x * WIDE + WIDE / 2, GAP + row * HIGH + 16];
+
+  const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, width, height, class: 'graph', role: 'group', 'aria-label': t('org') });
+  for (const [parent, child] of lines) {
+    const [x1, y1] = at(parent);
+    const [x2, y2] = at(child);
+    svg.append(s('path', { class: 'edge', d: `M${x1} ${y1}C${x1} ${y1 + 44} ${x2} ${y2 - 44} ${x2} ${y2}` }));
+  }
+  for (const one of placed) svg.append(nodeOf(one, at(one)));
+  return h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);
+}
+
+function nodeOf({ node: { agent } }, [x, y]) {
+  const link = s('a', { href: agentPath(agent.id), class: `node node-${agent.state}` });
+  const name = s('text', { x, y: y + 32, class: 'node-name' });
+  name.textContent = agent.name.length > 16 ? `${agent.name.slice(0, 15)}…` : agent.name;
+  const state = s('text', { x, y: y + 50, class: 'node-state' });
+  state.textContent = doing(agent).slice(0, 20);
+  const title = s('title', {});
+  title.textContent = `${agent.name}: ${doing(agent)}`;
+  link.append(title, s('circle', { cx: x, cy: y, r: 14 }), name, state);
+  return link;
 }

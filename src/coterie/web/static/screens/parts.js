@@ -1,9 +1,8 @@
 // The small things that screens are made of.
 
 import { button, h } from '../dom.js';
-import { t } from '../i18n.js';
-import { toast } from '../toasts.js';
-import './words.js';
+import { dayAndTime, t } from '../i18n.js';
+import { oops } from '../notices.js';
 
 await styled('/static/screens/screens.css');
 
@@ -12,6 +11,8 @@ export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { te
 /** A line that says what was not fetched, with another try. */
 export const failed = (text, again) =>
   h('p', { class: 'inline-error' }, h('span', { text }), ' ', button({ class: 'text-btn', text: t('retry'), onclick: again }));
+
+export const when = (at) => h('time', { class: 'meta', datetime: at ?? '', text: dayAndTime(at) });
 
 let count = 0;
 export const newName = (stem) => `${stem}-${(count += 1)}`;
@@ -48,7 +49,7 @@ export async function busy(el, work) {
   try {
     await work();
   } catch (error) {
-    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail ?? String(error) }) });
+    oops(error);
   } finally {
     el.removeAttribute('aria-disabled');
     el.textContent = label;

@@ -2,9 +2,8 @@
 
 import { post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { t } from '../i18n.js';
+import { dayAndTime, t } from '../i18n.js';
 import { busy, choice, field, newName, toggle } from './parts.js';
-import { outcomeOf } from './trial.js';
 
 export const CAPABILITIES = ['text', 'vision', 'audio', 'file', 'tool_calling', 'structured_output'];
 const OUTPUT = ['text', 'tool_calling', 'structured_output'];
@@ -99,4 +98,16 @@ export function serviceForm(from, { known, offers, saved, closed }) {
   fill(models, (from.models ?? []).map((value) => h('option', { value })));
   if (from.models?.length) model.value ||= from.models[0];
   return form;
+}
+
+/** What came of a trial, in the page's own language: the server gives a code, and its words in English. */
+export function outcomeOf(trial) {
+  if (!trial) return [h('span', { class: 'tag', text: t('untested') })];
+  const told = trial.ok ? t('trial_ok', { s: (trial.ms / 1000).toFixed(1) }) : t(`trial_${trial.code}`);
+  return [
+    h('span', { class: trial.ok ? 'tag ok' : 'tag bad', text: t(trial.ok ? 'trialOk' : 'trialBad') }),
+    ' ',
+    h('span', { text: told, title: dayAndTime(trial.at) }),
+    trial.detail && h('span', { class: 'meta block', dir: 'auto', text: trial.detail }),
+  ].filter(Boolean);
 }

@@ -3,13 +3,12 @@
 import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
+import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
-import { toast } from '../toasts.js';
 import { confirm } from './dialog.js';
 import { settings } from './settings.js';
-import { CAPABILITIES, serviceForm } from './service_form.js';
+import { CAPABILITIES, outcomeOf, serviceForm } from './service_form.js';
 import { busy, failed, toggle } from './parts.js';
-import { outcomeOf } from './trial.js';
 
 const GUIDE = 'guide';
 
@@ -41,7 +40,7 @@ export function render(root) {
       services(seen, { edit: (one) => edit(one, true), changed }),
       table(seen.items),
       offers(seen.offers, { use: (one) => edit(one, false), probe: () => load(true) }),
-      h('section', {}, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), ' ', button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
+      h('section', { class: 'item-foot' }, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
       form,
       tour(seen.items, changed),
       settings(),
@@ -62,7 +61,7 @@ async function reload(load) {
     toast({ text: problems.length ? t('setupReloadedProblems', { n: problems.length }) : t('setupReloaded') });
     await Promise.all([load(), resync()]);
   } catch (error) {
-    toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+    oops(error);
   }
 }
 
@@ -157,7 +156,7 @@ function tour(items, changed) {
         await del('/services/tour');
       }
     } catch (error) {
-      toast({ kind: 'error', text: t('actionFailed', { detail: error.detail }) });
+      oops(error);
     }
     await changed();
   };

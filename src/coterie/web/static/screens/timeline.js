@@ -2,10 +2,11 @@
 
 import { query } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { dayAndTime, t } from '../i18n.js';
+import { t } from '../i18n.js';
 import { who } from '../message.js';
-import { PERSON, SYSTEM, keep, on, optionsOf, plainText, state, watchers } from '../state.js';
-import { choice, empty, failed, field } from './parts.js';
+import { callRow, callsOf } from '../runs.js';
+import { PERSON, SYSTEM, glance, keep, on, optionsOf, state, watchers } from '../state.js';
+import { choice, empty, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
 
@@ -29,7 +30,7 @@ export function render(root, { query: asked }) {
   const change = (wanted) => {
     Object.assign(filters, wanted);
     const set = new URLSearchParams(Object.entries(filters).filter(([, value]) => value));
-    history.replaceState(null, '', `#/timeline${set.size ? `?${set}` : ''}`);
+    history.replaceState(null, '', set.size ? `#/timeline?${set}` : '#/timeline');
     again();
   };
   const again = () => {
@@ -125,36 +126,26 @@ function messageRow(message) {
       h('span', { dir: 'auto', text: who(message.to) }),
       message.state !== 'taken' && h('span', { class: `tag ${message.state}`, text: t(`state_${message.state}`) }),
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
-      h('time', { class: 'meta', datetime: message.createdAt, text: dayAndTime(message.createdAt) }),
+      when(message.createdAt),
     ),
-    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
+    h('p', { class: 'item-text', dir: 'auto', text: glance(message) || t('noText') }),
     // Somebody else's question: options to read, not to press.
     options && h('ul', { class: 'plain-options', 'aria-label': t('quickReplies') }, options.map((text) => h('li', { dir: 'auto', text }))),
   );
 }
 
-const WORD = { done: 'ok', failed: 'failed', cancelled: 'cancelled', unknown: 'unknown', started: 'running', planned: 'planned', gated: 'gated' };
-
 function runRow(run) {
   return h(
     'li',
-    { class: 'item run' },
+    { class: 'item' },
     h(
       'p',
       { class: 'item-head' },
       h('span', { dir: 'auto', text: who(run.agent) }),
       h('span', { class: 'tag', text: t(run.outcome === 'withdrawn' ? 'runWithdrawn' : 'runPlan') }),
-      h('time', { class: 'meta', datetime: run.at, text: dayAndTime(run.at) }),
+      when(run.at),
     ),
     run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
-    run.calls.map((call) =>
-      h(
-        'details',
-        { class: `call ${call.state}` },
-        h('summary', {}, h('code', { text: call.name }), ' ', h('span', { class: 'tag', text: t(`run_${WORD[call.state] ?? 'unknown'}`) })),
-        h('pre', { dir: 'auto', text: call.arguments }),
-        call.result && h('pre', { dir: 'auto', text: call.result }),
-      ),
-    ),
+    h('ol', { class: 'runs runs-list' }, callsOf([run], true).map(callRow)),
   );
 }

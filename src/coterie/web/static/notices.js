@@ -1,0 +1,118 @@
+// What a person is told on the side: short notices, and for a screen reader one line per finished message. Never tokens.
+
+import { button, h, iconButton } from './dom.js';
+import { t } from './i18n.js';
+import { place } from './router.js';
+import { nameOf, glance, optionsOf, PERSON, state, SYSTEM, threadOf, watchers } from './state.js';
+import { region } from './shell.js';
+
+const STAYS_MS = 1_000;
+const OTHERS_MS = 5_000;
+const LONG_MS = 3_000;
+const LONGEST = 200;
+const INFO_MS = 5_000;
+const MOST = 4;
+
+const log = h('div', { role: 'log', class: 'vh', 'aria-live': 'polite', 'data-testid': 'live-log' });
+const alerts = h('div', { role: 'alert', class: 'vh', 'data-testid': 'live-alert' });
+let othersAt = -OTHERS_MS;
+const started = new Map();
+
+export function start() {
+  watchers.add(heard);
+}
+document.body.append(h('div', { class: 'live' }, log, alerts));
+
+const announce = (text) => put(log, text);
+
+function put(root, text) {
+  const line = h('p', {}, text);
+  root.append(line);
+  setTimeout(() => line.remove(), STAYS_MS);
+}
+
+const isOpenHere = (agent) => (place().name === 'a' && place().args[0] === agent) || (place().name === '' && state.home === agent);
+
+function heard(kind, data) {
+  if (kind === 'draft.started' && isOpenHere(data.agent)) {
+    started.set(data.draftId, setTimeout(() => announce(t('startsReply', { name: nameOf(data.agent) })), LONG_MS));
+  } else if (kind === 'draft.ended') {
+    clearTimeout(started.get(data.draftId));
+    started.delete(data.draftId);
+  } else if ((kind === 'message.created' || kind === 'delayed.delivered') && data.message?.to === PERSON) told(data.message);
+}
+
+function told(message) {
+  const agent = threadOf(message);
+  const name = message.from === SYSTEM ? t('system') : nameOf(agent);
+  if (isOpenHere(agent)) {
+    const options = optionsOf(message);
+    const text = glance(message).slice(0, LONGEST);
+    announce(t('said', { name, text }) + (options ? ` ${t('qrArrived', { n: options.length })}` : ''));
+  } else if (performance.now() - othersAt >= OTHERS_MS) {
+    othersAt = performance.now();
+    announce(t('hasNews', { name }));
+  }
+}
+
+// Notices, in the flow above the composer: information goes by itself, an error stays until it is closed
+
+/** `kind`: info or error. `retry` adds a button. Returns how to close it. */
+export function toast({ kind = 'info', text, retry, action }) {
+  const root = region('toasts');
+  const el = h('div', { class: `toast toast-${kind}`, 'data-testid': 'toast', data: { kind } }, h('span', { class: 'toast-text', dir: 'auto' }, text));
+  let left = INFO_MS;
+  let since = 0;
+  let timer = null;
+
+  const close = () => {
+    clearTimeout(timer);
+    if (el.contains(document.activeElement)) document.getElementById('composer')?.focus();
+    el.remove();
+  };
+  const run = () => {
+    since = performance.now();
+    timer = setTimeout(close, left);
+  };
+  const rest = () => {
+    clearTimeout(timer);
+    left = Math.max(1000, left - (performance.now() - since));
+  };
+  const act = (what) => () => {
+    close();
+    what();
+  };
+  if (action) el.append(button({ class: 'text-btn', onclick: act(action.run) }, action.label));
+  if (retry) el.append(button({ class: 'text-btn', 'data-testid': 'toast-retry', onclick: act(retry) }, t('retry')));
+  el.append(iconButton('close', t('close'), { 'data-testid': 'toast-close', onclick: close }));
+  if (kind === 'error') put(alerts, text);
+  else {
+    el.setAttribute('role', 'status');
+    for (const type of ['mouseenter', 'focusin']) el.addEventListener(type, rest);
+    for (const type of ['mouseleave', 'focusout']) el.addEventListener(type, run);
+    run();
+  }
+  root.append(el);
+  while (root.children.length > MOST) root.firstChild.remove();
+  return close;
+}
+
+/** Puts a text into the clipboard; by a selection where there is no clipboard to write to. */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const back = document.activeElement;
+    const area = h('textarea', { class: 'vh', 'aria-hidden': 'true' });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand('copy');
+    area.remove();
+    back?.focus();
+  }
+  toast({ text: t('copied') });
+}
+
+/** Something the person wanted did not work. */
+export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.detail ?? String(error) }), retry });

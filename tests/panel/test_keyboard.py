@@ -1,0 +1,218 @@
+"""The page without a mouse: the whole journey, a ring around every stop, and a focus that nothing takes away."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from coterie.testing import Says
+from tests.agent.stage import Bell
+from tests.panel import ui
+from tests.panel.colours import COLOURS
+from tests.panel.conftest import Figure
+from tests.panel.room import PHONE, WIDE, Room, eventually
+from tests.panel.test_conversation import PNG, at_work
+
+RING = (
+    "() => {"
+    + COLOURS
+    + """
+  const el = document.activeElement;
+  if (el === document.body) return ['BODY', 0, 0, true];
+  const style = getComputedStyle(el);
+  const width = style.outlineStyle === 'none' ? 0 : parseFloat(style.outlineWidth);
+  // A ring drawn inside lies on the element itself, one outside on what is behind it.
+  const ground = groundOf(parseFloat(style.outlineOffset) < 0 ? el : el.parentElement);
+  const box = el.getBoundingClientRect();
+  const hit = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+  return [el.outerHTML.slice(0, 160), width, ratio(rgb(style.outlineColor), ground), el.contains(hit)];
+}"""
+)
+WORST = 3.0
+
+
+async def ringed(page: Page) -> list[Any]:
+    """What has the focus: that it is told apart by a ring, and that nothing lies over it."""
+    stop: list[Any] = await page.evaluate(RING)
+    assert stop[0] != "BODY"
+    assert stop[1] >= 2, stop
+    assert stop[2] >= WORST, stop
+    assert stop[3], stop
+    return stop
+
+
+@pytest.mark.check(25)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("place", ["a/ada", "inbox", "timeline", "org", "delayed", "artifacts", "setup"])
+async def test_every_stop_has_a_ring_that_is_seen(panel: Room, figure: Figure, place: str, scheme: Any) -> None:
+    await panel.tell("Which?", "one", "two")
+    await panel.tell("```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | [two](https://example.com) |")
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    await panel.society.artifacts.put(b"hello", "a.txt")
+    lowest, count = 21.0, 0
+    for size in (WIDE, PHONE):
+        page = await panel.open(f"#/{place}", color_scheme=scheme, viewport=size)
+        await page.wait_for_selector(f'[data-testid="screen-{place.split("/")[0]}"] > *')
+        await page.evaluate("() => document.activeElement.blur()")
+        seen: set[str] = set()
+        for _ in range(60):
+            await page.keyboard.press("Tab")
+            if await page.evaluate("() => document.activeElement === document.body"):
+                break
+            stop = await ringed(page)
+            if await page.evaluate("() => { const e = document.activeElement; return !(e.__seen = !e.__seen); }"):
+                break
+            seen.add(stop[0])
+            lowest = min(lowest, stop[2])
+        count += len(seen)
+        assert len(seen) >= 4
+    figure(f"{count} stops, weakest ring {lowest:.1f}:1")
+
+
+@pytest.mark.check(25)
+async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
+    asked = await panel.tell("Which?", "one", "two")
+    await panel.tell("Nothing to choose here")
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open()
+    keys = page.keyboard
+
+    # Picks an agent
+    await tab_to(page, "[role=treeitem]")
+    await keys.press("ArrowDown")
+    await keys.press("b")
+    await ringed(page)
+    await keys.press("Enter")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
+    await keys.press("Alt+ArrowUp")
+    await keys.press("Alt+ArrowUp")
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Ada")
+    await expect(ui.message(page, asked)).to_be_visible()
+
+    # Reads
+    await tab_to(page, ".thread")
+    await keys.press("ArrowUp")
+    await ringed(page)
+    await expect(page.locator("article:focus")).to_contain_text("Nothing to choose here")
+    await keys.press("ArrowUp")
+    await expect(page.locator("article:focus")).to_contain_text("Which?")
+    await ringed(page)
+
+    # Attaches, and replies to that message
+    await keys.press("Enter")
+    await expect(page.locator("article .msg-reply:focus")).to_have_count(1)
+    await ringed(page)
+    await keys.press("Enter")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    await ringed(page)
+    await keys.press("Shift+Tab")
+    await ringed(page)
+    async with page.expect_file_chooser() as chooser:
+        await keys.press("Enter")
+    await (await chooser.value).set_files({"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(page.locator(ui.CHIP)).to_contain_text("a.png")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    await keys.type("By hand")
+    await keys.press("Enter")
+    await eventually(lambda: _said(panel, "By hand"))
+    (said,) = await panel.said()
+    assert (said.in_reply_to, [one["filename"] for one in said.payload["attachments"]]) == (asked, ["a.png"])
+    await panel.stage.state("ada", "idle")
+
+    # Answers by an option
+    await panel.tell("And now?", "three", "four")
+    await expect(page.locator(".quick-reply-btn").last).to_be_visible()
+    await keys.press("Alt+q")
+    await ringed(page)
+    await keys.press("2")
+    await eventually(lambda: _said(panel, "four"))
+    await ringed(page)
+    await panel.stage.state("ada", "idle")
+
+    # Withdraws what waits, and stops
+    await keys.press("Escape")
+    await at_work(panel, "Read")
+    await keys.type("Never mind this")
+    await keys.press("Enter")
+    await expect(page.locator(ui.WAITING)).to_have_count(1)
+    await keys.press("Shift+F6")
+    await expect(page.locator(ui.WAITING).get_by_role("button")).to_be_focused()
+    await ringed(page)
+    await keys.press("Enter")
+    await expect(page.locator(ui.WAITING)).to_have_count(0)
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    assert "Never mind this" not in await panel.texts()
+    Bell.may_end.set()
+    await panel.stage.state("ada", "idle")
+    # Said by whoever is asked next: Bob, too, may have something to answer.
+    panel.server.default = Says(" ".join(f"w{n}" for n in range(500)), token_delay=0.05)
+    await keys.type("Tell me much")
+    await keys.press("Enter")
+    await expect(page.locator(ui.DRAFT)).to_contain_text("w3")
+    await keys.press("Alt+.")
+    await expect(page.locator('[data-testid="stopped"]')).to_be_visible()
+    await panel.stage.state("ada", "idle")
+
+    # Cancels what is delayed
+    await keys.press("Control+k")
+    await ringed(page)
+    await keys.type("delayed")
+    await keys.press("Enter")
+    await expect(page.locator('[data-testid="screen-delayed"] .delayed-item')).to_have_count(1)
+    await tab_to(page, ".screen .delayed-item button")
+    await keys.press("Enter")
+    await expect(page.locator(".screen .delayed-item")).to_have_count(0)
+    assert await panel.society.bus.delayed_count() == 0
+
+    # Searches
+    await keys.press("Control+k")
+    await keys.type("nothing to choose")
+    await expect(page.get_by_role("option")).to_have_count(1)
+    await keys.press("Enter")
+    await expect(page.locator("article.is-found")).to_contain_text("Nothing to choose here")
+
+
+async def test_the_focus_stays_where_it_is_when_what_has_it_is_painted_anew(panel: Room) -> None:
+    page = await panel.open()
+    await at_work(panel, "Read")
+    await ui.send(page, "First")
+    await ui.send(page, "Second")
+    await expect(page.locator(ui.WAITING)).to_have_count(2)
+    for place, change in (
+        (page.locator('[data-testid="link-timeline"]'), "unread"),
+        (page.locator(ui.WAITING).nth(1).get_by_role("button"), "waiting"),
+        (page.locator('[data-testid="tab-delayed"]'), "delayed"),
+        (ui.row(page, "seer"), "agent"),
+    ):
+        await place.focus()
+        if change == "unread":
+            await panel.tell("New", by="bob")
+            await expect(ui.row(page, "bob").locator('[data-testid="unread"]')).to_have_text("1")
+        elif change == "waiting":
+            await panel.society.send(to="ada", text="Third")
+            await expect(page.locator(ui.WAITING)).to_have_count(3)
+        elif change == "delayed":
+            await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+            await expect(place).to_have_text(re.compile("1"))
+        else:
+            await panel.society.create_agent(id="zoe", name="Zoe")
+            await expect(ui.row(page, "zoe")).to_be_visible()
+        await expect(place).to_be_focused()
+    Bell.may_end.set()
+
+
+async def tab_to(page: Page, selector: str) -> None:
+    """Tab until it is there; every stop on the way has its ring."""
+    for _ in range(60):
+        await page.keyboard.press("Tab")
+        if await page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            await ringed(page)
+            return
+    pytest.fail(f"no Tab leads to {selector}")
+
+
+async def _said(panel: Room, text: str) -> bool:
+    return text in await panel.texts()
