@@ -160,6 +160,8 @@ async def test_the_tours_guide_comes_and_goes(panel: Room) -> None:
     await expect(ui.row(page, "guide")).to_be_visible()
     await page.get_by_label("Show the guide of the tour").uncheck()
     await expect(ui.row(page, "guide")).to_contain_text("Terminated")
+    await page.get_by_label("Show the guide of the tour").check()
+    await expect(ui.row(page, "guide-2")).to_be_visible()
 
 
 async def test_the_palette_finds_agents_actions_and_messages(panel: Room) -> None:

@@ -116,13 +116,15 @@ export function repaint() {
   banners();
 }
 
+const isScripted = (agent) => ['tour', 'tour-sees'].includes(agent?.service);
+
 function banners() {
   const told = [];
   if (state.connection === 'stopped') {
     const n = state.shutdown?.delayedFlushed ?? 0;
     told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-stopped' }, n ? t('stoppedEarly', { n }) : t('stopped')));
   }
-  const tour = [...state.agents.values()].some((one) => one.service === 'tour');
+  const tour = [...state.agents.values()].some((one) => isScripted(one));
   if (tour) {
     told.push(h('p', { class: 'banner', 'data-testid': 'banner-tour' },
       h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/setup' }, t('setUpModel'))));
@@ -193,7 +195,7 @@ function mountHeader(root) {
     parts.heading = name;
     documentTitle();
     fill(status, one ? [dot(one), h('span', {}, one.state === 'active' ? `${t('active')} · ${doing(one)}${steps(one)}` : t(one.state))] : []);
-    if (one?.service === 'tour') status.append(h('span', { class: 'tag' }, t('tour')));
+    if (isScripted(one)) status.append(h('span', { class: 'tag' }, t('tour')));
     status.className = `top-state is-${one?.state ?? 'none'}`;
     stopper.hidden = one?.state !== 'active';
     stopper.setAttribute('aria-label', one ? t('stopAgent', { name: one.name }) : t('stop'));

@@ -140,19 +140,28 @@ function offers(found, { use, probe }) {
   );
 }
 
+// An id is never given twice: whoever was dismissed keeps theirs.
+function unused(id) {
+  for (let n = 1; ; n += 1) {
+    const tried = n > 1 ? `${id}-${n}` : id;
+    if (!state.agents.has(tried)) return tried;
+  }
+}
+
 // The tour: it speaks by itself while there is no service, and beside one when it is wished for.
 
 function tour(items, changed) {
   const alone = items.every((one) => one.tour);
-  const guided = state.agents.get(GUIDE);
-  const beside = !alone && guided && guided.state !== 'terminated' && guided.service === 'tour';
+  const agents = [...state.agents.values()];
+  const guided = agents.find((one) => one.id.startsWith(GUIDE) && one.service === 'tour' && one.state !== 'terminated');
+  const beside = !alone && guided;
   const flip = async (wanted) => {
     try {
       if (wanted) {
         await put('/services/tour', { name: t('tour'), provider: 'tour', baseURL: 'http://127.0.0.1', model: 'tour', capabilities: { input: ['text'], output: ['text', 'tool_calling'] } });
-        await post('/agents', { id: GUIDE, name: t('tourGuide'), prompt: '', service: 'tour' });
+        await post('/agents', { id: unused(GUIDE), name: t('tourGuide'), prompt: '', service: 'tour' });
       } else {
-        await del(`/agents/${GUIDE}`);
+        await del(`/agents/${guided.id}`);
         await del('/services/tour');
       }
     } catch (error) {
