@@ -297,16 +297,21 @@ async def test_with_too_few_connections_reads_wait_then_say_so_and_claims_are_re
                 await asyncio.sleep(0.05)
                 assert mind.cut_off is None  # its lease, of one second, was renewed
             await held
+            shared._housekeeping(f"ALTER ROLE {schema_of(url)} CONNECTION LIMIT 20")
             mind.words.put_nowait(None)
             async with asyncio.timeout(SOON):
-                while not await society.waiting(PERSON):
+                while not await society.waiting(PERSON):  # and with enough of them, all goes on
                     await asyncio.sleep(0.01)
+
+
+def schema_of(url: str) -> str:
+    return url.rpartition("application_name=")[2]
 
 
 @contextlib.contextmanager
 def role_with_connections(shared: Postgres, url: str, limit: int) -> Any:
     """Somebody who is allowed so many sessions."""
-    schema = url.rpartition("application_name=")[2]
+    schema = schema_of(url)
     with psycopg.connect(shared.server, autocommit=True) as db:
         db.execute(f"CREATE ROLE {schema} LOGIN CONNECTION LIMIT {limit}".encode())
         db.execute(f"GRANT ALL ON SCHEMA {schema} TO {schema}".encode())
