@@ -212,11 +212,12 @@ async def test_a_turn_is_stopped_at_whichever_server_somebody_asks(shared: Postg
 
 async def test_what_a_worker_leaves_is_taken_up_at_once(shared: Postgres, tmp_path: Path) -> None:
     url, first, second = shared.url(tmp_path), Slow(), Slow()
-    async with process(tmp_path / "b", url, second) as heir:
-        assert heir.config.store.lease_seconds == 30
+    async with contextlib.AsyncExitStack() as later:
         async with process(tmp_path / "a", url, first) as worker:
             await worker.send(to="ada", text="hello")
             await first.asked.get()
+            heir = await later.enter_async_context(process(tmp_path / "b", url, second))
+            assert heir.config.store.lease_seconds == 30
             left = time.monotonic()
         async with asyncio.timeout(SOON):
             assert await second.asked.get() - left < 10  # and not when its lease has run out
@@ -229,9 +230,10 @@ async def test_a_worker_that_is_cut_off_lets_go_before_another_takes_over_and_co
     short_lease(monkeypatch, 4)
     url, first, second = shared.url(tmp_path), Slow(), Slow()
     with Proxy(shared.server) as proxy:
-        async with process(tmp_path / "a", proxy.url(url), first) as worker, process(tmp_path / "b", url, second):
+        async with process(tmp_path / "a", proxy.url(url), first) as worker, contextlib.AsyncExitStack() as later:
             await worker.send(to="ada", text="hello")
             await first.asked.get()
+            await later.enter_async_context(process(tmp_path / "b", url, second))
             proxy.swallows = True
             async with asyncio.timeout(SOON):
                 taken_over = await second.asked.get()
@@ -295,16 +297,21 @@ async def test_with_too_few_connections_reads_wait_then_say_so_and_claims_are_re
                 await asyncio.sleep(0.05)
                 assert mind.cut_off is None  # its lease, of one second, was renewed
             await held
+            shared._housekeeping(f"ALTER ROLE {schema_of(url)} CONNECTION LIMIT 20")
             mind.words.put_nowait(None)
             async with asyncio.timeout(SOON):
-                while not await society.waiting(PERSON):
+                while not await society.waiting(PERSON):  # and with enough of them, all goes on
                     await asyncio.sleep(0.01)
+
+
+def schema_of(url: str) -> str:
+    return url.rpartition("application_name=")[2]
 
 
 @contextlib.contextmanager
 def role_with_connections(shared: Postgres, url: str, limit: int) -> Any:
     """Somebody who is allowed so many sessions."""
-    schema = url.rpartition("application_name=")[2]
+    schema = schema_of(url)
     with psycopg.connect(shared.server, autocommit=True) as db:
         db.execute(f"CREATE ROLE {schema} LOGIN CONNECTION LIMIT {limit}".encode())
         db.execute(f"GRANT ALL ON SCHEMA {schema} TO {schema}".encode())

@@ -1,0 +1,110 @@
+"""Behind a pooler that lends out its sessions one transaction at a time, everything is as it is without one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from coterie.llm.chat import Answer
+from coterie.messages import PERSON
+from coterie.runtime import Society
+from tests.engines import Postgres
+
+from .mind import Mind, minds, speaker
+from .scenarios import AGENTS
+from .test_apart import SOON, home
+
+SETTINGS = """
+[databases]
+{database} = host={host} port={port} dbname={database} user={user}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {own}
+unix_socket_dir =
+auth_type = any
+pool_mode = transaction
+default_pool_size = 2
+ignore_startup_parameters = extra_float_digits
+logfile = {folder}/log
+pidfile = {folder}/pid
+"""
+
+
+@pytest.fixture
+def pooled(shared: Postgres) -> Iterator[str]:
+    """A database behind PgBouncer, which has two sessions for everybody."""
+    program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+    assert program, "these tests need a pooler: install pgbouncer"
+    wanted = conninfo_to_dict(shared.server)
+    folder = Path(tempfile.mkdtemp(prefix="coterie-pooler-"))
+    database, own = f"pooled_{os.getpid()}", free_port()
+    shared._housekeeping(f"CREATE DATABASE {database}")
+    known = {"host": wanted.get("host"), "port": wanted.get("port") or 5432, "user": wanted.get("user") or "postgres"}
+    settings = folder / "pgbouncer.ini"
+    settings.write_text(SETTINGS.format(database=database, own=own, folder=folder, **known))
+    user = _who_may_connect(str(known["host"])) if os.geteuid() == 0 else None
+    if user:
+        for place in (folder, settings):
+            shutil.chown(place, user)
+    pooler = subprocess.Popen([program, "-q", str(settings)], user=user, stderr=subprocess.DEVNULL)
+    try:
+        url = f"postgresql://{known['user']}@127.0.0.1:{own}/{database}"
+        until_it_listens(url)
+        yield url
+    finally:
+        pooler.terminate()
+        pooler.wait()
+        shared._housekeeping(f"DROP DATABASE {database} WITH (FORCE)")
+        shutil.rmtree(folder)
+
+
+def _who_may_connect(host: str) -> str:
+    """It does not run as root; and a socket in somebody's folder is for them only."""
+    return Path(host).owner() if host.startswith("/") else "nobody"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def until_it_listens(url: str) -> None:
+    for _ in range(20):
+        with contextlib.suppress(psycopg.OperationalError), psycopg.connect(url, connect_timeout=2):
+            return
+    raise AssertionError("the pooler does not answer")
+
+
+@pytest.mark.slow
+async def test_two_processes_behind_a_pooler_of_transactions_answer_everybody_once(pooled: str, tmp_path: Path) -> None:
+    with minds(lambda service: Mind(service, lambda request: Answer(text=f"yes, {speaker(request)}"))):
+        async with (
+            Society.open(home(tmp_path / "a", pooled)) as one,
+            Society.open(home(tmp_path / "b", pooled)) as other,
+            asyncio.timeout(SOON * 3),
+        ):
+            for number in range(10):
+                both = [society.send(to=name, text=str(number)) for society in (one, other) for name in AGENTS]
+                await asyncio.gather(*both)
+            kept = await one.artifacts.put(b"a few bytes", "note.txt")
+            async with other.bus.watch() as watcher:
+                while any(agent.state != "idle" for agent in await other.store.agents()):
+                    await anext(watcher)
+            assert (await other.store.artifacts([kept.ref]))[kept.ref].size == 11
+            assert [violation async for violation in other.store.violations()] == []
+            answers = await other.store.waiting(PERSON, 1_000)
+            assert {message.sender for message in answers} == set(AGENTS)
+            for name in AGENTS:
+                asked = [row for row in await other.store.history(name) if row.role == "user"]
+                assert len(asked) == 20
