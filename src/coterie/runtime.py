@@ -241,6 +241,12 @@ class Society:
             if self._crew:
                 self._crew.stop_turn(agent_id)
 
+    async def stop_waiting(self, agent_id: str) -> bool:
+        """The same for a turn that nobody works on, because it waits for the next try or for the person's word."""
+        stopped = await self.store.stop(agent_id)
+        self.bus.stored(None)
+        return stopped
+
     async def pause(self, agent_id: str) -> None:
         """The agent ends its turn and rests until `resume`; its mail waits."""
         await self.store.pause(agent_id)

@@ -124,6 +124,11 @@ class Store(Protocol):
         """A paused agent takes up its mail; a blocked one tries again."""
         ...
 
+    async def stop(self, agent_id: str) -> bool:
+        """A turn that nobody works on, because it waits for a retry or for the person's word, ends; its mail begins
+        the next. False when there is none."""
+        ...
+
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
         """Those of them that are blocked, and not paused, try again; the ids of those that do."""
         ...

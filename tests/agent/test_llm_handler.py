@@ -369,3 +369,44 @@ async def test_whatever_moment_a_turn_is_stopped_at_the_next_message_is_answered
             await here.society.store.read("ada", answer.id)
         await inbox.aclose()
     assert stopped > 50
+
+
+async def test_a_turn_that_waits_for_the_next_try_can_be_stopped(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Status(503, headers={"Retry-After": "500"}), "answered at once")
+        await here.say("one")
+        await here.state("ada", "wait_retry")
+        assert await here.society.stop_waiting("ada") is True
+        await here.state("ada", "idle")
+        assert await here.society.stop_waiting("ada") is False
+
+        await here.say("two")
+        assert await here.texts() == ["answered at once"]
+        assert await here.history() == [("user", "one"), ("user", "two"), ("assistant", "answered at once")]
+
+
+async def test_mail_that_waits_beside_a_retry_begins_a_turn_when_the_first_is_stopped(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Status(503, headers={"Retry-After": "500"}), "answered at once")
+        await here.say("one")
+        await here.state("ada", "wait_retry")
+        second = await here.say("two")
+        await here.society.stop_waiting("ada")
+
+        (answer,) = await here.heard()
+        assert (answer.payload["text"], answer.in_reply_to) == ("answered at once", second)
+        assert await here.history() == [("user", "one"), ("user", "two"), ("assistant", "answered at once")]
+
+
+async def test_a_turn_that_waits_for_the_persons_word_can_be_stopped_and_nothing_runs(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Says(calls=calls("bell", tool="dangerous")), "as you wish")
+        await here.say("one")
+        await here.state("ada", "wait_approval")
+        assert await here.society.stop_waiting("ada") is True
+        await here.state("ada", "idle")
+        (question,) = await here.heard()
+        await here.say(question.payload["quickReplies"][0], in_reply_to=question.id, option=0)
+
+        assert (await here.texts(2))[1] == "as you wish"
+        assert Bell.rings == []

@@ -34,7 +34,8 @@ class Outcome:
     def failure(self) -> str:
         """The one sentence of a command that failed as it should."""
         assert self.code == 1, (self.code, self.stdout, self.stderr)
-        (line,) = self.stderr.splitlines()
+        *progress, line = self.stderr.splitlines()
+        assert all(one.endswith(" …") for one in progress), progress  # what takes a second says so
         assert line.startswith("Error: ")
         return line.removeprefix("Error: ")
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from coterie.inspection import Inspection, bytes_path
+from coterie.stores.sqlite.connections import Durability, open_writer
 from coterie.stores.sqlite.lock import FolderLock
 
 from .conftest import delayed, schedule, waiting
@@ -132,3 +134,19 @@ def _bytes_of(folder: Path, ref: str) -> bytes:
             return bytes_path(society.place, artifact.sha256).read_bytes()
 
     return asyncio.run(read())
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coterie("send", "assistant", "there is room for this", "--dir", folder)
+
+    def full(path: Path, durability: Durability) -> sqlite3.Connection:
+        db = open_writer(path, durability)
+        db.execute("PRAGMA max_page_count = 1")  # it stays as large as it is
+        return db
+
+    with monkeypatch.context() as patched:
+        patched.setattr("coterie.stores.sqlite.database.open_writer", full)
+        failure = coterie("send", "assistant", "x" * 100_000, "--dir", folder).failure
+
+    assert failure.startswith("the disk is full: free some space")
+    assert [message.payload["text"] for message in waiting(folder)] == ["there is room for this"]

@@ -932,3 +932,27 @@ async def test_a_claim_carries_what_the_work_needs(store: Society) -> None:
     claim = await go_on(store, claim, says("", call("look", arguments={"at": 1})))
     assert claim.call is not None
     assert (claim.call.call.name, claim.call.call.arguments, claim.plan_key != (0, 0)) == ("look", {"at": 1}, True)
+
+
+async def test_a_stop_ends_a_turn_that_waits_for_its_next_try_and_no_other(store: Society) -> None:
+    await ask(store)
+    claim = await take(store)
+    assert await store.stop("ada") is False  # somebody works on it
+    await go_on(store, claim, ModelFailed(words="busy", then="retry", after=timedelta(hours=1)))
+    assert await state(store) == "wait_retry"
+
+    assert await store.stop("ada") is True
+    assert await store.stop("ada") is False
+    assert await state(store) == "idle"
+
+
+async def test_a_stop_of_a_turn_that_waits_leaves_the_mail_to_the_next(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", gated=True))
+    assert await store.stop("ada") is True
+    assert (await told(store))[-1].startswith("tool: ") and await state(store) == "idle"
+    await answer(store, question, 0)  # too late: it is a message like any other
+    claim = await take(store)
+    assert (claim.effect, claim.plan) == (Ask(), None)
+    with pytest.raises(Refused) as refused:
+        await store.stop("user")
+    assert refused.value.code == "unknown_agent"

@@ -72,7 +72,8 @@ class OwnConversation:
         await self._society.bus.withdraw(message_id)
 
     async def stop_turn(self) -> None:
-        self._society.stop_turn(self._agent)
+        if not self._society.stop_turn(self._agent):
+            await self._society.stop_waiting(self._agent)
 
     async def read(self, line: Line) -> None:
         await self._society.store.read(self._agent, line.id)

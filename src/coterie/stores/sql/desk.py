@@ -34,6 +34,7 @@ from coterie.agent.turn import (
     Run,
     Say,
     Step,
+    Stopped,
     TakeMail,
     Turn,
     Write,
@@ -110,6 +111,13 @@ class TurnDesk:
         if self.row.state in (*ACTIVE, "blocked"):
             self._recall()
             self.step(Dismissed())
+
+    def halt(self) -> None:
+        """A turn that waits, for a while or for the person's word, ends: whoever takes it up now comes too late."""
+        self.row.epoch += 1
+        self._recall()
+        self._last_in = self.row.taken_seq  # mail begins a turn of its own
+        self.step(Stopped())
 
     def go_on(self, claim: Claim) -> None:
         """What was decided with `claim` is about to be written. The fence proves that what it says is still so."""

@@ -80,6 +80,13 @@ def resume(db: Connection, post: Post, agent_id: str) -> None:
     post.tell("agent.state", agent_id)
 
 
+def stop(db: Connection, post: Post, agent_id: str) -> bool:
+    if _agents_mailbox(post, agent_id).state not in ("wait_retry", "wait_approval"):
+        return False
+    TurnDesk(db, post, agent_id, Rules()).halt()
+    return True
+
+
 def unblock(post: Post, agent_ids: Sequence[str]) -> Sequence[str]:
     freed = []
     for agent_id in agent_ids:

@@ -97,7 +97,8 @@ def _told_first(society: Society, agent_id: str) -> list[dict[str, Any]]:
 @router.post("/{agent_id}/stop", summary="End what it is doing; its mail is kept", responses=_ONE | _WORKING)
 async def stop(agent_id: str, society: SocietyDep) -> Response:
     wire.known(await society.store.agent(agent_id), agent_id)
-    society.stop_turn(agent_id)
+    if not society.stop_turn(agent_id):
+        await society.stop_waiting(agent_id)
     return answer(await _shown(society, agent_id))
 
 
