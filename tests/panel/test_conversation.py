@@ -305,3 +305,29 @@ async def test_how_a_file_reaches_somebody_is_told_again_when_the_recipient_chan
     await expect(page.locator('[data-testid="title"]')).to_have_text("Eyes")
     await expect(chip).to_contain_text("a.png")
     await expect(chip.locator('[data-testid="how"]')).to_contain_text("as it is")
+
+
+@pytest.mark.check(18)
+async def test_a_file_that_is_still_on_its_way_goes_along_to_another_recipient(panel: Room) -> None:
+    sees = {"input": ["text", "vision"], "output": ["text"]}
+    await panel.society.setup.put("sees", {"baseURL": panel.server.base_url, "model": "m", "capabilities": sees})
+    await panel.society.create_agent(id="eyes", name="Eyes", service="sees")
+    page = await panel.open()
+    await expect(ui.row(page, "eyes")).to_be_visible()
+    may_go = asyncio.Event()
+
+    async def held(route: Any) -> None:
+        await may_go.wait()
+        await route.continue_()
+
+    await page.route("**/api/v1/artifacts", held)
+    await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    chip = page.locator(ui.CHIP)
+    await chip.locator('[data-testid="send-instead"]').click()
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Eyes")
+    await expect(chip).to_contain_text("a.png")
+    may_go.set()
+    await expect(chip).to_contain_text("70 B")
+    await ui.send(page, "Look at this")
+    await expect(page.locator(ui.CHIP)).to_have_count(0)
+    await expect(page.locator(f"{ui.FEED} .msg-mine")).to_contain_text("a.png")

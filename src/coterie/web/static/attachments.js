@@ -8,13 +8,17 @@ import { on, state } from './state.js';
 const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
 const ICONS = { image: 'image', audio: 'audio' };
 
+/** Chips on their way to somebody else's tray. */
+const handed = new Map();
+
 /** `changed` is called whenever a chip changes, `moveTo(agent)` when the person sends the lot to somebody else. */
 export function mountTray(root, agent, changed, moveTo) {
-  let chips = [];
+  let chips = handed.get(agent) ?? [];
+  handed.delete(agent);
 
   function add(files) {
     for (const file of files) {
-      const chip = { file, name: file.name || 'file', size: file.size, kind: file.type.split('/')[0], share: 0, status: 'uploading' };
+      const chip = { file, name: file.name || 'file', size: file.size, kind: file.type.split('/')[0], share: 0, status: 'uploading', paint };
       chips.push(chip);
       begin(chip);
     }
@@ -32,7 +36,7 @@ export function mountTray(root, agent, changed, moveTo) {
     done.then(
       (artifact) => Object.assign(chip, { status: 'ready', artifact, size: artifact.size, kind: artifact.type }),
       (problem) => Object.assign(chip, { status: problem.status === 413 ? 'big' : 'failed', why: problem.detail }),
-    ).then(paint);
+    ).then(() => chip.paint());
   }
 
   function drop(chip) {
@@ -86,6 +90,11 @@ export function mountTray(root, agent, changed, moveTo) {
     any: () => chips.some((one) => one.status === 'ready' || one.status === 'uploading'),
     busy: () => chips.some((one) => one.status === 'uploading'),
     ready: () => chips.filter((one) => one.status === 'ready').map((one) => one.artifact),
+    /** Everything goes to another's tray, whether it has arrived or not. */
+    hand(other) {
+      handed.set(other, chips);
+      chips = [];
+    },
     clear() {
       chips = chips.filter((one) => one.status !== 'ready');
       paint();
@@ -95,5 +104,7 @@ export function mountTray(root, agent, changed, moveTo) {
       for (const chip of chips) if (chip.status === 'uploading') chip.cancel?.();
     },
   };
+  for (const chip of chips) chip.paint = paint;
+  if (chips.length) queueMicrotask(paint);
   return tray;
 }

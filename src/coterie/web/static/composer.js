@@ -10,6 +10,7 @@ import { mountStrip, waitingFor, withdraw } from './waiting.js';
 
 const LONGEST = 200_000;
 const CTRL_ENTER = 'coterie.ctrlEnterSends';
+let handedTo = null; // whose tray gets the files of another
 const kept = (agent) => `coterie.draft.${agent}`;
 
 export const ctrlEnterSends = () => localStorage.getItem(CTRL_ENTER) === '1';
@@ -156,7 +157,9 @@ export function mountComposer(root, agent) {
   function moveTo(other) {
     const before = readDraft(other);
     const words = [before?.text, draft.text].filter(Boolean).join('\n');
-    localStorage.setItem(kept(other), JSON.stringify({ text: words, files: [...(before?.files ?? []), ...tray.ready()], replyTo: before?.replyTo ?? null }));
+    localStorage.setItem(kept(other), JSON.stringify({ ...before, text: words }));
+    tray.hand(other);
+    handedTo = other;
     localStorage.removeItem(kept(agent));
     moved = true;
     location.hash = `#/a/${encodeURIComponent(other)}`;
@@ -183,7 +186,8 @@ export function mountComposer(root, agent) {
   }
 
   const drop = dropZone(attach);
-  if (draft.files.length) loadTray();
+  if (draft.files.length || handedTo === agent) loadTray();
+  handedTo = null;
   size();
   paint();
   const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot'], paint), drop];

@@ -219,6 +219,7 @@ function conversation(root, id, wanted) {
       await loadOlder(id, 200);
       older.hidden = true;
       busy = false;
+      feed.tell(); // the window may be near the top still, and nothing else would say so
     } catch {
       // Tried again by hand, so that a broken line is not asked for ever.
       fill(older, h('span', {}, t('olderFailed')), button({ class: 'text-btn', onclick: () => {
