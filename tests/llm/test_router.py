@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from coterie.llm.chat import (
     AssistantSaid,
@@ -263,4 +261,4 @@ async def test_what_a_request_uses_is_told_from_its_parts() -> None:
     assert uses(await here.fit(said(*parts), "all")) == {"vision", "audio", "file"}
     assert uses(said(Text("hi"))) == set()
     assert uses(WITH_TOOLS) == {"tool_calling"}
-    assert uses(structs.replace(WITH_TOOLS, tools=())) == {"tool_calling"}, "calls in the history count"
+    assert uses(replace(WITH_TOOLS, tools=())) == {"tool_calling"}, "calls in the history count"
