@@ -55,7 +55,8 @@ def content(db: sqlite3.Connection) -> Content:
     if not db.execute("PRAGMA user_version").fetchone()[0]:
         return ()
     rows = db.execute(
-        "SELECT seq, id, sender, recipient, state, in_seq, deliver_at, delivered_at, payload FROM messages"
+        "SELECT seq, id, sender, recipient, state, in_seq, deliver_at, delivered_at, CAST(payload AS BLOB)"
+        " FROM messages"
     ).fetchall()
     rows += db.execute("SELECT id, state, next_in_seq, waiting, delayed FROM agents ORDER BY id").fetchall()
     rows += db.execute(

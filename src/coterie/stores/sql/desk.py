@@ -116,7 +116,7 @@ class TurnDesk:
         """A turn that waits, for a while or for the person's word, ends: whoever takes it up now comes too late."""
         self.row.epoch += 1
         self._recall()
-        self._last_in = self.row.taken_seq  # mail begins a turn of its own
+        self._mail.leave()
         self.step(Stopped())
 
     def go_on(self, claim: Claim) -> None:

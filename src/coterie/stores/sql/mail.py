@@ -45,6 +45,10 @@ class Mail:
         if not self._fresh:
             self._post.write_messages()
 
+    def leave(self) -> None:
+        """It is not for this turn, and begins one of its own."""
+        self._last = self._row.taken_seq
+
     def letters(self, plan: Plan | None, plan_name: str) -> tuple[Letter, ...]:
         """All that waits, as far as it matters for a decision."""
         if self._last <= self._row.taken_seq:
