@@ -279,6 +279,7 @@ async def test_what_nobody_was_told_of_is_found_within_a_second_and_a_half(
     assert max(took) < 1.5
 
 
+@pytest.mark.slow
 async def test_with_too_few_connections_reads_wait_then_say_so_and_claims_are_renewed_all_the_while(
     shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from coterie.stores.postgres.leases import Leases
 from coterie.stores.postgres.ledger import CLOCK, BatchLedger
 from coterie.stores.postgres.listening import Listening
 from coterie.stores.postgres.migrate import check_version, migrate
+from coterie.stores.postgres.readers import MOST, Readers
 from coterie.stores.postgres.trouble import meaning, passes
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.attendance import Attendance
@@ -34,7 +34,6 @@ from coterie.turns import Taker
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-READERS = 4
 READ_TRIES = 4
 LEASE = timedelta(seconds=30)
 _MS = timedelta(milliseconds=1)
@@ -59,9 +58,9 @@ class Database(SqlDatabase):
         super().__init__()
         self.info, self._clock, self.limits = info, clock, limits
         self._url, self._time, self._lease = url, time, lease
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
-        self._local = threading.local()
-        self._reading: list[PgConnection] = []
+        self._readers = ThreadPoolExecutor(MOST, thread_name_prefix="coterie-reader")
+        # Whoever only looks holds nobody up, and may take as long as it takes.
+        self._connections = Readers(url, _EACH if joins else "")
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
         self._channel = f"coterie_{info.log_id}"
         """Of this society: another may live in the same database, in a schema of its own."""
@@ -122,8 +121,7 @@ class Database(SqlDatabase):
         if self._leases and self._listening:
             await asyncio.gather(self._listening.close(), self._leases.close())
         self._readers.shutdown()
-        for connection in self._reading:
-            connection.close()
+        self._connections.close()
 
     def _post(
         self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
@@ -151,30 +149,15 @@ class Database(SqlDatabase):
         def work() -> T:
             for left in reversed(range(READ_TRIES)):
                 try:
-                    db = self._reader()
-                    return _in_one_moment(db, run) if one_moment else run(db)
+                    with self._connections.one() as db:
+                        return _in_one_moment(db, run) if one_moment else run(db)
                 except psycopg.Error as error:
-                    self._drop_reader()
                     if not left or not passes(error):
                         raise meaning(error) from error
                     time.sleep(0.1)
             raise AssertionError("the last try returns or raises")
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
-
-    def _reader(self) -> PgConnection:
-        """This thread's own connection. Whoever only looks holds nobody up, and may take as long as it takes."""
-        db: PgConnection | None = getattr(self._local, "db", None)
-        if db is None:
-            db = self._local.db = PgConnection(connect(self._url), _EACH if self._leases else "")
-            self._reading.append(db)
-        return db
-
-    def _drop_reader(self) -> None:
-        if db := getattr(self._local, "db", None):
-            self._local.db = None
-            self._reading.remove(db)
-            db.close()
 
 
 def _in_one_moment(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
