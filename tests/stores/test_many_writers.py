@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from coterie.agent.turn import Ask, Stopped
 from coterie.agents import Agent
 from coterie.drafts import seal
 from coterie.errors import StoreUnavailable
@@ -26,7 +27,7 @@ from coterie.testing import FakeClock
 from coterie.turns import StaleOwner
 from tests.engines import EXPIRED, Postgres
 
-from .test_turns import RULES, Society, ask, go_on, says, take, told
+from .test_turns import RULES, Society, ask, call, done, go_on, says, take, told
 
 PEOPLE = [Agent(id="user", name="You", kind="person"), *(Agent(id=name, name=name) for name in ("ada", "bob", "cyd"))]
 Opener = Callable[[], Awaitable[PostgresStore]]
@@ -136,6 +137,36 @@ async def test_one_that_was_taken_over_writes_nothing(process: Opener, shared: P
     assert await texts(other, "bob") == []
     await go_on(other, claim, says("in time"))
     assert (await told(other))[-1] == "assistant: in time"
+
+
+@pytest.mark.slow
+async def test_100_zombies_wherever_they_were_held_up_write_nothing(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    zombie, other = await process(), await process()
+    fenced = 0
+    for n in range(100):
+        await ask(zombie, text=f"question {n}")
+        stale = await take(zombie, f"zombie {n}")
+        for _ in range(n % 3):  # in the model call, in a tool, in the model call behind it
+            said = says("", call("look", "unsafe")) if isinstance(stale.effect, Ask) else done()
+            stale = await zombie.advance(stale, said, RULES)
+        with shared.behind(tmp_path) as db:
+            db.execute(EXPIRED)
+        claim = await take(other, f"other {n}")
+        for late in (says("from the grave"), says("", call("look")), done(), Stopped("half a word")):
+            with pytest.raises(StaleOwner):
+                await zombie.advance(stale, late, RULES, sends=letter("ada", "bob"))
+            fenced += 1
+        with pytest.raises(StaleOwner):
+            await zombie.summarise(stale, 1, "what a ghost remembers")
+        fenced += 1
+        await go_on(other, claim, says(f"answer {n}"))
+    assert fenced == 500
+    assert await texts(other, "bob") == []
+    assert await texts(other, "user") == [f"answer {n}" for n in range(100)]
+    unknown = [row.text for row in await other.history("ada") if row.role == "tool" and "unknown" in row.text]
+    assert len(unknown) == 33, "what a zombie was doing is told as it is"
 
 
 async def test_a_lease_that_ran_out_and_was_not_taken_is_still_good_to_write(
