@@ -27,15 +27,30 @@ if os.environ.get("CI"):
 os.environ["COTERIE_PORT"] = "0"
 
 ENGINES = ["sqlite", "postgres"]
-ABOUT_ENGINES = ("test_contract.py", "test_damage.py", "test_questions.py")
+SLOW_FOLDERS = ("cli", "faults", "panel")
+SLOW_FILES = {
+    "test_any_llm.py",
+    "test_artifacts.py",
+    "test_bus_model.py",
+    "test_faults.py",
+    "test_history_fuzz.py",
+    "test_make.py",
+    "test_reading.py",
+    "test_security.py",
+    "test_server.py",
+    "test_simulator.py",
+    "test_toolbox.py",
+}
+"""With processes, disks and browsers: what a person waits for before handing in, and not at every step."""
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is not about engines is the same code on either of them: the second time, it need not be fast."""
+    """On PostgreSQL it is the same transitions again: the second time, they need not be fast."""
     for item in items:
-        on = getattr(item, "callspec", None)
-        if on and on.params.get("engine") == "postgres" and item.path.name not in ABOUT_ENGINES:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        shared = params.get("engine") == "postgres" or "postgres" in getattr(item, "fixturenames", ())
+        if shared or item.path.parent.name in SLOW_FOLDERS or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
 
 

@@ -139,6 +139,22 @@ async def test_one_that_was_taken_over_writes_nothing(process: Opener, shared: P
     assert (await told(other))[-1] == "assistant: in time"
 
 
+async def test_what_is_answered_is_on_the_disk_even_where_the_server_does_not_insist(
+    process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared.behind(tmp_path) as db:
+        (database,) = db.execute("SELECT current_database()").fetchone()
+        (role,) = db.execute("SELECT current_user").fetchone()
+        db.execute(f"ALTER ROLE {role} IN DATABASE {database} SET synchronous_commit = off")
+    try:
+        store = await process()
+        found = await store._post(lambda db, _: db.execute("SHOW synchronous_commit").fetchone())
+        assert found[0] == "on"
+    finally:
+        with shared.behind(tmp_path) as db:
+            db.execute(f"ALTER ROLE {role} IN DATABASE {database} RESET synchronous_commit")
+
+
 @pytest.mark.slow
 async def test_100_zombies_wherever_they_were_held_up_write_nothing(
     process: Opener, shared: Postgres, tmp_path: Path

@@ -26,6 +26,7 @@ IDLE_MS = 3_000
 TIMEOUTS = (
     f"SET LOCAL statement_timeout = {STATEMENT_MS}; SET LOCAL lock_timeout = {LOCK_MS};"
     f" SET LOCAL idle_in_transaction_session_timeout = {IDLE_MS};"
+    " SET LOCAL synchronous_commit = on;"  # an answer means that it is on the disk, whatever the server is set to
 )
 _NETWORK = {
     "connect_timeout": CONNECT_SECONDS,
