@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,9 +81,11 @@ def free_port() -> int:
 
 
 def until_it_listens(url: str) -> None:
-    for _ in range(20):
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
         with contextlib.suppress(psycopg.OperationalError), psycopg.connect(url, connect_timeout=2):
             return
+        time.sleep(0.05)  # another program starts, and tells nobody when it is ready
     raise AssertionError("the pooler does not answer")
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -118,30 +116,6 @@ async def errand(society: Society, agent: str, tasks: range) -> None:
             async for message in inbox:
                 if message.in_reply_to == receipt.message_id:
                     break
-
-
-@pytest.mark.slow
-async def test_workers_that_are_killed_lose_nothing_and_do_nothing_twice(shared: Postgres, tmp_path: Path) -> None:
-    url, witness = shared.url(tmp_path), tmp_path / "witness"
-    chance = random.Random(int(os.environ.get("COTERIE_SEED", "1")))
-    each, kills = 12, 0
-    async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(300):
-        work = asyncio.gather(
-            *(errand(society, name, range(100 * n, 100 * n + each)) for n, name in enumerate(AGENTS, 1))
-        )
-        while not work.done():
-            await asyncio.wait([work], timeout=chance.uniform(0.2, 1.2))
-            if not work.done():
-                await workers.lose_one(chance)
-                kills += 1
-        await work
-        answers = Counter(message.in_reply_to for message in await society.store.waiting("user", 1_000))
-        assert [violation async for violation in society.store.violations()] == []
-        states = {agent.id: agent.state for agent in await society.store.agents() if agent.kind == "agent"}
-    assert set(answers.values()) == {1} and len(answers) == each * len(AGENTS)
-    assert states == dict.fromkeys(AGENTS, "idle")
-    assert max(Counter(witness.read_text().splitlines()).values()) == 1
-    assert kills > 3
 
 
 @pytest.mark.slow

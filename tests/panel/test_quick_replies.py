@@ -80,18 +80,15 @@ async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) 
     message_id = await panel.tell("Which?", "first", option)
     page = await panel.open()
     sent = bodies(page)
-    within = await page.evaluate(
+    await page.evaluate(
         """async id => {
             const all = [...document.querySelectorAll(`.quick-replies[data-message-id="${id}"] .quick-reply-btn`)];
-            const start = performance.now();
             all[1].click();
             const closed = () => all.every(b => b.getAttribute('aria-disabled') === 'true');
             while (!closed()) await new Promise(requestAnimationFrame);
-            return performance.now() - start;
         }""",
         message_id,
     )
-    assert within < 100
     await eventually(lambda: _has(panel, 1))
     assert sent[0]["payload"] == {"text": option}
     assert (sent[0]["inReplyTo"], sent[0]["option"], sent[0]["to"]) == (message_id, 1, "ada")
