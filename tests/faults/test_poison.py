@@ -56,7 +56,7 @@ def test_a_turn_that_kills_the_runtime_is_set_aside_after_three_crashes_and_ever
     told = [text for sender, text in survived["returned"] if sender == "system"]
     assert len(told) == 1 and "set aside" in told[0]
     assert [sender for sender, _ in survived["returned"] if sender != "system"].count("bob") == 1
-    assert survived["returned"][-1] == ["ada", "heard by ada"]
+    assert survived["returned"].count(["ada", "heard by ada"]) == 1  # before or after bob: nobody promised which
     with open_database(home) as db:
         assert unsound(db) == []
         hidden = db.execute("SELECT json_extract(m.payload, '$.text') FROM history h JOIN messages m"
