@@ -6,9 +6,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-
 from bench import rows
 from bench.send import open_bus, send_from
+
 from coterie.stores.sqlite.database import DATABASE
 
 OF_THE_MOMENT = {"id", "created_at", "delivered_at", "deliver_at"}
