@@ -115,6 +115,12 @@ def test_files_delays_and_withdrawals(either: Stage, tmp_path: Path) -> None:
     assert coterie("delayed", "--json", "--dir", either.folder).json["count"] == 0
 
 
+def test_a_society_whose_agents_were_all_left_out_says_why(folder: Path) -> None:
+    (folder / "coterie.toml").write_text("[agents.Ada]\n")
+
+    assert "agents.Ada: an id is" in coterie("chat", "--dir", folder).failure
+
+
 def test_the_end_of_the_conversation_is_shown_first(either: Stage) -> None:
     either.script("I remember.")
     coterie("send", "ada", "Do you?", "--wait", "--dir", either.folder)
