@@ -134,6 +134,25 @@ async def test_a_move_to_no_time_at_all_is_refused(client: httpx.AsyncClient) ->
     assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
 
 
+REVIVED_BY_OTHERS: list[dict[str, Any]] = [
+    {"lc": 1, "type": "constructor", "id": ["os", "system"], "kwargs": {"command": "true"}},
+    {"lc": 2, "type": "secret", "id": ["COTERIE_TOKEN"]},
+    {"py/object": "os.system", "py/reduce": [{"py/function": "os.system"}, ["true"]]},
+    {"__reduce__": ["os.system", ["true"]], "__class__": "Exploit", "__proto__": {"admin": True}},
+    {"$type": "System.Diagnostics.Process", "$ref": "#/definitions/x", "@class": "java.lang.Runtime"},
+    {"text": "!!python/object/apply:os.system ['true']", "more": "{{7*7}} ${7*7} <%= 7*7 %>"},
+]
+
+
+@pytest.mark.parametrize("payload", REVIVED_BY_OTHERS)
+async def test_what_other_programs_would_revive_is_data_like_any_other(
+    client: httpx.AsyncClient, payload: dict[str, Any]
+) -> None:
+    sent = await client.post(f"{API}/messages", json={"to": "ada", "payload": payload})
+    assert sent.status_code == 202
+    assert (await client.get(f"{API}/messages/{sent.json()['messageId']}")).json()["payload"] == payload
+
+
 async def test_an_empty_client_id_names_nothing_and_no_message_is_lost_for_it(client: httpx.AsyncClient) -> None:
     assert await send(client, clientId="") != await send(client, clientId="")
 
