@@ -64,6 +64,8 @@ def test_the_template_says_the_defaults_in_every_line_it_comments_out(tmp_path: 
         ("[agents.ada]\ntools = 3", "coterie.toml: agents.ada.tools: expected a list of strings, got 3"),
         ('[agents.ada]\nprompt_file = "no.md"', "agents.ada.prompt_file: there is no file 'no.md' in the folder"),
         ('[agents.ada]\nparent = "bbo"\n[agents.bob]', "there is no agent 'bbo', did you mean \"bob\"?"),
+        ("[mcp.files]", "coterie.toml: mcp.files: expected a command or a url, got neither"),
+        ('[mcp.files]\ncommand = "x"\nurl = "http://y"', "mcp.files: expected a command or a url, got both"),
         ("[server\n", "coterie.toml: cannot be read: "),
     ],
 )
@@ -81,6 +83,10 @@ def test_a_wrong_agent_is_left_out_and_the_others_run(tmp_path: Path) -> None:
     read = config(tmp_path, '[agents.ada]\nname = "Ada"\nnmae = "x"\n[agents.bob]\nname = 7\n')
     assert [agent.id for agent in read.agents] == ["ada"]
     assert len(read.problems) == 2
+
+
+def test_agents_of_whom_nothing_is_said_are_the_assistant(tmp_path: Path) -> None:
+    assert [agent.id for agent in config(tmp_path, "[agents]\n").agents] == ["assistant"]
 
 
 def test_a_wrong_setting_of_the_whole_society_refuses_the_start(tmp_path: Path) -> None:

@@ -118,6 +118,21 @@ def test_nothing_is_evaluated_unpickled_or_revived() -> None:
     assert found == []
 
 
+def test_only_the_owners_own_addresses_are_ever_asked() -> None:
+    """Whoever could fetch what a message or a model names would have to be on this list."""
+    speaks = re.compile(r"\b(import|from) (httpx|requests|aiohttp|urllib\.request|http\.client|websockets)\b")
+    client = re.compile(r"follow_redirects\s*=\s*True|streamable_http_client\(")
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if speaks.search(path.read_text())}
+    assert found == {
+        "llm/providers/openai.py",  # baseURL of llmservices.json
+        "llm/providers/sockets.py",
+        "llm/offers.py",  # servers on this machine, when the setup page looks for them
+        "cli/client.py",  # the running society
+    }
+    openers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if client.search(path.read_text())}
+    assert openers == {"agent/mcp_connection.py"}  # [mcp.…] url of coterie.toml
+
+
 def test_no_sql_is_made_from_values() -> None:
     """A string that goes to the database may hold constants of ours, in capitals or underscored, and nothing else."""
     wrong = []

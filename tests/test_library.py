@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -92,6 +93,27 @@ async def test_files_that_no_message_names_are_gone_after_a_day_and_the_others_s
     await society.artifacts.tidy(Retention())
     assert await society.artifacts.read(kept.ref) == b"kept"
     assert len(files_in(tmp_path)) == 1
+
+
+async def test_whatever_the_umask_all_that_is_kept_is_its_owners_alone(tmp_path: Path) -> None:
+    seen: dict[str, int] = {}
+
+    async def halfway() -> AsyncIterator[bytes]:
+        yield PNG
+        seen.update({path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "open/data").rglob("*")})
+        yield PNG
+
+    before = os.umask(0)
+    try:
+        async with Society.open(tmp_path / "open") as society:
+            await society.send(to="assistant", text="hello")
+            await society.artifacts.put(halfway(), "a.png")
+    finally:
+        os.umask(before)
+
+    assert {"coterie.db", "coterie.db-wal", "lock", "incoming"} < set(seen) and len(seen) > 5
+    assert {name: mode for name, mode in seen.items() if mode & 0o077} == {}
+    assert (tmp_path / "open/data").stat().st_mode & 0o777 == 0o700
 
 
 async def test_nobody_else_on_the_machine_can_read_what_is_kept(society: Society, tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ class MessageBus:
 
     async def move(self, message_id: str, delay_ms: object, by: str = PERSON) -> Message:
         """A delayed message becomes due `delay_ms` from now."""
+        if delay_ms is None:
+            raise Refused("delayMs_invalid", "delayMs must be a number of milliseconds, got nothing")
         delay = check_delay(delay_ms)
         message = await self._store.move(message_id, delay, by)
         self._arm(delay)

@@ -164,10 +164,10 @@ def read_config(folder: Path) -> Config:
         elif name not in ("agents", "mcp"):
             problems.append(_unknown(name, name, {*_SECTIONS, "agents", "mcp"}))
     agents = _read_agents(table.get("agents", {}), folder, problems)
-    mcp = _read_entries(McpEntry, "mcp", table.get("mcp", {}), problems)
+    mcp = _read_mcp(table.get("mcp", {}), problems)
     if any(problem.fatal for problem in problems):
         raise ConfigError(problems)
-    if "agents" in table:
+    if table.get("agents"):
         sections["agents"] = agents
     return Config(**sections, mcp=tuple(mcp), problems=tuple(problems))
 
@@ -237,6 +237,17 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
                 _problem(f"agents.{agent.id}.parent", f"there is no agent {agent.parent!r}{_meant(meant)}", False)
             )
     return tuple(agents)
+
+
+def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
+    servers = []
+    for entry in _read_entries(McpEntry, "mcp", table, problems):
+        if bool(entry.command) == bool(entry.url):
+            got = "both" if entry.url else "neither"
+            problems.append(_problem(f"mcp.{entry.id}", f"expected a command or a url, got {got}", False))
+            continue
+        servers.append(entry)
+    return servers
 
 
 def _check_id(name: str) -> str | None:

@@ -46,12 +46,13 @@ def seal(
         checked["quickReplies"] = options
     attachments = check_attachments(checked)
     return Envelope(
-        id=new_id() if client_id is None else id_for("message", sender, client_id),
+        # An empty one names nothing: taken at its word, it would make one message of all that have it.
+        id=id_for("message", sender, client_id) if client_id else new_id(),
         sender=sender,
         to=clean(to),
         payload_json=encode_payload(checked),
         delay=check_delay(delay_ms),
-        retried=client_id is not None,
+        retried=bool(client_id),
         in_reply_to=_check_reply(in_reply_to),
         option=_check_option(option, in_reply_to),
         cause=cause,

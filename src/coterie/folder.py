@@ -9,6 +9,8 @@ from pathlib import Path
 from coterie.errors import StoreUnusable
 
 TEMPLATES = ("coterie.toml", "llmservices.json")
+"""Files that nobody else has: where one is, a society is."""
+TOOLS = "tools.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class SocietyFolder:
                 self.data.mkdir(mode=0o700, exist_ok=True)
                 return []
             self.data.mkdir(mode=0o700, parents=True)
-            return [self._write(name) for name in TEMPLATES]
+            return [self._write(name) for name in (*TEMPLATES, TOOLS) if not (self.path / name).exists()]
         except OSError as error:
             raise StoreUnusable(
                 f"{self.path} cannot be made or written ({error.strerror}): choose another folder with --dir"

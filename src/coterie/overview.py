@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, Protocol
@@ -117,6 +117,10 @@ class Overview(Protocol):
 
         `Refused("agent_busy")` while the agent is at work.
         """
+        ...
+
+    async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
+        """How many messages of each conversation the person has not read."""
         ...
 
     async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:

@@ -245,7 +245,8 @@ class Society:
         """The same for a turn that nobody works on, because it waits for the next try or for the person's word."""
         stopped = await self.store.stop(agent_id)
         self.bus.stored(None)
-        return stopped
+        # A claim that was on its way here when somebody asked has come by now.
+        return stopped or (self._crew is not None and self._crew.stop_turn(agent_id))
 
     async def pause(self, agent_id: str) -> None:
         """The agent ends its turn and rests until `resume`; its mail waits."""

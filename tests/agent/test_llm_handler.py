@@ -350,27 +350,6 @@ async def test_a_stop_that_comes_when_the_answer_is_being_written_down_does_not_
         assert await here.texts(2) == ["ok", "ok"]
 
 
-@pytest.mark.slow
-async def test_whatever_moment_a_turn_is_stopped_at_the_next_message_is_answered(tmp_path: Path) -> None:
-    stopped = 0
-    async with stage(tmp_path) as here:
-        inbox = here.society.inbox()
-        for moment in range(100):
-            first = await here.say("one")
-            for _ in range(moment):
-                await asyncio.sleep(0)
-            stopped += here.society.stop_turn("ada")
-            for _ in range(moment % 3):
-                await asyncio.sleep(0)
-            second = await here.say("two")
-            async with asyncio.timeout(PATIENCE):
-                while (answer := await anext(inbox)).in_reply_to != second:
-                    assert answer.in_reply_to == first, f"stopped at moment {moment}"
-            await here.society.store.read("ada", answer.id)
-        await inbox.aclose()
-    assert stopped > 50
-
-
 async def test_a_turn_that_waits_for_the_next_try_can_be_stopped(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(503, headers={"Retry-After": "500"}), "answered at once")

@@ -74,6 +74,9 @@ def test_what_is_said_to_a_working_agent_is_queued_until_it_is_read(either: Stag
         let_go_again()
         chat.sees("And the second.")
 
+    said = [("user", "one"), ("user", "two"), ("ada", "Working on it."), ("ada", "And the second.")]
+    assert _said(either) == said
+
 
 def test_ctrl_c_stops_the_turn_first_and_leaves_only_then(either: Stage) -> None:
     first, _ = either.gated("Never said.")
@@ -115,14 +118,20 @@ def test_files_delays_and_withdrawals(either: Stage, tmp_path: Path) -> None:
     assert coterie("delayed", "--json", "--dir", either.folder).json["count"] == 0
 
 
+def test_a_society_whose_agents_were_all_left_out_says_why(folder: Path) -> None:
+    (folder / "coterie.toml").write_text("[agents.Ada]\n")
+
+    assert "agents.Ada: an id is" in coterie("chat", "--dir", folder).failure
+
+
 def test_the_end_of_the_conversation_is_shown_first(either: Stage) -> None:
     either.script("I remember.")
     coterie("send", "ada", "Do you?", "--wait", "--dir", either.folder)
 
     with Terminal("chat", "--dir", either.folder) as chat:
-        chat.sees("Do you?")
-        chat.sees("I remember.")
         chat.sees("You talk to ada.")
+
+        assert chat.raw.index("Do you?") < chat.raw.index("I remember.") < chat.raw.index("You talk to ada.")
 
 
 def test_a_reply_is_shown_while_it_is_said(stage: Stage) -> None:

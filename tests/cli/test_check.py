@@ -51,7 +51,12 @@ def test_an_agent_whose_service_does_not_exist_is_a_problem(folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("coterie.toml", "[server"), ("llmservices.json", "{"), ("coterie.toml", '[store]\nurl = "mysql"')],
+    [
+        ("coterie.toml", "[server"),
+        ("llmservices.json", "{"),
+        ("coterie.toml", '[store]\nurl = "mysql"'),
+        ("coterie.toml", '[server]\npublic_url = "nowhere"'),
+    ],
 )
 def test_what_stops_a_start_is_fatal(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)

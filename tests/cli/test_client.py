@@ -148,6 +148,31 @@ def test_history_and_export_tell_what_was_said(either: Stage) -> None:
     assert 'did you mean "ada"?' in coterie("export", "adda", "--dir", either.folder).failure
 
 
+def test_an_export_is_json_for_programs(either: Stage, tmp_path: Path) -> None:
+    coterie("send", "ada", "How are you?", "--wait", "--dir", either.folder)
+    file = tmp_path / "ada.md"
+
+    told = coterie("export", "ada", "--json", "--dir", either.folder).json
+    kept = coterie("export", "ada", "--json", "--to", file, "--format", "md", "--dir", either.folder).json
+
+    assert [one["from"] for one in told["messages"]] == ["user", "ada"]
+    assert kept == {"agent": "ada", "file": str(file), "format": "md", "size": file.stat().st_size}
+    assert file.read_text().startswith("# Ada\n")
+    assert coterie("export", "ada", "--json", "--format", "md", "--dir", either.folder).code == 2
+    assert coterie("export", "adda", "--json", "--dir", either.folder).json["error"] == "unknown_agent"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("send", "\udcff", "hi"), ("history", "\udcff"), ("export", "\udcff"), ("stop", "\udcff"),
+     ("delayed", "--recipient", "\udcff")],
+)  # fmt: skip
+def test_a_name_that_is_no_text_is_one_that_nobody_has(either: Stage, args: tuple[str, ...]) -> None:
+    coterie("pause", "ada", "--dir", either.folder)  # so that there is something to look into
+
+    assert "there is no agent" in coterie(*args, "--dir", either.folder).failure
+
+
 def test_the_shell_completes_agents_from_the_folder(either: Stage) -> None:
     words = {"_COTERIE_COMPLETE": "complete_bash", "COMP_WORDS": "coterie history a", "COMP_CWORD": "2"}
 

@@ -39,12 +39,20 @@ def test_a_society_is_copied_to_postgresql_and_back_and_both_commands_say_how_mu
     back = coterie("copy", use(tmp_path / "shared", url), tmp_path / "back", "--json")
 
     assert there.code == 0
+    assert "once store.url in coterie.toml names it" in there.stdout
     assert "4 messages, 1 artifact; everything was counted and checked" in there.stdout
     assert back.json["rows"]["messages"] == 4 and back.json["artifacts"] == 1 and back.json["lost"] == []
     assert back.json["to"] == str(tmp_path / "back")
     assert (waiting(tmp_path / "back"), delayed(tmp_path / "back")) == (waiting(full), delayed(full))
     assert coterie("verify", "--dir", tmp_path / "back", "--deep").code == 0
     assert coterie("verify", "--dir", tmp_path / "shared", "--deep").code == 0
+
+
+def test_a_copy_in_another_folder_is_run_there(full: Path, tmp_path: Path) -> None:
+    done = coterie("copy", full, tmp_path / "second")
+
+    assert f"coterie serve {tmp_path / 'second'}" in done.stdout
+    assert "store.url" not in done.stdout
 
 
 def test_the_password_of_a_database_is_never_shown(full: Path) -> None:

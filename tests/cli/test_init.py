@@ -2,6 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from coterie.agent.owner_tools import load_owner_tools
+
 from .door import coterie
 
 
@@ -11,10 +15,50 @@ def test_init_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     done = coterie("init", folder)
 
     assert done.code == 0
-    for name in ("coterie.toml", "llmservices.json"):
+    for name in ("coterie.toml", "llmservices.json", "tools.py"):
         assert f"wrote {folder / name}" in done.stdout
         assert (folder / name).is_file()
     assert f"coterie serve {folder}" in done.stdout
+
+
+def test_a_program_is_told_what_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "society"
+
+    done = coterie("init", folder, "--json")
+
+    written = [str(folder / name) for name in ("coterie.toml", "llmservices.json", "tools.py")]
+    assert (done.code, done.json) == (0, {"dir": str(folder), "written": written})
+    again = coterie("init", folder, "--json")
+    assert (again.code, again.json["error"]) == (1, "store_unusable")
+
+
+def test_tools_that_lie_there_already_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text("# mine")
+
+    assert coterie("init", tmp_path).code == 0
+
+    assert (tmp_path / "tools.py").read_text() == "# mine"
+
+
+def test_what_the_template_of_tools_shows_is_a_tool_once_it_is_no_comment(folder: Path) -> None:
+    template = folder / "tools.py"
+    lines = template.read_text().splitlines()
+    template.write_text("\n".join(line.removeprefix("# ").removeprefix("#") for line in lines[3:]))
+
+    owned = load_owner_tools(folder, taken=set())
+
+    assert (owned.problems, [tool.name for tool in owned.tools]) == ((), ["look_up", "water_the_plants"])
+
+
+def test_a_folder_without_a_name_is_wrong_usage_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    for args in (("init", ""), ("init", "--dir", ""), ("serve", ""), ("check", "--dir", "")):
+        assert coterie(*args).code == 2
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_init_leaves_an_existing_society_untouched(folder: Path) -> None:

@@ -144,10 +144,11 @@ def test_configuration_that_stops_a_start_is_told_in_one_sentence(folder: Path) 
 def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) -> None:
     with Serving(folder):
         pass  # the files exist from here on
-    coterie("send", "assistant", "soon", "--delay", "8s", "--dir", folder)
+    coterie("send", "assistant", "later", "--delay", "1d", "--dir", folder)
 
     with Serving(folder) as society:
         resource.prlimit(society.pid, resource.RLIMIT_FSIZE, (0, 0))
+        assert coterie("send", "assistant", "now", "--dir", folder).code == 1
         assert society.wait() == 1
 
     assert society.log[-1]["level"] == "critical"
@@ -227,6 +228,16 @@ def test_a_taken_port_is_told_in_one_sentence(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_address_has_a_name_in_the_sentence_that_refuses_it(folder: Path) -> None:
+    assert coterie("serve", folder, "--host", "").failure.startswith("every address can be reached")
+
+
+def test_a_token_that_no_header_can_carry_is_refused_before_anything_runs(folder: Path) -> None:
+    assert "without spaces" in coterie("serve", folder, "--token", "a b", "--port", "0").failure
+
+    assert list((folder / "data").iterdir()) == []
+
+
 def test_a_token_that_cannot_be_kept_is_told_in_one_sentence(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "token").mkdir()

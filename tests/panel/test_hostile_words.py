@@ -142,19 +142,23 @@ async def test_errors_are_only_ever_text(panel: Room) -> None:
     problems: list[dict[str, Any]] = [
         {"agent": "ada", "category": "server", "message": one, "retryable": True} for one in corpus()
     ]
-    await page.evaluate(
+    shown = await page.evaluate(
         """async problems => {
             const { apply } = await import('/static/events.js');
             const { toast } = await import('/static/notices.js');
+            let shown = 0;
             for (const problem of problems) {
                 apply('problem', problem);
                 toast({kind: 'error', text: problem.message});
                 await new Promise(requestAnimationFrame);
+                shown += document.querySelector('.toast-text').textContent === problem.message;
                 document.querySelectorAll('.toast button').forEach(one => one.click());
                 document.querySelectorAll('details').forEach(one => { one.open = true; });
-            } }""",
+            }
+            return shown; }""",
         problems,
     )
+    assert shown == len(corpus())
     await nothing_ran(panel, page)
 
 

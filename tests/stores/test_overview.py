@@ -135,6 +135,7 @@ async def test_unread_is_what_was_said_to_the_person_behind_their_read_mark(stor
     assert await store.read("ada", mine) == 1  # up to words of one's own
     found = await thread_of(store, "ada")
     assert (found.unread, found.first_unread, found.last.id) == (2, trouble, last)
+    assert await store.unread(["ada", "bob"]) == {"ada": 2, "bob": 0}
     assert await store.read("ada", last) == 2
     found = await thread_of(store, "ada")
     assert (found.unread, found.first_unread) == (0, None)

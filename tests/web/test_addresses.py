@@ -27,7 +27,9 @@ def test_browsers_are_relied_upon_only_where_they_tell() -> None:
     assert (where.url, where.secure) == ("http://127.0.0.1:80", False)
 
 
-@pytest.mark.parametrize("url", ["coterie.example", "ftp://x", "https://", "https://x/path"])
+@pytest.mark.parametrize(
+    "url", ["coterie.example", "ftp://x", "https://", "https://x/path", "http://[x", "http://x:99999", "http://x:0"]
+)
 def test_an_address_that_is_none_is_told_by_its_place(url: str) -> None:
     with pytest.raises(ConfigError, match=r"coterie\.toml: server\.public_url"):
         addresses("127.0.0.1", 8642, url)

@@ -174,9 +174,13 @@ async def test_the_history_is_told_in_the_roles_of_the_model(
     assert "You are Ada" in system["content"] and (user["content"], user["from"]) == ("Who is there?", "user")
     assert planned["calls"][0]["name"] == "list_agents" and result["callId"] == planned["calls"][0]["id"]
     assert said["content"] == "Two of us."
-    first = (await client.get(f"{API}/agents/ada/history", params={"limit": 1})).json()
-    rest = (await client.get(f"{API}/agents/ada/history", params={"after": first["next"]})).json()
-    assert [item["role"] for item in rest["items"]] == ["assistant", "tool", "assistant"]
+    pages: list[list[str]] = []
+    after: dict[str, Any] = {}
+    for _ in range(5):
+        page = (await client.get(f"{API}/agents/ada/history", params={"limit": 1, **after})).json()
+        pages.append([item["role"] for item in page["items"]])
+        after = {"after": page["next"]}
+    assert pages == [["system"], ["user"], ["assistant"], ["tool"], ["assistant"]] and after == {"after": None}
 
 
 async def test_runs_and_usage_tell_what_was_done(

@@ -110,6 +110,32 @@ async def test_what_a_browser_might_run_is_only_ever_downloaded(client: httpx.As
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+OF_A_KIND = {
+    "image/png": [PNG],
+    "image/jpeg": [b"\xff\xd8\xff\xe0\x00\x10JFIF\x00"],
+    "image/gif": [b"GIF87a\x01\x00\x01\x00", b"GIF89a\x01\x00\x01\x00"],
+    "image/webp": [b"RIFF\x1a\x00\x00\x00WEBPVP8L"],
+    "audio/wav": [b"RIFF\x24\x00\x00\x00WAVEfmt "],
+    "audio/mpeg": [b"ID3\x04\x00\x00", b"\xff\xfb\x90\x00"],
+    "audio/flac": [b"fLaC\x00\x00\x00\x22"],
+    "application/pdf": [b"%PDF-1.7\n"],
+    "application/zip": [b"PK\x03\x04\x14\x00"],
+    "text/plain": [b"just words", b"<svg onload='x()'>", b"GIF8, as a text may begin"],
+}
+MISNAMED = ["a.exe", "a.png.html", "a", "a.docx"]
+
+
+async def test_a_type_is_told_from_the_bytes_whatever_the_name_and_the_sender_say(client: httpx.AsyncClient) -> None:
+    kinds = [(mime, data, name) for mime, heads in OF_A_KIND.items() for data in heads for name in MISNAMED]
+    assert len(kinds) >= 40
+    for mime, data, name in kinds:
+        claimed = {"file": (name, data, "image/png" if mime != "image/png" else "text/html")}
+        kept = (await client.post(ARTIFACTS, files=claimed)).json()
+        family = mime.partition("/")[0]
+        kind = family if family in ("image", "audio") else "file"
+        assert (kept["type"], kept["mimeType"], kept["filename"]) == (kind, mime, name), data
+
+
 async def test_a_picture_with_a_script_behind_it_stays_a_picture(client: httpx.AsyncClient) -> None:
     ref = await put(client, PNG + SCRIPT, "a.html")
     answer = await client.get(f"{ARTIFACTS}/{ref}")

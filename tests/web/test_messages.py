@@ -121,10 +121,55 @@ async def test_a_delayed_message_can_be_moved_until_it_is_delivered(
     assert (answer.status_code, answer.json()["code"]) == (409, "already_delivered")
 
 
-@pytest.mark.parametrize("body", [{}, {"delayMs": True}, {"delayMs": "5"}, {"delayMs": 1e15}])
-async def test_a_move_needs_a_number(client: httpx.AsyncClient, body: Any) -> None:
+@pytest.mark.parametrize("delay", [True, "5", 1e15, None, [], {}])
+async def test_a_move_is_refused_with_the_code_that_a_send_would_get(client: httpx.AsyncClient, delay: Any) -> None:
     later = await send(client, delayMs=HOUR)
-    assert (await client.patch(f"{API}/messages/{later}", json=body)).status_code == 422
+    answer = await client.patch(f"{API}/messages/{later}", json={"delayMs": delay})
+    assert (answer.status_code, answer.json()["code"]) == (422, "delayMs_invalid")
+
+
+async def test_a_move_to_no_time_at_all_is_refused(client: httpx.AsyncClient) -> None:
+    later = await send(client, delayMs=HOUR)
+    answer = await client.patch(f"{API}/messages/{later}", json={})
+    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+
+
+REVIVED_BY_OTHERS: list[dict[str, Any]] = [
+    {"lc": 1, "type": "constructor", "id": ["os", "system"], "kwargs": {"command": "true"}},
+    {"lc": 2, "type": "secret", "id": ["COTERIE_TOKEN"]},
+    {"py/object": "os.system", "py/reduce": [{"py/function": "os.system"}, ["true"]]},
+    {"__reduce__": ["os.system", ["true"]], "__class__": "Exploit", "__proto__": {"admin": True}},
+    {"$type": "System.Diagnostics.Process", "$ref": "#/definitions/x", "@class": "java.lang.Runtime"},
+    {"text": "!!python/object/apply:os.system ['true']", "more": "{{7*7}} ${7*7} <%= 7*7 %>"},
+]
+
+
+@pytest.mark.parametrize("payload", REVIVED_BY_OTHERS)
+async def test_what_other_programs_would_revive_is_data_like_any_other(
+    client: httpx.AsyncClient, payload: dict[str, Any]
+) -> None:
+    sent = await client.post(f"{API}/messages", json={"to": "ada", "payload": payload})
+    assert sent.status_code == 202
+    assert (await client.get(f"{API}/messages/{sent.json()['messageId']}")).json()["payload"] == payload
+
+
+async def test_an_empty_client_id_names_nothing_and_no_message_is_lost_for_it(client: httpx.AsyncClient) -> None:
+    assert await send(client, clientId="") != await send(client, clientId="")
+
+
+async def test_half_a_character_as_javascript_writes_it_is_stored_as_a_mark(client: httpx.AsyncClient) -> None:
+    body = rb'{"to": "ada", "payload": {"text": "cut \ud83d"}, "clientId": "\ud83d"}'
+    sent = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
+    assert sent.status_code == 202
+    stored = await client.get(f"{API}/messages/{sent.json()['messageId']}")
+    assert stored.json()["payload"] == {"text": "cut \ufffd"}
+
+
+@pytest.mark.parametrize("text", [rb'"\ud83d", "x": NaN', rb'"\ud83d" oops'])
+async def test_half_a_character_excuses_nothing_else(client: httpx.AsyncClient, text: bytes) -> None:
+    body = b'{"to": "ada", "payload": {"text": ' + text + b"}}"
+    answer = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["code"]) == (400, "json_invalid")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from coterie.runtime import Society
 from coterie.testing import FakeClock
 from coterie.web.access import Access
+from coterie.web.app import build_app
+from coterie.web.disk import LOW
 from coterie.web.security import BODY_BYTES, EVENTS, POLICY
 
 from .conftest import BASE, TOKEN
@@ -143,6 +149,33 @@ async def test_while_it_stops_new_requests_are_turned_away_and_the_connection_en
     assert (await client.get("/healthz")).status_code == 200
     ready = await client.get("/readyz")
     assert (ready.status_code, ready.json()["code"]) == (503, "stopping")
+
+
+async def test_what_comes_from_outside_is_turned_away_before_the_disk_is_full_and_the_rest_goes_on(
+    society: Society, access: Access, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = build_app(society, access, clock=clock, disk=tmp_path)
+    free = [LOW]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    message = {"to": "ada", "payload": {"text": "hello"}}
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:
+        sent = await client.post("/api/v1/messages", json=message)
+        free[0] -= 1
+        await clock.advance(seconds=1)
+        refused = [
+            await client.post("/api/v1/messages", json=message),
+            await client.post("/api/v1/artifacts", files={"file": ("a", b"x")}),
+        ]
+        withdrawn = await client.delete(f"/api/v1/messages/{sent.json()['messageId']}")
+        free[0] += 1
+        await clock.advance(seconds=1)
+        again = await client.post("/api/v1/messages", json=message)
+
+    assert [(one.status_code, one.json()["code"]) for one in refused] == [(507, "store_full")] * 2
+    assert refused[0].headers["retry-after"]
+    assert (sent.status_code, withdrawn.status_code, again.status_code) == (202, 204, 202)
 
 
 async def test_only_the_whole_token_is_the_token(access: Access) -> None:

@@ -279,3 +279,17 @@ async def test_states_queues_questions_marks_and_delays_are_told(hub: Hub, socie
         await society.bus.withdraw(waiting.id)
         queue = await ear.next("queue.changed")
         assert (queue.data["agent"], queue.data["items"]) == ("ada", [])
+
+
+async def test_a_delayed_message_is_told_with_who_to_whom_and_when_and_how_it_came_out(
+    hub: Hub, society: Society, clock: FakeClock
+) -> None:
+    async with listening(hub) as ear:
+        await society.bus.send(sender="ada", to="user", payload={"text": "tea"}, delay_ms=60_000)
+        scheduled = (await ear.next("delayed.scheduled")).data
+        await clock.advance(minutes=1)
+        delivered = (await ear.next("delayed.delivered")).data
+
+    about = {"from": "ada", "to": "user", "deliverAt": "2030-01-01T00:01:00.000Z", "preview": "tea", "early": False}
+    assert scheduled.items() >= (about | {"deliveredAt": None}).items()
+    assert delivered.items() >= (about | {"deliveredAt": "2030-01-01T00:01:00.000Z"}).items()

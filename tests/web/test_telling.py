@@ -24,6 +24,27 @@ async def watched(folder: Path) -> AsyncIterator[tuple[Stage, Ear]]:
         await hub.shut(0)
 
 
+async def test_an_agent_is_told_with_its_role_its_parent_and_what_is_unread(tmp_path: Path) -> None:
+    made = (
+        Calls("create_role", {"name": "scout", "prompt": "You look around."}),
+        Calls("spawn_agent", {"role": "scout", "id": "sam", "name": "Sam"}),
+    )
+    async with watched(tmp_path) as (here, ear):
+        here.server.script(Says(calls=made), "done")
+        await here.say("go")
+        sam = (await ear.next("agent.upsert")).data
+        await here.heard()
+        hub = Hub(here.society, here.society.live, SystemClock())
+        async with listening(hub, f"{hub.epoch}.0") as again:
+            while (ada := (await again.next("agent.upsert")).data)["id"] != "ada":
+                pass
+        await hub.shut(0)
+
+    assert (sam["id"], sam["name"], sam["role"], sam["parent"], sam["unread"]) == ("sam", "Sam", "scout", "ada", 0)
+    assert sam["capabilities"] == {"input": ["text"], "output": ["text"], "inferred": True}
+    assert (ada["role"], ada["unread"]) == (None, 1)
+
+
 async def test_a_tool_run_is_told_when_it_begins_and_when_it_ends(tmp_path: Path) -> None:
     async with watched(tmp_path) as (here, ear):
         here.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "done")

@@ -66,7 +66,7 @@ class Outcome:
 class Work:
     """A turn under way, and how to stop it."""
 
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] = field(init=False)
     performing: bool = False
     """It is in the middle of an effect, which a stop may cut off; what it writes down is never cut off."""
     said: list[str] = field(default_factory=list)
@@ -111,11 +111,17 @@ class LlmHandler:
         """Limits that count from the next step on."""
         self._rules, self._tokens_per_day = rules, tokens_per_day
 
-    async def work(self, claim: Claim) -> None:
-        """Until there is nothing more to do for this agent, or somebody else has taken it over."""
-        task = asyncio.current_task()
-        assert task is not None  # noqa: S101 - the scheduler gives every turn a task
-        work = self._work[claim.agent_id] = Work(task)
+    def begin(self, claim: Claim) -> asyncio.Task[None]:
+        """Work until there is nothing more to do for this agent, or somebody else has taken it over.
+
+        A stop finds the turn from this moment on, though the task has yet to take its first step.
+        """
+        work = self._work[claim.agent_id] = Work()
+        work.task = asyncio.create_task(self._go_on(claim, work), name=f"coterie-turn-{claim.agent_id}")
+        work.task.add_done_callback(lambda _: self._leave(claim.agent_id, work))
+        return work.task
+
+    async def _go_on(self, claim: Claim, work: Work) -> None:
         self._memory.add(claim.agent_id, claim.added)
         self._bus.stored(None)  # the claim itself is news
         turn = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
@@ -134,7 +140,11 @@ class LlmHandler:
         finally:
             turn.end()
             self._live.end(_draft(claim), "failed")
-            del self._work[claim.agent_id]
+            self._leave(claim.agent_id, work)
+
+    def _leave(self, agent_id: str, work: Work) -> None:
+        if self._work.get(agent_id) is work:  # the agent's next turn may have begun
+            del self._work[agent_id]
 
     async def _advance(self, claim: Claim, outcome: Outcome) -> Claim:
         """Written down, however long the store takes to come back: what was done must not be forgotten."""

@@ -16,5 +16,7 @@ class Profile:
     """Names or patterns of the tools it may use."""
     parent: str | None = None
     """The agent that made it, and may end it."""
+    role: str | None = None
+    """What it was made after, if it was."""
     made_by: str = ""
     """The call that made it: when that runs again, there is nothing more to make."""

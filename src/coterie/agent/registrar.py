@@ -70,6 +70,7 @@ class Registrar:
             id=id or f"{role[:50]}-{id_for('agent', key)[:6]}",
             name=clean(name or pattern.name),
             parent=None if parent == PERSON else parent,
+            role=role,
             made_by=key,
         )
         async with self._making:

@@ -125,7 +125,7 @@ class Scheduler:
         self._dropped.clear()
 
     def _begin(self, claim: Claim) -> None:
-        turn = asyncio.create_task(self._handler.work(claim), name=f"coterie-turn-{claim.agent_id}")
+        turn = self._handler.begin(claim)
         self._turns[turn] = claim.agent_id
         turn.add_done_callback(self._ended)
 

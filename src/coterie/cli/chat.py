@@ -36,9 +36,13 @@ def chat(
 
 def _first_agent(folder: Path) -> str:
     from coterie.config import read_config
+    from coterie.errors import ConfigError
     from coterie.inspection import require_society
 
-    return read_config(require_society(folder).path).agents[0].id
+    config = read_config(require_society(folder).path)
+    if not config.agents:  # all that the file describes were left out
+        raise ConfigError(config.problems)
+    return config.agents[0].id
 
 
 async def _chat(folder: Path, agent_id: str, token: str | None) -> bool:

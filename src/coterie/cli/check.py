@@ -69,10 +69,12 @@ def _read_toml(folder: Path, report: Report) -> Config | None:
     from coterie.config import read_config
     from coterie.errors import ConfigError
     from coterie.storage import check_engine, is_shared
+    from coterie.web.addresses import addresses
 
     try:
         config = read_config(folder)
         check_engine(config)
+        addresses(config.server.host, config.server.port, config.server.public_url)
     except ConfigError as error:
         report.problems += error.problems
         return None

@@ -17,7 +17,8 @@ from coterie.errors import CoterieError, StoreOwned
 from coterie.folder import SocietyFolder
 from coterie.inspection import owner
 from coterie.runtime import Society
-from coterie.web.access import Access, keep_token
+from coterie.storage import is_shared
+from coterie.web.access import Access, check_token, keep_token
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
 from coterie.web.server import WebServer, close, listen, port_of
@@ -36,9 +37,11 @@ class FrontDoor:
         host = config.host if host is None else host
         if token is None and not is_loopback(host):
             raise CoterieError(
-                f"{host} can be reached from other machines, which needs a token that you choose:"
+                f"{host or 'every address'} can be reached from other machines, which needs a token that you choose:"
                 " give one with --token or COTERIE_TOKEN, or listen on 127.0.0.1"
             )
+        if token is not None:
+            check_token(token, "--token or COTERIE_TOKEN")
         try:
             sockets = listen(host, config.port if port is None else port)
         except CoterieError:
@@ -56,7 +59,8 @@ class FrontDoor:
         clock = SystemClock()
         token = keep_token(self._data, self._token)
         self._access = Access(token, society.store.info.log_id, clock, secure=self.where.secure)
-        self._app = build_app(society, self._access, where=self.where, clock=clock)
+        disk = None if is_shared(society.config) else self._data
+        self._app = build_app(society, self._access, where=self.where, clock=clock, disk=disk)
         self._server = WebServer(self._app, self._sockets, access_log=debugging())
         await self._server.start()
         leave_address(self._data, Address(url=self.where.local, pid=os.getpid(), token=self._token))

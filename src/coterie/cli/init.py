@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coterie.cli.options import HOME, MaybeDir, Place
-from coterie.cli.output import say
+from coterie.cli.options import HOME, Json, MaybeDir, Place
+from coterie.cli.output import say, say_json
 
 
-def init(place: Place = None, dir: MaybeDir = None) -> None:  # noqa: A002
+def init(place: Place = None, dir: MaybeDir = None, json: Json = False) -> None:  # noqa: A002
     """Make a society's folder, with commented templates."""
     from coterie.errors import StoreUnusable
     from coterie.folder import SocietyFolder
@@ -14,6 +14,10 @@ def init(place: Place = None, dir: MaybeDir = None) -> None:  # noqa: A002
     folder = SocietyFolder(place or dir or HOME)
     if folder.exists:
         raise StoreUnusable(f"there is a society in {folder.path} already: run it with coterie serve {folder.path}")
-    for written in folder.make():
-        say(f"wrote {written}")
+    written = folder.make()
+    if json:
+        say_json({"dir": str(folder.path), "written": [str(file) for file in written]})
+        return
+    for file in written:
+        say(f"wrote {file}")
     say(f"Next: name your model services in {folder.path / 'llmservices.json'}, then run: coterie serve {folder.path}")

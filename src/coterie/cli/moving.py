@@ -68,4 +68,8 @@ def copy(
         return
     messages, artifacts = counted(carried.rows["messages"], "message"), counted(carried.artifacts, "artifact")
     say(f"Copied {origin} to {goal}: {messages}, {artifacts}; everything was counted and checked.")
-    say("It goes on there once store.url in coterie.toml names it. Do not run both: from here on they would differ.")
+    if goal.place:
+        say(f"It goes on there with: coterie serve {goal.place.path}, once your own files are there, too.")
+    else:
+        say("It goes on there once store.url in coterie.toml names it.")
+    say("Do not run both: from here on they would differ.")

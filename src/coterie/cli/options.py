@@ -28,6 +28,13 @@ def a_duration(text: str | None) -> str | None:
     return text
 
 
+def a_folder(text: str) -> Path:
+    """An empty name is most likely a variable of the shell that was never set, and not meant for this very folder."""
+    if not text:
+        raise typer.BadParameter("expected the name of a folder, got nothing")
+    return Path(text)
+
+
 def wants_json(context: typer.Context) -> bool:
     """Whoever reports a failure needs to know, too."""
     return bool(context.meta.get(_AS_JSON))
@@ -39,10 +46,13 @@ _dir = typer.Option(
     metavar="DIR",
     help="The society's folder; ./coterie-home when not given.",
     show_default=False,
+    parser=a_folder,
 )
 Dir = Annotated[Path, _dir]
 MaybeDir = Annotated[Path | None, _dir]
-Place = Annotated[Path | None, typer.Argument(metavar="[DIR]", help="The same as --dir.", show_default=False)]
+Place = Annotated[
+    Path | None, typer.Argument(metavar="[DIR]", help="The same as --dir.", show_default=False, parser=a_folder)
+]
 Token = Annotated[
     str | None,
     typer.Option(

@@ -40,25 +40,34 @@ def history(agent: AgentArgument, dir: Dir = HOME, json: Json = False) -> None: 
 
 def export(
     agent: AgentArgument,
-    format: Annotated[Format, typer.Option("--format", help="How to write it.")] = Format.MD,  # noqa: A002
+    format: Annotated[  # noqa: A002
+        Format | None, typer.Option("--format", help="How to write it.", show_default="md, or json with --json")
+    ] = None,
     to: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to write; standard output when not given.")
     ] = None,
     dir: Dir = HOME,  # noqa: A002
+    json: Json = False,
 ) -> None:
     """Write your whole conversation with an agent. Works beside a running society."""
     import asyncio
 
     from coterie.cli import logs
 
+    if json and to is None and format is Format.MD:
+        raise typer.BadParameter("Markdown is no JSON: leave out one of them, or name a file with --to")
     logs.stay_quiet()
-    written = asyncio.run(_export(dir, agent, format))
+    form = format or (Format.JSON if json else Format.MD)
+    written = asyncio.run(_export(dir, agent, form))
     if to is None:
         # Word for word, for a file or another program: what steers a terminal is taken out only where there is one.
         _write_out(written)
         return
     to.write_text(written, encoding="utf-8")
-    say(f"Wrote {to}.")
+    if json:
+        say_json({"agent": agent, "file": str(to), "format": form.value, "size": len(written.encode())})
+    else:
+        say(f"Wrote {to}.")
 
 
 async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:

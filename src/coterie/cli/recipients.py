@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from coterie.errors import Refused
-from coterie.text import nearest, one_line
+from coterie.text import clean, nearest, one_line
 
 if TYPE_CHECKING:
     from coterie.agents import Agent
@@ -16,14 +16,14 @@ SHOWN = 10
 
 async def check_recipient(store: Store, name: str) -> Agent:
     """Whoever is of that name; otherwise `Refused` says who was probably meant, or who there is."""
-    if found := await store.agent(name):
+    if found := await store.agent(clean(name)):
         return found
     raise Refused("unknown_recipient", _nobody(name, [agent.id for agent in await store.agents()]))
 
 
 async def check_agent(store: Store, name: str) -> Agent:
     """The same for agents alone: the person does not count."""
-    found = await store.agent(name)
+    found = await store.agent(clean(name))
     if found and found.kind == "agent":
         return found
     known = [agent.id for agent in await store.agents() if agent.kind == "agent"]

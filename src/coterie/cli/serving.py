@@ -127,7 +127,7 @@ async def _announce(society: Society, folder: Path, is_new: bool, front: FrontDo
     more = f" and {len(agents) - SHOWN:,} more" if len(agents) > SHOWN else ""
     kept = society.config.shutdown.delayed == "keep"
     if is_new:
-        say(f"Made {folder} with commented templates: coterie.toml and llmservices.json.")
+        say(f"Made {folder} with commented templates: coterie.toml, llmservices.json and tools.py.")
     lines = [
         f"Coterie {__version__} runs the society in {folder}",
         f"  store    {info.engine} {info.version}, durability {society.config.store.durability}",

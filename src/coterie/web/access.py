@@ -72,7 +72,7 @@ def _digest(code: str) -> bytes:
 def keep_token(data: Path, given: str | None) -> str:
     """The token that was `given`, else the one kept in the folder `data`, made there when missing."""
     if given is not None:
-        return _checked(given, "--token or COTERIE_TOKEN")
+        return check_token(given, "--token or COTERIE_TOKEN")
     path = data / FILE
     try:
         kept = path.read_text(encoding="utf-8", errors="replace").strip()
@@ -84,10 +84,11 @@ def keep_token(data: Path, given: str | None) -> str:
     elif readable_by_others(path):
         path.chmod(0o600)
         log.warning("%s could be read by others and is private now: delete it to get a new token", path)
-    return _checked(kept, str(path))
+    return check_token(kept, str(path))
 
 
-def _checked(token: str, place: str) -> str:
+def check_token(token: str, place: str) -> str:
+    """The token, if a header can carry it."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise CoterieError(f"the token in {place} cannot be used: it must be letters, digits and signs without spaces")
     return token

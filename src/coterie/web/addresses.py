@@ -74,8 +74,12 @@ def _has_port(name: str) -> bool:
 def _public(url: str) -> tuple[str, str] | None:
     if not url:
         return None
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if port == 0 or parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
         sentence = f'expected an address such as "https://coterie.example", got "{url}"'
         raise ConfigError([Problem("coterie.toml: server.public_url", sentence, fatal=True)])
     return parts.scheme, parts.netloc.rpartition("@")[2].lower()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -12,6 +13,7 @@ from coterie.runtime import Society
 from coterie.web import health, metrics, page, problems, session
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses, addresses
+from coterie.web.disk import Disk
 from coterie.web.meter import HttpMeter
 from coterie.web.routes import ROUTERS
 from coterie.web.security import Gate
@@ -23,8 +25,15 @@ LastWords = Callable[[int], Awaitable[None]]
 """Called on a graceful stop, while the store is still open, with the number of messages that went out early."""
 
 
-def build_app(society: Society, door: Access, *, where: Addresses | None = None, clock: Clock | None = None) -> FastAPI:
-    """`where`: the addresses it answers under, if other than the configured ones."""
+def build_app(
+    society: Society,
+    door: Access,
+    *,
+    where: Addresses | None = None,
+    clock: Clock | None = None,
+    disk: Path | None = None,
+) -> FastAPI:
+    """`where`: the addresses it answers under, if other than the configured ones. `disk`: the folder that it fills."""
     server = society.config.server
     app = FastAPI(
         title="Coterie",
@@ -58,5 +67,6 @@ def build_app(society: Society, door: Access, *, where: Addresses | None = None,
         clock=state.clock,
         health=state.health,
         meter=state.meter,
+        disk=Disk(disk, state.clock),
     )
     return app

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coterie.clock import Clock
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses
+from coterie.web.disk import LOW, Disk
 from coterie.web.health import Health
 from coterie.web.limits import Rates
 from coterie.web.meter import HttpMeter
@@ -42,6 +43,8 @@ HEALTH = frozenset({"/healthz", "/readyz"})
 PUBLIC = HEALTH | {"/", "/session"}
 UPLOADS = "/api/v1/artifacts"
 EVENTS = "/api/v1/events"
+INPUT = frozenset({UPLOADS, "/api/v1/messages"})
+"""What comes in from outside and stays."""
 BODY_BYTES = 2 << 20
 RATE = 20_000.0
 """Requests a second, and at once, of one client who has the token: more than the society can answer."""
@@ -51,10 +54,18 @@ STRANGERS_RATE, STRANGERS_BURST = 200.0, 1_000.0
 
 class Gate:
     def __init__(
-        self, app: ASGIApp, *, access: Access, where: Addresses, clock: Clock, health: Health, meter: HttpMeter
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        where: Addresses,
+        clock: Clock,
+        health: Health,
+        meter: HttpMeter,
+        disk: Disk,
     ) -> None:
         self._app, self._access, self._where, self._health = app, access, where, health
-        self._clock, self._meter = clock, meter
+        self._clock, self._meter, self._disk = clock, meter, disk
         self._rates = Rates(clock, burst=RATE, per_second=RATE)
         self._strangers = Rates(clock, burst=STRANGERS_BURST, per_second=STRANGERS_RATE)
 
@@ -104,6 +115,11 @@ class Gate:
             raise Rejected(403, "foreign_origin", "this was asked from a page that is not ours")
         if method in ("GET", "HEAD"):
             return receive
+        if method == "POST" and path in INPUT and self._disk.is_low():
+            sentence = (
+                f"fewer than {LOW:,} bytes of the disk are free: make room; nothing was lost, no restart is needed"
+            )
+            raise Rejected(507, "store_full", sentence)
         return _checked_body(headers, path, method, receive)
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:

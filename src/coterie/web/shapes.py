@@ -74,6 +74,7 @@ class Agent(Shape):
     service: str | None
     capabilities: Capabilities | None
     parent: str | None
+    role: str | None = Field(description="The role it was made after, if it was.")
     waiting: int
     delayed: int
     unread: int | None = None
@@ -174,7 +175,7 @@ class Usage(Shape):
 class Move(Shape):
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore")
 
-    delay_ms: float = Field(strict=True, allow_inf_nan=False)
+    delay_ms: Any = Field(json_schema_extra={"type": "number"}, description="Milliseconds from now.")
 
 
 class ReadMark(Shape):

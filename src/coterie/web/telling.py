@@ -54,7 +54,7 @@ class Teller:
     async def _look_up(self, events: Sequence[Event]) -> _Known:
         store = self._society.store
         messages = _subjects(events, _MESSAGE)
-        agents = _subjects(events, ("agent.",))
+        agents, made = _subjects(events, ("agent.",)), _subjects(events, ("agent.upsert",))
         artifacts = _subjects(events, ("artifact.",))
         at_work = {subject.partition("/")[0] for subject in _subjects(events, ("tool.",))}
         return _Known(
@@ -62,6 +62,7 @@ class Teller:
             self._draft_of,
             await store.messages_named(messages) if messages else {},
             await store.agents_named(agents) if agents else {},
+            await store.unread(made) if made else {},
             await store.artifacts(artifacts) if artifacts else {},
             {agent: await store.waiting(agent) for agent in _subjects(events, ("queue.",))},
             {agent: await self._calls(agent) for agent in sorted(at_work)},
@@ -81,12 +82,13 @@ class _Known:
         draft_of: Mapping[str, str],
         messages: Mapping[str, Message],
         agents: Mapping[str, Agent],
+        unread: Mapping[str, int],
         artifacts: Mapping[str, Artifact],
         queues: Mapping[str, Sequence[Message]],
         calls: Mapping[str, Mapping[str, CallRecord]],
     ) -> None:
         self._society, self._draft_of = society, draft_of
-        self._messages, self._agents, self._artifacts = messages, agents, artifacts
+        self._messages, self._agents, self._unread, self._artifacts = messages, agents, unread, artifacts
         self._queues, self._calls = queues, calls
 
     def told(self, event: Event) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class _Known:
                 return {"agent": subject, "items": items, "taken": [], "withdrawnCalls": 0}
             case "agent.upsert":
                 agent = self._agents.get(subject)
-                return wire.agent(self._society, agent) if agent else _gone(subject)
+                return wire.agent(self._society, agent, self._unread[subject]) if agent else _gone(subject)
             case "agent.state":
                 agent = self._agents.get(subject)
                 return {"id": subject, **wire.state(agent), "waiting": agent.waiting} if agent else _gone(subject)
@@ -131,7 +133,14 @@ class _Known:
     def _delayed(self, message_id: str) -> dict[str, Any]:
         told = self._message(message_id)
         if message := self._messages.get(message_id):
-            told["preview"] = wire.preview(message)
+            told |= {
+                "from": message.sender,
+                "to": message.to,
+                "deliverAt": to_wire(message.deliver_at),
+                "deliveredAt": to_wire(message.delivered_at),
+                "early": message.early,
+                "preview": wire.preview(message),
+            }
         return told
 
     def _call(self, subject: str, *, ended: bool) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def agent(society: Society, one: Agent, unread: int | None = None) -> dict[str, 
             "inferred": capabilities.inferred,
         },
         "parent": one.parent,
+        "role": _role(one),
         "waiting": one.waiting,
         "delayed": one.delayed,
     }
@@ -86,6 +87,18 @@ def _mind(society: Society, one: Agent) -> tuple[str | None, Capabilities | None
         return society.agents.service_of(one.id).id, society.agents.capabilities_of(one.id)
     except CoterieError:
         return None, INFERRED
+
+
+class _Made(msgspec.Struct):
+    role: str | None = None
+
+
+_made = msgspec.json.Decoder(_Made).decode
+
+
+def _role(one: Agent) -> str | None:
+    """What it was made after; None for whom a person or the owner's file made."""
+    return _made(one.profile).role if one.profile else None
 
 
 def thread(one: Thread) -> dict[str, Any]:

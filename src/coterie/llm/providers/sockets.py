@@ -11,7 +11,7 @@ import asyncio
 import select
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ import httpx
 
 _TRY_NEXT_ADDRESS = 0.25
 """Seconds until a second address of a host is tried beside the first."""
+_Dialing = asyncio.Task[socket.socket]
 
 
 def use_asyncio(client: httpx.AsyncClient) -> None:
@@ -39,7 +40,7 @@ class AsyncioBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         async with _connecting(timeout):
-            return _Stream(*await asyncio.open_connection(host, port, **_options()))
+            return _Stream(*await asyncio.open_connection(sock=await _dial(host, port)))
 
 
 class _Stream(httpcore.AsyncNetworkStream):
@@ -85,10 +86,57 @@ class _Stream(httpcore.AsyncNetworkStream):
         return self._writer.get_extra_info(info)
 
 
-def _options() -> dict[str, Any]:
-    """Not every event loop can try a second address while it waits for the first."""
-    can = isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop)
-    return {"happy_eyeballs_delay": _TRY_NEXT_ADDRESS} if can else {}
+async def _dial(host: str, port: int) -> socket.socket:
+    """The first address of `host` that answers. asyncio's own way loses a socket when it is cancelled in between."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    dialing: list[_Dialing] = []
+    answered: _Dialing | None = None
+    try:
+        for family, kind, protocol, _, address in found:
+            dialing.append(asyncio.create_task(_connected(family, kind, protocol, address)))
+            patience = _TRY_NEXT_ADDRESS if len(dialing) < len(found) else None
+            if answered := await _first(dialing, patience):
+                return answered.result()
+        return await dialing[0]  # nobody answered: why not is the error of the first
+    finally:
+        for one in dialing:
+            if one is not answered:
+                _hang_up(one)
+
+
+async def _first(dialing: Sequence[_Dialing], patience: float | None) -> _Dialing | None:
+    """Who is connected; None when all of them failed, or it took too long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience):
+            while (under_way := [one for one in dialing if not one.done()]) and not _answered(dialing):
+                await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+    return _answered(dialing)
+
+
+def _answered(dialing: Sequence[_Dialing]) -> _Dialing | None:
+    return next((one for one in dialing if one.done() and not one.cancelled() and one.exception() is None), None)
+
+
+async def _connected(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(made, address)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _hang_up(one: _Dialing) -> None:
+    """Nobody is waited for: whoever is cancelled here may be cancelled again."""
+
+    def close(ended: _Dialing) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            ended.result().close()
+
+    one.cancel()
+    one.add_done_callback(close)
 
 
 def _readable(connection: socket.socket) -> bool:

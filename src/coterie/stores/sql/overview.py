@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from coterie.artifacts import Artifact
@@ -35,6 +35,9 @@ class SqlOverview(SqlDatabase):
 
     async def clear_thread(self, agent_id: str) -> int:
         return await self._post(lambda db, post: threads.clear(db, post, agent_id), touches=[agent_id, PERSON])
+
+    async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
+        return await self._read(lambda db: {one: threads.unread(db, one) for one in agent_ids})
 
     async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
         return await self._read(lambda db: threads.open_questions(db, agent_id, limit))

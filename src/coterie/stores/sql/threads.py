@@ -34,6 +34,7 @@ UPDATE messages SET state = 'taken', taken_at = ?
  WHERE thread = ? AND sender <> 'user' AND state = 'pending' AND (delivered_at, seq) <= (?, ?)
 RETURNING length(payload)
 """
+_UNREAD = "SELECT count(*) FROM messages WHERE thread = ? AND sender <> 'user' AND state = 'pending'"
 _READ_NOTICES = """
 UPDATE messages SET state = 'taken', taken_at = ?
  WHERE recipient = 'user' AND thread IS NULL AND state = 'pending' AND (delivered_at, seq) <= (?, ?)
@@ -67,6 +68,11 @@ def part(
         first = max(limit - limit // 2, limit - len(behind))
         return (up_to[-first:] + behind)[:limit]
     return _up_to(db, agent_id, _LAST, limit)
+
+
+def unread(db: Connection, agent_id: str) -> int:
+    (count,) = db.execute(_UNREAD, (agent_id,)).fetchone()
+    return int(count)
 
 
 def open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Message]:

@@ -81,9 +81,9 @@ async def one(agent_id: str, society: SocietyDep) -> Response:
 async def history(agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50) -> Response:
     wire.known(await society.store.agent(agent_id), agent_id)
     rows = (await society.store.history(agent_id, number(after) or 0))[: limit + 1]
-    told = [wire.said(row) for row in rows[:limit]]
-    first = [] if after else _told_first(society, agent_id)
-    return listing(first + told, rows[limit - 1].seq if len(rows) > limit else None)
+    told = [] if after else _told_first(society, agent_id)
+    told += [wire.said(row) for row in rows]
+    return listing(told[:limit], told[limit - 1]["seq"] if len(told) > limit else None)
 
 
 def _told_first(society: Society, agent_id: str) -> list[dict[str, Any]]:

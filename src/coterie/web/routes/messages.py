@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import msgspec
@@ -90,10 +91,24 @@ def _read(body: bytes) -> Draft:
         return _decode(body)
     except msgspec.ValidationError as error:
         raise RequestValidationError([{"type": "value_error", "loc": ("body",), "msg": str(error)}]) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestValidationError([{"type": "json_invalid", "loc": ("body",), "msg": str(error)}]) from error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _read_surrogates(body)
     except RecursionError as error:
         raise Refused("payload_invalid", "the body is nested too deep") from error
+
+
+def _read_surrogates(body: bytes) -> Draft:
+    """JSON that names half of a character, as JavaScript writes it: the bus puts U+FFFD in its place."""
+    try:
+        return msgspec.convert(json.loads(body, parse_constant=_no_constant), Draft)
+    except msgspec.ValidationError as error:
+        raise RequestValidationError([{"type": "value_error", "loc": ("body",), "msg": str(error)}]) from error
+    except (ValueError, RecursionError) as error:
+        raise RequestValidationError([{"type": "json_invalid", "loc": ("body",), "msg": str(error)}]) from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 @router.get(
