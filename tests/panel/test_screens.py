@@ -224,6 +224,13 @@ async def test_the_inspector_shows_what_is_delayed_and_calls_it_off(panel: Room)
     assert await panel.society.bus.delayed_count() == 0
 
 
+async def test_everything_that_is_delayed_is_listed_and_not_only_what_a_snapshot_holds(panel: Room) -> None:
+    for n in range(510):
+        await panel.society.send(to="user", text=f"Later {n}", sender="ada", delay_ms=3_600_000)
+    page = await panel.open("#/delayed")
+    await expect(page.locator(".screen .delayed-item")).to_have_count(510)
+
+
 async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Room) -> None:
     page = await panel.open(viewport=PHONE)
     for place in ("delayed", "artifacts", "org"):
