@@ -53,6 +53,16 @@ async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_
     await expect(page.locator(ui.FEED)).to_contain_text("not run: cancelled by an interjection")
 
 
+async def test_a_wheel_turned_where_nothing_is_above_does_not_lose_the_end(panel: Room) -> None:
+    await panel.tell("The only one")
+    page = await panel.open()
+    await ui.messages(page).hover()
+    await page.mouse.wheel(0, -300)
+    for n in range(30):
+        last = await panel.tell(f"Message {n}")
+    await expect(ui.message(page, last)).to_be_in_viewport()
+
+
 @pytest.mark.check(13)
 async def test_waiting_words_survive_reload_switch_and_a_cut_stream(panel: Room) -> None:
     page = await panel.open()

@@ -30,6 +30,7 @@ async def nothing_ran(panel: Room, page: Page) -> None:
 
 async def walked(page: Page, wanted: int) -> set[str]:
     """Every message of the conversation, each in the document for at least two frames."""
+    await expect(ui.messages(page).last).to_be_visible()
     seen: list[str] = await page.evaluate(
         """async wanted => {
             const feed = document.querySelector('[role=feed]');

@@ -25,7 +25,7 @@ export async function openPalette(agent = null) {
   let entered = false;
   document.body.append(early);
   early.focus();
-  const there = await import('./screens/palette.js').catch(oops);
+  const there = await import('./screens/palette.js').catch((error) => void oops(error));
   const wanted = document.activeElement === early;
   if (wanted) had.focus(); // the dialog gives it back to whoever has it now
   early.remove();
