@@ -8,6 +8,7 @@ from typing import Any
 from playwright.async_api import BrowserContext, Page, expect
 
 from coterie.testing import Calls, Says
+from coterie.text import clean
 from tests.panel import ui
 from tests.panel.payloads import corpus, handlers
 from tests.panel.room import Room, eventually, options_of
@@ -134,6 +135,8 @@ async def test_tool_runs_are_only_ever_text(panel: Room) -> None:
     await nothing_ran(panel, page)
     await page.goto(f"{panel.url}/#/timeline?kind=tool")
     await expect(page.locator(".timeline .run")).to_have_count(len(corpus()))
+    shown = await page.locator(".timeline .run details:last-of-type pre").all_text_contents()
+    assert {f"{clean(one)} rang" for one in corpus()} - set(shown) == set()
     await page.locator(".timeline .run details").evaluate_all("all => all.forEach(one => { one.open = true; })")
     await nothing_ran(panel, page)
 
@@ -143,19 +146,23 @@ async def test_errors_are_only_ever_text(panel: Room) -> None:
     problems: list[dict[str, Any]] = [
         {"agent": "ada", "category": "server", "message": one, "retryable": True} for one in corpus()
     ]
-    await page.evaluate(
+    shown = await page.evaluate(
         """async problems => {
             const { apply } = await import('/static/events.js');
             const { toast } = await import('/static/notices.js');
+            const shown = [];
             for (const problem of problems) {
                 apply('problem', problem);
                 toast({kind: 'error', text: problem.message});
                 await new Promise(requestAnimationFrame);
+                shown.push(['.problem-why', '.toast-text'].map(place => document.querySelector(place)?.textContent));
                 document.querySelectorAll('.toast button').forEach(one => one.click());
                 document.querySelectorAll('details').forEach(one => { one.open = true; });
-            } }""",
+            }
+            return shown; }""",
         problems,
     )
+    assert shown == [[one, one] for one in corpus()]
     await nothing_ran(panel, page)
 
 

@@ -58,7 +58,7 @@ function told(message) {
 // Notices, in the flow above the composer: information goes by itself, an error stays until it is closed
 
 /** `kind`: info or error. `retry` adds a button. Returns how to close it. */
-export function toast({ kind = 'info', text, retry, action }) {
+export function toast({ kind = 'info', text, retry }) {
   const root = region('toasts');
   const el = h('div', { class: `toast toast-${kind}`, 'data-testid': 'toast', data: { kind } }, h('span', { class: 'toast-text', dir: 'auto' }, text));
   let left = INFO_MS;
@@ -78,12 +78,10 @@ export function toast({ kind = 'info', text, retry, action }) {
     clearTimeout(timer);
     left = Math.max(1000, left - (performance.now() - since));
   };
-  const act = (what) => () => {
+  if (retry) el.append(button({ class: 'text-btn', 'data-testid': 'toast-retry', onclick: () => {
     close();
-    what();
-  };
-  if (action) el.append(button({ class: 'text-btn', onclick: act(action.run) }, action.label));
-  if (retry) el.append(button({ class: 'text-btn', 'data-testid': 'toast-retry', onclick: act(retry) }, t('retry')));
+    retry();
+  } }, t('retry')));
   el.append(iconButton('close', t('close'), { 'data-testid': 'toast-close', onclick: close }));
   if (kind === 'error') put(alerts, text);
   else {

@@ -4,10 +4,10 @@ import { button, h, setAttr, setText } from './dom.js';
 import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
+import { small } from './shell.js';
 import { isOpen, keep, on, optionsOf, PERSON, state, touch } from './state.js';
 
 const SHORT = 8; // full-width characters that fit half a phone
-const phone = matchMedia('(max-width: 720px)');
 
 /** The options of a message as a toolbar, or as plain chips where they are not the person's to choose; null without any. */
 export function quickReplies(message) {
@@ -50,7 +50,7 @@ function toolbar(message, options) {
       each.tabIndex = (open || focused) && at === current ? 0 : -1;
     });
     bar.classList.toggle('is-open', open);
-    setAttr(bar, 'aria-orientation', phone.matches && !short ? 'vertical' : 'horizontal');
+    setAttr(bar, 'aria-orientation', small.matches && !short ? 'vertical' : 'horizontal');
     setText(line, said(one, onWay, open));
   }
 
@@ -99,14 +99,14 @@ function toolbar(message, options) {
     toggle.hidden = !buttons.some((each) => each.firstChild.scrollHeight > each.firstChild.clientHeight + 1);
   });
   update();
-  const ends = [on(`agent:${message.from}`, update)];
-  phone.addEventListener('change', update);
+  const end = on(`agent:${message.from}`, update);
+  small.addEventListener('change', update);
   return {
     el,
     update,
     leave() {
-      ends.forEach((end) => end());
-      phone.removeEventListener('change', update);
+      end();
+      small.removeEventListener('change', update);
     },
   };
 }

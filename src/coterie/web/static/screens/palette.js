@@ -6,8 +6,7 @@ import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, keep, plainText, state, threadOf } from '../state.js';
-import { openDialog } from './dialog.js';
-import { toggle } from './parts.js';
+import { openDialog, toggle } from './parts.js';
 
 const SCREENS = ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
 const PAUSE_MS = 150;
