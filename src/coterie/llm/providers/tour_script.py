@@ -47,7 +47,7 @@ WELCOME = Scene(
 HELLO = Scene(
     cue=re.compile(r"\A\W*((hello|hi|hey|good (morning|afternoon|evening))\b|你好|您好|嗨|哈喽)", re.I),
     then=Words(
-        "Hello to you, too! Writing in your own words is how you talk to a real model. I am a script and no real model, "
+        "Hello to you, too! Writing in your own words is how you talk to a real model. I am a script and no real model "
         "and follow best what is on my buttons: press one and see what happens. “Set up a real model” leads to one "
         "that answers anything.",
         "你也好！像这样用自己的话写，就是和真正的模型说话的方式。我只是脚本，不是真正的模型，按钮上的话我最明白："

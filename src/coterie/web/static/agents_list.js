@@ -197,7 +197,7 @@ export function mountAgents(root) {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
     const link = (name, iconName, label, count, soft) =>
       h('li', {}, h('a', { class: 'side-link', href: `#/${name}`, 'aria-current': place().name === name.split('?')[0] && !soft ? 'page' : null, 'data-testid': `link-${name.replace(/\W.*/, soft ? '-asks' : '')}` },
-        icon(iconName), h('span', { class: 'row-name' }, label), count ? h('span', { class: `badge num ${soft ? 'badge-soft' : ''}` }, count > 99 ? '99+' : String(count)) : null));
+        icon(iconName), h('span', { class: 'row-name' }, label), count ? h('span', { class: `badge num ${name === 'inbox' ? '' : 'badge-soft'}` }, count > 99 ? '99+' : String(count)) : null));
     fill(links,
       asks > 0 && link('inbox?only=questions', 'star', t('waitingForYou'), asks, true),
       link('inbox', 'inbox', t('inbox'), unreadTotal()),
