@@ -18,7 +18,7 @@ TRAP = "window.ran = 0; window.pwned = () => { window.ran += 1; };"
 
 
 async def careful(panel: Room, *, policy: bool = True) -> BrowserContext:
-    """A browser in which every payload that runs is counted. Without the page's policy nothing else would hold it back."""
+    """A browser in which every payload that runs is counted; without the policy, nothing but the page holds it back."""
     context = await panel.browser(bypass_csp=not policy)
     await context.add_init_script(TRAP)
     return context
