@@ -4,7 +4,7 @@ import { h } from './dom.js';
 import { t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
 import { oops } from './notices.js';
-import { isOpen, openQuestions, state } from './state.js';
+import { addressed, isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
 import { stop } from './agents_list.js';
 import { focusNewest } from './quick_replies.js';
@@ -79,7 +79,7 @@ function quick() {
 
 function step(by, onlyUnread) {
   // Where the address leads: a second key may come before the first one's conversation is there.
-  const here = place().args[0] ?? openAgent();
+  const here = addressed();
   const rows = [...document.querySelectorAll('.tree [data-agent]')].map((el) => el.dataset.agent);
   const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === here) : rows;
   if (!all.length) return true;

@@ -2,8 +2,7 @@
 
 import { button, h, iconButton } from './dom.js';
 import { t } from './i18n.js';
-import { place } from './router.js';
-import { nameOf, glance, optionsOf, PERSON, state, SYSTEM, threadOf, watchers } from './state.js';
+import { addressed, nameOf, glance, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
 
 const STAYS_MS = 1_000;
@@ -31,10 +30,8 @@ function put(root, text) {
   setTimeout(() => line.remove(), STAYS_MS);
 }
 
-const isOpenHere = (agent) => (place().name === 'a' && place().args[0] === agent) || (place().name === '' && state.home === agent);
-
 function heard(kind, data) {
-  if (kind === 'draft.started' && isOpenHere(data.agent)) {
+  if (kind === 'draft.started' && addressed() === data.agent) {
     started.set(data.draftId, setTimeout(() => announce(t('startsReply', { name: nameOf(data.agent) })), LONG_MS));
   } else if (kind === 'draft.ended') {
     clearTimeout(started.get(data.draftId));
@@ -45,7 +42,7 @@ function heard(kind, data) {
 function told(message) {
   const agent = threadOf(message);
   const name = message.from === SYSTEM ? t('system') : nameOf(agent);
-  if (isOpenHere(agent)) {
+  if (addressed() === agent) {
     const options = optionsOf(message);
     const text = glance(message).slice(0, LONGEST);
     announce(t('said', { name, text }) + (options ? ` ${t('qrArrived', { n: options.length })}` : ''));

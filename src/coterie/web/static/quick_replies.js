@@ -5,7 +5,7 @@ import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
 import { small } from './shell.js';
-import { isOpen, keep, on, optionsOf, PERSON, state, touch } from './state.js';
+import { isOpen, keep, on, openQuestions, optionsOf, PERSON, state, touch } from './state.js';
 
 const SHORT = 8; // full-width characters that fit half a phone
 
@@ -172,17 +172,13 @@ function refused(question, option, error, text) {
     const agent = state.agents.get(question.from);
     if (agent) agent.state = 'terminated';
     touch(`agent:${question.from}`, 'agents');
-  } else {
-    touch(`message:${question.id}`, 'questions');
-    toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
-  }
+  } else toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
   touch(`message:${question.id}`, 'questions');
 }
 
 /** The newest open set in the conversation gets the focus. */
 export function focusNewest(showMessage) {
-  const open = [...state.questions].map((id) => state.messages.get(id)).filter((one) => one && isOpen(one));
-  const newest = open.sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : -1)).find((one) => showMessage(one));
+  const newest = openQuestions().filter(isOpen).sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : -1)).find((one) => showMessage(one));
   const bar = newest && document.querySelector(`.quick-replies[data-message-id="${CSS.escape(newest.id)}"]`);
   bar?.querySelector('.quick-reply-btn')?.focus();
   return Boolean(bar);
