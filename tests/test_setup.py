@@ -336,5 +336,6 @@ async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
         "baseURL": "https://api.anthropic.com/v1",
         "apiKey": "${ANTHROPIC_API_KEY}",
         "models": [],
+        "capabilities": {"input": ["text", "vision"], "output": ["text", "tool_calling"]},
     }
     assert ids(society) == ["tour", "tour-sees"]

@@ -25,7 +25,7 @@ def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
 
         assert f"runs the society in {folder}" in banner
         assert "sqlite" in banner
-        assert "assistant" in banner
+        assert "agents   assistant, tour-seer" in banner
         assert f"kill {society.pid}" in banner
         assert coterie("check", "--dir", folder, "--json").json["runningPid"] == society.pid
 

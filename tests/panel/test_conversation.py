@@ -12,7 +12,7 @@ from playwright.async_api import Page, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.room import Room, bodies, eventually, options_of
+from tests.panel.room import Held, Room, bodies, eventually, options_of
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c6360f8ffff3f0005fe02fe"
@@ -51,6 +51,34 @@ async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_
     await expect(page.locator(ui.FEED)).to_contain_text("Both read")
     await page.locator(ui.FEED).get_by_text("Ran 3 tools").click()
     await expect(page.locator(ui.FEED)).to_contain_text("not run: cancelled by an interjection")
+
+
+async def test_a_wheel_turned_where_nothing_is_above_does_not_lose_the_end(panel: Room) -> None:
+    await panel.tell("The only one")
+    page = await panel.open()
+    await ui.messages(page).hover()
+    await page.mouse.wheel(0, -300)
+    sent = [await panel.tell(f"Message {n}") for n in range(30)]
+    await expect(ui.message(page, sent[-1])).to_be_in_viewport()
+
+
+@pytest.mark.check(12)
+async def test_what_is_said_to_an_agent_at_work_is_in_the_strip_before_the_server_has_it(panel: Room) -> None:
+    page = await panel.open()
+    panel.allow("Failed to load resource|ERR_|net::")
+    await at_work(panel, "Read")
+    await expect(page.locator('[data-testid="agent-state"]')).to_have_class(re.compile("is-active"))
+    held = Held()
+    await page.route("**/api/v1/messages", held)
+    await ui.send(page, "Wait for me")
+    await held.arrived.wait()
+    await expect(page.locator(ui.WAITING)).to_contain_text("Wait for me")
+    await expect(page.locator(ui.WAITING).get_by_role("button")).to_have_attribute("aria-disabled", "true")
+    await expect(ui.messages(page).filter(has_text="Wait for me")).to_have_count(0)
+    held.may_end.set()
+    await expect(page.locator(ui.WAITING)).to_have_count(0)
+    await expect(page.locator(ui.COMPOSER)).to_have_value("Wait for me")
+    Bell.may_end.set()
 
 
 @pytest.mark.check(13)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 from playwright.async_api import BrowserContext, Page, expect
 
 from coterie.testing import Calls, Says
+from coterie.text import clean
 from tests.panel import ui
 from tests.panel.payloads import corpus, handlers
 from tests.panel.room import Room, eventually, options_of
@@ -15,9 +17,9 @@ from tests.panel.room import Room, eventually, options_of
 TRAP = "window.ran = 0; window.pwned = () => { window.ran += 1; };"
 
 
-async def careful(panel: Room) -> BrowserContext:
-    """A browser in which every payload that runs is counted."""
-    context = await panel.browser()
+async def careful(panel: Room, *, policy: bool = True) -> BrowserContext:
+    """A browser in which every payload that runs is counted; without the policy, nothing but the page holds it back."""
+    context = await panel.browser(bypass_csp=not policy)
     await context.add_init_script(TRAP)
     return context
 
@@ -30,6 +32,7 @@ async def nothing_ran(panel: Room, page: Page) -> None:
 
 async def walked(page: Page, wanted: int) -> set[str]:
     """Every message of the conversation, each in the document for at least two frames."""
+    await expect(ui.messages(page).last).to_be_visible()
     seen: list[str] = await page.evaluate(
         """async wanted => {
             const feed = document.querySelector('[role=feed]');
@@ -71,9 +74,10 @@ def test_the_corpus_is_large_enough() -> None:
     assert len(handlers()) >= 50
 
 
-async def test_messages_are_only_ever_text(panel: Room) -> None:
+@pytest.mark.parametrize("policy", [True, False], ids=["policy", "no policy"])
+async def test_messages_are_only_ever_text(panel: Room, policy: bool) -> None:
     sent = {await panel.tell(payload) for payload in corpus()}
-    page = await panel.open(context=await careful(panel))
+    page = await panel.open(context=await careful(panel, policy=policy))
     assert sent - await walked(page, len(sent)) == set()
     await nothing_ran(panel, page)
     await page.goto(f"{panel.url}/#/timeline")
@@ -83,11 +87,12 @@ async def test_messages_are_only_ever_text(panel: Room) -> None:
     await nothing_ran(panel, page)
 
 
-async def test_quick_replies_are_only_ever_text(panel: Room) -> None:
+@pytest.mark.parametrize("policy", [True, False], ids=["policy", "no policy"])
+async def test_quick_replies_are_only_ever_text(panel: Room, policy: bool) -> None:
     options = [one for one in [*handlers(), *corpus()] if one.strip("\x00 \n")]
     sets = list(by(10, options))
     sent = {await panel.tell("Which?", *some): some for some in sets}
-    page = await panel.open(context=await careful(panel))
+    page = await panel.open(context=await careful(panel, policy=policy))
     assert set(sent) - await walked(page, len(sent)) == set()
     await nothing_ran(panel, page)
     last = list(sent)[-1]
@@ -133,6 +138,8 @@ async def test_tool_runs_are_only_ever_text(panel: Room) -> None:
     await nothing_ran(panel, page)
     await page.goto(f"{panel.url}/#/timeline?kind=tool")
     await expect(page.locator(".timeline .run")).to_have_count(len(corpus()))
+    shown = await page.locator(".timeline .run details:last-of-type pre").all_text_contents()
+    assert {f"{clean(one)} rang" for one in corpus()} - set(shown) == set()
     await page.locator(".timeline .run details").evaluate_all("all => all.forEach(one => { one.open = true; })")
     await nothing_ran(panel, page)
 
@@ -146,19 +153,19 @@ async def test_errors_are_only_ever_text(panel: Room) -> None:
         """async problems => {
             const { apply } = await import('/static/events.js');
             const { toast } = await import('/static/notices.js');
-            let shown = 0;
+            const shown = [];
             for (const problem of problems) {
                 apply('problem', problem);
                 toast({kind: 'error', text: problem.message});
                 await new Promise(requestAnimationFrame);
-                shown += document.querySelector('.toast-text').textContent === problem.message;
+                shown.push(['.problem-why', '.toast-text'].map(place => document.querySelector(place)?.textContent));
                 document.querySelectorAll('.toast button').forEach(one => one.click());
                 document.querySelectorAll('details').forEach(one => { one.open = true; });
             }
             return shown; }""",
         problems,
     )
-    assert shown == len(corpus())
+    assert shown == [[one, one] for one in corpus()]
     await nothing_ran(panel, page)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from coterie.testing import Says
 from tests.agent.stage import Bell
@@ -76,7 +77,8 @@ async def test_every_stop_has_a_ring_that_is_seen(panel: Room, figure: Figure, p
 async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     asked = await panel.tell("Which?", "one", "two")
     await panel.tell("Nothing to choose here")
-    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    # Later than this journey ends, however slow the machine.
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=3_600_000)
     page = await panel.open()
     keys = page.keyboard
 
@@ -173,6 +175,57 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     await expect(page.get_by_role("option")).to_have_count(1)
     await keys.press("Enter")
     await expect(page.locator("article.is-found")).to_contain_text("Nothing to choose here")
+
+
+async def test_two_steps_pressed_at_once_are_two_steps(panel: Room) -> None:
+    page = await panel.open("#/a/bob")
+    await page.evaluate(
+        """() => [1, 2].forEach(() =>
+            document.body.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowUp', altKey: true, bubbles: true})))"""
+    )
+    await expect(page.locator('[data-testid="title"]')).to_have_text("Ada")
+
+
+async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(panel: Room) -> None:
+    page = await panel.open()
+    held = asyncio.Event()
+
+    async def late(route: Route) -> None:
+        await held.wait()
+        await route.continue_()
+
+    await page.route("**/static/screens/palette.js", late)
+    await page.locator(ui.COMPOSER).press("Control+k")
+    await ringed(page)
+    await page.keyboard.press("Control+k")
+    await page.keyboard.type("delayed")
+    await page.keyboard.press("Enter")
+    held.set()
+    await expect(page.locator('[data-testid="screen-delayed"]')).to_be_visible()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    assert await panel.texts() == []
+
+
+async def test_a_palette_that_comes_too_late_stays_away(panel: Room) -> None:
+    page = await panel.open()
+    held = asyncio.Event()
+
+    async def late(route: Route) -> None:
+        await held.wait()
+        await route.continue_()
+
+    await page.route("**/static/screens/palette.js", late)
+    await page.locator(ui.COMPOSER).press("Control+k")
+    await page.keyboard.type("ne")
+    await page.keyboard.press("Escape")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    async with page.expect_response("**/static/screens/palette.js"):
+        held.set()
+    await expect(page.locator(".early-find")).to_have_count(0)
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    await page.keyboard.press("Control+k")
+    await page.keyboard.press("Escape")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
 
 
 async def test_the_focus_stays_where_it_is_when_what_has_it_is_painted_anew(panel: Room) -> None:

@@ -43,6 +43,10 @@ async def test_a_newcomer_walks_through_it(browser: Browser, tmp_path: Path, chi
         await expect(page.locator('[data-testid="title"]')).to_have_text("Assistant")
         await expect(ui.row(page, "tour-seer")).to_contain_text("tour")
 
+        await ui.send(page, "你好" if chinese else "Hello")
+        await expect(says(page, told(script.HELLO.then))).to_be_visible(timeout=SECONDS_2)
+        await expect(ui.messages(page).filter(has_text=told(script.WELCOME.then))).to_have_count(1)
+
         async def click(scene: script.Scene) -> None:
             await page.locator(".quick-reply-btn:not([aria-disabled=true])", has_text=scene.option.to(chinese)).click()
 

@@ -27,6 +27,8 @@ class Offer:
     """The environment variable that holds the key; the key itself is nobody's business."""
     models: tuple[str, ...] = ()
     """What a local server says it has."""
+    sees: bool = False
+    """Most of its models take pictures and call tools; what a local one can do, its owner knows."""
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -36,17 +38,28 @@ class Offer:
             "baseURL": self.base_url,
             "apiKey": self.key_name and f"${{{self.key_name}}}",
             "models": list(self.models),
+            "capabilities": {
+                "input": ["text", "vision"] if self.sees else ["text"],
+                "output": ["text", "tool_calling"] if self.sees else ["text"],
+            },
         }
 
 
 WITH_KEYS = (
-    Offer(id="openai", name="OpenAI", base_url="https://api.openai.com/v1", key_name="OPENAI_API_KEY"),
-    Offer(id="anthropic", name="Anthropic", base_url="https://api.anthropic.com/v1", key_name="ANTHROPIC_API_KEY"),
+    Offer(id="openai", name="OpenAI", base_url="https://api.openai.com/v1", key_name="OPENAI_API_KEY", sees=True),
+    Offer(
+        id="anthropic",
+        name="Anthropic",
+        base_url="https://api.anthropic.com/v1",
+        key_name="ANTHROPIC_API_KEY",
+        sees=True,
+    ),
     Offer(
         id="gemini",
         name="Google Gemini",
         base_url="https://generativelanguage.googleapis.com/v1beta/openai",
         key_name="GEMINI_API_KEY",
+        sees=True,
     ),
 )
 LOCAL = (

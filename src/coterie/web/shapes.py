@@ -243,7 +243,8 @@ class Services(Shape):
     items: list[Service]
     next: None
     problems: list[ProblemFound]
-    offers: list[dict[str, Any]]
+    offers: list[dict[str, Any]] = Field(description="What was found here and could be set up at once.")
+    presets: list[dict[str, Any]] = Field(description="What is known of the usual services; the rest is asked for.")
 
 
 class Reloaded(Shape):

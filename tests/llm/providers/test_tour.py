@@ -83,10 +83,11 @@ def framed(text: str, **known: str) -> str:
     return f"<message m1 {json.dumps({'from': 'user', **known})}>\n{text}\n</message m1>"
 
 
-async def test_it_welcomes_with_quick_replies_and_says_that_it_is_scripted() -> None:
+@pytest.mark.parametrize("words", ["Hi", "Hello!", "hey there"])
+async def test_it_answers_a_hello_with_quick_replies_and_says_that_it_is_scripted(words: str) -> None:
     talk = Talk()
 
-    await talk.hears("Hi")
+    await talk.hears(words)
 
     assert [call.name for call in talk.calls] == ["send_message"]
     assert talk.menu["to"] == "user"
@@ -94,6 +95,19 @@ async def test_it_welcomes_with_quick_replies_and_says_that_it_is_scripted() -> 
     assert talk.menu["quickReplies"] == [*(scene.option.en for scene in script.SCENES), "中文"]
     assert len(talk.menu["quickReplies"]) <= 10
     assert talk.texts[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "scene"), [("你好", script.HELLO), ("看看", script.UNKNOWN), ("History?", script.UNKNOWN)]
+)
+async def test_the_welcome_that_came_first_is_not_said_again_to_the_first_words(words: str, scene: Scene) -> None:
+    talk = Talk()
+
+    await talk.hears(words)
+
+    chinese = words != "History?"
+    assert talk.menu["payload"]["text"] == scene.then.to(chinese) != script.WELCOME.then.to(chinese)
+    assert len(talk.menu["quickReplies"]) == len(script.SCENES) + 1
 
 
 @pytest.mark.parametrize("scene", script.SCENES, ids=lambda scene: scene.option.en)

@@ -153,21 +153,21 @@ def _chosen(heard: Heard) -> Scene:
         return script.INTERRUPTED
     if script.SEEN.search(heard.last):
         return script.SHOWN
-    return _scene(heard.last) or (script.WELCOME if heard.first else script.UNKNOWN)
+    return _scene(heard.last) or script.UNKNOWN
 
 
 def _scene(text: str) -> Scene | None:
     """The scene that a text asks for; what stands on a button counts before any cue."""
     scenes = (*script.SCENES, script.LANGUAGE)
     options = (scene for scene in scenes if scene.option.en in text or scene.option.zh in text)
-    cues = (scene for scene in scenes if scene.cue and scene.cue.search(text))
+    cues = (scene for scene in (*scenes, script.HELLO) if scene.cue and scene.cue.search(text))
     return next(options, None) or next(cues, None)
 
 
 def _menu(heard: Heard, scene: Scene) -> Line:
     """The scene's last words with the scenes that are left to choose from."""
     left = [one for one in script.SCENES if not heard.has_had(one)]
-    if scene is script.WELCOME:
+    if heard.first and scene in (script.HELLO, script.UNKNOWN):
         left.append(script.LANGUAGE)
     text, options = scene.then.to(heard.chinese), [one.option.to(heard.chinese) for one in left]
     if heard.seen:

@@ -44,6 +44,16 @@ WELCOME = Scene(
         "跟我走一分钟，就知道 Coterie 能做什么。这条消息带着快捷回复：点一个试试，也可以自己写点什么。",
     )
 )
+HELLO = Scene(
+    cue=re.compile(r"\A\W*((hello|hi|hey|good (morning|afternoon|evening))\b|你好|您好|嗨|哈喽)", re.I),
+    then=Words(
+        "Hello to you, too! Writing in your own words is how you talk to a real model. I am a script and no real model "
+        "and follow best what is on my buttons: press one and see what happens. “Set up a real model” leads to one "
+        "that answers anything.",
+        "你也好！像这样用自己的话写，就是和真正的模型说话的方式。我只是脚本，不是真正的模型，按钮上的话我最明白："
+        "点一个看看会发生什么。想要什么都听得懂的，就点“设置真正的模型”。",
+    ),
+)
 LANGUAGE = Scene(
     option=Words("中文", "English"),
     then=Words("All right, in English from now on. What shall I show you?", "好的，接下来说中文。想先看什么？"),

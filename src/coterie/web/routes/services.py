@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body
 from starlette.responses import Response
 
 from coterie.errors import ConfigError, Problem
+from coterie.llm.offers import LOCAL, WITH_KEYS
 from coterie.web import shapes
 from coterie.web.answers import BODY, COMMON, answer, gives, listing, nothing, problems
 from coterie.web.dependencies import SocietyDep
@@ -34,6 +35,7 @@ async def services(society: SocietyDep, probe: bool = False) -> Response:
         None,
         problems=_told(setup.problems),
         offers=[offer.to_wire() for offer in offers],
+        presets=[offer.to_wire() for offer in (*WITH_KEYS, *LOCAL)],
     )
 
 

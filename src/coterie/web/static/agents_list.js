@@ -5,7 +5,7 @@ import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
+import { addressed, glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -143,7 +143,7 @@ export function mountAgents(root) {
       const known = state.threads.get(one.id);
       const asks = openQuestions(one.id).length > 0 && agent.state !== 'terminated';
       const unread = known?.unread ?? 0;
-      const current = place().name !== '' ? place().name === 'a' && place().args[0] === one.id : state.home === one.id;
+      const current = addressed() === one.id;
       const says = [agent.state === 'active' ? doing(agent) : t(agent.state), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
       const key = [agent.name, agent.state, says, current, stopping.has(one.id)].join();
       paintSub(agent, known);
@@ -197,7 +197,7 @@ export function mountAgents(root) {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
     const link = (name, iconName, label, count, soft) =>
       h('li', {}, h('a', { class: 'side-link', href: `#/${name}`, 'aria-current': place().name === name.split('?')[0] && !soft ? 'page' : null, 'data-testid': `link-${name.replace(/\W.*/, soft ? '-asks' : '')}` },
-        icon(iconName), h('span', { class: 'row-name' }, label), count ? h('span', { class: `badge num ${soft ? 'badge-soft' : ''}` }, count > 99 ? '99+' : String(count)) : null));
+        icon(iconName), h('span', { class: 'row-name' }, label), count ? h('span', { class: `badge num ${name === 'inbox' ? '' : 'badge-soft'}` }, count > 99 ? '99+' : String(count)) : null));
     fill(links,
       asks > 0 && link('inbox?only=questions', 'star', t('waitingForYou'), asks, true),
       link('inbox', 'inbox', t('inbox'), unreadTotal()),

@@ -12,12 +12,9 @@ const RETRY_MS = 2_000;
 
 screen('a', { title: () => t('conversation'), render: thread.render });
 screen('', { title: () => t('conversation'), render: thread.render });
-screen('inbox', { title: () => t('inbox'), load: () => import('./screens/inbox.js') });
-screen('timeline', { title: () => t('timeline'), load: () => import('./screens/timeline.js') });
-screen('org', { title: () => t('org'), load: () => import('./screens/org.js') });
-screen('delayed', { title: () => t('delayed'), load: () => import('./screens/delayed.js') });
-screen('artifacts', { title: () => t('artifacts'), load: () => import('./screens/artifacts.js') });
-screen('setup', { title: () => t('setup'), load: () => import('./screens/setup.js') });
+for (const name of ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup']) {
+  screen(name, { title: () => t(name), load: () => import(`./screens/${name}.js`) });
+}
 
 async function boot() {
   applyTheme();

@@ -279,13 +279,8 @@ function dropZone(attach) {
     event.preventDefault();
     attach([...event.dataTransfer.files]);
   };
-  area.addEventListener('dragover', over);
-  area.addEventListener('dragleave', out);
-  area.addEventListener('drop', drop);
-  return () => {
-    area.removeEventListener('dragover', over);
-    area.removeEventListener('dragleave', out);
-    area.removeEventListener('drop', drop);
-  };
+  const off = new AbortController();
+  for (const [type, fn] of Object.entries({ dragover: over, dragleave: out, drop })) area.addEventListener(type, fn, off);
+  return () => off.abort();
 }
 

@@ -182,15 +182,17 @@ function drafted(data) {
   if (!draft) {
     draft = { id: data.draftId, agent: data.agent, text: '', points: 0, at: now() };
     state.drafts.set(draft.id, draft);
-    touch(`drafts:${data.agent}`, `thread:${data.agent}`);
+    touch(`drafts:${data.agent}`);
   }
+  const silent = !draft.text;
   if (data.text !== undefined) Object.assign(draft, { text: data.text, points: points(data.text) });
   else if (data.delta !== undefined) {
     if (data.from !== draft.points) return asks.draft(draft.id);
     draft.text += data.delta;
     draft.points += points(data.delta);
   }
-  touch(`draft:${draft.id}`, `tail:${draft.agent}`);
+  touch(`draft:${draft.id}`);
+  if (silent && draft.text) touch(`drafts:${draft.agent}`); // it enters the thread with its first word
 }
 
 /** Offsets count code points; a string's length does not. */
@@ -201,17 +203,17 @@ function draftEnded({ draftId, outcome, messages = [] }) {
   if (!draft) return;
   if (outcome === 'stopped' && !messages.length && draft.text) {
     draft.stopped = true;
-    touch(`draft:${draftId}`, `thread:${draft.agent}`);
+    touch(`draft:${draftId}`);
   } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
   else draft.ended = true; // its message is about to come and takes its place
-  touch(`drafts:${draft.agent}`, `tail:${draft.agent}`);
+  touch(`drafts:${draft.agent}`);
 }
 
 function endDraft(draftId) {
   const draft = state.drafts.get(draftId);
   if (!draft) return;
   state.drafts.delete(draftId);
-  touch(`drafts:${draft.agent}`, `thread:${draft.agent}`, `tail:${draft.agent}`);
+  touch(`drafts:${draft.agent}`);
 }
 
 export function dropDrafts() {

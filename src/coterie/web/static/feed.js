@@ -24,6 +24,7 @@ export class Feed {
     this.sizes = new ResizeObserver((entries) => this.resized(entries));
     this.sizes.observe(scroller);
     const up = (event) => {
+      if (!this.lastTop) return; // nowhere to go
       if (event.type === 'wheel' ? event.deltaY < 0 : event.type === 'touchmove' || ['ArrowUp', 'PageUp', 'Home'].includes(event.key)) this.follow = false;
     };
     for (const type of ['wheel', 'touchmove', 'keydown']) scroller.addEventListener(type, up, { passive: true });
@@ -192,10 +193,10 @@ export class Feed {
 
   scrolled() {
     const top = this.scroller.scrollTop;
-    const left = this.total + END - this.high - top;
-    if (left <= NEAR_END && top >= this.lastTop) this.follow = true;
-    else if (top < this.lastTop - 1 && left > NEAR_END) this.follow = false;
+    const down = top - this.lastTop;
     this.lastTop = top;
+    if (this.left <= NEAR_END && down >= 0) this.follow = true;
+    else if (this.left > NEAR_END && down < -1) this.follow = false;
     const anchor = this.anchor();
     if (this.mount()) this.settle(anchor);
     else {
@@ -204,8 +205,13 @@ export class Feed {
     }
   }
 
+  /** How much there is below the window. */
+  get left() {
+    return this.total + END - this.high - this.lastTop;
+  }
+
   tell() {
-    this.moved({ left: this.total + END - this.high - this.lastTop, top: this.lastTop, follow: this.follow });
+    this.moved({ left: this.left, top: this.lastTop, follow: this.follow });
   }
 
   toEnd() {
@@ -220,6 +226,7 @@ export class Feed {
     const anchor = { key, offset: -above };
     this.settle(anchor);
     this.settle(anchor);
+    this.follow = this.left <= NEAR_END;
     return this.views.get(key)?.el ?? null;
   }
 

@@ -4,7 +4,7 @@ import { fill, h } from './dom.js';
 import { t } from './i18n.js';
 import { screenNamed } from './router.js';
 import { on, state, takes } from './state.js';
-import { region } from './shell.js';
+import { region, small } from './shell.js';
 
 const PANELS = ['delayed', 'artifacts', 'org'];
 const KEPT = 'coterie.panel';
@@ -65,11 +65,10 @@ function mount() {
   }
 
   // On a phone these are screens of their own, and a slide-over is filled when it is first opened.
-  const wide = matchMedia('(min-width: 721px)');
-  const begin = () => wide.matches && !leave && turn === 0 && open(shown);
-  wide.addEventListener('change', begin);
+  const begin = () => !small.matches && !leave && turn === 0 && open(shown);
+  small.addEventListener('change', begin);
   paintTabs();
   paintCaps();
   begin();
-  ends = [on(['delayed', 'snapshot'], paintTabs), on(['agents', 'snapshot'], paintCaps), () => leave?.(), () => wide.removeEventListener('change', begin)];
+  ends = [on(['delayed', 'snapshot'], paintTabs), on(['agents', 'snapshot'], paintCaps), () => leave?.(), () => small.removeEventListener('change', begin)];
 }

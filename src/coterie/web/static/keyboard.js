@@ -1,8 +1,10 @@
 // The keyboard map. Punctuation goes by its place on the board, so that other layouts work.
 
+import { h } from './dom.js';
 import { t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
-import { isOpen, openQuestions, state } from './state.js';
+import { oops } from './notices.js';
+import { addressed, isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
 import { stop } from './agents_list.js';
 import { focusNewest } from './quick_replies.js';
@@ -12,9 +14,22 @@ export function start() {
   addEventListener('keydown', pressed);
 }
 
+/** Its script may be on its way still: what is typed meanwhile is typed into a field, and not said to anybody. */
 export async function openPalette(agent = null) {
-  const { openPalette: show } = await import('./screens/palette.js');
-  show({ agent, actions: [
+  if (document.querySelector('.early-find')) return;
+  const had = document.activeElement;
+  const early = h('input', { class: 'early-find', 'aria-label': t('paletteWhat'), onkeydown: ({ key, isComposing }) => {
+    if (key === 'Escape') had.focus();
+    entered ||= key === 'Enter' && !isComposing;
+  } });
+  let entered = false;
+  document.body.append(early);
+  early.focus();
+  const there = await import('./screens/palette.js').catch((error) => void oops(error));
+  const wanted = document.activeElement === early;
+  if (wanted) had.focus(); // the dialog gives it back to whoever has it now
+  early.remove();
+  if (wanted) there?.openPalette({ agent, find: early.value, entered, actions: [
     { label: t('theme'), run: nextTheme },
     { label: t('languageLabel'), run: switchLanguage },
     { label: t('shortcuts'), run: showSheet },
@@ -63,10 +78,12 @@ function quick() {
 }
 
 function step(by, onlyUnread) {
+  // Where the address leads: a second key may come before the first one's conversation is there.
+  const here = addressed();
   const rows = [...document.querySelectorAll('.tree [data-agent]')].map((el) => el.dataset.agent);
-  const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === openAgent()) : rows;
+  const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === here) : rows;
   if (!all.length) return true;
-  const at = all.indexOf(openAgent());
+  const at = all.indexOf(here);
   go(agentPath(all[(at + by + all.length) % all.length]));
   return true;
 }

@@ -138,7 +138,7 @@ function file(one) {
   if (type === 'image') {
     const open = (event) => {
       event.preventDefault();
-      import('./screens/dialog.js').then((dialog) => dialog.openImage(one));
+      import('./screens/parts.js').then((parts) => parts.openImage(one));
     };
     return h('li', { class: 'file file-image' }, h('a', { href: artifactUrl(ref), 'aria-label': t('enlarge', { name: filename }), onclick: open },
       h('img', { src: artifactUrl(ref), alt: filename, loading: 'lazy', decoding: 'async' })), h('span', { class: 'file-line' }, label, weight));

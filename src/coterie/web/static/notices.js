@@ -2,8 +2,7 @@
 
 import { button, h, iconButton } from './dom.js';
 import { t } from './i18n.js';
-import { place } from './router.js';
-import { nameOf, glance, optionsOf, PERSON, state, SYSTEM, threadOf, watchers } from './state.js';
+import { addressed, nameOf, glance, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
 
 const STAYS_MS = 1_000;
@@ -31,10 +30,8 @@ function put(root, text) {
   setTimeout(() => line.remove(), STAYS_MS);
 }
 
-const isOpenHere = (agent) => (place().name === 'a' && place().args[0] === agent) || (place().name === '' && state.home === agent);
-
 function heard(kind, data) {
-  if (kind === 'draft.started' && isOpenHere(data.agent)) {
+  if (kind === 'draft.started' && addressed() === data.agent) {
     started.set(data.draftId, setTimeout(() => announce(t('startsReply', { name: nameOf(data.agent) })), LONG_MS));
   } else if (kind === 'draft.ended') {
     clearTimeout(started.get(data.draftId));
@@ -45,7 +42,7 @@ function heard(kind, data) {
 function told(message) {
   const agent = threadOf(message);
   const name = message.from === SYSTEM ? t('system') : nameOf(agent);
-  if (isOpenHere(agent)) {
+  if (addressed() === agent) {
     const options = optionsOf(message);
     const text = glance(message).slice(0, LONGEST);
     announce(t('said', { name, text }) + (options ? ` ${t('qrArrived', { n: options.length })}` : ''));
@@ -58,7 +55,7 @@ function told(message) {
 // Notices, in the flow above the composer: information goes by itself, an error stays until it is closed
 
 /** `kind`: info or error. `retry` adds a button. Returns how to close it. */
-export function toast({ kind = 'info', text, retry, action }) {
+export function toast({ kind = 'info', text, retry }) {
   const root = region('toasts');
   const el = h('div', { class: `toast toast-${kind}`, 'data-testid': 'toast', data: { kind } }, h('span', { class: 'toast-text', dir: 'auto' }, text));
   let left = INFO_MS;
@@ -78,12 +75,10 @@ export function toast({ kind = 'info', text, retry, action }) {
     clearTimeout(timer);
     left = Math.max(1000, left - (performance.now() - since));
   };
-  const act = (what) => () => {
+  if (retry) el.append(button({ class: 'text-btn', 'data-testid': 'toast-retry', onclick: () => {
     close();
-    what();
-  };
-  if (action) el.append(button({ class: 'text-btn', onclick: act(action.run) }, action.label));
-  if (retry) el.append(button({ class: 'text-btn', 'data-testid': 'toast-retry', onclick: act(retry) }, t('retry')));
+    retry();
+  } }, t('retry')));
   el.append(iconButton('close', t('close'), { 'data-testid': 'toast-close', onclick: close }));
   if (kind === 'error') put(alerts, text);
   else {

@@ -4,10 +4,10 @@ import { button, h, setAttr, setText } from './dom.js';
 import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
-import { isOpen, keep, on, optionsOf, PERSON, state, touch } from './state.js';
+import { small } from './shell.js';
+import { isOpen, keep, on, openQuestions, optionsOf, PERSON, state, touch } from './state.js';
 
 const SHORT = 8; // full-width characters that fit half a phone
-const phone = matchMedia('(max-width: 720px)');
 
 /** The options of a message as a toolbar, or as plain chips where they are not the person's to choose; null without any. */
 export function quickReplies(message) {
@@ -50,7 +50,7 @@ function toolbar(message, options) {
       each.tabIndex = (open || focused) && at === current ? 0 : -1;
     });
     bar.classList.toggle('is-open', open);
-    setAttr(bar, 'aria-orientation', phone.matches && !short ? 'vertical' : 'horizontal');
+    setAttr(bar, 'aria-orientation', small.matches && !short ? 'vertical' : 'horizontal');
     setText(line, said(one, onWay, open));
   }
 
@@ -99,14 +99,14 @@ function toolbar(message, options) {
     toggle.hidden = !buttons.some((each) => each.firstChild.scrollHeight > each.firstChild.clientHeight + 1);
   });
   update();
-  const ends = [on(`agent:${message.from}`, update)];
-  phone.addEventListener('change', update);
+  const end = on(`agent:${message.from}`, update);
+  small.addEventListener('change', update);
   return {
     el,
     update,
     leave() {
-      ends.forEach((end) => end());
-      phone.removeEventListener('change', update);
+      end();
+      small.removeEventListener('change', update);
     },
   };
 }
@@ -172,17 +172,13 @@ function refused(question, option, error, text) {
     const agent = state.agents.get(question.from);
     if (agent) agent.state = 'terminated';
     touch(`agent:${question.from}`, 'agents');
-  } else {
-    touch(`message:${question.id}`, 'questions');
-    toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
-  }
+  } else toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
   touch(`message:${question.id}`, 'questions');
 }
 
 /** The newest open set in the conversation gets the focus. */
 export function focusNewest(showMessage) {
-  const open = [...state.questions].map((id) => state.messages.get(id)).filter((one) => one && isOpen(one));
-  const newest = open.sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : -1)).find((one) => showMessage(one));
+  const newest = openQuestions().filter(isOpen).sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : -1)).find((one) => showMessage(one));
   const bar = newest && document.querySelector(`.quick-replies[data-message-id="${CSS.escape(newest.id)}"]`);
   bar?.querySelector('.quick-reply-btn')?.focus();
   return Boolean(bar);

@@ -1,6 +1,7 @@
 // What the page knows: a cache of the server's facts, merged by id. It can be thrown away at any time.
 
 import { get, query } from './api.js';
+import { place } from './router.js';
 
 export const PERSON = 'user';
 export const SYSTEM = 'system';
@@ -71,6 +72,8 @@ function flush() {
 // Looking things up
 
 export const now = () => Date.now() + state.skew;
+/** Whose conversation the address leads to. */
+export const addressed = () => ({ a: place().args[0], '': state.home })[place().name];
 export const nameOf = (id) => state.agents.get(id)?.name || id;
 
 /** The conversation a message belongs to: an agent's id, `system`, or null between agents. */
@@ -166,7 +169,7 @@ export async function loadThread(agent, limit = 50) {
   const linked = joinPage(one, page.items, 'latest');
   if (!one.loaded || !linked) one.older = page.next;
   one.loaded = true;
-  noteQuestions(page.items);
+  page.items.forEach(setOpen);
   touch(`thread:${agent}`);
 }
 
@@ -183,10 +186,6 @@ export async function loadOlder(agent, limit = 100) {
 /** Makes sure that a message and all behind it are loaded. */
 export async function loadAround(agent, id) {
   while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent, 200);
-}
-
-function noteQuestions(items) {
-  for (const message of items) setOpen(message);
 }
 
 export function setOpen(message) {

@@ -78,19 +78,22 @@ async function connect(signal) {
   const response = await fetch(`/api/v1/events?lastEventId=${from}`, { signal, credentials: 'same-origin' });
   if (response.status === 401) await resync();
   if (!response.ok) throw new Error(String(response.status));
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader();
+  const letters = new TextDecoder();
   let rest = '';
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
     heardAt = performance.now();
-    const parts = (rest + value).split('\n\n');
+    const parts = (rest + letters.decode(value, { stream: true })).split('\n\n');
     rest = parts.pop();
-    for (const part of parts) frame(part);
+    const events = parts.map(parsed).filter((one) => one.kind);
+    channel?.postMessage({ events }); // even none: the line lives
+    events.forEach(take);
   }
 }
 
-function frame(text) {
+function parsed(text) {
   let kind = '';
   let id = '';
   let data = '';
@@ -98,21 +101,15 @@ function frame(text) {
     if (line.startsWith('event: ')) kind = line.slice(7);
     else if (line.startsWith('id: ')) id = line.slice(4);
     else if (line.startsWith('data: ')) data += line.slice(6);
-    else if (line.startsWith(':')) channel?.postMessage({ ping: true });
   }
-  if (!kind) return;
-  const event = { kind, id, data: JSON.parse(data) };
-  channel?.postMessage({ event });
-  take(event);
+  return { kind, id, data: kind && JSON.parse(data) };
 }
 
 function asked({ ask, draft }) {
   if (ask !== 'drafts') return;
-  for (const { id, agent, text, stopped } of state.drafts.values()) {
-    if (stopped || (draft && draft !== id)) continue;
-    channel.postMessage({ event: { kind: 'draft.snapshot', id: '', data: { draftId: id, agent, text } } });
-  }
-  channel.postMessage({ connection: state.connection });
+  const wanted = [...state.drafts.values()].filter((one) => !one.stopped && (draft ?? one.id) === one.id);
+  const events = wanted.map(({ id, agent, text }) => ({ kind: 'draft.snapshot', id: '', data: { draftId: id, agent, text } }));
+  channel.postMessage({ events, connection: state.connection });
 }
 
 function askForDraft(draft) {
@@ -122,11 +119,11 @@ function askForDraft(draft) {
 
 // The tabs that are told
 
-function relayed({ event, ping, connection }) {
-  if (!event && !ping && !connection) return;
+function relayed({ events, connection }) {
+  if (!events && !connection) return;
   heardAt = performance.now();
   if (connection) show(connection);
-  else if (event) take(event);
+  events?.forEach(take);
 }
 
 function watchRelay() {

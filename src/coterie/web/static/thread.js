@@ -6,10 +6,10 @@ import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
 import { draftView, messageView, problemView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, takes, thread, threadOf, touch } from './state.js';
+import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, retryLocal } from './composer.js';
-import { isWaiting, waited } from './waiting.js';
+import { isQueued, isWaiting, waited } from './waiting.js';
 
 const NEAR_TOP = 1_200;
 const READ_MS = 250;
@@ -127,7 +127,7 @@ function conversation(root, id, wanted) {
 
   function finish(all) {
     for (const local of state.locals.values()) {
-      if (local.to === id && local.status !== 'queued' && local.status !== 'delayed') all.push({ key: `l:${local.clientId}`, kind: 'local', local, at: local.createdAt, from: PERSON });
+      if (local.to === id && !isQueued(local) && local.status !== 'delayed') all.push({ key: `l:${local.clientId}`, kind: 'local', local, at: local.createdAt, from: PERSON });
     }
     for (const draft of state.drafts.values()) {
       if (draft.agent === id && draft.text) all.push({ key: `d:${draft.id}`, kind: 'draft', id: draft.id, at: new Date(draft.at).toISOString() });
@@ -271,9 +271,7 @@ function conversation(root, id, wanted) {
   scroller.addEventListener('keydown', (event) => walk(event, feed, scroller));
   document.addEventListener('visibilitychange', read);
   const ends = [
-    on([`thread:${id}`, `plans:${id}`, `drafts:${id}`, `queue:${id}`, 'snapshot'], paint),
-    on(`agent:${id}`, () => paint()),
-    everyDraft(id),
+    on([`thread:${id}`, `plans:${id}`, `drafts:${id}`, `queue:${id}`, `agent:${id}`, 'snapshot'], paint),
   ];
   if (state.booted) open();
   else {
@@ -293,17 +291,6 @@ function conversation(root, id, wanted) {
     feed.end();
     composer.leave();
   };
-}
-
-/** A reply enters the thread with its first word. */
-function everyDraft(id) {
-  const seen = new Set();
-  return on('draft:*', (topic) => {
-    const draft = state.drafts.get(topic.slice(6));
-    if (!draft || draft.agent !== id || seen.has(draft.id) || !draft.text) return;
-    seen.add(draft.id);
-    touch(`thread:${id}`);
-  });
 }
 
 /** Up and down from message to message, Enter into one, Escape back to the composer. */

@@ -10,21 +10,27 @@ import { on, PERSON, plainText, state, touch } from './state.js';
 export const waited = new Set();
 const withdrawing = new Set();
 
+function atWork(agent) {
+  const { state: now, phase } = state.agents.get(agent) ?? {};
+  return (now === 'active' && phase !== 'starting') || now === 'paused' || now === 'blocked';
+}
+
+/** One of ours that waits, or is on its way to where it will. */
+export const isQueued = ({ status, to }) => status === 'queued' || (status === 'sending' && atWork(to));
+
 /** What waits for an agent at work, as the person sent it; first those that the server has. */
 export function waitingFor(agent) {
-  const one = state.agents.get(agent);
-  const atWork = one && ((one.state === 'active' && one.phase !== 'starting') || one.state === 'paused' || one.state === 'blocked');
   const stored = (state.queues.get(agent) ?? []).map((id) => state.messages.get(id));
-  const mine = stored.filter((each) => each && each.from === PERSON && each.state === 'pending' && (atWork || waited.has(each.id)));
+  const mine = stored.filter((each) => each && each.from === PERSON && each.state === 'pending' && (atWork(agent) || waited.has(each.id)));
   for (const each of mine) waited.add(each.id);
-  const locals = [...state.locals.values()].filter((each) => each.to === agent && each.status === 'queued' && !state.messages.has(each.messageId));
+  const locals = [...state.locals.values()].filter((each) => each.to === agent && isQueued(each) && !state.messages.has(each.messageId));
   return [...mine, ...locals.map((each) => ({ ...each, id: each.messageId }))];
 }
 
 export const isWaiting = (message, agent) => message.state === 'pending' && waitingFor(agent).some((each) => each.id === message.id);
 
 export async function withdraw(agent, message) {
-  if (withdrawing.has(message.id)) return false;
+  if (!message.id || withdrawing.has(message.id)) return false;
   withdrawing.add(message.id);
   touch(`queue:${agent}`);
   try {
@@ -65,8 +71,8 @@ export function mountStrip(root, agent) {
     h('li', { class: 'strip-row', 'data-testid': 'waiting', data: { messageId: one.id ?? '' } },
       h('span', { class: 'strip-tag' }, t('interjection', { n: index + 1, m: all })),
       h('span', { class: 'strip-text', dir: 'auto' }, plainText(one) || t('attachments')),
-      button({ class: 'text-btn', 'data-testid': 'withdraw', data: { of: one.id }, 'aria-disabled': withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
-        t(withdrawing.has(one.id) ? 'withdrawing' : 'withdraw')));
+      button({ class: 'text-btn', 'data-testid': 'withdraw', data: { of: one.id ?? '' }, 'aria-disabled': !one.id || withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
+        t(one.unsure ? 'unsure' : !one.id ? 'sending' : withdrawing.has(one.id) ? 'withdrawing' : 'withdraw')));
 
   root.className = 'strip';
   root.setAttribute('role', 'region');

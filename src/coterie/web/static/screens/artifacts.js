@@ -4,8 +4,7 @@ import { artifactUrl, get, query } from '../api.js';
 import { button, fill, h, icon } from '../dom.js';
 import { bytes, dayAndTime, t } from '../i18n.js';
 import { on } from '../state.js';
-import { openImage } from './dialog.js';
-import { empty, failed } from './parts.js';
+import { empty, failed, openImage } from './parts.js';
 
 const ICONS = { image: 'image', audio: 'audio' };
 const TEXT = /^text\/|[/+](json|xml|yaml|toml|javascript|x-sh|svg)|^application\/(sql|x-ndjson)/;

@@ -5,7 +5,7 @@ import { button, fill, h, setText } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { oops, toast } from '../notices.js';
-import { everySecond, keep, now, on, plainText, state } from '../state.js';
+import { everySecond, keep, now, on, plainText, state, touch } from '../state.js';
 import { empty, toggle, when } from './parts.js';
 
 const ONLY_TIMES = 'coterie.onlyTimes';
@@ -51,7 +51,11 @@ export function render(root, { compact }) {
 async function loadAll() {
   for (let after; ; ) {
     const page = await query('/delayed', { after, limit: 200 });
-    for (const item of page.items) state.delayed.set(item.id, keep(item));
+    for (const item of page.items) {
+      // One that has been delivered meanwhile is known better.
+      if ((state.messages.get(item.id) ?? item).state === 'delayed') state.delayed.set(item.id, keep(item));
+    }
+    touch('delayed');
     after = page.next;
     if (!after) return;
   }

@@ -93,7 +93,7 @@ export function render(root, { compact, query: asked }) {
   drawQuestions();
   drawLive();
   if (!onlyQuestions) load();
-  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on(['drafts:*', 'draft:*'], drawLive)];
+  const stops = [on(['questions', 'snapshot'], drawQuestions), on(['threads', 'unread', 'snapshot', 'agents'], come), on('drafts:*', drawLive)];
   return () => {
     for (const one of cards.values()) one.stop();
     watch.disconnect();

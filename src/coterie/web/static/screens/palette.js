@@ -6,15 +6,17 @@ import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, keep, plainText, state, threadOf } from '../state.js';
-import { openDialog } from './dialog.js';
-import { toggle } from './parts.js';
+import { openDialog, toggle } from './parts.js';
 
 const SCREENS = ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
 const PAUSE_MS = 150;
 const SHOWN = 8;
 
-/** `actions`: more things to do, `{label, run}`. `agent`: only messages of that conversation, until asked for all. */
-export function openPalette({ actions = [], find = '', agent = null } = {}) {
+/**
+ * `actions`: more things to do, `{label, run}`. `agent`: only messages of that conversation, until asked for all.
+ * `find`: what was typed before this script was there, and `entered` whether Enter was pressed.
+ */
+export function openPalette({ actions, find, entered, agent }) {
   let within = agent;
   const scope = agent && toggle(t('searchIn'), true, (only) => {
     within = only ? agent : null;
@@ -98,6 +100,7 @@ export function openPalette({ actions = [], find = '', agent = null } = {}) {
   draw();
   if (find) search();
   input.focus();
+  if (entered && found.length) choose(found[0]);
 }
 
 function asItem(message) {

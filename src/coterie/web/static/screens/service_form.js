@@ -5,22 +5,12 @@ import { button, fill, h } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { busy, choice, field, newName, toggle } from './parts.js';
 
-export const CAPABILITIES = ['text', 'vision', 'audio', 'file', 'tool_calling', 'structured_output'];
 const OUTPUT = ['text', 'tool_calling', 'structured_output'];
 const INPUT = ['text', 'vision', 'audio', 'file'];
-const SEES = { input: ['text', 'vision'], output: ['text', 'tool_calling'] };
-const PLAIN = { input: ['text'], output: ['text'] };
-const PRESETS = [
-  { id: 'openai', name: 'OpenAI', baseURL: 'https://api.openai.com/v1', capabilities: SEES },
-  { id: 'anthropic', name: 'Anthropic', baseURL: 'https://api.anthropic.com/v1', capabilities: SEES },
-  { id: 'gemini', name: 'Google Gemini', baseURL: 'https://generativelanguage.googleapis.com/v1beta/openai', capabilities: SEES },
-  { id: 'ollama', name: 'Ollama', baseURL: 'http://127.0.0.1:11434/v1', capabilities: PLAIN },
-  { id: 'llama-cpp', name: 'llama.cpp', baseURL: 'http://127.0.0.1:8080/v1', capabilities: PLAIN },
-  { id: 'lm-studio', name: 'LM Studio', baseURL: 'http://127.0.0.1:1234/v1', capabilities: PLAIN },
-];
+export const CAPABILITIES = [...INPUT, ...OUTPUT.slice(1)];
 
 /** `from`: a service or an offer; `known`: it exists, and fields that stay empty stay as they are. */
-export function serviceForm(from, { known, offers, saved, closed }) {
+export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const text = (value, props = {}) => h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', value: value ?? '', ...props });
   const id = text(from.id, { required: true, readonly: known });
   const name = text(from.name);
@@ -44,7 +34,7 @@ export function serviceForm(from, { known, offers, saved, closed }) {
     );
   };
   const preset = (chosen) => {
-    const one = PRESETS.find((each) => each.id === chosen);
+    const one = presets.find((each) => each.id === chosen);
     if (!one) return;
     if (!known) id.value = one.id;
     [name.value, base.value] = [one.name, one.baseURL];
@@ -75,7 +65,7 @@ export function serviceForm(from, { known, offers, saved, closed }) {
     'form',
     { class: 'card service-form', 'aria-label': t(known ? 'setupEdit' : 'setupAdd') },
     h('h2', { text: t(known ? 'setupEdit' : 'setupAdd') }),
-    !known && field(t('preset'), choice([['', t('presetOther')], ...PRESETS.map((one) => [one.id, one.name])], PRESETS.some((one) => one.id === from.id) ? from.id : '', preset)),
+    !known && field(t('preset'), choice([['', t('presetOther')], ...presets.map((one) => [one.id, one.name])], presets.some((one) => one.id === from.id) ? from.id : '', preset)),
     field(t('serviceId'), id),
     field(t('serviceName'), name),
     field(t('baseURL'), base),
@@ -94,7 +84,7 @@ export function serviceForm(from, { known, offers, saved, closed }) {
       await saved();
     });
   });
-  tick(from.capabilities ?? PRESETS.find((one) => one.id === from.id)?.capabilities ?? PLAIN);
+  tick(from.capabilities ?? { input: ['text'], output: ['text'] });
   fill(models, (from.models ?? []).map((value) => h('option', { value })));
   if (from.models?.length) model.value ||= from.models[0];
   return form;

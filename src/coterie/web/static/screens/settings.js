@@ -6,7 +6,6 @@ import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, plainText, threadOf, watchers } from '../state.js';
-import { SINGLE_KEYS, singleKeys } from './shortcuts.js';
 import { toggle } from './parts.js';
 
 export function settings() {
@@ -21,7 +20,6 @@ export function settings() {
     { class: 'settings', 'aria-labelledby': 'setup-taste' },
     h('h2', { id: 'setup-taste', text: t('settings') }),
     toggle(t('ctrlEnterSends'), ctrlEnterSends(), setCtrlEnterSends),
-    toggle(t('singleKeysOn'), singleKeys(), (on) => localStorage.setItem(SINGLE_KEYS, on ? '0' : '1')),
     notify,
     told,
   );

@@ -5,10 +5,9 @@ import { button, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
-import { confirm } from './dialog.js';
 import { settings } from './settings.js';
 import { CAPABILITIES, outcomeOf, serviceForm } from './service_form.js';
-import { busy, failed, toggle } from './parts.js';
+import { busy, confirm, failed, toggle } from './parts.js';
 
 const GUIDE = 'guide';
 
@@ -31,7 +30,7 @@ export function render(root) {
     await Promise.all([load(), resync().catch(() => {})]);
   };
   const edit = (from, known) => {
-    fill(form, serviceForm(from, { known, offers: seen.offers, saved: changed, closed: () => fill(form) }));
+    fill(form, serviceForm(from, { ...seen, known, saved: changed, closed: () => fill(form) }));
     form.querySelector('input, select')?.focus();
   };
   const draw = () =>

@@ -2,12 +2,10 @@
 
 import { h, fill } from '../dom.js';
 import { t } from '../i18n.js';
-import { openDialog } from './dialog.js';
-import { toggle } from './parts.js';
+import { openDialog, toggle } from './parts.js';
 
-export const SINGLE_KEYS = 'coterie.noSingleKeys';
 /** Keys without Ctrl or Alt can be in the way of those who speak to their computer. */
-export const singleKeys = () => localStorage.getItem(SINGLE_KEYS) !== '1';
+const SINGLE_KEYS = 'coterie.noSingleKeys';
 
 const mod = /mac/i.test(navigator.platform) ? '⌘' : 'Ctrl';
 const KEYS = [
@@ -42,7 +40,7 @@ export function openShortcuts() {
     KEYS.map(([title, rows]) =>
       h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keys })), h('dd', { text: t(what) }))))),
     ),
-    toggle(t('singleKeysOn'), singleKeys(), (wanted) => localStorage.setItem(SINGLE_KEYS, wanted ? '0' : '1')),
+    toggle(t('singleKeysOn'), localStorage.getItem(SINGLE_KEYS) !== '1', (wanted) => localStorage.setItem(SINGLE_KEYS, wanted ? '0' : '1')),
   );
   return openDialog(t('shortcuts'), content);
 }
