@@ -126,7 +126,7 @@ class Leases:
     def _count_others(self) -> int:
         db = PgConnection(connect(self._url))
         try:
-            return int(db.execute(_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])  # type: ignore[index]
+            return int(db.execute(_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])
         finally:
             db.close()
 

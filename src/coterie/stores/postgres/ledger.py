@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
+from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.trouble import Contended
 from coterie.stores.sql.ledger import Noted
 from coterie.stores.sql.mailbox import READ
@@ -19,14 +20,16 @@ _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) O
 # Numbered and written in one round trip; whoever listens is told when it is committed.
 _LOG = """
 WITH numbered AS (
-    UPDATE log SET last = last + ?, last_at = greatest(last_at, ?) RETURNING last - ? AS before, pg_notify(?, '')::text)
+    UPDATE log SET last = last + ?, last_at = greatest(last_at, ?) RETURNING last - ? AS before, pg_notify(?, ?)::text)
 INSERT INTO events (seq, at, kind, subject, data)
 SELECT before + place, at, kind, subject, data FROM numbered, (VALUES {}) AS noted (place, at, kind, subject, data)
 RETURNING pg_current_xact_id()::text
 """
-_TIME = f"SELECT {CLOCK}, last_at FROM log"
-_NOW = f"SELECT {CLOCK}"
-_TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
+_TRANSACTION = "pg_current_xact_id_if_assigned()::text"
+_TIME = f"SELECT {CLOCK}, last_at, {_TRANSACTION} FROM log"
+_NOW = f"SELECT {CLOCK}, {_TRANSACTION}"
+_TELL = "SELECT pg_notify(?, ?)"
+_NUMBERS = "SELECT nextval('messages_seq_seq') FROM generate_series(1, {})"
 
 
 class BatchLedger:
@@ -37,28 +40,39 @@ class BatchLedger:
         db: PgConnection,
         touches: Iterable[str],
         lease: int,
-        channel: str,
+        herald: Herald,
         clock: Callable[[], int] | None = None,
+        *,
+        messages: int = 0,
     ) -> None:
-        """`channel`: where others hear of it. `clock`: in place of the database's own."""
-        self._db, self.lease, self._channel, self._clock = db, lease, channel, clock
+        """`clock`: in place of the database's own. `messages`: as many are expected to those it touches."""
+        self._db, self.lease, self._herald, self._clock = db, lease, herald, clock
         self._numbers: list[int] = []
+        self._ahead: list[int] = []
+        """Numbers that were taken behind the locks of those it touches: good for messages to these."""
         self._events: list[Noted] = []
         self._rows: dict[str, tuple[Any, ...]] = {}
+        self._transaction: str | None = None
+        self.leaves_work = False
+        """Somebody has something to do whom nobody was found for here."""
         self.now = self.stamp = 0
         """The first is what due times are measured against."""
-        self._begin(sorted(set(touches)))
+        self._begin(sorted(set(touches)), messages)
 
-    def _begin(self, touches: Sequence[str]) -> None:
-        """In one round trip: the locks in order, then the time, which is read behind them."""
+    def _begin(self, touches: Sequence[str], messages: int) -> None:
+        """In one round trip: the locks in order, then the time and the numbers, which are read behind them."""
         marks = ", ".join(["%s"] * len(touches))
         locked = f"{_LOCKED.format(marks)};" if touches else ""
-        answer = self._db.raw.execute(f"BEGIN; {TIMEOUTS} {locked} {_TIME}; SAVEPOINT job".encode(), touches or None)
+        numbers = f"{_NUMBERS.format(messages)};" if messages else ""
+        words = f"BEGIN; {TIMEOUTS} {locked} {numbers} {_TIME}; SAVEPOINT job"
+        answer = self._db.raw.execute(words.encode(), touches or None)
         found = []
         while answer.nextset():
             if answer.description:
                 found.append(answer.fetchall())
-        (now, last_at), *_ = found.pop()
+        (now, last_at, self._transaction), *_ = found.pop()
+        if messages:
+            self._ahead = sorted((number for (number,) in found.pop()), reverse=True)
         self._rows = {agent_id: tuple(row) for rows in found for agent_id, *row in rows}
         self.now = self._clock() if self._clock else now
         self.stamp = max(self.now, last_at)
@@ -90,28 +104,39 @@ class BatchLedger:
             raise Contended(agent_id) from error
         if found is None:
             return None
-        *rest, now = found
-        if not self._clock:
-            self.stamp = max(self.stamp, now)
+        *rest, now, self._transaction = found
+        self._saw(now)
         return tuple(rest)
 
     def foresee(self, agent_ids: Sequence[str]) -> None:
         if len(agent_ids) < 2:
             return
         marks = ", ".join(["?"] * len(agent_ids))
-        for agent_id, *row in self._db.execute(_LOCKED.format(marks), agent_ids):
+        rows, time = self._db.execute(_LOCKED.format(marks), agent_ids), self._db.execute(_NOW)
+        now, self._transaction = time.fetchone()
+        self._saw(now)
+        for agent_id, *row in rows:
             self._rows[agent_id] = tuple(row)
+
+    def _saw(self, now: int) -> None:
         if not self._clock:
-            self.stamp = max(self.stamp, self._db.execute(_NOW).fetchone()[0])  # type: ignore[index]
+            self.stamp = max(self.stamp, now)
 
     def next_message(self) -> int:
         if not self._numbers:
-            self.reserve(1)
+            self._numbers = self._fetch(1)
         return self._numbers.pop()
 
     def reserve(self, messages: int) -> None:
-        rows = self._db.execute("SELECT nextval('messages_seq_seq') FROM generate_series(1, ?)", (messages,))
-        self._numbers = sorted((number for (number,) in rows), reverse=True)
+        if len(self._ahead) >= messages:
+            first = len(self._ahead) - messages
+            self._numbers, self._ahead = self._ahead[first:], self._ahead[:first]
+            return
+        self._numbers = self._fetch(messages)
+
+    def _fetch(self, messages: int) -> list[int]:
+        rows = self._db.execute(_NUMBERS.format("?"), (messages,))
+        return sorted((number for (number,) in rows), reverse=True)
 
     def log(self, events: Sequence[Noted]) -> None:
         self._events += events
@@ -119,15 +144,23 @@ class BatchLedger:
     def close(self) -> str | None:
         """Write the log, last of all; the number of the transaction, if it has written anything."""
         if not self._events:
-            return self._db.execute(_TRANSACTION).fetchone()[0]  # type: ignore[index,no-any-return]
+            return self._close_untold()
         rows = ", ".join(["(?::bigint, ?::bigint, ?, ?, ?)"] * len(self._events))
         numbered = chain.from_iterable((place, *event) for place, event in enumerate(self._events, 1))
         count = len(self._events)
-        values = (count, self.stamp, count, self._channel, *numbered)
-        return str(self._db.execute(_LOG.format(rows), values).fetchone()[0])  # type: ignore[index]
+        values = (count, self.stamp, count, *self._herald.news(self.leaves_work), *numbered)
+        logged = self._db.execute(_LOG.format(rows), values)
+        return self._transaction or str(logged.fetchone()[0])
+
+    def _close_untold(self) -> str | None:
+        if self.leaves_work:
+            self._db.execute(_TELL, self._herald.news(self.leaves_work))
+        if self._transaction is None:
+            (self._transaction,) = self._db.execute(f"SELECT {_TRANSACTION}").fetchone()
+        return self._transaction
 
 
 @cache
 def _at_once(sql: str) -> str:
     """The row with the time behind it. Where the row has just been changed, both are read anew."""
-    return sql.replace(" FROM ", f", {CLOCK} FROM ") + " FOR UPDATE NOWAIT"
+    return sql.replace(" FROM ", f", {CLOCK}, pg_current_xact_id()::text FROM ") + " FOR UPDATE NOWAIT"

@@ -21,7 +21,7 @@ from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
 from coterie.stores.postgres.ledger import BatchLedger
-from coterie.stores.postgres.trouble import Contended, is_own, meaning, passes
+from coterie.stores.postgres.trouble import Contended, Doubtful, is_own, meaning, passes
 from coterie.stores.sql.attendance import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
 
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds for which a batch is tried again before those who wait are told."""
 LONGEST_PAUSE = 1.0
-Ledgers = Callable[[PgConnection, set[str]], BatchLedger]
+Ledgers = Callable[[PgConnection, set[str], int], BatchLedger]
+"""Begins a transaction that touches these agents, and sends them so many messages at most."""
 
 
 class LostAnswer(Exception):
@@ -87,16 +88,20 @@ class Writer:
     def _commit(self, batch: list[Job]) -> None:
         """Until it is written, or its time is over."""
         touches = {name for job in batch for name in job.touches}
-        until, pause = time.monotonic() + PATIENCE, 0.01
+        until, pause, gathers = time.monotonic() + PATIENCE, 0.01, True
         while True:
             for job in batch:
                 job.failed = None
             try:
-                self._try(batch, touches)
+                self._try(batch, touches, gathers)
                 self.healthy = True
                 return
             except Contended as contended:
                 touches.add(contended.agent_id)
+                self._undo()
+                continue
+            except Doubtful:
+                gathers = False
                 self._undo()
                 continue
             except LostAnswer as lost:
@@ -112,9 +117,11 @@ class Writer:
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(LONGEST_PAUSE, pause * 2)
 
-    def _try(self, batch: list[Job], touches: set[str]) -> None:
+    def _try(self, batch: list[Job], touches: set[str], gathers: bool) -> None:
+        """`gathers`: statements wait for one that is looked at. Else an error is the fault of the job that meets it."""
         db = self._connected()
-        ledger = self._ledgers(db, touches)
+        db.gathers = gathers
+        ledger = self._ledgers(db, touches, sum(len(job.touches) for job in batch))
         for place, job in enumerate(batch):
             if place:
                 db.begin_job()
@@ -154,7 +161,8 @@ class Writer:
         except RunAgain:
             _roll_back(db, ledger, noted)
             outcome = job.run(db, ledger)
-        db.flush()  # what is wrong with it is this job's fault, and not the next one's
+        if not db.gathers:
+            db.flush()  # what is wrong with it is this job's fault, and not the next one's
         return outcome
 
     def _give_up(self, batch: list[Job], error: Exception) -> None:
@@ -172,7 +180,7 @@ class Writer:
             with contextlib.suppress(psycopg.Error):
                 db = self._connected()
                 try:
-                    (status,) = db.execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()  # type: ignore[misc]
+                    (status,) = db.execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()
                 except psycopg.DataError:  # after a failover: a number that was never given out here
                     return False
                 if status != "in progress":
@@ -201,7 +209,7 @@ class Writer:
 
 
 def _roll_back(db: PgConnection, ledger: BatchLedger, noted: int) -> None:
-    db.forget()
+    db.forget_job()
     db.say("ROLLBACK TO SAVEPOINT job")
     ledger.forget(noted)
 
