@@ -6,7 +6,7 @@ whether the other end is the database or a pooler that lends out its sessions on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -14,7 +14,7 @@ from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
 from psycopg.pq import TransactionStatus
 
-from coterie.stores.postgres.dialect import bound
+from coterie.stores.postgres.dialect import as_json, bound, json_rows
 from coterie.stores.postgres.trouble import Doubtful, is_own
 from coterie.stores.sql.connection import Rows
 
@@ -153,6 +153,11 @@ class PgConnection:
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
         for values in parameters:
             self._add(self._written_out(*bound(sql, values)))
+
+    def insert_rows(self, into: str, rows: Iterable[Sequence[Any]]) -> None:
+        """As one value: to write out thousands of them, and to read them there, would cost more than all the rest."""
+        statement, columns = as_json(into)
+        self.execute(statement, (json_rows(columns, rows),))
 
     def say(self, sql: str) -> psycopg.Cursor[Any]:
         """Statements of our own, in one round trip; how the last one ended."""

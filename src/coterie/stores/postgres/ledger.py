@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import psycopg
 
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
+from coterie.stores.postgres.dialect import json_rows
 from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.trouble import Contended
 from coterie.stores.sql.ledger import Noted
@@ -22,9 +22,11 @@ _LOG = """
 WITH numbered AS (
     UPDATE log SET last = last + ?, last_at = greatest(last_at, ?) RETURNING last - ? AS before, pg_notify(?, ?)::text)
 INSERT INTO events (seq, at, kind, subject, data)
-SELECT before + place, at, kind, subject, data FROM numbered, (VALUES {}) AS noted (place, at, kind, subject, data)
+SELECT before + place, at, kind, subject, data
+  FROM numbered, json_to_recordset(?) AS noted (place BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
 RETURNING pg_current_xact_id()::text
 """
+_NOTED = ("place", "at", "kind", "subject", "data")
 _TRANSACTION = "pg_current_xact_id_if_assigned()::text"
 _TIME = f"SELECT {CLOCK}, last_at, {_TRANSACTION} FROM log"
 _NOW = f"SELECT {CLOCK}, {_TRANSACTION}"
@@ -145,11 +147,9 @@ class BatchLedger:
         """Write the log, last of all; the number of the transaction, if it has written anything."""
         if not self._events:
             return self._close_untold()
-        rows = ", ".join(["(?::bigint, ?::bigint, ?, ?, ?)"] * len(self._events))
-        numbered = chain.from_iterable((place, *event) for place, event in enumerate(self._events, 1))
+        numbered = json_rows(_NOTED, ((place, *event) for place, event in enumerate(self._events, 1)))
         count = len(self._events)
-        values = (count, self.stamp, count, *self._herald.news(self.leaves_work), *numbered)
-        logged = self._db.execute(_LOG.format(rows), values)
+        logged = self._db.execute(_LOG, (count, self.stamp, count, *self._herald.news(self.leaves_work), numbered))
         return self._transaction or str(logged.fetchone()[0])
 
     def _close_untold(self) -> str | None:
