@@ -25,7 +25,7 @@ InsertMany = Callable[[sqlite3.Connection, str, Sequence[Row]], None]
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, queued, hops, option,"
-    " in_reply_to, cause, replay_of, payload)"
+    " in_reply_to, cause, replay_of, payload, thread)"
 )
 _EVENTS = "events (at, kind, subject)"
 _COUNT = """
@@ -35,8 +35,9 @@ WHERE id = ?4
 """
 _MANY_DELAYED = """
 WITH RECURSIVE number (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM number WHERE n < ?1)
-INSERT INTO messages (seq, id, sender, recipient, state, created_at, deliver_at, payload)
-SELECT n, printf('%044x', n), 'user', 'agent-' || (n % ?2), 'delayed', ?3, ?3 + 86400000 + n * 7919 % 86400000, ?4
+INSERT INTO messages (seq, id, sender, recipient, thread, state, created_at, deliver_at, payload)
+SELECT n, printf('%044x', n), 'user', 'agent-' || (n % ?2), 'agent-' || (n % ?2), 'delayed',
+       ?3, ?3 + 86400000 + n * 7919 % 86400000, ?4
 FROM number
 """
 
@@ -66,7 +67,7 @@ def message_rows(count: int, agents: Sequence[str], *, delay_ms: int | None = No
 
 
 def _row(number: int, to: str, place: int, now: int, delay_ms: int | None) -> Row:
-    ends = (False, 0, None, None, None, None, PAYLOAD_JSON)
+    ends = (False, 0, None, None, None, None, PAYLOAD_JSON, to)
     if delay_ms is None:
         return (number + 1, new_id(), "user", to, "pending", place + 1, now, None, now, *ends)
     return (number + 1, new_id(), "user", to, "delayed", None, now, now + delay_ms, None, *ends)

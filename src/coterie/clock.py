@@ -84,7 +84,10 @@ def to_ms(instant: datetime) -> int:
 
 
 def from_ms(milliseconds: int) -> datetime:
-    return EPOCH + timedelta(milliseconds=milliseconds)
+    try:
+        return EPOCH + timedelta(milliseconds=milliseconds)
+    except OverflowError:  # only damage writes such a time: one wild number must not hide the rows around it
+        return datetime.max.replace(tzinfo=UTC) if milliseconds > 0 else datetime.min.replace(tzinfo=UTC)
 
 
 def to_wire(instant: datetime | None) -> str | None:

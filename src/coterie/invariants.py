@@ -20,6 +20,14 @@ INVARIANTS: dict[str, tuple[str, str]] = {
             OR (state = 'dead') <> (reason IS NOT NULL)
         """,
     ),
+    "M1 times of the calendar": (
+        "message {0} has a time that no calendar knows",
+        """
+        SELECT id FROM messages
+         WHERE created_at NOT BETWEEN 0 AND 253402300799999 OR deliver_at NOT BETWEEN 0 AND 253402300799999
+            OR delivered_at NOT BETWEEN 0 AND 253402300799999 OR taken_at NOT BETWEEN 0 AND 253402300799999
+        """,
+    ),
     "M3 dense mailboxes": (
         "{0} has given out {1} places in the mailbox, but {2} messages hold one, the last at {3}",
         """

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
+from contextvars import ContextVar, Token
 
 KEYS = ("agent", "message", "turn")
 _current: ContextVar[Mapping[str, str]] = ContextVar("coterie_log_context", default={})  # noqa: B039 - never written to
 
 
-@contextmanager
-def turn_context(*, agent: str | None = None, message: str | None = None, turn: int | None = None) -> Iterator[None]:
+class turn_context:  # noqa: N801 - read as a verb: with turn_context(...). Entered at every step, so it is no generator
     """Whatever is logged inside carries these; what an outer one said and this one does not stays."""
-    said = {"agent": agent, "message": message, "turn": None if turn is None else str(turn)}
-    token = _current.set({**_current.get(), **{key: value for key, value in said.items() if value is not None}})
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_said", "_token")
+    _token: Token[Mapping[str, str]]
+
+    def __init__(self, *, agent: str | None = None, message: str | None = None, turn: int | None = None) -> None:
+        self._said = {**_current.get()}
+        for key, value in (("agent", agent), ("message", message), ("turn", turn)):
+            if value is not None:
+                self._said[key] = str(value)
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._said)
+
+    def __exit__(self, *exc: object) -> None:
+        _current.reset(self._token)
 
 
 class Context(logging.Filter):

@@ -166,6 +166,25 @@ async def test_a_flipped_bit_in_the_database_is_noticed_or_changes_no_more_than_
     assert flips - seen[""] >= flips // 40, f"hardly any flip was noticed: {seen}"
 
 
+@pytest.mark.parametrize("value", [b"", b"\xff", b"x", b"-1", b"9" * 30])
+async def test_what_the_database_says_of_itself_may_be_damaged_and_the_start_says_how_to_restore(
+    value: bytes, recording: Recording, quick_folder: Path, clock: FakeClock
+) -> None:
+    outcomes = Counter[str]()
+    for number in range(3):
+        folder = quick_folder / str(number)
+        Image("damage", recording.closed, b"", ()).write(folder / "data")
+        with open_database(folder) as db:
+            row = "(SELECT key FROM meta ORDER BY key LIMIT 1 OFFSET ?)"
+            spoilt = db.execute(f"UPDATE meta SET value = CAST(? AS TEXT) WHERE key = {row}", (value, number))
+            assert spoilt.rowcount == 1
+            db.commit()
+        outcomes[await told(folder, clock)] += 1
+
+    assert sum(outcomes.values()) == 3
+    assert outcomes["the start"] or value != b"\xff"
+
+
 async def test_damage_in_the_middle_of_the_messages_refuses_the_start_after_a_crash_and_says_how_to_restore(
     recording: Recording, quick_folder: Path, clock: FakeClock
 ) -> None:

@@ -188,3 +188,16 @@ async def test_what_an_agent_sent_and_was_damaged_since_does_not_keep_it_from_an
     await go_on(store, claim, says("Here is my answer."))
 
     assert [text for sender, text, _ in await got(store, "user")][-1] == "Here is my answer."
+
+
+@pytest.mark.parametrize("wild", [-138_844_032_352_328, 2**62])
+async def test_a_time_that_no_calendar_knows_hides_no_other_message_and_a_check_names_it(
+    store: Society, vandal: Vandal, wild: int
+) -> None:
+    spoilt, sound = await ask(store, text="spoilt"), await ask(store, text="sound")
+    vandal.spoil("UPDATE messages SET created_at = ? WHERE id = ?", wild, spoilt)
+
+    assert {message.id for message in await store.messages(Page())} == {spoilt, sound}
+    assert [spoilt in one for one in [one async for one in store.violations()]] == [True]
+
+    vandal.spoil("UPDATE messages SET created_at = delivered_at WHERE id = ?", spoilt)  # mended by hand

@@ -27,6 +27,7 @@ NOW = to_ms(START)
 # Beside each invariant, the damage that it must notice. Other invariants may notice it too.
 DAMAGE = {
     "M1 one state": "UPDATE messages SET delivered_at = NULL WHERE state = 'pending'",
+    "M1 times of the calendar": "UPDATE messages SET created_at = -138844032352328 WHERE in_seq = 1",
     "M3 dense mailboxes": "UPDATE agents SET next_in_seq = next_in_seq + 1 WHERE id = 'ada'",
     "M3 order of delivery": "UPDATE messages SET delivered_at = delivered_at + 9 WHERE in_seq = 1",
     "M5 never early": "UPDATE messages SET deliver_at = delivered_at + 1 WHERE in_seq = 1",

@@ -22,6 +22,7 @@ _VERDICT = """
 SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?
    AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1
 """
+_SENT = "SELECT id FROM messages WHERE sender = ? AND plan = ?"
 # The chain is at most as long as the hop limit.
 _ECHO = """
 WITH RECURSIVE chain (id) AS
@@ -38,6 +39,8 @@ class Mail:
         self._last = self._row.next_in_seq - 1
         """What comes in this very transaction stands behind it, and is for the next decision."""
         self._fresh: list[tuple[int, Message]] = []
+        self._sent: set[str] | None = None
+        """What the running plan has sent, once somebody asked."""
 
     def begin(self) -> None:
         """A turn begins with it. What was sent in this very transaction need not be written first and then changed."""
@@ -103,4 +106,9 @@ class Mail:
             return True
         if plan is None or cause is None:
             return False
+        if self._sent is None:
+            self._sent = {message_id for (message_id,) in self._db.execute(_SENT, (self._agent, plan_name))}
+        # Most plans send nothing, and most answers are to what was sent itself: the whole chain is seldom walked.
+        if not self._sent or cause in self._sent:
+            return bool(self._sent)
         return self._db.execute(_ECHO, (cause, self._agent, plan_name)).fetchone() is not None

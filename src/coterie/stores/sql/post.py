@@ -71,7 +71,7 @@ class Post:
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason, the messages that died, with their recipients."""
-        self._questions = Questions(db, self._new, self.tell)
+        self._questions = Questions(db, self._new)
 
     @property
     def stamp(self) -> int:
@@ -107,6 +107,8 @@ class Post:
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
         if answers:
             self._questions.answer(answers, envelope)
+            for question in answers:
+                self.tell("quick_replies.changed", question)
         if envelope.retried:
             self._receipts[envelope.id] = receipt
         return receipt

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from coterie.errors import Refused
-from coterie.events import EventKind
 from coterie.messages import PERSON, Answer, Envelope
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.rows import to_payload
@@ -35,9 +34,8 @@ class _Asked(NamedTuple):
 
 
 class Questions:
-    def __init__(self, db: Connection, rows: list[list[Any]], tell: Callable[[EventKind, str], None]) -> None:
-        self._db, self._tell = db, tell
-        self._rows = rows
+    def __init__(self, db: Connection, rows: list[list[Any]]) -> None:
+        self._db, self._rows = db, rows
         """Messages of this transaction that are not written yet; the last two columns are the answer."""
         self._fresh: dict[str, tuple[int, Envelope]] = {}
         """Questions among them, with their place."""
@@ -68,7 +66,6 @@ class Questions:
                 self._rows[place][-2:] = envelope.id, envelope.option
             else:
                 self._db.execute(_ANSWER, (envelope.id, envelope.option, question))
-            self._tell("quick_replies.changed", question)
 
     def _aimed_at(self, envelope: Envelope, message_id: str) -> Sequence[str]:
         asked = self._find(message_id)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -184,12 +183,10 @@ class SqlStore(SqlOverview):
         await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
-        with self._counting_fenced():
-            return await self._despite_damage(
-                lambda db, post: turns.advance(db, post, claim, event, rules, sends),
-                touches=[claim.agent_id, *([sends.to] if sends else [])],
-                small=True,
-            )
+        touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
+        return await self._despite_damage(
+            lambda db, post: turns.advance(db, post, claim, event, rules, sends), touches=touches, small=True
+        )
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: history.history(db, agent_id, after))
@@ -198,21 +195,12 @@ class SqlStore(SqlOverview):
         return await self._read(lambda db: history.view(db, agent_id))
 
     async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
-        with self._counting_fenced():
-            await self._post(
-                lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
-            )
+        await self._despite_damage(
+            lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
+        )
 
     async def tokens_since(self, start: datetime) -> int:
         return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
-
-    @contextmanager
-    def _counting_fenced(self) -> Iterator[None]:
-        try:
-            yield
-        except StaleOwner:
-            self.tally.fenced += 1
-            raise
 
     async def _despite_damage(
         self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
@@ -223,6 +211,9 @@ class SqlStore(SqlOverview):
                 return await self._post(run, touches=touches, small=small)
             except (Unreadable, Unclaimable) as trouble:
                 await self._post(partial(limit_damage, trouble=trouble))
+            except StaleOwner:
+                self.tally.fenced += 1
+                raise
 
     # Artifacts
 

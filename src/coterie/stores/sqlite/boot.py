@@ -10,7 +10,11 @@ from coterie.stores.sql.transitions import get_meta, set_meta
 def begin_boot(db: sqlite3.Connection) -> None:
     # Whoever worked on a turn is gone with the last boot: those agents can be claimed at once.
     db.execute("UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')")
-    set_meta(db, "boot_epoch", str(int(get_meta(db, "boot_epoch") or 0) + 1))
+    # Counted by the database: nothing depends on the number, so nothing may fail over it.
+    db.execute(
+        "INSERT INTO meta (key, value) VALUES ('boot_epoch', '1')"
+        " ON CONFLICT (key) DO UPDATE SET value = CAST(CAST(value AS INTEGER) + 1 AS TEXT)"
+    )
     set_meta(db, "clean", "0")
 
 

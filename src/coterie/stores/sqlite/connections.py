@@ -81,6 +81,8 @@ def translate(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
         return StoreBroken(f"the database could not be written safely ({error}): check the disk, then start again")
     if code == sqlite3.SQLITE_READONLY:
         return StoreUnavailable("the database is read-only: make the data folder writable, then try again")
+    if "decode to UTF-8" in str(error):  # one value is damaged; whoever does not need it goes on
+        return StoreError("the database is damaged: restore a backup with coterie restore FILE")
     return StoreError(f"the database refused ({error})")
 
 
