@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import psycopg
@@ -12,8 +13,8 @@ from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
 from coterie.stores.postgres.dialect import json_rows
 from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.trouble import Contended
-from coterie.stores.sql.ledger import Noted
-from coterie.stores.sql.mailbox import READ
+from coterie.stores.sql.ledger import WAITING, Mark, Noted
+from coterie.stores.sql.mailbox import COLUMNS, READ
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
@@ -26,6 +27,16 @@ SELECT before + place, at, kind, subject, data
   FROM numbered, json_to_recordset(?) AS noted (place BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
 RETURNING pg_current_xact_id()::text
 """
+_OF_EACH = WAITING.replace("recipient = ? AND in_seq > ?", "recipient = wanted.agent_id AND in_seq > wanted.taken")
+# Each mailbox by its index, whatever the planner thinks of the tables.
+_ALL_WAITING = f"""
+SELECT wanted.agent_id, mail.* FROM unnest(?::text[], ?::bigint[]) AS wanted (agent_id, taken),
+       LATERAL ({_OF_EACH}) AS mail
+ ORDER BY wanted.agent_id, mail.in_seq
+"""
+FEW = 100
+"""So much mail of one agent is read on the chance that it is asked for."""
+_STATE, _TAKEN, _NEXT, _WAITING = map(COLUMNS.index, ("state", "taken_seq", "next_in_seq", "waiting"))
 _NOTED = ("place", "at", "kind", "subject", "data")
 _TRANSACTION = "pg_current_xact_id_if_assigned()::text"
 _TIME = f"SELECT {CLOCK}, last_at, {_TRANSACTION} FROM log"
@@ -54,6 +65,9 @@ class BatchLedger:
         """Numbers that were taken behind the locks of those it touches: good for messages to these."""
         self._events: list[Noted] = []
         self._rows: dict[str, tuple[Any, ...]] = {}
+        self._marks: dict[str, Mark] = {}
+        """Of those for whom something waits, as they were when they were locked."""
+        self._mail: dict[str, tuple[Mark, list[Any]]] = {}
         self._transaction: str | None = None
         self.leaves_work = False
         """Somebody has something to do whom nobody was found for here."""
@@ -75,7 +89,7 @@ class BatchLedger:
         (now, last_at, self._transaction), *_ = found.pop()
         if messages:
             self._ahead = sorted((number for (number,) in found.pop()), reverse=True)
-        self._rows = {agent_id: tuple(row) for rows in found for agent_id, *row in rows}
+        self._hold(chain.from_iterable(found))
         self.now = self._clock() if self._clock else now
         self.stamp = max(self.now, last_at)
 
@@ -94,6 +108,8 @@ class BatchLedger:
     def read_anew(self) -> None:
         """Rows may have been changed without having been opened."""
         self._rows.clear()
+        self._marks.clear()
+        self._mail.clear()
 
     # What the post office asks for
 
@@ -117,12 +133,32 @@ class BatchLedger:
         rows, time = self._db.execute(_LOCKED.format(marks), agent_ids), self._db.execute(_NOW)
         now, self._transaction = time.fetchone()
         self._saw(now)
-        for agent_id, *row in rows:
-            self._rows[agent_id] = tuple(row)
+        self._hold(rows)
 
     def _saw(self, now: int) -> None:
         if not self._clock:
             self.stamp = max(self.stamp, now)
+
+    def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
+        """Whoever is held and works is likely to ask next: what waits for all of them comes in one round trip."""
+        if self._marks.get(agent_id) == mark:
+            self._read_mail()
+        seen, rows = self._mail.pop(agent_id, (None, []))
+        return rows if seen == mark else self._db.execute(WAITING, (agent_id, mark[0])).fetchall()
+
+    def _read_mail(self) -> None:
+        marks, self._marks = self._marks, {}
+        rows = self._db.execute(_ALL_WAITING, ([*marks], [taken for taken, _, _ in marks.values()])).fetchall()
+        self._mail = {agent_id: (mark, []) for agent_id, mark in marks.items()}
+        for agent_id, *row in rows:
+            self._mail[agent_id][1].append(tuple(row))
+
+    def _hold(self, rows: Iterable[Sequence[Any]]) -> None:
+        for agent_id, *row in rows:
+            self._rows[agent_id] = tuple(row)
+            state, mark = row[_STATE], (row[_TAKEN], row[_NEXT], row[_WAITING])
+            if state in ("ready", "llm", "tools") and 0 < mark[2] <= FEW:
+                self._marks[agent_id] = mark
 
     def next_message(self) -> int:
         if not self._numbers:

@@ -10,13 +10,8 @@ from coterie.stores.sql.approvals import APPROVE, question_id
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import check_readable
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import MESSAGE, to_message
+from coterie.stores.sql.rows import to_message
 
-# Whole, since what waits is nearly always taken in the same step.
-_WAITING = f"""
-SELECT length(payload), {MESSAGE} FROM messages
- WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq
-"""
 _TAKE = """
 UPDATE messages SET state = 'taken', taken_at = ?
  WHERE recipient = ? AND in_seq > ? AND in_seq <= ? AND state = 'pending'
@@ -66,7 +61,7 @@ class Mail:
         if self._fresh:  # where a turn begins there is no plan yet that something could answer
             found = [(one.id, one.in_seq or 0, one.sender, self._agent == one.sender) for _, one in self._fresh]
         else:
-            self._stored = self._db.execute(_WAITING, (self._agent, self._row.taken_seq)).fetchall()
+            self._stored = self._post.waiting(self._agent)
             found = [
                 (id_, in_seq, sender,
                  self._is_verdict(plan, sender, in_reply_to, option) or self._is_echo(plan, plan_name, sender, cause))

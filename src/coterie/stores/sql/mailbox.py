@@ -64,16 +64,16 @@ class Mailbox(Struct):
         return self.runnable_at is not None and self.runnable_at <= now
 
 
-_COLUMNS = Mailbox.__struct_fields__
-READ = f"SELECT {', '.join(_COLUMNS)} FROM agents WHERE id = ?"
-_PLACES = range(len(_COLUMNS))
-_STATE, _RUNNABLE_AT = _COLUMNS.index("state"), _COLUMNS.index("runnable_at")
+COLUMNS = Mailbox.__struct_fields__
+READ = f"SELECT {', '.join(COLUMNS)} FROM agents WHERE id = ?"
+_PLACES = range(len(COLUMNS))
+_STATE, _RUNNABLE_AT = COLUMNS.index("state"), COLUMNS.index("runnable_at")
 
 
 @cache
 def _save(places: tuple[int, ...]) -> str:
     """A step changes a few columns, always the same ones, and writing all of them costs three times as much."""
-    return f"UPDATE agents SET {', '.join(f'{_COLUMNS[place]} = ?' for place in places)} WHERE id = ?"
+    return f"UPDATE agents SET {', '.join(f'{COLUMNS[place]} = ?' for place in places)} WHERE id = ?"
 
 
 def _could_run(row: tuple[Any, ...], now: int) -> bool:
