@@ -15,12 +15,14 @@ import psycopg
 from coterie.clock import Clock, from_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.ids import new_id
+from coterie.llm.places import Share
 from coterie.store import Limits, StoreInfo
 from coterie.stores.postgres.connection import STATEMENT_MS, PgConnection, connect
 from coterie.stores.postgres.leases import Leases
 from coterie.stores.postgres.ledger import CLOCK, BatchLedger
 from coterie.stores.postgres.listening import Herald, Listening
 from coterie.stores.postgres.migrate import check_version, migrate
+from coterie.stores.postgres.places import share
 from coterie.stores.postgres.readers import MOST, Readers
 from coterie.stores.postgres.trouble import meaning, passes
 from coterie.stores.postgres.writer import Writer
@@ -62,10 +64,11 @@ class Database(SqlDatabase):
         # Whoever only looks holds nobody up, and may take as long as it takes.
         self._connections = Readers(url, _EACH if joins else "")
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._herald = Herald(info.log_id, new_id())
+        process = new_id()
+        self._herald = Herald(info.log_id, process)
         self._writer = Writer(url, self._begin)
-        self._leases = Leases(url, self._on_unsure, lease.total_seconds(), self.tally) if joins else None
-        self._listening = Listening(url, self._herald, self._on_news, self._on_words) if joins else None
+        self._leases = Leases(url, process, self._on_unsure, lease.total_seconds(), self.tally) if joins else None
+        self._listening = Listening(url, self._herald, self._on_news, self._on_room, self._on_words) if joins else None
 
     @classmethod
     async def open(
@@ -100,6 +103,9 @@ class Database(SqlDatabase):
         if self._leases:
             self._leases.hold(taker.worker)
 
+    async def share(self, service: str, limit: int, keeps: int, waiting: int) -> Share:
+        return await self._read(lambda db: share(db, self._herald, self._lease, service, limit, keeps, waiting))
+
     async def whisper(self, words: Sequence[str]) -> None:
         await self._query(_WHISPER, self._herald.whispers, list(words))
 
@@ -107,6 +113,9 @@ class Database(SqlDatabase):
         if work and self._taker:
             self._taker.look()
         self.news()
+
+    def _on_room(self, _: None) -> None:
+        self.room()
 
     def _on_words(self, words: list[str]) -> None:
         for word in words:

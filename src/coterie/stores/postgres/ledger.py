@@ -27,15 +27,14 @@ SELECT before + place, at, kind, subject, data
   FROM numbered, json_to_recordset(?) AS noted (place BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
 RETURNING pg_current_xact_id()::text
 """
-_OF_EACH = WAITING.replace("recipient = ? AND in_seq > ?", "recipient = wanted.agent_id AND in_seq > wanted.taken")
-# Each mailbox by its index, whatever the planner thinks of the tables.
-_ALL_WAITING = f"""
-SELECT wanted.agent_id, mail.* FROM unnest(?::text[], ?::bigint[]) AS wanted (agent_id, taken),
-       LATERAL ({_OF_EACH}) AS mail
- ORDER BY wanted.agent_id, mail.in_seq
-"""
 FEW = 100
 """So much mail of one agent is read on the chance that it is asked for."""
+# Each mailbox by its index, whatever the planner thinks of the tables.
+_ALL_WAITING = f"""
+SELECT a.id, mail.* FROM agents a,
+       LATERAL ({WAITING.replace("recipient = ? AND in_seq > ?", "recipient = a.id AND in_seq > a.taken_seq")}) AS mail
+ WHERE a.id = ANY (?::text[]) AND a.waiting <= {FEW} ORDER BY a.id, mail.in_seq
+"""
 _STATE, _TAKEN, _NEXT, _WAITING = map(COLUMNS.index, ("state", "taken_seq", "next_in_seq", "waiting"))
 _NOTED = ("place", "at", "kind", "subject", "data")
 _TRANSACTION = "pg_current_xact_id_if_assigned()::text"
@@ -127,13 +126,15 @@ class BatchLedger:
         return tuple(rest)
 
     def foresee(self, agent_ids: Sequence[str]) -> None:
-        if len(agent_ids) < 2:
+        if not agent_ids:
             return
         marks = ", ".join(["?"] * len(agent_ids))
         rows, time = self._db.execute(_LOCKED.format(marks), agent_ids), self._db.execute(_NOW)
+        mail = self._db.execute(_ALL_WAITING, (list(agent_ids),))
         now, self._transaction = time.fetchone()
         self._saw(now)
         self._hold(rows)
+        self._sort(agent_ids, mail)
 
     def _saw(self, now: int) -> None:
         if not self._clock:
@@ -142,16 +143,19 @@ class BatchLedger:
     def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
         """Whoever is held and works is likely to ask next: what waits for all of them comes in one round trip."""
         if self._marks.get(agent_id) == mark:
-            self._read_mail()
+            held = [*self._marks]
+            self._sort(held, self._db.execute(_ALL_WAITING, (held,)))
         seen, rows = self._mail.pop(agent_id, (None, []))
         return rows if seen == mark else self._db.execute(WAITING, (agent_id, mark[0])).fetchall()
 
-    def _read_mail(self) -> None:
-        marks, self._marks = self._marks, {}
-        rows = self._db.execute(_ALL_WAITING, ([*marks], [taken for taken, _, _ in marks.values()])).fetchall()
-        self._mail = {agent_id: (mark, []) for agent_id, mark in marks.items()}
-        for agent_id, *row in rows:
-            self._mail[agent_id][1].append(tuple(row))
+    def _sort(self, agent_ids: Iterable[str], mail: Iterable[Sequence[Any]]) -> None:
+        """All that waits for these."""
+        for agent_id in agent_ids:
+            if mark := self._marks.pop(agent_id, None):
+                self._mail[agent_id] = (mark, [])
+        for agent_id, *row in mail:
+            if agent_id in self._mail:
+                self._mail[agent_id][1].append(tuple(row))
 
     def _hold(self, rows: Iterable[Sequence[Any]]) -> None:
         for agent_id, *row in rows:

@@ -50,23 +50,33 @@ class Herald:
         """The channel and the word that says: something was written. `leaves_work`: somebody can be claimed."""
         return self.channel, f"{self.process} {_WORK if leaves_work else _NEWS}"
 
+    def room(self) -> tuple[str, str]:
+        """The channel and the word that says: somebody wants a place at a model service, or has given one back."""
+        return self.channel, f"{self.process} {_ROOM}"
+
     def is_foreign(self, word: str) -> bool:
         """What we wrote ourselves we know already."""
         return not word.startswith(self.process)
 
 
-_NEWS, _WORK = "news", "work"
+_NEWS, _WORK, _ROOM = "news", "work", "room"
 
 
 class Listening:
     def __init__(
-        self, url: str, herald: Herald, on_news: Callable[[bool], None], on_words: Callable[[list[str]], None]
+        self,
+        url: str,
+        herald: Herald,
+        on_news: Callable[[bool], None],
+        on_room: Callable[[None], None],
+        on_words: Callable[[list[str]], None],
     ) -> None:
-        """Both are called on the event loop. `on_news`: others have written something; whether somebody can be claimed.
+        """All are called on the event loop. `on_news`: others have written something; whether somebody can be claimed.
 
-        `on_words`: what was whispered.
+        `on_room`: somebody wants a place at a model service, or has given one back. `on_words`: what was whispered.
         """
-        self._url, self._herald, self._on_news, self._on_words = url, herald, on_news, on_words
+        self._url, self._herald = url, herald
+        self._on_news, self._on_room, self._on_words = on_news, on_room, on_words
         self._loop = asyncio.get_running_loop()
         self._woken, self._wake = socket.socketpair()
         self._ending = threading.Event()
@@ -103,8 +113,11 @@ class Listening:
         elif raw.fileno() in ready:
             notes = list(raw.notifies(timeout=0))
             news = [note.payload for note in notes if note.channel == self._herald.channel]
-            if foreign := list(filter(self._herald.is_foreign, news)):
-                self._tell(self._on_news, any(word.endswith(_WORK) for word in foreign))
+            kinds = {word.rpartition(" ")[2] for word in news if self._herald.is_foreign(word)}
+            if kinds - {_ROOM}:
+                self._tell(self._on_news, _WORK in kinds)
+            if _ROOM in kinds:
+                self._tell(self._on_room, None)
             if words := [note.payload for note in notes if note.channel == self._herald.whispers]:
                 self._tell(self._on_words, words)
 
