@@ -22,6 +22,7 @@ from tests.engines import Engine, Postgres, postgres_server
 settings.register_profile("gate", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("gate")
+    os.environ.setdefault("COTERIE_FAULT_SEED", "1")
 
 # Any number of servers run beside each other in the tests, and perhaps a real one.
 os.environ["COTERIE_PORT"] = "0"

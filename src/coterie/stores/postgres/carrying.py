@@ -142,7 +142,9 @@ def _refuse_contents(db: PgConnection, taken: str) -> None:
 
 
 def _columns(db: PgConnection, table: str) -> list[str]:
-    return [column.name for column in db.raw.execute(f"SELECT * FROM {table} LIMIT 0".encode()).description or ()]
+    return [
+        column.name for column in db.raw.execute(("SELECT * FROM " + table + " LIMIT 0").encode()).description or ()
+    ]
 
 
 def _number(db: PgConnection, sql: str, *values: Any) -> int:

@@ -13,6 +13,7 @@ _ONLY_HERE = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
 _INTO = re.compile(r"(\w+) \(([^)]*)\)")
 _NUMBERED = re.compile(r"\?(\d+)")
 # There is no text here that is no text.
+_FROM_JSON = "INSERT INTO {} SELECT {} FROM json_populate_recordset(NULL::{}, ?)"
 _encode = msgspec.json.Encoder().encode
 _SAME = {"CAST(payload AS BLOB)": "payload", "CAST(m.payload AS BLOB)": "m.payload"}
 
@@ -41,8 +42,7 @@ def as_json(into: str) -> tuple[str, Sequence[str]]:
     found = _INTO.fullmatch(into)
     assert found, into  # noqa: S101
     table, columns = found.groups()
-    statement = f"INSERT INTO {into} SELECT {columns} FROM json_populate_recordset(NULL::{table}, ?)"
-    return statement, columns.replace(" ", "").split(",")
+    return _FROM_JSON.format(into, columns, table), columns.replace(" ", "").split(",")
 
 
 def json_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -29,10 +29,10 @@ RETURNING pg_current_xact_id()::text
 """
 FEW = 100
 """So much mail of one agent is read on the chance that it is asked for."""
+_ITS_MAIL = WAITING.replace("recipient = ? AND in_seq > ?", "recipient = a.id AND in_seq > a.taken_seq")
 # Each mailbox by its index, whatever the planner thinks of the tables.
 _ALL_WAITING = f"""
-SELECT a.id, mail.* FROM agents a,
-       LATERAL ({WAITING.replace("recipient = ? AND in_seq > ?", "recipient = a.id AND in_seq > a.taken_seq")}) AS mail
+SELECT a.id, mail.* FROM agents a, LATERAL ({_ITS_MAIL}) AS mail
  WHERE a.id = ANY (?::text[]) AND a.waiting <= {FEW} ORDER BY a.id, mail.in_seq
 """
 _STATE, _TAKEN, _NEXT, _WAITING = map(COLUMNS.index, ("state", "taken_seq", "next_in_seq", "waiting"))

@@ -65,7 +65,8 @@ class Mailbox(Struct):
 
 
 COLUMNS = Mailbox.__struct_fields__
-READ = f"SELECT {', '.join(COLUMNS)} FROM agents WHERE id = ?"
+_LIST = ", ".join(COLUMNS)
+READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
 _PLACES = range(len(COLUMNS))
 _STATE, _RUNNABLE_AT = COLUMNS.index("state"), COLUMNS.index("runnable_at")
 
@@ -73,7 +74,8 @@ _STATE, _RUNNABLE_AT = COLUMNS.index("state"), COLUMNS.index("runnable_at")
 @cache
 def _save(places: tuple[int, ...]) -> str:
     """A step changes a few columns, always the same ones, and writing all of them costs three times as much."""
-    return f"UPDATE agents SET {', '.join(f'{COLUMNS[place]} = ?' for place in places)} WHERE id = ?"
+    sets = ", ".join(f"{COLUMNS[place]} = ?" for place in places)
+    return f"UPDATE agents SET {sets} WHERE id = ?"
 
 
 def _could_run(row: tuple[Any, ...], now: int) -> bool:
