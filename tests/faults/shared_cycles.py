@@ -30,7 +30,7 @@ WORKERS = 3
 LEASE = 0.4
 LONG = 120.0
 """Seconds for a rest on a machine that has much else to do."""
-WAYS = {"at random": 10, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 2)}
+WAYS = {"at random": 10, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 3)}
 ZOMBIES = ("turn.asking", "turn.answered", "turn.calling", "turn.ran")
 """Where one is stopped with something to write down in its hands."""
 

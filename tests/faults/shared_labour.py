@@ -21,12 +21,14 @@ from coterie.stores.postgres import leases
 from coterie.stores.sql import turns
 from coterie.turns import Claim, StaleOwner
 
-from .labour import CLIENTS, PAUSE, THOUGHT, Judge, start, unfit
+from .labour import CLIENTS, THOUGHT, Judge, start, unfit
 from .mind import Deeds, Whim, minds
 from .scenarios import AGENTS, Client, at_rest
 from .witness import Note, Witness
 
 AGAIN = 0.02
+PAUSE = 0.2
+"""Seconds between two messages of a client, at most: nine of them must leave agents the time to do what they plan."""
 REST = 60.0
 """Seconds within which agents that nobody speaks to any more must have come to rest."""
 

@@ -133,7 +133,12 @@ class Database(SqlDatabase):
         self._connections.close()
 
     def _post(
-        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+        self,
+        run: Callable[[Connection, Post], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         if self._leases is None:
             raise StoreError("this society was opened for reading only")
@@ -148,7 +153,7 @@ class Database(SqlDatabase):
             post.close()
             return result
 
-        return self._writer.write(work, attendance.settle if attendance else None, tuple(touches))
+        return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
 
     def _begin(self, db: PgConnection, touches: Iterable[str], messages: int) -> BatchLedger:
         return BatchLedger(db, touches, self._lease // _MS, self._herald, self._time, messages=messages)

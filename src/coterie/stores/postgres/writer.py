@@ -59,12 +59,13 @@ class Writer:
         run: Callable[[PgConnection, BatchLedger], T],
         settled: Callable[[bool], None] | None,
         touches: tuple[str, ...],
+        messages: int = 0,
     ) -> asyncio.Future[T]:
         """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
         answer: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(Job(run, answer, settled, touches))
+        self._jobs.put(Job(run, answer, settled, touches, messages))
         return answer
 
     async def close(self) -> None:
@@ -121,7 +122,7 @@ class Writer:
         """`gathers`: statements wait for one that is looked at. Else an error is the fault of the job that meets it."""
         db = self._connected()
         db.gathers = gathers
-        ledger = self._ledgers(db, touches, sum(len(job.touches) for job in batch))
+        ledger = self._ledgers(db, touches, sum(job.messages for job in batch))
         for place, job in enumerate(batch):
             if place:
                 db.begin_job()

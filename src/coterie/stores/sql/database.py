@@ -63,12 +63,17 @@ class SqlDatabase(ABC):
 
     @abstractmethod
     def _post(
-        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+        self,
+        run: Callable[[Connection, Post], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         """One transition, with a post office of its own; whoever it gives something to do is claimed with it.
 
-        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order. `small`:
-        it is soon done.
+        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order.
+        `messages`: as many are sent to these. `small`: it is soon done.
         """
         ...
 
