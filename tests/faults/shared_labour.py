@@ -27,8 +27,6 @@ from .scenarios import AGENTS, Client, at_rest
 from .witness import Note, Witness
 
 AGAIN = 0.02
-PAUSE = 0.2
-"""Seconds between two messages of a client, at most: nine of them must leave agents the time to do what they plan."""
 REST = 60.0
 """Seconds within which agents that nobody speaks to any more must have come to rest."""
 
@@ -86,7 +84,14 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
 
 
 async def work_together(
-    folder: Path, seed: int, name: str, owed: list[Note], witness: Witness, ready: int, nameless: float
+    folder: Path,
+    seed: int,
+    name: str,
+    owed: list[Note],
+    witness: Witness,
+    ready: int,
+    nameless: float,
+    pause: float,
 ) -> None:
     """One of several that work for the same agents, with clients of its own, until killed."""
     Deeds.witness = witness
@@ -101,7 +106,7 @@ async def work_together(
             group.create_task(judge.work([]))
             for number in range(CLIENTS):
                 rng = random.Random(f"{seed}/{name}/{number}")
-                client = Patient(society, rng, f"{name}.{number}", witness, pause=PAUSE, nameless=nameless)
+                client = Patient(society, rng, f"{name}.{number}", witness, pause=pause, nameless=nameless)
                 group.create_task(client.work(owed[number::CLIENTS]))
 
 

@@ -320,6 +320,20 @@ async def test_what_became_of_a_commit_whose_answer_was_lost_is_found_out(
     assert await told(store) == ["user: begin", "assistant: the end"]
 
 
+async def test_a_lost_commit_is_not_taken_for_somebody_elses_of_the_same_number(
+    process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that crashed gives out the numbers of what it forgot once more."""
+    store = await process()
+    with shared.behind(tmp_path) as db:
+        (again,) = db.execute("SELECT pg_current_xact_id()::text").fetchone()
+    close = BatchLedger._close
+    monkeypatch.setattr(BatchLedger, "_close", lambda ledger: close(ledger) and again)
+    sabotage = Saboteur(monkeypatch, 1, after=False)
+    await store.send(letter("user", "bob", "once"))
+    assert (sabotage.cuts, await texts(store, "bob")) == (1, ["once"])
+
+
 @pytest.mark.slow
 async def test_sessions_that_are_killed_again_and_again_cost_nothing_but_time(
     process: Opener, shared: Postgres, tmp_path: Path

@@ -43,6 +43,7 @@ UPDATE agents SET runnable_at = {CLOCK} + ?2 FROM mine WHERE agents.id = mine.id
 _OTHERS = f"SELECT count(*) FROM processes WHERE id <> ? AND seen_at > {CLOCK} - ?"
 _GONE = "DELETE FROM processes WHERE id = ?1"
 _NO_PLACES = "DELETE FROM places WHERE process = ? OR process NOT IN (SELECT id FROM processes)"
+_NO_BATCH = f"DELETE FROM batches WHERE process = ? OR at < {CLOCK} - 2592000000"
 _LONG_GONE = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
 
 
@@ -122,6 +123,7 @@ class Leases:
             db.execute(_GONE, (self.process,))
             db.execute(_LONG_GONE, (int(self.lease * 1000 * 10),))
             db.execute(_NO_PLACES, (self.process,))
+            db.execute(_NO_BATCH, (self.process,))  # those of a month ago nobody asks for any more
         self._hang_up()
 
     def _count_others(self) -> int:

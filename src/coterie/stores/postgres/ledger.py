@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
 
 import psycopg
 
+from coterie.ids import new_id
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
 from coterie.stores.postgres.dialect import json_rows
 from coterie.stores.postgres.listening import Herald
@@ -41,7 +43,32 @@ _TRANSACTION = "pg_current_xact_id_if_assigned()::text"
 _TIME = f"SELECT {CLOCK}, last_at, {_TRANSACTION} FROM log"
 _NOW = f"SELECT {CLOCK}, {_TRANSACTION}"
 _TELL = "SELECT pg_notify(?, ?)"
+_MARK = f"""
+INSERT INTO batches (process, batch, at) VALUES (?, ?, {CLOCK})
+    ON CONFLICT (process) DO UPDATE SET batch = excluded.batch, at = excluded.at
+"""
+_MARKED = "SELECT 1 FROM batches WHERE process = ? AND batch = ?"
+_STATUS = "SELECT pg_xact_status(?::xid8)"
 _NUMBERS = "SELECT nextval('messages_seq_seq') FROM generate_series(1, {})"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A batch of which it may have to be found out what became of it."""
+
+    transaction: str
+    process: str
+    batch: str
+
+    def is_under_way(self, db: PgConnection) -> bool:
+        try:
+            return bool(db.execute(_STATUS, (self.transaction,)).fetchone()[0] == "in progress")
+        except psycopg.DataError:  # after a crash or a failover: a number that was never given out here
+            return False
+
+    def is_committed(self, db: PgConnection) -> bool:
+        """Once it is no longer under way."""
+        return db.execute(_MARKED, (self.process, self.batch)).fetchone() is not None
 
 
 class BatchLedger:
@@ -183,8 +210,15 @@ class BatchLedger:
     def log(self, events: Sequence[Noted]) -> None:
         self._events += events
 
-    def close(self) -> str | None:
-        """Write the log, last of all; the number of the transaction, if it has written anything."""
+    def close(self) -> Written | None:
+        """Write the log, last of all; how to find out later whether it was committed, if it has written anything."""
+        if (transaction := self._close()) is None:
+            return None
+        written = Written(transaction, self._herald.process, new_id())
+        self._db.execute(_MARK, (written.process, written.batch))
+        return written
+
+    def _close(self) -> str | None:
         if not self._events:
             return self._close_untold()
         numbered = json_rows(_NOTED, ((place, *event) for place, event in enumerate(self._events, 1)))

@@ -20,7 +20,7 @@ import psycopg
 from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.ledger import BatchLedger
+from coterie.stores.postgres.ledger import BatchLedger, Written
 from coterie.stores.postgres.trouble import Contended, Doubtful, is_own, meaning, passes
 from coterie.stores.sql.attendance import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
@@ -38,9 +38,9 @@ Ledgers = Callable[[PgConnection, set[str], int], BatchLedger]
 class LostAnswer(Exception):
     """The commit may have happened, or not."""
 
-    def __init__(self, transaction: str) -> None:
-        super().__init__(transaction)
-        self.transaction = transaction
+    def __init__(self, written: Written) -> None:
+        super().__init__(written.batch)
+        self.written = written
 
 
 class Writer:
@@ -106,7 +106,7 @@ class Writer:
                 self._undo()
                 continue
             except LostAnswer as lost:
-                if self._was_committed(lost.transaction):
+                if self._was_committed(lost.written):
                     self.healthy = True
                     return
             except (psycopg.Error, FailpointHit) as error:
@@ -130,13 +130,13 @@ class Writer:
         if all(job.failed for job in batch):
             db.say("ROLLBACK")
             return
-        transaction = ledger.close()
+        written = ledger.close()
         hit("commit.before")
         try:
             done = db.say("COMMIT")
         except psycopg.OperationalError as error:
-            if transaction and _is_lost(db):
-                raise LostAnswer(transaction) from error
+            if written and _is_lost(db):
+                raise LostAnswer(written) from error
             raise
         if done.statusmessage != "COMMIT":
             raise psycopg.OperationalError("the transaction was rolled back")
@@ -172,20 +172,17 @@ class Writer:
         self.healthy = False
         log.error("the store could not commit: %s", told)
 
-    def _was_committed(self, transaction: str) -> bool:
+    def _was_committed(self, written: Written) -> bool:
         """No outcome is ever guessed: this takes as long as it takes."""
         self._hang_up()
         self.healthy = False
-        log.warning("the answer to a commit was lost; asking what became of transaction %s", transaction)
+        log.warning("the answer to a commit was lost; asking what became of transaction %s", written.transaction)
         while True:
             with contextlib.suppress(psycopg.Error):
                 db = self._connected()
-                try:
-                    (status,) = db.execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()
-                except psycopg.DataError:  # after a failover: a number that was never given out here
-                    return False
-                if status != "in progress":
-                    return bool(status == "committed")
+                db.gathers = False
+                if not written.is_under_way(db):
+                    return written.is_committed(db)
             time.sleep(0.1 * random.uniform(0.5, 1))
 
     def _connected(self) -> PgConnection:
