@@ -31,7 +31,7 @@ WORKERS = 3
 LEASE = 0.4
 LONG = 120.0
 """Seconds for a rest on a machine that has much else to do."""
-WAYS = {"at random": 10, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 3)}
+WAYS = {"at random": 13, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 3)}
 WAYS |= {"before a tool": 6, "after a tool": 6}  # mail withdraws many plans before they run
 LEISURE = 0.2
 """Seconds between two messages of a client, at most: nine of them must leave agents the time to do what they plan."""

@@ -59,7 +59,7 @@ def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_r
         unknown_outcomes=15,
         calls_run_again=5,
         requests_made_again=50,
-        killed_at_random=60,
+        killed_at_random=80,
         killed_in_a_commit=15,
         killed_in_a_claim=6,
         killed_in_a_step=6,
