@@ -19,7 +19,9 @@ from importlib import import_module
 from typing import Any
 
 TEXT = "x" * 440
-AGENTS, CALLERS, BATCH = 8, 64, 100
+AGENTS, BATCH = 8, 100
+CALLERS = BATCH
+"""As many are under way at once on our side as are sent together on the plain one."""
 Begin = Callable[[], None]
 
 

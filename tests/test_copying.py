@@ -134,7 +134,8 @@ async def test_turns_that_a_crash_cut_off_are_taken_up_in_the_other_engine(url: 
     home = tmp_path / "home"
     async with busy_society(home) as server:
         with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:  # as it is while its owner works on it
-            db.execute("UPDATE agents SET runnable_at = NULL, worker = 'gone' WHERE state IN ('llm', 'tools')")
+            cut_off = "UPDATE agents SET runnable_at = NULL, worker = 'gone' WHERE state IN ('llm', 'tools')"
+            assert db.execute(cut_off).rowcount > 0
         await copied(home, url)
         moved(home, url)
         await goes_on(home, server)

@@ -33,6 +33,7 @@ from coterie.library import Library
 from coterie.live import Live
 from coterie.llm.adapter import ContentAdapter
 from coterie.llm.models import Models
+from coterie.llm.places import SharedPlaces
 from coterie.llm.providers.make import TOUR_ENTRIES, make_service
 from coterie.llm.refusals import Refusals
 from coterie.llm.registry import Services
@@ -83,6 +84,7 @@ class Crew:
             refusals,
             lambda entry: self._tracing.service(make_service(entry, clock), entry),
             clock,
+            SharedPlaces(store, clock) if is_shared(config) else None,
         )
         self._registrar = Registrar(store, self.directory)
         self._tour_seer = TourSeer(self._registrar, self.directory, self.services)

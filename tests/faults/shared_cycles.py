@@ -20,6 +20,7 @@ from coterie import failpoints
 
 from .harness import PATIENCE, Child
 from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN
+from .labour import PAUSE
 from .scenarios import make_home
 from .shared_labour import conditions, rest_and_copy, work_together
 from .witness import Note, Witness, read_notes
@@ -30,7 +31,10 @@ WORKERS = 3
 LEASE = 0.4
 LONG = 120.0
 """Seconds for a rest on a machine that has much else to do."""
-WAYS = {"at random": 10, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 2)}
+WAYS = {"at random": 13, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 3)}
+WAYS |= {"before a tool": 6, "after a tool": 6}  # mail withdraws many plans before they run
+LEISURE = 0.2
+"""Seconds between two messages of a client, at most: nine of them must leave agents the time to do what they plan."""
 ZOMBIES = ("turn.asking", "turn.answered", "turn.calling", "turn.ran")
 """Where one is stopped with something to write down in its hands."""
 
@@ -49,8 +53,8 @@ class SharedLife:
         for one in self._homes:
             _furnish(one, url)
 
-    def begin(self, *, nameless: float = 0.0) -> None:
-        self._nameless = nameless
+    def begin(self, *, nameless: float = 0.0, pause: float = PAUSE) -> None:
+        self._nameless, self._pause = nameless, pause
         for home in self._homes:
             self._start(home)
 
@@ -65,7 +69,8 @@ class SharedLife:
         failpoints.arm(spec)
         witness = Witness(self._witness_file)
         with conditions(witness, self._lease, sure=sure):
-            asyncio.run(work_together(home, self._seed, name, self._owed[home], witness, ready, self._nameless))
+            owed, ways = self._owed[home], (self._nameless, self._pause)
+            asyncio.run(work_together(home, self._seed, name, owed, witness, ready, *ways))
 
     # What happens to them
 
@@ -230,7 +235,7 @@ def _live(folder: str, urls: list[str], seed: int, cycles: int, what: str, until
     problems: list[str] = []
     for number, url in enumerate(urls):
         life = SharedLife(folder, url, seed, number)
-        life.begin(nameless=0.3)
+        life.begin(nameless=0.3, pause=LEISURE)
         done = 0
         while done < cycles / len(urls):
             getattr(life, what)()

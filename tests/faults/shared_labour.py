@@ -21,7 +21,7 @@ from coterie.stores.postgres import leases
 from coterie.stores.sql import turns
 from coterie.turns import Claim, StaleOwner
 
-from .labour import CLIENTS, PAUSE, THOUGHT, Judge, start, unfit
+from .labour import CLIENTS, THOUGHT, Judge, start, unfit
 from .mind import Deeds, Whim, minds
 from .scenarios import AGENTS, Client, at_rest
 from .witness import Note, Witness
@@ -84,7 +84,14 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
 
 
 async def work_together(
-    folder: Path, seed: int, name: str, owed: list[Note], witness: Witness, ready: int, nameless: float
+    folder: Path,
+    seed: int,
+    name: str,
+    owed: list[Note],
+    witness: Witness,
+    ready: int,
+    nameless: float,
+    pause: float,
 ) -> None:
     """One of several that work for the same agents, with clients of its own, until killed."""
     Deeds.witness = witness
@@ -99,7 +106,7 @@ async def work_together(
             group.create_task(judge.work([]))
             for number in range(CLIENTS):
                 rng = random.Random(f"{seed}/{name}/{number}")
-                client = Patient(society, rng, f"{name}.{number}", witness, pause=PAUSE, nameless=nameless)
+                client = Patient(society, rng, f"{name}.{number}", witness, pause=pause, nameless=nameless)
                 group.create_task(client.work(owed[number::CLIENTS]))
 
 

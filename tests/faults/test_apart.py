@@ -7,12 +7,12 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
@@ -36,6 +36,7 @@ from .mind import minds, speaker
 from .proxy import Proxy
 from .scenarios import make_home
 
+T = TypeVar("T")
 SOON = 20
 """Seconds that no machine is too slow for."""
 
@@ -106,6 +107,11 @@ def short_lease(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr("coterie.runtime.read_config", shortened)
 
 
+async def soon(happens: Awaitable[T]) -> T:
+    async with asyncio.timeout(SOON):
+        return await happens
+
+
 async def heard_of(society: Society, message_id: str) -> None:
     async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
         async for event in watcher:
@@ -116,34 +122,36 @@ async def heard_of(society: Society, message_id: str) -> None:
 # Two servers
 
 
-async def test_a_message_at_one_server_is_on_the_stream_of_another_without_a_poll(
-    shared: Postgres, tmp_path: Path, no_polls: None
-) -> None:
+@pytest.fixture
+async def two_servers(shared: Postgres, tmp_path: Path, no_polls: None) -> AsyncIterator[tuple[Society, Any]]:
+    """One of them, and what a client of the other is told."""
     url = shared.url(tmp_path)
     async with (
         process(tmp_path / "a", url, work=False) as one,
         process(tmp_path / "b", url, work=False) as other,
         stream(other) as ear,
     ):
-        receipt = await one.send(to="ada", text="hello")
-        told = await ear.next("message.created")
-        assert told.data["id"] == receipt.message_id
+        yield one, ear
+
+
+async def test_a_message_at_one_server_is_on_the_stream_of_another_without_a_poll(
+    two_servers: tuple[Society, Any],
+) -> None:
+    one, ear = two_servers
+    receipt = await one.send(to="ada", text="hello")
+    told = await ear.next("message.created")
+    assert told.data["id"] == receipt.message_id
 
 
 async def test_a_quick_reply_pressed_at_one_server_closes_the_question_at_another(
-    shared: Postgres, tmp_path: Path, no_polls: None
+    two_servers: tuple[Society, Any],
 ) -> None:
-    url = shared.url(tmp_path)
-    async with (
-        process(tmp_path / "a", url, work=False) as one,
-        process(tmp_path / "b", url, work=False) as other,
-        stream(other) as ear,
-    ):
-        question = await one.bus.send(sender="ada", to=PERSON, payload={"text": "well?"}, quick_replies=["yes", "no"])
-        await ear.next("message.created")
-        await one.send(to="ada", text="yes", in_reply_to=question.message_id, option=0)
-        told = await ear.next("quick_replies.changed")
-        assert (told.data["messageId"], told.data["answer"]["option"]) == (question.message_id, 0)
+    one, ear = two_servers
+    question = await one.bus.send(sender="ada", to=PERSON, payload={"text": "well?"}, quick_replies=["yes", "no"])
+    await ear.next("message.created")
+    await one.send(to="ada", text="yes", in_reply_to=question.message_id, option=0)
+    told = await ear.next("quick_replies.changed")
+    assert (told.data["messageId"], told.data["answer"]["option"]) == (question.message_id, 0)
 
 
 @asynccontextmanager
@@ -187,12 +195,12 @@ async def test_a_server_that_comes_late_is_told_what_was_said_before(shared: Pos
         await worker.send(to="ada", text="hello")
         await mind.asked.get()
         mind.words.put_nowait("long before, ")
-        async with process(tmp_path / "b", url, work=False) as other, asyncio.timeout(SOON):
-            while not any(draft.text == "long before, " for draft in other.live.drafts):
-                await asyncio.sleep(0.01)
+        async with process(tmp_path / "b", url, work=False) as other:
+            said: asyncio.Queue[str] = asyncio.Queue()
+            other.live.listen(lambda draft: said.put_nowait(draft.text))
+            before = [draft.text for draft in other.live.drafts] or [await soon(said.get())]
             mind.words.put_nowait("and now")
-            while not any(draft.text == "long before, and now" for draft in other.live.drafts):
-                await asyncio.sleep(0.01)
+            assert (before, await soon(said.get())) == (["long before, "], "long before, and now")
 
 
 async def test_a_turn_is_stopped_at_whichever_server_somebody_asks(shared: Postgres, tmp_path: Path) -> None:
@@ -200,10 +208,15 @@ async def test_a_turn_is_stopped_at_whichever_server_somebody_asks(shared: Postg
     async with process(tmp_path / "a", url, mind) as worker:
         await worker.send(to="ada", text="hello")
         await mind.asked.get()
-        async with process(tmp_path / "b", url, idle) as other, asyncio.timeout(SOON):
+        async with (
+            process(tmp_path / "b", url, idle) as other,
+            asyncio.timeout(SOON),
+            other.bus.watch() as watcher,
+        ):
             assert not other.stop_turn("ada")
-            while (ada := await other.store.agent("ada")) is None or ada.state != "idle":
-                await asyncio.sleep(0.01)
+            async for event in watcher:
+                if event.kind == "agent.state" and (ada := await other.store.agent("ada")) and ada.state == "idle":
+                    break
         assert mind.cut_off and idle.times == 0
 
 
@@ -219,8 +232,7 @@ async def test_what_a_worker_leaves_is_taken_up_at_once(shared: Postgres, tmp_pa
             heir = await later.enter_async_context(process(tmp_path / "b", url, second))
             assert heir.config.store.lease_seconds == 30
             left = time.monotonic()
-        async with asyncio.timeout(SOON):
-            assert await second.asked.get() - left < 10  # and not when its lease has run out
+        assert await soon(second.asked.get()) - left < 10  # and not when its lease has run out
 
 
 @pytest.mark.slow
@@ -293,16 +305,15 @@ async def test_with_too_few_connections_reads_wait_then_say_so_and_claims_are_re
             with pytest.raises(StoreUnavailable):
                 while not held.done():
                     await society.store._query("SELECT 1")
-            until = time.monotonic() + 2
-            while time.monotonic() < until:
-                await asyncio.sleep(0.05)
-                assert mind.cut_off is None  # its lease, of one second, was renewed
             await held
+            assert mind.cut_off is None  # its lease, of one second, was renewed in these three
             shared._housekeeping(f"ALTER ROLE {schema_of(url)} CONNECTION LIMIT 20")
             mind.words.put_nowait(None)
-            async with asyncio.timeout(SOON):
-                while not await society.waiting(PERSON):  # and with enough of them, all goes on
-                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
+                async for _ in watcher:  # and with enough of them, all goes on
+                    if await society.waiting(PERSON):
+                        break
+            assert [message.sender for message in await society.waiting(PERSON)] == ["ada"]
 
 
 def schema_of(url: str) -> str:

@@ -13,6 +13,7 @@ from coterie.clock import to_ms
 from coterie.messages import PERSON
 from coterie.stores.postgres.connection import PgConnection, connect
 from coterie.stores.postgres.ledger import BatchLedger
+from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.migrate import migrate
 from coterie.stores.sql import transitions
 from coterie.stores.sql.post import Post
@@ -46,14 +47,18 @@ class SharedWorld(World):
             self.expire(agent_id)
 
     def in_one(self, run: Callable[[Any, Post], T]) -> T:
-        ledger = BatchLedger(self.db, (), LEASE, "simulated", lambda: self.now)
+        ledger = BatchLedger(self.db, (), LEASE, Herald("simulated", "one"), lambda: self.now)
+        self.db.gathers = True
         try:
             post = Post(self.db, now=ledger.now, limits=LIMITS, ledger=ledger)
             result = run(self.db, post)
             post.close()
             ledger.close()
+            self.db.say("COMMIT")
         except BaseException:
+            self.db.forget()
             self.db.say("ROLLBACK")
             raise
-        self.db.say("COMMIT")
+        finally:
+            self.db.gathers = False
         return result

@@ -16,13 +16,17 @@ import pytest
 from coterie.agent.turn import Ask, Stopped
 from coterie.agents import Agent
 from coterie.drafts import seal
-from coterie.errors import StoreUnavailable
+from coterie.errors import StoreError, StoreUnavailable
+from coterie.ids import new_id
 from coterie.messages import Envelope
-from coterie.store import Store
+from coterie.store import Limits, Store
 from coterie.stores.postgres import PostgresStore, writer
 from coterie.stores.postgres.connection import PgConnection
+from coterie.stores.postgres.errand import errand
 from coterie.stores.postgres.ledger import BatchLedger
+from coterie.stores.postgres.listening import Herald
 from coterie.stores.sql import transitions, turns
+from coterie.stores.sql.post import Post
 from coterie.testing import FakeClock
 from coterie.turns import StaleOwner
 from tests.engines import EXPIRED, Postgres
@@ -200,11 +204,75 @@ async def test_a_lease_that_ran_out_and_was_not_taken_is_still_good_to_write(
 async def test_a_process_hears_of_what_another_writes(process: Opener) -> None:
     speaker, listener = await process(), await process()
     heard = asyncio.Event()
+    listener.news = heard.set
+    for _ in range(50):  # it may not listen yet when the first is sent
+        await speaker.send(letter("user", "ada"))
+        await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.2)
+        if heard.is_set():
+            break
+    assert heard.is_set()
+
+
+async def test_a_process_is_woken_by_work_that_is_left_and_by_nothing_else(process: Opener) -> None:
+    speaker, listener = await process(), await process()
+    news: list[bool] = []
+    words: asyncio.Queue[str] = asyncio.Queue()
+    listener._listening._on_news, listener.heard = news.append, words.put_nowait  # type: ignore[union-attr]
+
+    async def heard(happens: Awaitable[Any]) -> list[bool]:
+        """What it is told of this: a word that is whispered afterwards comes behind it."""
+        news.clear()
+        await happens
+        last = new_id()
+        async with asyncio.timeout(10):
+            await speaker.whisper([last])
+            while await words.get() != last:
+                pass
+        return [*news]
+
     async with asyncio.timeout(10):
-        while not heard.is_set():  # from the moment on at which it listens
-            listener.news = heard.set
-            await speaker.send(letter("user", "ada"))
-            await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.2)
+        while words.empty():  # it does not listen yet
+            await speaker.whisper(["hello"])
+    assert await heard(speaker.send(letter("ada", "user"))) == [False]
+    assert await heard(speaker.send(letter("user", "ada"))) == [True]
+    assert await heard(listener.send(letter("user", "bob"))) == [], "what it wrote itself it knows"
+    assert await heard(speaker.claim("w", RULES, 9)) == [False]
+    assert await heard(speaker.release("w", failed=False)) == [True], "whoever lets go says so"
+
+
+# Statements that wait for each other
+
+
+async def test_one_that_is_wrong_among_many_fails_alone(process: Opener) -> None:
+    store = await process()
+    wrong = [store._post(lambda db, _: db.execute("INSERT INTO roles (name) VALUES ('x')")) for _ in range(2)]
+    right = [store.put_role(f"role {n}", "") for n in range(3)]
+    letters = [store.send(letter("user", "ada", str(n))) for n in range(3)]
+    outcomes = await asyncio.gather(*wrong, *right, *letters, return_exceptions=True)
+    assert [isinstance(one, StoreError) for one in outcomes] == [True] * 2 + [False] * 6
+    assert sorted(await store.roles()) == ["role 0", "role 1", "role 2"]
+    assert await texts(store, "ada") == ["0", "1", "2"]
+
+
+async def test_mail_that_is_read_ahead_is_what_waits_at_that_moment(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    store = await process()
+    sent = {name: (await store.send(letter("user", name))).message_id for name in ("ada", "bob")}
+    with errand(shared.url(tmp_path)) as db:
+        ledger = BatchLedger(db, ["ada"], 30_000, Herald("society", "process"))
+
+        def waiting(name: str) -> list[str]:
+            post = Post(db, now=ledger.now, limits=Limits(), ledger=ledger)
+            return [row[2] for row in post.waiting(name)]
+
+        ledger.foresee(["bob"])
+        assert (waiting("ada"), waiting("bob")) == ([sent["ada"]], [sent["bob"]])
+        ledger.foresee(["ada"])
+        db.execute("UPDATE messages SET state = 'withdrawn' WHERE recipient = 'ada'")
+        ledger.forget(0)  # what was undone, or done behind its back, is read anew
+        assert (waiting("ada"), waiting("bob")) == ([], [sent["bob"]])
+        db.say("ROLLBACK")
 
 
 # A database that goes away
@@ -250,6 +318,20 @@ async def test_what_became_of_a_commit_whose_answer_was_lost_is_found_out(
     assert await texts(store, "bob") == [str(n) for n in range(6)]
     assert await texts(store, "user") == ["the end"]
     assert await told(store) == ["user: begin", "assistant: the end"]
+
+
+async def test_a_lost_commit_is_not_taken_for_somebody_elses_of_the_same_number(
+    process: Opener, shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that crashed gives out the numbers of what it forgot once more."""
+    store = await process()
+    with shared.behind(tmp_path) as db:
+        (again,) = db.execute("SELECT pg_current_xact_id()::text").fetchone()
+    close = BatchLedger._close
+    monkeypatch.setattr(BatchLedger, "_close", lambda ledger: close(ledger) and again)
+    sabotage = Saboteur(monkeypatch, 1, after=False)
+    await store.send(letter("user", "bob", "once"))
+    assert (sabotage.cuts, await texts(store, "bob")) == (1, ["once"])
 
 
 @pytest.mark.slow
@@ -299,9 +381,9 @@ async def test_a_database_that_only_reads_for_a_while_is_waited_for(
     begin = BatchLedger._begin
     left = 3
 
-    def read_only(ledger: Any, touches: Any) -> None:
+    def read_only(ledger: Any, *wanted: Any) -> None:
         nonlocal left
-        begin(ledger, touches)
+        begin(ledger, *wanted)
         if left:
             left -= 1
             ledger._db.say("SET TRANSACTION READ ONLY")

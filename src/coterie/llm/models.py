@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from coterie.clock import Clock
 from coterie.llm.breaker import Breaker
 from coterie.llm.chat import Answer, Delta, Request
+from coterie.llm.places import SharedPlaces
 from coterie.llm.refusals import Refusals
 from coterie.llm.registry import Services
 from coterie.llm.router import CapabilityRouter, uses
@@ -30,10 +31,17 @@ MakeService = Callable[[ServiceEntry], LLMService]
 
 class Models:
     def __init__(
-        self, services: Services, router: CapabilityRouter, refusals: Refusals, make: MakeService, clock: Clock
+        self,
+        services: Services,
+        router: CapabilityRouter,
+        refusals: Refusals,
+        make: MakeService,
+        clock: Clock,
+        places: SharedPlaces | None = None,
     ) -> None:
+        """`places`: where other processes ask the same services."""
         self._services, self._router, self._refusals = services, router, refusals
-        self._make, self._clock = make, clock
+        self._make, self._clock, self._places = make, clock, places
         self._lines: dict[ServiceEntry, _Line] = {}
         self._edition = services.edition
         """The one whose changes are dealt with."""
@@ -83,6 +91,8 @@ class Models:
         while self._lines:
             _, line = self._lines.popitem()
             await line.service.close()
+        if self._places:
+            await self._places.close()
 
     async def _speak(self, entry: ServiceEntry, request: Request) -> Stream:
         if entry.missing_key:
@@ -132,9 +142,11 @@ class Models:
     def _line(self, entry: ServiceEntry) -> _Line:
         line = self._lines.get(entry)
         if line is None:
-            slots = asyncio.Semaphore(entry.max_concurrent_requests)
-            line = self._lines[entry] = _Line(self._make(entry), slots)
+            line = self._lines[entry] = _Line(self._make(entry), self._queue(entry.id, entry.max_concurrent_requests))
         return line
+
+    def _queue(self, service: str, limit: int) -> AbstractAsyncContextManager[None]:
+        return self._places.at(service, limit) if self._places else asyncio.Semaphore(limit)
 
     async def _close_unused(self) -> None:
         """Services whose entry was changed or removed are closed when their last request has ended."""
@@ -152,7 +164,7 @@ class _Line:
     """One entry's service, with its queue and its breaker. A changed entry gets a new one."""
 
     service: LLMService
-    slots: asyncio.Semaphore
+    slots: AbstractAsyncContextManager[None]
     breaker: Breaker = field(default_factory=Breaker)
     users: int = 0
 

@@ -142,11 +142,13 @@ def _refuse_contents(db: PgConnection, taken: str) -> None:
 
 
 def _columns(db: PgConnection, table: str) -> list[str]:
-    return [column.name for column in db.execute("SELECT * FROM " + table + " LIMIT 0").description or ()]
+    return [
+        column.name for column in db.raw.execute(("SELECT * FROM " + table + " LIMIT 0").encode()).description or ()
+    ]
 
 
 def _number(db: PgConnection, sql: str, *values: Any) -> int:
-    return int(db.execute(sql, values).fetchone()[0])  # type: ignore[index]
+    return int(db.execute(sql, values).fetchone()[0])
 
 
 def _cut(pieces: Iterator[bytes]) -> Iterator[bytes]:

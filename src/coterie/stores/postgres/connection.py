@@ -6,7 +6,7 @@ whether the other end is the database or a pooler that lends out its sessions on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -14,7 +14,9 @@ from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
 from psycopg.pq import TransactionStatus
 
-from coterie.stores.postgres.dialect import bound
+from coterie.stores.postgres.dialect import as_json, bound, json_rows
+from coterie.stores.postgres.trouble import Doubtful, is_own
+from coterie.stores.sql.connection import Rows
 
 CONNECT_SECONDS = 5
 STATEMENT_MS = 15_000
@@ -82,6 +84,45 @@ def connect(url: str, patience: float = PATIENCE) -> psycopg.Connection[Any]:
 
 
 _NEXT_JOB = b"RELEASE SAVEPOINT job; SAVEPOINT job"
+_MUCH = 1 << 20
+"""Bytes of statements that wait at most."""
+
+
+class Outcome:
+    """What a statement gave, which has to be said only when somebody looks at it."""
+
+    __slots__ = ("_db", "_rowcount", "_rows", "_said")
+
+    def __init__(self, db: PgConnection) -> None:
+        self._db, self._said = db, False
+        self._rows: list[Any] = []
+        self._rowcount = -1
+
+    def set(self, cursor: psycopg.Cursor[Any]) -> None:
+        self._said, self._rowcount = True, cursor.rowcount
+        if cursor.description:
+            self._rows = cursor.fetchall()
+
+    @property
+    def rowcount(self) -> int:
+        self._look()
+        return self._rowcount
+
+    def fetchone(self) -> Any:
+        self._look()
+        return self._rows.pop(0) if self._rows else None
+
+    def fetchall(self) -> list[Any]:
+        self._look()
+        rows, self._rows = self._rows, []
+        return rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.fetchall())
+
+    def _look(self) -> None:
+        if not self._said:
+            self._db.flush()
 
 
 class PgConnection:
@@ -92,43 +133,65 @@ class PgConnection:
     def __init__(self, raw: psycopg.Connection[Any], before: str = "") -> None:
         """`before`: goes with every statement, in the same round trip."""
         self.raw, self._before = raw, before.encode()
+        self.gathers = False
+        """Statements wait until somebody looks at what one of them gave. When one of several goes wrong, all of that
+        is in doubt."""
         self._cursor = psycopg.ClientCursor(raw)
-        self._later: list[bytes] = []
+        self._later: list[tuple[bytes, Outcome | None]] = []
+        self._size = 0
 
-    def execute(self, sql: str, parameters: Any = (), /) -> psycopg.Cursor[Any]:
+    def execute(self, sql: str, parameters: Any = (), /) -> Rows:
         text, values = bound(sql, parameters)
-        if not self._later:
+        if not self.gathers and not self._later:
             return _last(self.raw.execute(self._before + text, values))
-        self._later.append(self._written_out(text, values))
-        return self.flush()
+        outcome = Outcome(self)
+        self._add(self._written_out(text, values), outcome)
+        if not self.gathers or self._size > _MUCH:
+            self.flush()
+        return outcome
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
         for values in parameters:
-            self.later(sql, values)
+            self._add(self._written_out(*bound(sql, values)))
 
-    def later(self, sql: str, parameters: Any = (), /) -> None:
-        """A statement whose outcome nobody looks at: it goes with the next one, in the same round trip."""
-        self._later.append(self._written_out(*bound(sql, parameters)))
+    def insert_rows(self, into: str, rows: Iterable[Sequence[Any]]) -> None:
+        """As one value: to write out thousands of them, and to read them there, would cost more than all the rest."""
+        statement, columns = as_json(into)
+        self.execute(statement, (json_rows(columns, rows),))
 
     def say(self, sql: str) -> psycopg.Cursor[Any]:
-        """Statements of our own, in one round trip; the rows of the last one."""
-        self._later.append(sql.encode())
+        """Statements of our own, in one round trip; how the last one ended."""
+        self._add(sql.encode())
         return self.flush()
 
     def begin_job(self) -> None:
         """What the next one does can be undone by itself."""
-        self._later.append(_NEXT_JOB)
+        self._add(_NEXT_JOB)
 
     def flush(self) -> psycopg.Cursor[Any]:
-        """Whatever is still to be said; the rows of the last statement."""
+        """Whatever is still to be said; how the last statement ended."""
         if not self._later:
             return self._cursor
-        said, self._later = b";".join(self._later), []
-        return _last(self.raw.execute(said))
+        said, self._later, self._size = self._later, [], 0
+        try:
+            cursor = self.raw.execute(b";".join(text for text, _ in said))
+        except psycopg.Error as error:
+            if self.gathers and is_own(error):
+                raise Doubtful from error
+            raise
+        return _tell(cursor, said)
+
+    def forget_job(self) -> None:
+        """Not to be said any more: what this job wanted. That it has begun must be said all the same."""
+        began = [place for place, (text, _) in enumerate(self._later, 1) if text is _NEXT_JOB]
+        del self._later[began[-1] if began else 0 :]
 
     def forget(self) -> None:
-        """Not to be said any more: what this job wanted. That it has begun must be said all the same."""
-        self._later = [one for one in self._later if one is _NEXT_JOB]
+        self._later, self._size = [], 0
+
+    def _add(self, text: bytes, outcome: Outcome | None = None) -> None:
+        self._later.append((text, outcome))
+        self._size += len(text)
 
     def _written_out(self, text: bytes, values: Any) -> bytes:
         return self._cursor.mogrify(text, values).encode()
@@ -139,6 +202,16 @@ class PgConnection:
 
     def close(self) -> None:
         self.raw.close()
+
+
+def _tell(cursor: psycopg.Cursor[Any], said: list[tuple[bytes, Outcome | None]]) -> psycopg.Cursor[Any]:
+    """Each outcome what its statement gave."""
+    for text, outcome in said:
+        if outcome:
+            outcome.set(cursor)
+        for _ in range(2 if text is _NEXT_JOB else 1):
+            cursor.nextset()
+    return _last(cursor)
 
 
 def _last(cursor: psycopg.Cursor[Any]) -> psycopg.Cursor[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Self, TypeVar
@@ -15,12 +15,14 @@ import psycopg
 from coterie.clock import Clock, from_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.ids import new_id
+from coterie.llm.places import Share
 from coterie.store import Limits, StoreInfo
 from coterie.stores.postgres.connection import STATEMENT_MS, PgConnection, connect
 from coterie.stores.postgres.leases import Leases
 from coterie.stores.postgres.ledger import CLOCK, BatchLedger
-from coterie.stores.postgres.listening import Listening
+from coterie.stores.postgres.listening import Herald, Listening
 from coterie.stores.postgres.migrate import check_version, migrate
+from coterie.stores.postgres.places import share
 from coterie.stores.postgres.readers import MOST, Readers
 from coterie.stores.postgres.trouble import meaning, passes
 from coterie.stores.postgres.writer import Writer
@@ -62,11 +64,11 @@ class Database(SqlDatabase):
         # Whoever only looks holds nobody up, and may take as long as it takes.
         self._connections = Readers(url, _EACH if joins else "")
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._channel = f"coterie_{info.log_id}"
-        """Of this society: another may live in the same database, in a schema of its own."""
-        self._writer = Writer(url, lambda db, touches: BatchLedger(db, touches, lease // _MS, self._channel, time))
-        self._leases = Leases(url, self._on_unsure, lease.total_seconds(), self.tally) if joins else None
-        self._listening = Listening(url, self._channel, self._on_words) if joins else None
+        process = new_id()
+        self._herald = Herald(info.log_id, process)
+        self._writer = Writer(url, self._begin)
+        self._leases = Leases(url, process, self._on_unsure, lease.total_seconds(), self.tally) if joins else None
+        self._listening = Listening(url, self._herald, self._on_news, self._on_room, self._on_words) if joins else None
 
     @classmethod
     async def open(
@@ -101,15 +103,22 @@ class Database(SqlDatabase):
         if self._leases:
             self._leases.hold(taker.worker)
 
+    async def share(self, service: str, limit: int, keeps: int, waiting: int) -> Share:
+        return await self._read(lambda db: share(db, self._herald, self._lease, service, limit, keeps, waiting))
+
     async def whisper(self, words: Sequence[str]) -> None:
-        await self._query(_WHISPER, self._channel, list(words))
+        await self._query(_WHISPER, self._herald.whispers, list(words))
+
+    def _on_news(self, work: bool) -> None:
+        if work and self._taker:
+            self._taker.look()
+        self.news()
+
+    def _on_room(self, _: None) -> None:
+        self.room()
 
     def _on_words(self, words: list[str]) -> None:
-        if "" in words:
-            if self._taker:
-                self._taker.look()
-            self.news()
-        for word in filter(None, words):
+        for word in words:
             self.heard(word)
 
     def _on_unsure(self) -> None:
@@ -124,7 +133,12 @@ class Database(SqlDatabase):
         self._connections.close()
 
     def _post(
-        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+        self,
+        run: Callable[[Connection, Post], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         if self._leases is None:
             raise StoreError("this society was opened for reading only")
@@ -135,10 +149,14 @@ class Database(SqlDatabase):
             result = run(db, post)
             if attendance:
                 attendance.serve(db, post)
+            ledger.leaves_work = ledger.leaves_work or post.leaves_work()
             post.close()
             return result
 
-        return self._writer.write(work, attendance.settle if attendance else None, tuple(touches))
+        return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
+
+    def _begin(self, db: PgConnection, touches: Iterable[str], messages: int) -> BatchLedger:
+        return BatchLedger(db, touches, self._lease // _MS, self._herald, self._time, messages=messages)
 
     async def _now(self) -> int:
         if self._time:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
+import msgspec
+
 _ONLY_HERE = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
+_INTO = re.compile(r"(\w+) \(([^)]*)\)")
 _NUMBERED = re.compile(r"\?(\d+)")
 # There is no text here that is no text.
+_FROM_JSON = "INSERT INTO {} SELECT {} FROM json_populate_recordset(NULL::{}, ?)"
+_encode = msgspec.json.Encoder().encode
 _SAME = {"CAST(payload AS BLOB)": "payload", "CAST(m.payload AS BLOB)": "m.payload"}
 
 
@@ -28,3 +34,22 @@ def translated(sql: str) -> tuple[bytes, bool]:
         text = text.replace(theirs, ours)
     text, numbered = _NUMBERED.subn(r"%(p\1)s", text)
     return (text if numbered else text.replace("?", "%s")).encode(), bool(numbered)
+
+
+@cache
+def as_json(into: str) -> tuple[str, Sequence[str]]:
+    """Inserts rows that come as one JSON text into a table with its columns; their names."""
+    found = _INTO.fullmatch(into)
+    assert found, into  # noqa: S101
+    table, columns = found.groups()
+    return _FROM_JSON.format(into, columns, table), columns.replace(" ", "").split(",")
+
+
+def json_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """True and false are numbers here."""
+    return _encode(
+        [
+            {name: int(value) if value.__class__ is bool else value for name, value in zip(columns, row, strict=True)}
+            for row in rows
+        ]
+    ).decode()

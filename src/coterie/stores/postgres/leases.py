@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import psycopg
 
-from coterie.ids import new_id
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection, connect
 from coterie.stores.postgres.ledger import CLOCK
 from coterie.stores.postgres.trouble import meaning
@@ -43,14 +42,16 @@ UPDATE agents SET runnable_at = {CLOCK} + ?2 FROM mine WHERE agents.id = mine.id
 """
 _OTHERS = f"SELECT count(*) FROM processes WHERE id <> ? AND seen_at > {CLOCK} - ?"
 _GONE = "DELETE FROM processes WHERE id = ?1"
+_NO_PLACES = "DELETE FROM places WHERE process = ? OR process NOT IN (SELECT id FROM processes)"
+_NO_BATCH = f"DELETE FROM batches WHERE process = ? OR at < {CLOCK} - 2592000000"
 _LONG_GONE = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
 
 
 class Leases:
-    def __init__(self, url: str, on_unsure: Callable[[], None], lease: float, tally: Tally) -> None:
+    def __init__(self, url: str, process: str, on_unsure: Callable[[], None], lease: float, tally: Tally) -> None:
         """`lease` in seconds. `on_unsure`: called on the event loop when claims could not be renewed in time."""
         self._url, self._on_unsure, self.lease, self._tally = url, on_unsure, lease, tally
-        self.process, self._name = new_id(), name_of()
+        self.process, self._name = process, name_of()
         self._workers: list[str] = []
         self._db: PgConnection | None = None
         self._loop = asyncio.get_running_loop()
@@ -121,12 +122,14 @@ class Leases:
             db = self._connected()
             db.execute(_GONE, (self.process,))
             db.execute(_LONG_GONE, (int(self.lease * 1000 * 10),))
+            db.execute(_NO_PLACES, (self.process,))
+            db.execute(_NO_BATCH, (self.process,))  # those of a month ago nobody asks for any more
         self._hang_up()
 
     def _count_others(self) -> int:
         db = PgConnection(connect(self._url))
         try:
-            return int(db.execute(_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])  # type: ignore[index]
+            return int(db.execute(_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])
         finally:
             db.close()
 

@@ -13,7 +13,8 @@ import select
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -21,6 +22,7 @@ from psycopg import sql
 from coterie.stores.postgres.connection import connect
 from coterie.stores.postgres.trouble import meaning
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 AGAIN = 1.0
@@ -29,10 +31,52 @@ LOOK_UP = 60.0
 """Seconds of silence after which it asks whether the other end is still there."""
 
 
+@dataclass(frozen=True, slots=True)
+class Herald:
+    """Who tells, and where. Another society may live in the same database, in a schema of its own."""
+
+    society: str
+    process: str
+
+    @property
+    def channel(self) -> str:
+        return f"coterie_{self.society}"
+
+    @property
+    def whispers(self) -> str:
+        return f"{self.channel}_live"
+
+    def news(self, leaves_work: bool) -> tuple[str, str]:
+        """The channel and the word that says: something was written. `leaves_work`: somebody can be claimed."""
+        return self.channel, f"{self.process} {_WORK if leaves_work else _NEWS}"
+
+    def room(self) -> tuple[str, str]:
+        """The channel and the word that says: somebody wants a place at a model service, or has given one back."""
+        return self.channel, f"{self.process} {_ROOM}"
+
+    def is_foreign(self, word: str) -> bool:
+        """What we wrote ourselves we know already."""
+        return not word.startswith(self.process)
+
+
+_NEWS, _WORK, _ROOM = "news", "work", "room"
+
+
 class Listening:
-    def __init__(self, url: str, channel: str, on_words: Callable[[list[str]], None]) -> None:
-        """`on_words`: called on the event loop with what was heard; an empty word says that something was written."""
-        self._url, self._channel, self._on_words = url, channel, on_words
+    def __init__(
+        self,
+        url: str,
+        herald: Herald,
+        on_news: Callable[[bool], None],
+        on_room: Callable[[None], None],
+        on_words: Callable[[list[str]], None],
+    ) -> None:
+        """All are called on the event loop. `on_news`: others have written something; whether somebody can be claimed.
+
+        `on_room`: somebody wants a place at a model service, or has given one back. `on_words`: what was whispered.
+        """
+        self._url, self._herald = url, herald
+        self._on_news, self._on_room, self._on_words = on_news, on_room, on_words
         self._loop = asyncio.get_running_loop()
         self._woken, self._wake = socket.socketpair()
         self._ending = threading.Event()
@@ -56,8 +100,9 @@ class Listening:
 
     def _listen(self) -> None:
         with contextlib.closing(connect(self._url)) as raw:
-            raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
-            self._tell([""])  # whatever was written meanwhile
+            for channel in (self._herald.channel, self._herald.whispers):
+                raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+            self._tell(self._on_news, True)  # whatever was written meanwhile
             while not self._ending.is_set():
                 self._hear(raw)
 
@@ -65,9 +110,17 @@ class Listening:
         ready, _, _ = select.select([raw.fileno(), self._woken.fileno()], [], [], LOOK_UP)
         if not ready:
             raw.execute("SELECT 1")
-        elif raw.fileno() in ready and (heard := [note.payload for note in raw.notifies(timeout=0)]):
-            self._tell(heard)
+        elif raw.fileno() in ready:
+            notes = list(raw.notifies(timeout=0))
+            news = [note.payload for note in notes if note.channel == self._herald.channel]
+            kinds = {word.rpartition(" ")[2] for word in news if self._herald.is_foreign(word)}
+            if kinds - {_ROOM}:
+                self._tell(self._on_news, _WORK in kinds)
+            if _ROOM in kinds:
+                self._tell(self._on_room, None)
+            if words := [note.payload for note in notes if note.channel == self._herald.whispers]:
+                self._tell(self._on_words, words)
 
-    def _tell(self, words: list[str]) -> None:
+    def _tell(self, on_heard: Callable[[T], None], heard: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone already
-            self._loop.call_soon_threadsafe(self._on_words, words)
+            self._loop.call_soon_threadsafe(on_heard, heard)

@@ -22,6 +22,10 @@ class Contended(psycopg.OperationalError):
         self.agent_id = agent_id
 
 
+class Doubtful(psycopg.OperationalError):
+    """One of several statements is wrong, and whose it is cannot be told: begin again, one at a time."""
+
+
 def is_own(error: Exception) -> bool:
     """The fault of the one transition, and not of the engine."""
     return isinstance(error, _OWN) and not passes(error)

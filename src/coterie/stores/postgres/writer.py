@@ -20,8 +20,8 @@ import psycopg
 from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.ledger import BatchLedger
-from coterie.stores.postgres.trouble import Contended, is_own, meaning, passes
+from coterie.stores.postgres.ledger import BatchLedger, Written
+from coterie.stores.postgres.trouble import Contended, Doubtful, is_own, meaning, passes
 from coterie.stores.sql.attendance import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
 
@@ -31,15 +31,16 @@ log = logging.getLogger(__name__)
 PATIENCE = 5.0
 """Seconds for which a batch is tried again before those who wait are told."""
 LONGEST_PAUSE = 1.0
-Ledgers = Callable[[PgConnection, set[str]], BatchLedger]
+Ledgers = Callable[[PgConnection, set[str], int], BatchLedger]
+"""Begins a transaction that touches these agents, and sends them so many messages at most."""
 
 
 class LostAnswer(Exception):
     """The commit may have happened, or not."""
 
-    def __init__(self, transaction: str) -> None:
-        super().__init__(transaction)
-        self.transaction = transaction
+    def __init__(self, written: Written) -> None:
+        super().__init__(written.batch)
+        self.written = written
 
 
 class Writer:
@@ -58,12 +59,13 @@ class Writer:
         run: Callable[[PgConnection, BatchLedger], T],
         settled: Callable[[bool], None] | None,
         touches: tuple[str, ...],
+        messages: int = 0,
     ) -> asyncio.Future[T]:
         """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
         answer: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put(Job(run, answer, settled, touches))
+        self._jobs.put(Job(run, answer, settled, touches, messages))
         return answer
 
     async def close(self) -> None:
@@ -87,20 +89,24 @@ class Writer:
     def _commit(self, batch: list[Job]) -> None:
         """Until it is written, or its time is over."""
         touches = {name for job in batch for name in job.touches}
-        until, pause = time.monotonic() + PATIENCE, 0.01
+        until, pause, gathers = time.monotonic() + PATIENCE, 0.01, True
         while True:
             for job in batch:
                 job.failed = None
             try:
-                self._try(batch, touches)
+                self._try(batch, touches, gathers)
                 self.healthy = True
                 return
             except Contended as contended:
                 touches.add(contended.agent_id)
                 self._undo()
                 continue
+            except Doubtful:
+                gathers = False
+                self._undo()
+                continue
             except LostAnswer as lost:
-                if self._was_committed(lost.transaction):
+                if self._was_committed(lost.written):
                     self.healthy = True
                     return
             except (psycopg.Error, FailpointHit) as error:
@@ -112,9 +118,11 @@ class Writer:
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(LONGEST_PAUSE, pause * 2)
 
-    def _try(self, batch: list[Job], touches: set[str]) -> None:
+    def _try(self, batch: list[Job], touches: set[str], gathers: bool) -> None:
+        """`gathers`: statements wait for one that is looked at. Else an error is the fault of the job that meets it."""
         db = self._connected()
-        ledger = self._ledgers(db, touches)
+        db.gathers = gathers
+        ledger = self._ledgers(db, touches, sum(job.messages for job in batch))
         for place, job in enumerate(batch):
             if place:
                 db.begin_job()
@@ -122,13 +130,13 @@ class Writer:
         if all(job.failed for job in batch):
             db.say("ROLLBACK")
             return
-        transaction = ledger.close()
+        written = ledger.close()
         hit("commit.before")
         try:
             done = db.say("COMMIT")
         except psycopg.OperationalError as error:
-            if transaction and _is_lost(db):
-                raise LostAnswer(transaction) from error
+            if written and _is_lost(db):
+                raise LostAnswer(written) from error
             raise
         if done.statusmessage != "COMMIT":
             raise psycopg.OperationalError("the transaction was rolled back")
@@ -154,7 +162,8 @@ class Writer:
         except RunAgain:
             _roll_back(db, ledger, noted)
             outcome = job.run(db, ledger)
-        db.flush()  # what is wrong with it is this job's fault, and not the next one's
+        if not db.gathers:
+            db.flush()  # what is wrong with it is this job's fault, and not the next one's
         return outcome
 
     def _give_up(self, batch: list[Job], error: Exception) -> None:
@@ -163,20 +172,17 @@ class Writer:
         self.healthy = False
         log.error("the store could not commit: %s", told)
 
-    def _was_committed(self, transaction: str) -> bool:
+    def _was_committed(self, written: Written) -> bool:
         """No outcome is ever guessed: this takes as long as it takes."""
         self._hang_up()
         self.healthy = False
-        log.warning("the answer to a commit was lost; asking what became of transaction %s", transaction)
+        log.warning("the answer to a commit was lost; asking what became of transaction %s", written.transaction)
         while True:
             with contextlib.suppress(psycopg.Error):
                 db = self._connected()
-                try:
-                    (status,) = db.execute("SELECT pg_xact_status(?::xid8)", (transaction,)).fetchone()  # type: ignore[misc]
-                except psycopg.DataError:  # after a failover: a number that was never given out here
-                    return False
-                if status != "in progress":
-                    return bool(status == "committed")
+                db.gathers = False
+                if not written.is_under_way(db):
+                    return written.is_committed(db)
             time.sleep(0.1 * random.uniform(0.5, 1))
 
     def _connected(self) -> PgConnection:
@@ -201,7 +207,7 @@ class Writer:
 
 
 def _roll_back(db: PgConnection, ledger: BatchLedger, noted: int) -> None:
-    db.forget()
+    db.forget_job()
     db.say("ROLLBACK TO SAVEPOINT job")
     ledger.forget(noted)
 

@@ -1,7 +1,8 @@
 """Many rows in one statement.
 
 `executemany` goes through Python and the interpreter lock once a row; one INSERT of 64 rows does so once, which lowers
-the cost of a batch and leaves the event loop its processor meanwhile.
+the cost of a batch and leaves the event loop its processor meanwhile. An engine may have a better way still: its
+connection has a method `insert_rows` then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
     """Insert `rows` into `into`, a table with its columns: `events (at, kind)`."""
     if len(rows) == 1:
         db.execute(_statement(into, len(rows[0]), 1), rows[0])
+        return
+    if rows and (insert_rows := getattr(db, "insert_rows", None)):
+        insert_rows(into, rows)
         return
     done = 0
     for size in SIZES if rows else ():

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from coterie.clock import Clock
 from coterie.errors import StoreBroken
+from coterie.llm.places import Share, fair
 from coterie.store import Limits, StoreInfo
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.post import Post
@@ -27,6 +28,8 @@ class SqlDatabase(ABC):
     """Called on the event loop when somebody else has written something; set by whoever wants to know."""
     heard: Callable[[str], None] = staticmethod(lambda word: None)
     """Called on the event loop with what somebody whispered, we ourselves included."""
+    room: Callable[[], None] = staticmethod(lambda: None)
+    """Called on the event loop when somebody wants a place at a model service, or has given one back."""
     tally: Tally
     _clock: Clock
     _taker: Taker | None = None
@@ -48,6 +51,10 @@ class SqlDatabase(ABC):
         A word is not empty, and has fewer than 8,000 bytes.
         """
 
+    async def share(self, service: str, limit: int, keeps: int, waiting: int) -> Share:
+        """Where nobody else is, nobody else wants a place."""
+        return fair(limit, keeps, waiting, ())
+
     def attend(self, taker: Taker) -> None:
         self._taker = taker
 
@@ -56,12 +63,17 @@ class SqlDatabase(ABC):
 
     @abstractmethod
     def _post(
-        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+        self,
+        run: Callable[[Connection, Post], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         """One transition, with a post office of its own; whoever it gives something to do is claimed with it.
 
-        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order. `small`:
-        it is soon done.
+        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order.
+        `messages`: as many are sent to these. `small`: it is soon done.
         """
         ...
 

@@ -129,7 +129,7 @@ class TurnDesk:
     def acquit(self) -> None:
         """It has got further than the crash that it was suspected of; now the next suspect may go on."""
         self.row.crashes = 0
-        self._post.suspects_wait = True
+        self._post.frees = True
 
     def fence(self, claim: Claim) -> None:
         if (self.row.epoch, self.row.step_no) != (claim.epoch, claim.step_no):

@@ -20,6 +20,8 @@ class Job:
     """Told on the event loop whether it was written, even when nobody waits for the answer any more."""
     touches: Sequence[str] = ()
     """Agents whose rows it is known to change."""
+    messages: int = 0
+    """So many it sends to these."""
     outcome: Any = None
     failed: BaseException | None = None
 

@@ -7,10 +7,19 @@ from typing import Any, Protocol
 
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import MESSAGE
 
 EVENTS = "events (at, kind, subject, data)"
+# Whole, since what waits is nearly always taken in the same step.
+WAITING = f"""
+SELECT length(payload), {MESSAGE} FROM messages
+ WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq
+"""
 Noted = tuple[int, str, str, str | None]
 """An event without its number."""
+Mark = tuple[int, int, int]
+"""Where a mailbox stands: what was taken last, what comes next, and how much waits. As long as it is the same, so is
+what waits."""
 
 
 class Ledger(Protocol):
@@ -30,6 +39,10 @@ class Ledger(Protocol):
 
     def foresee(self, agent_ids: Sequence[str]) -> None:
         """These, whose rows are held already, are opened next."""
+        ...
+
+    def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
+        """What waits for it, in order, as rows like those of `WAITING`."""
         ...
 
     def next_message(self) -> int: ...
@@ -57,6 +70,9 @@ class OneWriter:
 
     def foresee(self, agent_ids: Sequence[str]) -> None:
         pass
+
+    def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
+        return self._db.execute(WAITING, (agent_id, mark[0])).fetchall()
 
     def next_message(self) -> int:
         # The next number is known before the row is written; attachments need it.

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coterie.agent.turn import Letter, Plan
 from coterie.messages import PERSON, Message
 from coterie.stores.sql.approvals import APPROVE, question_id
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import check_readable
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import MESSAGE, to_message
+from coterie.stores.sql.rows import to_message
 
-_WAITING = """
-SELECT id, in_seq, sender, cause, in_reply_to, option FROM messages
- WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq
-"""
-_TAKE = f"""
-UPDATE messages SET state = 'taken', taken_at = ? WHERE recipient = ? AND in_seq > ? AND state = 'pending'
- RETURNING length(payload), {MESSAGE}
+_TAKE = """
+UPDATE messages SET state = 'taken', taken_at = ?
+ WHERE recipient = ? AND in_seq > ? AND in_seq <= ? AND state = 'pending'
 """
 _VERDICT = """
 SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?
    AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1
 """
 _SENT = "SELECT id FROM messages WHERE sender = ? AND plan = ?"
+_IN_SEQ = 11
+"""The place in such a row."""
 # The chain is at most as long as the hop limit.
 _ECHO = """
 WITH RECURSIVE chain (id) AS
@@ -39,6 +39,8 @@ class Mail:
         self._last = self._row.next_in_seq - 1
         """What comes in this very transaction stands behind it, and is for the next decision."""
         self._fresh: list[tuple[int, Message]] = []
+        self._stored: list[Any] = []
+        """What waits, as it was read for the decision."""
         self._sent: set[str] | None = None
         """What the running plan has sent, once somebody asked."""
 
@@ -59,11 +61,11 @@ class Mail:
         if self._fresh:  # where a turn begins there is no plan yet that something could answer
             found = [(one.id, one.in_seq or 0, one.sender, self._agent == one.sender) for _, one in self._fresh]
         else:
+            self._stored = self._post.waiting(self._agent)
             found = [
                 (id_, in_seq, sender,
                  self._is_verdict(plan, sender, in_reply_to, option) or self._is_echo(plan, plan_name, sender, cause))
-                for id_, in_seq, sender, cause, in_reply_to, option
-                in self._db.execute(_WAITING, (self._agent, self._row.taken_seq)).fetchall()
+                for _, _, id_, sender, _, _, _, _, _, _, _, in_seq, in_reply_to, option, cause, *_ in self._stored
             ]  # fmt: skip
         return tuple(
             Letter(id=id_, in_seq=in_seq, from_person=sender == PERSON, echo=echo)
@@ -89,10 +91,12 @@ class Mail:
         return [message for _, message in taken]
 
     def _take_stored(self) -> list[tuple[int, Message]]:
-        rows = self._db.execute(_TAKE, (self._post.stamp, self._agent, self._row.taken_seq)).fetchall()
+        rows, stamp = self._stored, self._post.stamp
         for _, _, message_id, _, _, payload, *_ in rows:
             check_readable(message_id, payload)
-        return sorted(((size, to_message(row)) for size, *row in rows), key=lambda one: one[1].in_seq or 0)
+        if rows:
+            self._db.execute(_TAKE, (stamp, self._agent, self._row.taken_seq, rows[-1][_IN_SEQ]))
+        return [(size, to_message((*row[:5], "taken", *row[6:9], stamp, *row[10:]))) for size, *row in rows]
 
     def _is_verdict(self, plan: Plan | None, sender: str, in_reply_to: str | None, option: int | None) -> bool:
         """A button pressed on a question of this plan. It stays in the mail until the plan is done."""

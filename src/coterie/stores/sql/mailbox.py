@@ -64,17 +64,17 @@ class Mailbox(Struct):
         return self.runnable_at is not None and self.runnable_at <= now
 
 
-_COLUMNS = Mailbox.__struct_fields__
-_LIST = ", ".join(_COLUMNS)
+COLUMNS = Mailbox.__struct_fields__
+_LIST = ", ".join(COLUMNS)
 READ = f"SELECT {_LIST} FROM agents WHERE id = ?"
-_PLACES = range(len(_COLUMNS))
-_STATE, _RUNNABLE_AT = _COLUMNS.index("state"), _COLUMNS.index("runnable_at")
+_PLACES = range(len(COLUMNS))
+_STATE, _RUNNABLE_AT = COLUMNS.index("state"), COLUMNS.index("runnable_at")
 
 
 @cache
 def _save(places: tuple[int, ...]) -> str:
     """A step changes a few columns, always the same ones, and writing all of them costs three times as much."""
-    sets = ", ".join(f"{_COLUMNS[place]} = ?" for place in places)
+    sets = ", ".join(f"{COLUMNS[place]} = ?" for place in places)
     return f"UPDATE agents SET {sets} WHERE id = ?"
 
 

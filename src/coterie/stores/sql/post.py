@@ -60,8 +60,8 @@ class Post:
         self.now = now
         """What due times are measured against."""
         self._mailboxes = Mailboxes(db, self._ledger)
-        self.suspects_wait = False
-        """Somebody who waited for another may go on."""
+        self.frees = False
+        """Somebody can be claimed whose own row was not opened for it."""
         self._new: list[list[Any]] = []
         """Messages of this transaction that are not written yet."""
         self._unread: dict[str, list[int]] = {}
@@ -200,6 +200,15 @@ class Post:
     def woken(self) -> list[tuple[str, str]]:
         """Those who have something to do now and had not before, with their states."""
         return self._mailboxes.woken(self.now)
+
+    def leaves_work(self) -> bool:
+        """Somebody has something to do and is not claimed yet."""
+        return self.frees or bool(self.woken())
+
+    def waiting(self, agent_id: str) -> list[Any]:
+        """All that waits for it and is written, each with its size."""
+        mailbox = self.mailbox(agent_id)
+        return self._ledger.waiting(agent_id, (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting))
 
     def unwritten(self, agent_id: str) -> list[tuple[int, Message]]:
         """All that waits for it, each with its size, as it is once taken; if it was all sent in this transaction."""

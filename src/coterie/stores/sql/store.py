@@ -102,6 +102,7 @@ class SqlStore(SqlOverview):
             job = self._post(
                 lambda _, post: post.accept_all([envelope for envelope, _ in batch]),
                 touches=[envelope.to for envelope, _ in batch],
+                messages=len(batch),
                 small=len(batch) <= SMALL,
             )
         except StoreError as error:

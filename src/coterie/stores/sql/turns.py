@@ -29,22 +29,24 @@ _ON_TRIAL = (
 
 
 def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
-    rows = db.execute(
+    found = db.execute(
         f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) ORDER BY runnable_at LIMIT ?"
         " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, limit),
-    ).fetchall()
+    )
     suspects = db.execute(
         f"SELECT id FROM agents WHERE runnable_at <= ?1 AND {_SUSPECT}"
         f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_ON_TRIAL}) ORDER BY runnable_at LIMIT ?2"
         " /*+ FOR UPDATE SKIP LOCKED */",
-        (post.now, min(1, limit - len(rows))),
-    ).fetchall()
-    post.foresee([agent_id for (agent_id,) in (*rows, *suspects)])
-    claims = [_claim_one(db, post, agent_id, worker, rules) for (agent_id,) in rows]
+        (post.now, 1),
+    )
+    # Both are looked at when both are asked: that is one round trip where there are any.
+    free = [agent_id for (agent_id,) in found]
+    on_trial = [agent_id for (agent_id,) in suspects][: limit - len(free)]
+    post.foresee([*free, *on_trial])
+    claims = [_claim_one(db, post, agent_id, worker, rules) for agent_id in free]
     claims += [
-        msgspec.structs.replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True)
-        for (agent_id,) in suspects
+        msgspec.structs.replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True) for agent_id in on_trial
     ]
     if claims:
         hit("turn.claimed")
@@ -78,6 +80,7 @@ def release(db: Connection, post: Post, worker: str, busy: Sequence[str], failed
         f" WHERE worker = ? AND state IN ('llm', 'tools') AND id NOT IN ({marks})",
         (post.now, failed, worker, "", *busy),
     )
+    post.frees = True
 
 
 def advance(db: Connection, post: Post, claim: Claim, event: Event, rules: Rules, sends: Envelope | None) -> Claim:

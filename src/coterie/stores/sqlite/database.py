@@ -135,7 +135,12 @@ class Database(SqlDatabase):
         return self._writer.write(run, settled, small=small)
 
     def _post(
-        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+        self,
+        run: Callable[[Connection, Post], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
     ) -> asyncio.Future[T]:
         attendance, ledger = Attendance(self._taker) if self._taker else None, self._ledger
 
