@@ -28,8 +28,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BUSY_TRIES = 3
-CHECKPOINT_EVERY = 256
-"""Transactions between two checkpoints where commits do not flush: a log of some ten megabytes."""
+CHECKPOINT_EVERY = 1_024
+"""Transactions between two checkpoints where commits do not flush: a log of some twenty megabytes. Whoever comes while it
+is moved waits."""
 
 
 class Writer:
