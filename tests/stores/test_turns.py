@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import pytest
 
@@ -724,6 +724,21 @@ async def test_a_paused_agent_ends_its_turn_and_its_mail_waits_until_it_is_resum
     await store.resume("ada")
     assert (await take(store)).effect == Ask()
     assert (await told(store))[-1] == "user: later"
+
+
+@pytest.mark.parametrize("then", ["retry", "block"])
+async def test_who_waits_between_two_steps_is_not_claimed_while_it_is_paused(
+    store: Society, clock: FakeClock, then: Literal["retry", "block"]
+) -> None:
+    await ask(store)
+    await go_on(store, await take(store), ModelFailed(words="no", then=then, after=timedelta(seconds=1)))
+    await store.pause("ada")
+    await ask(store, text="are you there?")
+    await clock.advance(minutes=10)
+
+    assert await store.claim("w", RULES, 1) == []
+    await store.resume("ada")
+    assert (await take(store)).effect == Ask()
 
 
 async def test_what_a_worker_let_go_in_order_is_taken_up_at_once_and_is_no_crash(store: Society) -> None:

@@ -26,11 +26,14 @@ _ON_TRIAL = (
     "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > ?1)"
     f" AND crash_step = step_no AND crashes = {CRASHES - 1}"
 )
+# Whoever was paused between two steps rests where it is; a turn that was under way ends first.
+_RESTS = "hold = 1 AND state NOT IN ('llm', 'tools')"
 
 
 def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
     rows = db.execute(
-        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) ORDER BY runnable_at LIMIT ?"
+        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) AND NOT ({_RESTS})"
+        " ORDER BY runnable_at LIMIT ?"
         " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, limit),
     ).fetchall()
