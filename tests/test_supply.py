@@ -27,7 +27,9 @@ def test_every_package_of_the_lock_comes_from_the_registry_and_has_a_hash_for_ev
             continue
         files = [*package.get("wheels", []), *filter(None, [package.get("sdist")])]
         assert package["source"] == {"registry": "https://pypi.org/simple"}, package["name"]
-        assert files and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one.get("hash", "")) for one in files), package["name"]
+        assert files and all(re.fullmatch(r"sha256:[0-9a-f]{64}", one.get("hash", "")) for one in files), package[
+            "name"
+        ]
         assert all(one["url"].startswith("https://files.pythonhosted.org/") for one in files), package["name"]
 
 
