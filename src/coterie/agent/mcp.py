@@ -166,11 +166,12 @@ class McpServer:
             if not connection.lost_by(error):
                 return failed("mcp_error", f"the MCP server {self.id} says: {words_of(error, self._entry)}")
             connection.end()
+            why = words_of(error, self._entry)
             if again:
                 return await self._call(name, arguments, ctx, again=False)
             return failed(
                 "mcp_lost",
-                f"the MCP server {self.id} went away during the call ({words_of(error, self._entry)}), so nobody knows whether it"
+                f"the MCP server {self.id} went away during the call ({why}), so nobody knows whether it"
                 " took effect: verify before repeating it. The next call starts the server again",
             )
         return await told(result, name, ctx)
