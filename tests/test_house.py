@@ -29,6 +29,7 @@ FLOORS = [
         "private_file",
         "logctx",
         "store_url",
+        "redaction",
     ],
     ["artifacts", "filetype", "store", "overview", "statistics", "workers", "transcript", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "relay", "llm", "tracing", "spans"],

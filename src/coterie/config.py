@@ -7,6 +7,7 @@ reported, with the known one that was probably meant.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -52,13 +53,15 @@ def _strings(value: Any) -> str | None:
 def _table_of_strings(value: Any) -> str | None:
     if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
         return None
-    return f"expected a table of strings, got {_shown(value)}"
+    # Not quoted: what belongs there are keys.
+    return "expected a table of strings"
 
 
 def _store_url(value: Any) -> str | None:
     if value == SQLITE or (isinstance(value, str) and is_shared_url(value)):
         return None
-    return f'expected "sqlite" or "postgresql://user@host/name", got {_shown(value)}'
+    shown = re.sub(r":[^:@/]*@", ":***@", value) if isinstance(value, str) else value
+    return f'expected "sqlite" or "postgresql://user@host/name", got {_shown(shown)}'
 
 
 _text = _is(str, "a string")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -40,6 +41,7 @@ from coterie.llm.registry import Services
 from coterie.llm.router import CapabilityRouter
 from coterie.llm.service_entry import ServiceEntry
 from coterie.messages import PERSON, Payload, Receipt
+from coterie.redaction import secrets_of
 from coterie.reloading import unknown_service
 from coterie.storage import is_shared
 from coterie.stores.sql.store import SqlStore
@@ -92,6 +94,7 @@ class Crew:
             (*built_in_tools(self.directory, bus, store), *people_tools(self._registrar)),
             deadline=timedelta(seconds=config.limits.tool_seconds),
         )
+        self._toolbox.secrets = self._secrets()
         self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
         self._connecting: asyncio.Task[None] | None = None
         self._tried_mcp = asyncio.Event()
@@ -182,6 +185,7 @@ class Crew:
         blocked = {agent.id: self._mind(agent.id) for agent in await self._registrar.blocked()}
         missing = self._adopt_config(config) if config else ()
         self.services.adopt(services)
+        self._toolbox.secrets = self._secrets()
         await self._settle_tour()
         await self._store.unblock([one for one, mind in blocked.items() if self._mind(one) not in (None, mind)])
         return (*self.problems, *missing)
@@ -247,6 +251,11 @@ class Crew:
         await self._toolbox.close()
         await self._models.close()
         await self._tracing.close()
+
+    def _secrets(self) -> tuple[str, ...]:
+        keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
+        servers = [part for entry in self._config.mcp for part in (entry.env, entry.url)]
+        return secrets_of(os.environ, *servers, {f"{n}_KEY": key for n, key in enumerate(keys)})
 
     def _adopt_owner_tools(self) -> Sequence[Problem]:
         owned = load_owner_tools(self._place.path, taken={SEND_MESSAGE.name})

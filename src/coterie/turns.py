@@ -145,6 +145,13 @@ class TurnStore(Protocol):
         """
         ...
 
+    async def set_aside(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
+        """Whether fewer than `limit` tokens were spent since then. If so, `tokens` more are, for what `claim` asks now.
+
+        The answer's own count takes their place; a failure gives them back. Fenced like a step.
+        """
+        ...
+
     async def tokens_since(self, start: datetime) -> int:
         """What all answers of models cost since `start`."""
         ...

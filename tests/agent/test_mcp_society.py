@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ ADD = Says(calls=(Calls("demo__add", {"a": 1, "b": 2}),))
 PID = Says(calls=(Calls("demo__pid"),))
 DIE = Says(calls=(Calls("demo__die"),))
 DIE_ONCE = Says(calls=(Calls("demo__die_once"),))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A society begins when its servers are there or known to be absent, however busy the machine is."""
+    monkeypatch.setattr("coterie.crew.MCP_PATIENCE", timedelta(minutes=10))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from coterie import Society
 from coterie.agent.directory import Directory
 from coterie.agent.profile import Profile
-from coterie.agent.registrar import MAX_CHILDREN, Registrar
+from coterie.agent.registrar import MAX_CHILDREN, MAX_FAMILY, Registrar
 from coterie.errors import Refused
 from coterie.llm.registry import Services
 from coterie.llm.service import UnknownService
@@ -89,6 +89,20 @@ async def test_an_agent_cannot_make_agents_without_end(registrar: Registrar) -> 
     for n in range(MAX_CHILDREN):
         await registrar.spawn("ada", "scout", key=str(n))
     assert await code(registrar.spawn("ada", "scout", key="one more")) == "mailbox_full"
+    await registrar.spawn("bob", "scout", key="bob's first")
+
+
+async def test_a_family_in_which_everybody_makes_two_more_has_an_end_and_others_make_theirs(
+    registrar: Registrar,
+) -> None:
+    family = ["ada"]
+    for parent in family:
+        if len(family) > MAX_FAMILY:
+            break
+        family += [(await registrar.spawn(parent, "scout", key=f"{parent}/{n}")).id for n in range(2)]
+
+    assert len(family) == MAX_FAMILY + 1
+    assert {await code(registrar.spawn(one, "scout", key=f"{one}/more")) for one in family[-3:]} == {"mailbox_full"}
     await registrar.spawn("bob", "scout", key="bob's first")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import pytest
 
@@ -724,6 +724,45 @@ async def test_a_paused_agent_ends_its_turn_and_its_mail_waits_until_it_is_resum
     await store.resume("ada")
     assert (await take(store)).effect == Ask()
     assert (await told(store))[-1] == "user: later"
+
+
+@pytest.mark.parametrize("then", ["retry", "block"])
+async def test_who_waits_between_two_steps_is_not_claimed_while_it_is_paused(
+    store: Society, clock: FakeClock, then: Literal["retry", "block"]
+) -> None:
+    await ask(store)
+    await go_on(store, await take(store), ModelFailed(words="no", then=then, after=timedelta(seconds=1)))
+    await store.pause("ada")
+    await ask(store, text="are you there?")
+    await clock.advance(minutes=10)
+
+    assert await store.claim("w", RULES, 1) == []
+    await store.resume("ada")
+    assert (await take(store)).effect == Ask()
+
+
+async def test_what_is_set_aside_counts_until_the_answer_says_what_it_cost_and_a_failure_gives_it_back(
+    store: Society, clock: FakeClock
+) -> None:
+    start = clock.now()
+    await ask(store)
+    claim = await take(store)
+    assert await store.set_aside(claim, "main", 100, since=start, limit=50)
+    assert await store.set_aside(claim, "main", 100, since=start, limit=50)  # once more for the same is the same
+    assert await store.tokens_since(start) == 100
+
+    await go_on(store, claim, ModelFailed(words="no", then="retry", after=timedelta(0)))
+    assert await store.tokens_since(start) == 0
+
+    claim = await take(store)
+    assert await store.set_aside(claim, "main", 100, since=start, limit=50)
+    await go_on(store, claim, Answered(text="done", usage=Usage(input_tokens=40, output_tokens=20), service="main"))
+    assert await store.tokens_since(start) == 60
+
+    await ask(store, text="more")
+    claim = await take(store)
+    assert not await store.set_aside(claim, "main", 1, since=start, limit=60)
+    assert await store.tokens_since(start) == 60
 
 
 async def test_what_a_worker_let_go_in_order_is_taken_up_at_once_and_is_no_crash(store: Society) -> None:

@@ -54,8 +54,13 @@ def fits(request: Request, window: int | None) -> bool:
     """Whether the request leaves room for an answer, as far as can be told without the model's own count."""
     if window is None:
         return True
+    return weight(request) < window * 0.9
+
+
+def weight(request: Request) -> int:
+    """About how many tokens it is."""
     size = sum(len(repr(one)) for one in request.said) + sum(len(repr(tool)) for tool in request.tools)
-    return size / BYTES_PER_TOKEN < window * 0.9
+    return size // BYTES_PER_TOKEN
 
 
 def _line(row: HistoryRow) -> str:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from coterie.agent.compaction import cut, digest, fits, summary_request
+from coterie.agent.compaction import cut, digest, fits, summary_request, weight
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
 from coterie.agent.failures import told, without_service
@@ -243,9 +243,9 @@ class LlmHandler:
 
     async def _answer(self, claim: Claim, profile: Profile, work: Work) -> Answer:
         """The model's answer. A history that has outgrown its window is summarised, once, and shown again."""
-        await self._check_budget()
         service = self._directory.service_of(claim.agent_id)
         request = await self._request(profile, work)
+        await self._set_aside(claim, service.id, request)
         if not fits(request, service.context_tokens) and await self._compact(claim, service.id, work):
             request = await self._request(profile, work)
         try:
@@ -294,11 +294,12 @@ class LlmHandler:
         log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
         return True
 
-    async def _check_budget(self) -> None:
+    async def _set_aside(self, claim: Claim, service: str, request: Request) -> None:
+        """What is asked counts before it is: a crash that swallows the answer does not give the tokens back."""
         if not self._tokens_per_day:
             return
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
-        if await self._store.tokens_since(today) >= self._tokens_per_day:
+        if not await self._store.set_aside(claim, service, weight(request), since=today, limit=self._tokens_per_day):
             limit = f"{self._tokens_per_day:,} tokens"
             raise Terminal(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
 

@@ -119,7 +119,7 @@ class McpServer:
         rest = min(timedelta(seconds=2**self._failures), LONGEST_REST)
         self._failures = min(self._failures + 1, 10)
         self._not_before = self._clock.monotonic() + rest.total_seconds()
-        self._why = words_of(error)
+        self._why = words_of(error, self._entry)
         return Absent(f"the MCP server {self.id} cannot be reached: {self._why}")
 
     def _drop(self) -> None:
@@ -164,13 +164,14 @@ class McpServer:
             result = await connection.call(name, arguments)
         except Exception as error:
             if not connection.lost_by(error):
-                return failed("mcp_error", f"the MCP server {self.id} says: {words_of(error)}")
+                return failed("mcp_error", f"the MCP server {self.id} says: {words_of(error, self._entry)}")
             connection.end()
+            why = words_of(error, self._entry)
             if again:
                 return await self._call(name, arguments, ctx, again=False)
             return failed(
                 "mcp_lost",
-                f"the MCP server {self.id} went away during the call ({words_of(error)}), so nobody knows whether it"
+                f"the MCP server {self.id} went away during the call ({why}), so nobody knows whether it"
                 " took effect: verify before repeating it. The next call starts the server again",
             )
         return await told(result, name, ctx)

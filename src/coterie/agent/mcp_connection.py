@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coterie.errors import CoterieError
+from coterie.redaction import redact, secrets_of
 from coterie.text import clean, one_line
 
 if TYPE_CHECKING:  # a second to import, needed only where servers are configured
@@ -92,7 +93,9 @@ class Connection:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
-                log.warning("the connection to the MCP server %s broke: %s", self._entry.id, words_of(error))
+                log.warning(
+                    "the connection to the MCP server %s broke: %s", self._entry.id, words_of(error, self._entry)
+                )
         finally:
             self._lost()
 
@@ -139,10 +142,12 @@ class Connection:
             tasks.cancel_scope.cancel()
 
 
-def words_of(error: BaseException) -> str:
+def words_of(error: BaseException, entry: Entry) -> str:
+    """Without the keys that the owner gave the server: errors repeat whole addresses."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return one_line(clean(str(error)), 300) or type(error).__name__
+    words = redact(clean(str(error)), secrets_of(entry.env, entry.url))
+    return one_line(words, 300) or type(error).__name__
 
 
 async def _list(client: mcp.Client) -> list[mcp.Tool]:

@@ -18,6 +18,8 @@ from coterie.text import clean, nearest, one_line
 
 MAX_CHILDREN = 64
 """Living children of one agent: an agent that makes agents without end is stopped here."""
+MAX_FAMILY = 512
+"""Living agents below one that nobody made, children of children included: a few from each soon are very many."""
 _PAGE = 200
 
 
@@ -157,11 +159,29 @@ class Registrar:
         children = sum(1 for one in self._directory if self._directory.profile(one).parent == parent)
         if children >= MAX_CHILDREN:
             raise Refused("mailbox_full", f"{parent} has {children} agents already: terminate some first")
+        eldest = self._eldest(parent)
+        if (family := len(self._below(eldest))) >= MAX_FAMILY:
+            raise Refused("mailbox_full", f"there are {family} agents below {eldest} already: terminate some first")
+
+    def _eldest(self, agent_id: str) -> str:
+        """Whom it comes from in the end: somebody whom no agent made."""
+        parents = {one.id: one.parent for one in self._directory.everybody()}
+        line = [agent_id]
+        while (parent := parents.get(line[-1])) is not None and parent not in line:
+            line.append(parent)
+        return line[-1]
 
     def _below(self, agent_id: str) -> list[str]:
         """Everybody it made, and whom they made, the youngest first."""
-        children = [one for one in self._directory.everybody() if one.parent == agent_id]
-        return [name for child in children for name in (*self._below(child.id), child.id)]
+        children: dict[str | None, list[str]] = {}
+        for one in self._directory.everybody():
+            children.setdefault(one.parent, []).append(one.id)
+        found, below = [agent_id], {agent_id}
+        for parent in found:
+            more = [child for child in children.get(parent, ()) if child not in below]
+            found += more  # and so their children are looked at in their turn
+            below.update(more)
+        return found[:0:-1]
 
 
 def _agent(profile: Profile) -> Agent:

@@ -9,9 +9,10 @@ import logging
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from coterie.agent.send_message import SEND_MESSAGE
 from coterie.agent.tool_context import ToolContext
@@ -21,9 +22,12 @@ from coterie.agent.tool_spawn import run_in_process
 from coterie.agent.tools import InProcess, InThread, OnLoop, Tool, ToolResult, failed
 from coterie.errors import Problem
 from coterie.llm.chat import ToolSpec
+from coterie.redaction import redact
 from coterie.text import nearest, one_line
 
 log = logging.getLogger(__name__)
+
+Said = TypeVar("Said", str | bytes | ToolResult, ToolResult)
 
 DEADLINE = timedelta(seconds=120)
 MAX_ABANDONED = 32
@@ -41,6 +45,8 @@ class Toolbox:
     ) -> None:
         self.deadline, self._max_abandoned = deadline, max_abandoned
         """For a tool that names none of its own."""
+        self.secrets: Sequence[str] = ()
+        """Keys that no model needs to see, and no log: taken out of whatever tools say."""
         self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
         self._tools: dict[str, Tool] = {}
         self._reach: dict[tuple[str, ...], dict[str, Tool]] = {}
@@ -113,7 +119,7 @@ class Toolbox:
             return failed("tools_stuck", f"{self.abandoned} earlier calls never came back: the society needs a restart")
         allowed = tool.deadline or deadline or self.deadline
         try:
-            return await fit(tool, await self._run(tool, arguments, ctx, allowed.total_seconds()), ctx)
+            return await fit(tool, self._redacted(await self._run(tool, arguments, ctx, allowed.total_seconds())), ctx)
         except BadArguments as error:
             return failed("bad_arguments", f"{name} was not called: {error}")
         except NoResult as error:
@@ -122,13 +128,21 @@ class Toolbox:
             log.warning("the tool %s did not end within %s; it was %s", name, allowed, late)
             return failed("tool_timeout", f"{name} did not end within {allowed.total_seconds():g} s and was {late}")
         except _Raised as error:
-            result = raised(name, error.cause)
+            result = self._redacted(raised(name, error.cause))
             frames = "".join(traceback.format_tb(error.cause.__traceback__, limit=-_MAX_FRAMES))
             log.warning("%s\n%s", result.text, frames)
             return result
         except Exception as error:
             log.exception("the tool %s could not be run", name)
-            return raised(name, error)
+            return self._redacted(raised(name, error))
+
+    def _redacted(self, said: Said) -> Said:
+        match said:
+            case str():
+                return redact(said, self.secrets)
+            case ToolResult():
+                return replace(said, text=redact(said.text, self.secrets))
+        return said
 
     async def close(self) -> None:
         """Tell what was left behind to stop, once more. Threads cannot be told; they end with the process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +14,9 @@ from coterie.cli.output import say, say_json
 
 if TYPE_CHECKING:
     from coterie.agents import Agent
+    from coterie.cli.client import Client
+    from coterie.runtime import Society
+    from coterie.store import Store
 
 MaybeAgent = Annotated[
     str | None,
@@ -21,6 +24,9 @@ MaybeAgent = Annotated[
 ]
 All = Annotated[bool, typer.Option("--all", help="Everybody at once.")]
 Order = Literal["stop", "pause", "resume"]
+Told = tuple[str, bool]
+"""The state that an agent is in then, and whether it was at work before."""
+AT_ONCE = 32
 _DONE = {"stop": "was told to stop", "pause": "is paused; its mail waits", "resume": "goes on"}
 
 
@@ -51,49 +57,68 @@ def _tell(order: Order, agent_id: str | None, everybody: bool, folder: Path, tok
     if (agent_id is None) != everybody:
         raise typer.BadParameter("name one agent, or say --all")
     logs.stay_quiet()
-    agents = [agent_id] if agent_id else asyncio.run(_everybody(folder, token))
-    told = [(one, *asyncio.run(_order(order, one, folder, token))) for one in agents]
+    told = asyncio.run(_give(order, agent_id, folder, token))
     if as_json:
-        states = [{"id": one, "state": state} for one, state, _ in told]
+        states = [{"id": one, "state": state} for one, (state, _) in told.items()]
         say_json({"items": states} if everybody else states[0])
         return
-    for one, _, at_work in told:
+    for one, (_, at_work) in told.items():
         say(f"{one} was doing nothing." if order == "stop" and not at_work else f"{one} {_DONE[order]}.")
 
 
-async def _everybody(folder: Path, token: str | None) -> list[str]:
+async def _give(order: Order, agent_id: str | None, folder: Path, token: str | None) -> dict[str, Told]:
+    """To that agent, or to everybody."""
     from coterie.cli.finding import find_server
     from coterie.inspection import Inspection
     from coterie.runtime import Society
-
-    agents: list[Agent] = []
-    async with Inspection.open(folder) if find_server(folder, token) else Society.visit(folder) as society:
-        while page := await society.store.agents(agents[-1].id if agents else ""):
-            agents += page
-    return [agent.id for agent in agents if agent.kind == "agent" and agent.state != "terminated"]
-
-
-async def _order(order: Order, agent_id: str, folder: Path, token: str | None) -> tuple[str, bool]:
-    """The state it is in then, and whether it was at work before."""
-    from urllib.parse import quote
-
-    from coterie.cli.finding import find_server
-    from coterie.cli.recipients import check_agent
-    from coterie.inspection import Inspection
-    from coterie.runtime import Society
-    from coterie.web import wire
 
     if client := find_server(folder, token):
         async with client, Inspection.open(folder) as stored:
-            before = await check_agent(stored.store, agent_id)
-            after = await client.post(f"/agents/{quote(agent_id)}/{order}")
-            return str(after["state"]), wire.state(before)["state"] == "active"
+            return await _each(stored.store, agent_id, lambda one: _ask_server(client, stored.store, order, one))
     async with Society.visit(folder) as society:
-        await check_agent(society.store, agent_id)
-        if order == "pause":
-            await society.pause(agent_id)
-        elif order == "resume":
-            await society.resume(agent_id)
-        now = await check_agent(society.store, agent_id)
-        # Nobody is at work in a society that does not run.
-        return str(wire.state(now)["state"]), False
+        return await _each(society.store, agent_id, lambda one: _order(society, order, one))
+
+
+async def _each(store: Store, agent_id: str | None, tell: Callable[[str], Awaitable[Told]]) -> dict[str, Told]:
+    import asyncio
+
+    if agent_id is not None:
+        return {agent_id: await tell(agent_id)}
+    told: dict[str, Told] = {}
+    # Those who still work may make others meanwhile.
+    while left := [one for one in await _everybody(store) if one not in told]:
+        for some in (left[at : at + AT_ONCE] for at in range(0, len(left), AT_ONCE)):
+            told |= zip(some, await asyncio.gather(*map(tell, some)), strict=True)
+    return told
+
+
+async def _everybody(store: Store) -> list[str]:
+    agents: list[Agent] = []
+    while page := await store.agents(agents[-1].id if agents else ""):
+        agents += page
+    return [agent.id for agent in agents if agent.kind == "agent" and agent.state != "terminated"]
+
+
+async def _ask_server(client: Client, stored: Store, order: Order, agent_id: str) -> Told:
+    from urllib.parse import quote
+
+    from coterie.cli.recipients import check_agent
+    from coterie.web import wire
+
+    before = await check_agent(stored, agent_id)
+    after = await client.post(f"/agents/{quote(agent_id)}/{order}")
+    return str(after["state"]), wire.state(before)["state"] == "active"
+
+
+async def _order(society: Society, order: Order, agent_id: str) -> Told:
+    from coterie.cli.recipients import check_agent
+    from coterie.web import wire
+
+    await check_agent(society.store, agent_id)
+    if order == "pause":
+        await society.pause(agent_id)
+    elif order == "resume":
+        await society.resume(agent_id)
+    now = await check_agent(society.store, agent_id)
+    # Nobody is at work in a society that does not run.
+    return str(wire.state(now)["state"]), False

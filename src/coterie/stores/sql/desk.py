@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from coterie.agent.turn import (
     DropPlan,
     Event,
     Judged,
+    ModelFailed,
     NextTurn,
     OpenPlan,
     Plan,
@@ -44,7 +45,7 @@ from coterie.agents import ACTIVE
 from coterie.clock import from_ms, to_wire
 from coterie.errors import Refused
 from coterie.failpoints import hit
-from coterie.llm.chat import Call
+from coterie.llm.chat import Call, Usage
 from coterie.messages import PERSON, Envelope, Message
 from coterie.stores.sql import plans
 from coterie.stores.sql.answers import answer
@@ -143,7 +144,10 @@ class TurnDesk:
         step = self._reduce(self._turn(), event)
         if isinstance(event, Answered):
             self.row.retries = 0
-            self._note_usage(event, withdrawn=any(isinstance(write, DropPlan) for write in step.writes))
+            withdrawn = any(isinstance(write, DropPlan) for write in step.writes)
+            self.note_usage(event.service, event.usage, "withdrawn" if withdrawn else "used")
+        elif isinstance(event, ModelFailed):
+            self.give_back()
         for write in step.writes:
             self._write(write)
         self._write_plan()
@@ -309,13 +313,23 @@ class TurnDesk:
             return replace(ran, ok=False, result=refusal.to_json())
         return replace(ran, ok=True, result=_encode(told(receipt)).decode())
 
-    def _note_usage(self, answer: Answered, *, withdrawn: bool) -> None:
+    def note_usage(self, service: str, usage: Usage, outcome: Literal["used", "withdrawn"]) -> None:
+        """What this step costs; it takes the place of what was set aside for it."""
         self._db.execute(
             "INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self._agent, self.row.turn_no, self.row.step_no, answer.service, answer.usage.input_tokens,
-             answer.usage.output_tokens, "withdrawn" if withdrawn else "used", self._post.stamp),
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE"
+            " SET service = excluded.service, input_tokens = excluded.input_tokens,"
+            " output_tokens = excluded.output_tokens, outcome = excluded.outcome, at = excluded.at",
+            (self._agent, self.row.turn_no, self.row.step_no, service, usage.input_tokens, usage.output_tokens,
+             outcome, self._post.stamp),
         )  # fmt: skip
+
+    def give_back(self) -> None:
+        """What was set aside for this step."""
+        self._db.execute(
+            "DELETE FROM llm_calls WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND call_no = 0",
+            (self._agent, self.row.turn_no, self.row.step_no),
+        )
 
     def _append(
         self,

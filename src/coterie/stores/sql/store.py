@@ -200,6 +200,12 @@ class SqlStore(SqlOverview):
             lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
         )
 
+    async def set_aside(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
+        return await self._post(
+            lambda db, post: turns.set_aside(db, post, claim, service, tokens, to_ms(since), limit),
+            touches=[claim.agent_id],
+        )
+
     async def tokens_since(self, start: datetime) -> int:
         return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
 

@@ -9,11 +9,12 @@ import msgspec
 from coterie.agent.turn import Event, Rules
 from coterie.errors import CoterieError
 from coterie.failpoints import FailpointHit, hit
-from coterie.llm.chat import Answer
+from coterie.llm.chat import Answer, Usage
 from coterie.messages import Envelope
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import Unclaimable
 from coterie.stores.sql.desk import CRASHES, TurnDesk
+from coterie.stores.sql.history import tokens_since
 from coterie.stores.sql.post import Post
 from coterie.text import clean
 from coterie.turns import Claim, Taker
@@ -26,11 +27,14 @@ _ON_TRIAL = (
     "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > ?1)"
     f" AND crash_step = step_no AND crashes = {CRASHES - 1}"
 )
+# Whoever was paused between two steps rests where it is; a turn that was under way ends first.
+_RESTS = "hold = 1 AND state NOT IN ('llm', 'tools')"
 
 
 def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
     found = db.execute(
-        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) ORDER BY runnable_at LIMIT ?"
+        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) AND NOT ({_RESTS})"
+        " ORDER BY runnable_at LIMIT ?"
         " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, limit),
     )
@@ -107,3 +111,13 @@ def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, an
             (claim.agent_id, claim.turn_no, claim.step_no, answer.service, answer.usage.input_tokens,
              answer.usage.output_tokens, post.stamp),
         )  # fmt: skip
+
+
+def set_aside(db: Connection, post: Post, claim: Claim, service: str, tokens: int, since: int, limit: int) -> bool:
+    desk = TurnDesk(db, post, claim.agent_id, Rules())
+    desk.fence(claim)
+    desk.give_back()
+    if tokens_since(db, since) >= limit:
+        return False
+    desk.note_usage(service, Usage(input_tokens=tokens), "used")
+    return True

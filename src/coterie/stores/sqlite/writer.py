@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 BUSY_TRIES = 3
 CHECKPOINT_EVERY = 1_024
-"""Transactions between two checkpoints where commits do not flush: a log of some twenty megabytes. Whoever comes while it
-is moved waits."""
+"""Transactions between two checkpoints where commits do not flush: a log of some twenty megabytes. Whoever comes
+meanwhile waits."""
 
 
 class Writer:

@@ -1,0 +1,151 @@
+"""Agents that set each other off without an end come to one, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from coterie import Society
+from coterie.errors import Lagged
+from coterie.testing import ModelServer
+from coterie.testing.replies import Calls, Reply, Says
+from coterie.testing.wire import Received
+from tests.agent.stage import Stage
+from tests.engines import Engine, Postgres
+
+HOPS = 6
+FAMILY = 60
+PATIENCE = 120
+"""Seconds. Nothing waits that long; it only keeps what hangs from hanging the tests."""
+
+
+def asking(request: Received) -> str:
+    found = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
+    assert found
+    return found[1]
+
+
+def may_act(request: Received) -> bool:
+    """It has something to answer that is no result of its own calls."""
+    return bool(request.body["messages"][-1]["role"] == "user")
+
+
+def to(name: str) -> Calls:
+    return Calls("send_message", {"to": name, "payload": {"text": "and you?"}})
+
+
+@asynccontextmanager
+async def society(
+    engine: Engine, folder: Path, mind: Callable[[Received], Reply], *, hops: int = HOPS
+) -> AsyncIterator[Stage]:
+    """Ada, bob, and carol, who has nothing to do with it."""
+    where = f"[store]\nurl = {json.dumps(engine.url(folder))}\n" if isinstance(engine, Postgres) else ""
+    toml = f"{where}[limits]\nmax_hops = {hops}\n[agents.ada]\n[agents.bob]\n[agents.carol]\n"
+    (folder / "coterie.toml").write_text(toml)
+    async with ModelServer() as server, asyncio.timeout(PATIENCE):
+        services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
+        (folder / "llmservices.json").write_text(json.dumps({"services": services}))
+        server.default = lambda request: "here I am" if asking(request) == "carol" else mind(request)
+        async with Society.open(folder) as opened:
+            yield Stage(opened, server)
+            assert server.refused == []
+
+
+async def comes_to_rest(here: Stage) -> None:
+    async def is_quiet() -> bool:
+        states = [one.state for one in await here.society.store.agents(limit=10_000)]
+        return all(one in ("idle", "paused") for one in states)
+
+    while True:
+        with suppress(Lagged):  # there is much to see
+            return await here.until(is_quiet)
+
+
+async def carol_answers(here: Stage) -> None:
+    await answered(here, await here.say("are you there?", to="carol"))
+
+
+async def answered(here: Stage, asked: str) -> None:
+    async with aclosing(here.society.inbox()) as inbox:
+        async for message in inbox:
+            if message.in_reply_to == asked:
+                assert message.payload["text"] == "here I am"
+                return
+
+
+async def test_two_agents_that_write_to_each_other_for_ever_are_stopped(engine: Engine, tmp_path: Path) -> None:
+    def mind(request: Received) -> Reply:
+        other = {"ada": "bob", "bob": "ada"}[asking(request)]
+        return Says(calls=(to(other),)) if may_act(request) else "done"
+
+    async with society(engine, tmp_path, mind) as here:
+        await here.say("go")
+        await carol_answers(here)
+        await comes_to_rest(here)
+        results = [row.text for name in ("ada", "bob") for row in await here.society.store.history(name)]
+
+        assert any('"hop_limit"' in text for text in results)
+        assert len(here.server.requests) < 8 * HOPS
+
+
+async def test_agents_that_make_two_more_each_time_are_stopped(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.agent.registrar.MAX_FAMILY", FAMILY)
+
+    def mind(request: Received) -> Reply:
+        spawn = Calls("spawn_agent", {"role": "scout", "task": "make two more"})
+        role = (Calls("create_role", {"name": "scout", "prompt": "x"}),) if asking(request) == "ada" else ()
+        return Says(calls=(*role, spawn, spawn)) if may_act(request) else ""
+
+    async with society(engine, tmp_path, mind, hops=32) as here:
+        await here.say("go")
+        await carol_answers(here)
+        await comes_to_rest(here)
+        everybody = await here.society.store.agents(limit=10_000)
+        await carol_answers(here)
+
+        assert len(everybody) == FAMILY + 4  # the person and the three of the file
+
+
+async def test_agents_that_answer_one_message_with_six_are_stopped(engine: Engine, tmp_path: Path) -> None:
+    names = ("ada", "bob")
+
+    def mind(request: Received) -> Reply:
+        return Says(calls=tuple(to(name) for name in names for _ in range(3))) if may_act(request) else "done"
+
+    async with society(engine, tmp_path, mind) as here:
+        await here.say("go")
+        await carol_answers(here)
+        await comes_to_rest(here)
+        await carol_answers(here)
+
+
+async def test_when_everybody_is_paused_nothing_is_begun_also_after_a_restart(engine: Engine, tmp_path: Path) -> None:
+    def mind(request: Received) -> Reply:
+        other = {"ada": "bob", "bob": "ada"}[asking(request)]
+        return Says(calls=(to(other),)) if may_act(request) else "done"
+
+    async with society(engine, tmp_path, mind, hops=1_000_000) as here:
+        await here.say("go")
+        await here.server.asked(20)
+        for name in ("ada", "bob", "carol"):
+            await here.society.pause(name)
+        await comes_to_rest(here)
+        asked = len(here.server.requests)
+        waits = await here.say("anybody?", to="carol")
+        await here.society.stop()
+        async with Society.open(tmp_path) as again:
+            here.society = again
+            await here.say("nobody?", to="ada")
+            await again.resume("carol")
+            await answered(here, waits)  # so whoever could be claimed was
+
+            assert len(here.server.requests) == asked + 1
+            assert len(await again.waiting("ada")) >= 1
