@@ -43,6 +43,8 @@ SLOW_FILES = {
     "test_toolbox.py",
 }
 """With processes, disks and browsers: what a person waits for before handing in, and not at every step."""
+LONGEST = ("test_shared.py", "test_kill_cycles.py", "test_simulator.py", "test_bus_model.py", "test_crash_images.py")
+"""Begun before all others: whoever comes last must not keep the rest waiting."""
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
@@ -53,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = params.get("engine") == "postgres" or "postgres" in getattr(item, "fixturenames", ())
         if shared or item.path.parent.name in SLOW_FOLDERS or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not (item.path.name in LONGEST and item.get_closest_marker("slow")))
 
 
 def pytest_collection_finish() -> None:

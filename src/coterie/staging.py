@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from coterie.errors import StoreUnusable
-from coterie.folder import TEMPLATES, SocietyFolder
+from coterie.folder import TEMPLATES, TOOLS, SocietyFolder
 from coterie.stores.sqlite.lock import FolderLock
 
 MARK = ".restoring-"
@@ -98,6 +98,6 @@ def _refuse_loss(source: Path, goal: Path) -> None:
         present = goal.read_bytes()
         if present == source.read_bytes():
             return
-        if goal.name in TEMPLATES and present == (files("coterie") / "templates" / goal.name).read_bytes():
+        if goal.name in (*TEMPLATES, TOOLS) and present == (files("coterie") / "templates" / goal.name).read_bytes():
             return
     raise StoreUnusable(f"{goal} exists and differs from the backup's: move it away first, or choose another --dir")

@@ -152,7 +152,7 @@ def test_the_owners_own_work_is_not_overwritten(archive: Path, tmp_path: Path) -
     assert "differs from the backup's" in coterie("restore", archive, "--dir", target).failure
 
     assert (target / "coterie.toml").read_text() == "# mine"
-    assert sorted(path.name for path in target.iterdir()) == ["coterie.toml", "data", "llmservices.json"]
+    assert sorted(path.name for path in target.iterdir()) == ["coterie.toml", "data", "llmservices.json", "tools.py"]
     assert not (target / "data" / "coterie.db").exists()
 
 

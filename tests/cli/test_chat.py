@@ -73,6 +73,7 @@ def test_what_is_said_to_a_working_agent_is_queued_until_it_is_read(either: Stag
         chat.sees("ada has read: two")
         let_go_again()
         chat.sees("And the second.")
+        chat.rests()  # it is said before it is stored
 
     said = [("user", "one"), ("user", "two"), ("ada", "Working on it."), ("ada", "And the second.")]
     assert _said(either) == said

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, Route, expect
+from playwright.async_api import FileChooser, Page, Route, expect
 
 from coterie.testing import Says
 from tests.agent.stage import Bell
@@ -81,6 +81,9 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     await panel.society.send(to="user", text="Later", sender="ada", delay_ms=3_600_000)
     page = await panel.open()
     keys = page.keyboard
+    # Listened to from the start: the browser may be slow to say that it will not open a dialog of its own.
+    choosers = asyncio.Queue[FileChooser]()
+    page.on("filechooser", choosers.put_nowait)
 
     # Picks an agent
     await tab_to(page, "[role=treeitem]")
@@ -112,9 +115,9 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     await ringed(page)
     await keys.press("Shift+Tab")
     await ringed(page)
-    async with page.expect_file_chooser() as chooser:
-        await keys.press("Enter")
-    await (await chooser.value).set_files({"name": "a.png", "mimeType": "image/png", "buffer": PNG})
+    await expect(page.locator('[data-testid="attach"]')).to_be_focused()
+    await keys.press("Enter")
+    await (await choosers.get()).set_files({"name": "a.png", "mimeType": "image/png", "buffer": PNG})
     await expect(page.locator(ui.CHIP)).to_contain_text("a.png")
     await expect(page.locator(ui.COMPOSER)).to_be_focused()
     await keys.type("By hand")
