@@ -58,17 +58,16 @@ def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_r
         plans_closed_in_the_middle=50,
         unknown_outcomes=15,
         calls_run_again=5,
-        requests_made_again=50,
-        killed_at_random=80,
-        killed_in_a_commit=15,
+        requests_made_again=20,
+        killed_at_random=60,
+        killed_in_a_commit=10,
         killed_in_a_claim=6,
         killed_in_a_step=6,
-        killed_before_the_model=8,
-        killed_after_the_model=8,
+        killed_before_the_model=5,
+        killed_after_the_model=5,
         killed_before_a_tool=5,
         killed_after_a_tool=5,
-        fenced=20,
-    )
+    )  # the dead write nothing late; those who only stood still have a test of their own
 
 
 @pytest.mark.slow
