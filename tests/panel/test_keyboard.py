@@ -189,8 +189,8 @@ async def test_two_steps_pressed_at_once_are_two_steps(panel: Room) -> None:
     await expect(page.locator('[data-testid="title"]')).to_have_text("Ada")
 
 
-async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(panel: Room) -> None:
-    page = await panel.open()
+async def hold_palette(page: Page) -> asyncio.Event:
+    """Its script does not come before the event is set."""
     held = asyncio.Event()
 
     async def late(route: Route) -> None:
@@ -198,6 +198,12 @@ async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(
         await route.continue_()
 
     await page.route("**/static/screens/palette.js", late)
+    return held
+
+
+async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(panel: Room) -> None:
+    page = await panel.open()
+    held = await hold_palette(page)
     await page.locator(ui.COMPOSER).press("Control+k")
     await ringed(page)
     await page.keyboard.press("Control+k")
@@ -211,13 +217,7 @@ async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(
 
 async def test_a_palette_that_comes_too_late_stays_away(panel: Room) -> None:
     page = await panel.open()
-    held = asyncio.Event()
-
-    async def late(route: Route) -> None:
-        await held.wait()
-        await route.continue_()
-
-    await page.route("**/static/screens/palette.js", late)
+    held = await hold_palette(page)
     await page.locator(ui.COMPOSER).press("Control+k")
     await page.keyboard.type("ne")
     await page.keyboard.press("Escape")
