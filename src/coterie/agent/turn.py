@@ -45,7 +45,7 @@ UNKNOWN = (
 # What is known when something happens. Structs and not dataclasses, because a dozen are made at every step.
 
 
-class Letter(Struct, frozen=True, kw_only=True):
+class Letter(Struct, frozen=True):
     """A message that waits for the agent."""
 
     id: str

@@ -35,7 +35,7 @@ _ITS_MAIL = WAITING.replace("recipient = ? AND in_seq > ?", "recipient = a.id AN
 # Each mailbox by its index, whatever the planner thinks of the tables.
 _ALL_WAITING = f"""
 SELECT a.id, mail.* FROM agents a, LATERAL ({_ITS_MAIL}) AS mail
- WHERE a.id = ANY (?::text[]) AND a.waiting <= {FEW} ORDER BY a.id, mail.in_seq
+ WHERE a.id = ANY (?::text[]) AND a.waiting <= {FEW} ORDER BY a.id, mail.place
 """
 _STATE, _TAKEN, _NEXT, _WAITING = map(COLUMNS.index, ("state", "taken_seq", "next_in_seq", "waiting"))
 _NOTED = ("place", "at", "kind", "subject", "data")
@@ -167,7 +167,7 @@ class BatchLedger:
         if not self._clock:
             self.stamp = max(self.stamp, now)
 
-    def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
+    def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
         """Whoever is held and works is likely to ask next: what waits for all of them comes in one round trip."""
         if self._marks.get(agent_id) == mark:
             held = [*self._marks]

@@ -10,11 +10,12 @@ from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.rows import MESSAGE
 
 EVENTS = "events (at, kind, subject, data)"
-# Whole, since what waits is nearly always taken in the same step.
-WAITING = f"""
-SELECT length(payload), {MESSAGE} FROM messages
- WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq
-"""
+_PENDING = "FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq"
+_GLANCE = "in_seq AS place, id, sender, in_reply_to, option, cause"
+_GLANCED = f"SELECT {_GLANCE} {_PENDING}"
+WAITING = f"SELECT {_GLANCE}, length(payload), {MESSAGE} {_PENDING}"
+GLANCE = len(_GLANCE.split(","))
+"""So many columns of it are enough for a decision."""
 Noted = tuple[int, str, str, str | None]
 """An event without its number."""
 Mark = tuple[int, int, int]
@@ -41,8 +42,8 @@ class Ledger(Protocol):
         """These, whose rows are held already, are opened next."""
         ...
 
-    def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
-        """What waits for it, in order, as rows like those of `WAITING`."""
+    def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
+        """What waits for it, in order, as rows like those of `WAITING`; or no more of each than a glance."""
         ...
 
     def next_message(self) -> int: ...
@@ -71,8 +72,8 @@ class OneWriter:
     def foresee(self, agent_ids: Sequence[str]) -> None:
         pass
 
-    def waiting(self, agent_id: str, mark: Mark) -> list[Any]:
-        return self._db.execute(WAITING, (agent_id, mark[0])).fetchall()
+    def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
+        return self._db.execute(WAITING if whole else _GLANCED, (agent_id, mark[0])).fetchall()
 
     def next_message(self) -> int:
         # The next number is known before the row is written; attachments need it.

@@ -9,6 +9,7 @@ from coterie.messages import PERSON, Message
 from coterie.stores.sql.approvals import APPROVE, question_id
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import check_readable
+from coterie.stores.sql.ledger import GLANCE
 from coterie.stores.sql.post import Post
 from coterie.stores.sql.rows import to_message
 
@@ -21,8 +22,6 @@ SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pend
    AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1
 """
 _SENT = "SELECT id FROM messages WHERE sender = ? AND plan = ?"
-_IN_SEQ = 11
-"""The place in such a row."""
 # The chain is at most as long as the hop limit.
 _ECHO = """
 WITH RECURSIVE chain (id) AS
@@ -59,18 +58,20 @@ class Mail:
         if self._last <= self._row.taken_seq:
             return ()
         if self._fresh:  # where a turn begins there is no plan yet that something could answer
-            found = [(one.id, one.in_seq or 0, one.sender, self._agent == one.sender) for _, one in self._fresh]
-        else:
-            self._stored = self._post.waiting(self._agent)
-            found = [
-                (id_, in_seq, sender,
-                 self._is_verdict(plan, sender, in_reply_to, option) or self._is_echo(plan, plan_name, sender, cause))
-                for _, _, id_, sender, _, _, _, _, _, _, _, in_seq, in_reply_to, option, cause, *_ in self._stored
-            ]  # fmt: skip
+            return tuple(
+                Letter(one.id, one.in_seq or 0, one.sender == PERSON, one.sender == self._agent)
+                for _, one in self._fresh
+            )
+        # Without a plan it is taken in this step. A plan looks before every call: who interrupts it is read then.
+        self._stored = self._post.waiting(self._agent, whole=plan is None)
         return tuple(
-            Letter(id=id_, in_seq=in_seq, from_person=sender == PERSON, echo=echo)
-            for id_, in_seq, sender, echo in found
-        )
+            [
+                Letter(id_, in_seq, sender == PERSON,
+                       self._is_verdict(plan, sender, in_reply_to, option)
+                       or self._is_echo(plan, plan_name, sender, cause))
+                for in_seq, id_, sender, in_reply_to, option, cause, *_ in self._stored
+            ]
+        )  # fmt: skip
 
     def verdict(self, plan: Plan | None) -> bool | None:
         """The person's word on the call that waits for it; the first one counts."""
@@ -92,11 +93,14 @@ class Mail:
 
     def _take_stored(self) -> list[tuple[int, Message]]:
         rows, stamp = self._stored, self._post.stamp
-        for _, _, message_id, _, _, payload, *_ in rows:
-            check_readable(message_id, payload)
+        if rows and len(rows[0]) == GLANCE:
+            rows = self._post.waiting(self._agent)
         if rows:
-            self._db.execute(_TAKE, (stamp, self._agent, self._row.taken_seq, rows[-1][_IN_SEQ]))
-        return [(size, to_message((*row[:5], "taken", *row[6:9], stamp, *row[10:]))) for size, *row in rows]
+            self._db.execute(_TAKE, (stamp, self._agent, self._row.taken_seq, rows[-1][0]))
+        taken = [(row[GLANCE], row[GLANCE + 1 :]) for row in rows]
+        for _, (_, message_id, _, _, payload, *_) in taken:
+            check_readable(message_id, payload)
+        return [(size, to_message((*row[:5], "taken", *row[6:9], stamp, *row[10:]))) for size, row in taken]
 
     def _is_verdict(self, plan: Plan | None, sender: str, in_reply_to: str | None, option: int | None) -> bool:
         """A button pressed on a question of this plan. It stays in the mail until the plan is done."""

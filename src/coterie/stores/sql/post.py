@@ -205,10 +205,10 @@ class Post:
         """Somebody has something to do and is not claimed yet."""
         return self.frees or bool(self.woken())
 
-    def waiting(self, agent_id: str) -> list[Any]:
-        """All that waits for it and is written, each with its size."""
+    def waiting(self, agent_id: str, *, whole: bool = True) -> list[Any]:
+        """All that waits for it and is written, each with its size; or just what a decision needs of it."""
         mailbox = self.mailbox(agent_id)
-        return self._ledger.waiting(agent_id, (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting))
+        return self._ledger.waiting(agent_id, (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting), whole=whole)
 
     def unwritten(self, agent_id: str) -> list[tuple[int, Message]]:
         """All that waits for it, each with its size, as it is once taken; if it was all sent in this transaction."""
