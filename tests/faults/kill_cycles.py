@@ -21,7 +21,7 @@ from coterie import failpoints
 from .examiner import Examination
 from .harness import PATIENCE, Child
 from .scenarios import drain, hammer, make_home
-from .witness import Note, Witness, read_notes
+from .witness import Note, Reader, Witness
 
 KILLS_A_LIFE = 25
 IN_COMMIT = ("commit.after", "commit.before", "post.before_write", "post.between", "post.after_write")
@@ -70,7 +70,7 @@ class Life:
         self._seed, self._rng, self._name = seed, random.Random(f"{seed}/{number}"), f"L{number}"
         self._ends_early = number % (3 * KILLS_A_LIFE) == 0
         self._owed: list[Note] = []
-        self._read_upto = 0
+        self._reader = Reader(self._witness_file)
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
         make_home(self._folder, delayed="deliver" if self._ends_early else "keep")
@@ -91,7 +91,7 @@ class Life:
         if end:
             self.problems.append(f"the last, peaceful run ended with {end}")
             return
-        examination = self.examination(self._folder, read_notes(self._witness_file))
+        examination = self.examination(self._folder, self._reader.notes())
         self.problems += examination.problems
         self.seen += examination.seen
 
@@ -109,9 +109,7 @@ class Life:
         if (status := child.end()) != -9:
             self.problems.append(f"{name} ended with {status} before it was killed {how}")
         self.seen[f"killed {how}"] += 1
-        news = read_notes(self._witness_file, self._read_upto)
-        self._read_upto = self._witness_file.stat().st_size if news else self._read_upto
-        self._look_back(news)
+        self._look_back(self._reader.news())
 
     def _failpoint(self, how: str) -> str:
         match how:

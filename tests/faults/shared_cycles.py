@@ -23,7 +23,7 @@ from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN
 from .labour import PAUSE
 from .scenarios import make_home
 from .shared_labour import conditions, rest_and_copy, work_together
-from .witness import Note, Witness, read_notes
+from .witness import Note, Reader, Witness
 from .work_cycles import FAILPOINTS, WINDOW
 from .work_examiner import WorkExamination
 
@@ -46,6 +46,7 @@ class SharedLife:
         self._witness_file, self._home, self._url, self._lease = home / "witness", home, url, lease
         self._seed, self._rng = seed, random.Random(f"{seed}/{number}")
         self._name, self._count = f"L{number}", 0
+        self._reader = Reader(self._witness_file)
         self._running: dict[Path, tuple[str, Child]] = {}
         self._owed: dict[Path, list[Note]] = {one: [] for one in self._homes}
         self.seen: Counter[str] = Counter()
@@ -167,7 +168,7 @@ class SharedLife:
     # What can be seen of them
 
     def _notes(self) -> list[Note]:
-        return read_notes(self._witness_file)
+        return self._reader.notes()
 
     def _fenced(self) -> int:
         return sum("fenced" in note for note in self._notes())

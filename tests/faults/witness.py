@@ -23,8 +23,31 @@ class Witness:
         os.close(self._file)
 
 
-def read_notes(path: Path, start: int = 0) -> list[Note]:
-    """Those that begin at byte `start` or later."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes()[start:].splitlines()]
+class Reader:
+    """Reads each note once, however often it is asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._upto = path, 0
+        self._notes: list[Note] = []
+
+    def notes(self) -> list[Note]:
+        """All of them."""
+        self.news()
+        return self._notes
+
+    def news(self) -> list[Note]:
+        """Those that nobody has asked for yet."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._upto)
+            written = file.read()
+        whole = written[: written.rfind(b"\n") + 1]
+        self._upto += len(whole)
+        new = [json.loads(line) for line in whole.splitlines()]
+        self._notes += new
+        return new
+
+
+def read_notes(path: Path) -> list[Note]:
+    return Reader(path).notes()
