@@ -18,7 +18,7 @@ import coterie.crew  # noqa: F401 - a society imports it when its agents begin t
 from coterie import failpoints
 from coterie.stores.sqlite.migrate import migrations
 
-from . import kill_cycles, scenarios, shared_cycles, work_cycles
+from . import kill_cycles, scenarios, shared_cycles, work_cycles, zombies
 from .harness import PATIENCE, Child
 
 _held: dict[int, Child] = {}
@@ -54,6 +54,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "work_cycles": work_cycles.run,
     "shared_kills": shared_cycles.kills,
     "shared_zombies": shared_cycles.zombies,
+    "haunt": zombies.haunt,
     "shared_stops": shared_cycles.stops,
     "shared_begin": shared_cycles.begin,
     "shared_let_work": shared_cycles.let_work,

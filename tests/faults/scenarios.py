@@ -8,7 +8,7 @@ import os
 import random
 import resource
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ HOUR = 3_600_000
 CLIENTS = 5
 
 
-def make_home(folder: Path, *, delayed: str = "keep") -> None:
+def make_home(folder: Path, *, delayed: str = "keep", agents: Sequence[str] = AGENTS) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = "".join(f"[agents.{agent}]\n" for agent in AGENTS)
+    names = "".join(f"[agents.{agent}]\n" for agent in agents)
     (folder / "coterie.toml").write_text(f'[shutdown]\ndelayed = "{delayed}"\n{names}')
     (folder / "tools.py").write_text(TOOLS)
 

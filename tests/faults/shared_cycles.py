@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from coterie import failpoints
 from .harness import PATIENCE, Child
 from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN
 from .labour import PAUSE
-from .scenarios import make_home
+from .scenarios import AGENTS, make_home
 from .shared_labour import conditions, rest_and_copy, work_together
 from .witness import Note, Reader, Witness
 from .work_cycles import FAILPOINTS, WINDOW
@@ -52,7 +53,7 @@ class SharedLife:
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
         for one in self._homes:
-            _furnish(one, url)
+            furnish(one, url)
 
     def begin(self, *, nameless: float = 0.0, pause: float = PAUSE) -> None:
         self._nameless, self._pause = nameless, pause
@@ -97,15 +98,15 @@ class SharedLife:
         spec = ",".join(f"{name}:{self._rng.randint(1, 2)}:pause" for name in ZOMBIES)
         name, child = self._start(home, spec, sure=True)
         for _ in ZOMBIES:
-            if not self._within(PATIENCE, lambda: _is_stopped(child.pid)):
+            if not within(PATIENCE, lambda: is_stopped(child.pid)):
                 self.seen["too late for its failpoint"] += 1
                 return
             (worker,) = [note["worker"] for note in self._notes() if note.get("hired") == name]
-            self._until(lambda worker=worker: not self._holds(worker), f"nobody took over from {name}")
+            self._until(lambda worker=worker: not held_by(self._url, worker), f"nobody took over from {name}")
             before = self._fenced()
             os.kill(child.pid, signal.SIGCONT)
             self._until(
-                lambda before=before: self._fenced() > before or _is_stopped(child.pid), f"{name} was not turned away"
+                lambda before=before: self._fenced() > before or is_stopped(child.pid), f"{name} was not turned away"
             )
             self.seen["zombies"] += self._fenced() > before
 
@@ -179,25 +180,12 @@ class SharedLife:
     def _is_hired(self, name: str) -> bool:
         return any(note.get("hired") == name for note in self._notes())
 
-    def _holds(self, worker: str) -> bool:
-        with psycopg.connect(self._url, autocommit=True) as db:
-            held = db.execute("SELECT 1 FROM agents WHERE worker = %s AND state IN ('llm', 'tools')", (worker,))
-            return held.fetchone() is not None
-
     def _states(self) -> list[Any]:
         with psycopg.connect(self._url, autocommit=True) as db:
             return db.execute("SELECT id, state, waiting, why, worker, crashes, runnable_at FROM agents").fetchall()
 
     def _until(self, happened: Any, otherwise: str) -> None:
-        assert self._within(LONG, happened), f"{otherwise}: {self._states()}"
-
-    def _within(self, seconds: float, happened: Any) -> bool:
-        until = time.monotonic() + seconds
-        while not happened():
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-        return True
+        assert within(LONG, happened), f"{otherwise}: {self._states()}"
 
 
 _life: list[SharedLife] = []
@@ -247,13 +235,30 @@ def _live(folder: str, urls: list[str], seed: int, cycles: int, what: str, until
     return {"seen": dict(seen), "problems": problems}
 
 
-def _furnish(home: Path, url: str) -> None:
-    make_home(home)
+def furnish(home: Path, url: str, agents: Sequence[str] = AGENTS) -> None:
+    make_home(home, agents=agents)
     with (home / "coterie.toml").open("a") as toml:
         toml.write(f"[store]\nurl = {json.dumps(url)}\n")
     entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m", "contextTokens": WINDOW}
+    entry["maxConcurrentRequests"] = max(8, len(agents))
     (home / "llmservices.json").write_text(json.dumps({"services": [entry]}))
 
 
-def _is_stopped(pid: int) -> bool:
+def within(seconds: float, happened: Callable[[], object]) -> bool:
+    until = time.monotonic() + seconds
+    while not happened():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def held_by(url: str, worker: str) -> int:
+    """How many agents it works on."""
+    with psycopg.connect(url, autocommit=True) as db:
+        held = db.execute("SELECT count(*) FROM agents WHERE worker = %s AND state IN ('llm', 'tools')", (worker,))
+        return int(held.fetchall()[0][0])
+
+
+def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] == "T"

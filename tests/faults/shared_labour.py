@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from coterie.config import Config, read_config
 from coterie.errors import Refused, StoreError
-from coterie.messages import Receipt
+from coterie.messages import PERSON, Receipt
 from coterie.runtime import Society
 from coterie.stores.postgres import leases
 from coterie.stores.sql import turns
@@ -67,7 +67,7 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
         try:
             return advance(db, post, claim, *rest)
         except StaleOwner:
-            witness.note(fenced=claim.agent_id)
+            witness.note(fenced=claim.agent_id, pid=os.getpid())
             raise
 
     def shortened(folder: Path) -> Config:
@@ -127,7 +127,7 @@ async def rest_and_copy(folder: Path, seed: int, witness: Witness) -> None:
         judging.cancel()
         await asyncio.gather(judging, return_exceptions=True)
         wrong = [violation async for violation in society.store.violations()]
-        wrong += [complaint for agent in AGENTS for complaint in await unfit(society, agent)]
+        wrong += [complaint for agent in states if agent != PERSON for complaint in await unfit(society, agent)]
         await _copy(society, folder)
         await society.stop()
     witness.note(rested=True, violations=wrong)

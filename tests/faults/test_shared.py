@@ -79,6 +79,14 @@ def test_processes_that_come_back_after_a_takeover_write_nothing(
 
 
 @pytest.mark.slow
+def test_a_worker_that_lost_fifty_agents_while_it_stood_still_can_write_for_none_of_them(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    report = fork_server.call("haunt", folder=str(tmp_path), url=shared.url(tmp_path), agents=50)
+    assert report == {"seen": {"held": 100, "fenced": 100}, "problems": []}
+
+
+@pytest.mark.slow
 def test_workers_that_stand_still_for_longer_than_their_lease_do_nothing_twice(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
