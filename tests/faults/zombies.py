@@ -8,7 +8,8 @@ import os
 import signal
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,20 +70,28 @@ def haunt(folder: str, url: str, agents: int) -> dict[str, Any]:
     for place in ("zombie", "heir"):
         furnish(home / place, url, names)
     for moment in MOMENTS:
-        zombie = Child(functools.partial(_hold, home, names, moment))
-        assert within(LONG, functools.partial(is_stopped, zombie.pid)), f"they are never all {moment}"
-        (worker,) = [note["worker"] for note in reader.notes() if note.get("hired") == zombie.pid]
-        seen["held"] += held_by(url, worker)
-        heir = Child(functools.partial(_inherit, home))
-        assert within(LONG, functools.partial(_has_lost_all, url, worker)), "nobody took over"
-        os.kill(zombie.pid, signal.SIGCONT)
-        assert within(LONG, functools.partial(_was_turned_away, reader, zombie.pid, agents)), "some were let write"
-        for child in (zombie, heir):
-            child.kill()
-            child.end()
-        seen["fenced"] += _fenced(reader, zombie.pid)
+        with _child(_hold, home, names, moment) as zombie:
+            assert within(LONG, functools.partial(is_stopped, zombie)), f"they are never all {moment}"
+            (worker,) = [note["worker"] for note in reader.notes() if note.get("hired") == zombie]
+            seen["held"] += held_by(url, worker)
+            with _child(_inherit, home):
+                assert within(LONG, functools.partial(_has_lost_all, url, worker)), "nobody took over"
+                os.kill(zombie, signal.SIGCONT)
+                assert within(LONG, functools.partial(_was_turned_away, reader, zombie, agents)), "some were let write"
+        seen["fenced"] += _fenced(reader, zombie)
     assert not Child(functools.partial(_rest, home)).end(), "there was no rest"
     return {"seen": dict(seen), "problems": _problems(home / "heir", reader)}
+
+
+@contextmanager
+def _child(work: Callable[..., None], *arguments: Any) -> Iterator[int]:
+    """Its pid, for as long as the block runs."""
+    child = Child(functools.partial(work, *arguments))
+    try:
+        yield child.pid
+    finally:
+        child.kill()
+        child.end()
 
 
 def _has_lost_all(url: str, worker: str) -> bool:
