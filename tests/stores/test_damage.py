@@ -12,7 +12,7 @@ from coterie.errors import Refused
 from coterie.store import Page
 from tests.engines import Engine
 
-from .test_turns import RULES, Society, ask, call, done, go_on, got, message_to, says, state, stored, take, told
+from .steps import RULES, Society, ask, call, done, go_on, got, message_to, says, state, stored, take, told
 
 
 class Vandal:

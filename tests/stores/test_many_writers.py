@@ -31,7 +31,7 @@ from coterie.testing import FakeClock
 from coterie.turns import StaleOwner
 from tests.engines import EXPIRED, Postgres
 
-from .test_turns import RULES, Society, ask, call, done, go_on, says, take, told
+from .steps import RULES, Society, ask, call, done, go_on, says, take, told
 
 PEOPLE = [Agent(id="user", name="You", kind="person"), *(Agent(id=name, name=name) for name in ("ada", "bob", "cyd"))]
 Opener = Callable[[], Awaitable[PostgresStore]]

@@ -18,7 +18,7 @@ from coterie.workers import Worker, name_of
 from tests.conftest import PEOPLE
 from tests.engines import EXPIRED, Engine, Postgres
 
-from .test_turns import RULES, ask, says, take
+from .steps import RULES, ask, says, take
 
 
 class Idle:

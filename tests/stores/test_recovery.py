@@ -1,0 +1,163 @@
+"""What every storage engine promises about turns that a crash has cut off."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from coterie.agent.turn import (
+    UNKNOWN,
+    Ask,
+    Effect,
+    ModelFailed,
+    Rest,
+    Run,
+)
+from coterie.agents import Agent
+from coterie.store import Limits
+from coterie.stores.sql.store import SqlStore
+from coterie.testing import FakeClock
+from tests.engines import Engine
+
+from .steps import (
+    RULES,
+    answer,
+    ask,
+    asked_for_approval,
+    call,
+    done,
+    go_on,
+    got,
+    says,
+    state,
+    take,
+    told,
+)
+
+
+class Restarted:
+    """A society whose owner is killed again and again."""
+
+    def __init__(self, engine: Engine, path: Path, clock: FakeClock) -> None:
+        self._engine, self._path, self._clock = engine, path, clock
+        self.store: SqlStore
+
+    async def __aenter__(self) -> Restarted:
+        await self.again()
+        await self.store.add_agents([Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])
+        await self.store.add_agents([Agent(id="bob", name="Bob")])
+        return self
+
+    async def again(self) -> None:
+        if hasattr(self, "store"):
+            assert [violation async for violation in self.store.violations()] == []
+            await self.store.close()
+        self.store = await self._engine.open(self._path, self._clock, Limits(max_hops=3))
+
+    async def __aexit__(self, *_: object) -> None:
+        assert [violation async for violation in self.store.violations()] == []
+        await self.store.close()
+
+
+@pytest.fixture
+def restarted(engine: Engine, tmp_path: Path, clock: FakeClock) -> Restarted:
+    return Restarted(engine, tmp_path / "restarted", clock)
+
+
+async def test_a_turn_cut_off_in_the_model_call_asks_again(restarted: Restarted) -> None:
+    async with restarted as it:
+        await ask(it.store)
+        await take(it.store)
+        await it.again()
+        assert (await take(it.store)).effect == Ask()
+        assert await told(it.store) == ["user: hello"]
+
+
+@pytest.mark.parametrize("effect", ["pure", "idempotent"])
+async def test_a_call_cut_off_is_run_again_under_the_same_key_when_it_may(restarted: Restarted, effect: Effect) -> None:
+    async with restarted as it:
+        await ask(it.store)
+        before = await go_on(it.store, await take(it.store), says("", call(effect=effect), call()))
+        await it.again()
+        after = await take(it.store)
+        assert (after.effect, after.plan_key) == (Run(0), before.plan_key)
+
+
+async def test_an_unsafe_call_cut_off_is_unknown_and_never_run_again(restarted: Restarted) -> None:
+    async with restarted as it:
+        await ask(it.store)
+        await go_on(it.store, await take(it.store), says("", call("fire")))
+        await it.again()
+        assert (await take(it.store)).effect == Ask()
+        assert (await told(it.store))[-1] == f"tool: {UNKNOWN}"
+
+
+async def test_results_known_before_the_crash_stay(restarted: Restarted) -> None:
+    async with restarted as it:
+        await ask(it.store)
+        await go_on(it.store, await take(it.store), says("", call("a"), call("b", "pure")), done(0, "known"))
+        await it.again()
+        claim = await take(it.store)
+        assert claim.effect == Run(1)
+        await go_on(it.store, claim, done(1, "new"))
+        assert (await told(it.store))[2:] == ["tool: known", "tool: new"]
+
+
+async def test_what_waits_for_a_person_or_a_time_waits_on_after_a_restart(
+    restarted: Restarted, clock: FakeClock
+) -> None:
+    async with restarted as it:
+        question = await asked_for_approval(it.store, call("pay", gated=True))
+        await ask(it.store, "bob")
+        await go_on(it.store, await take(it.store), ModelFailed(words="", then="retry", after=timedelta(seconds=9)))
+        await it.again()
+        assert await it.store.claim("w", RULES, 5) == []
+        await answer(it.store, question, 0)
+        assert (await take(it.store)).agent_id == "ada"
+        await clock.advance(seconds=9)
+        assert (await take(it.store)).agent_id == "bob"
+
+
+async def test_a_turn_that_brings_the_runtime_down_again_and_again_is_set_aside(restarted: Restarted) -> None:
+    async with restarted as it:
+        await ask(it.store, text="poison")
+        await take(it.store)
+        for _ in range(2):
+            await it.again()
+            assert (await take(it.store)).effect == Ask()
+        await it.again()
+        assert (await take(it.store)).effect == Rest()
+        rows = await it.store.history("ada")
+        assert rows[0].hidden and rows[1].text.startswith("[turn aborted")
+        ((sender, _, _),) = await got(it.store, "user")
+        assert (sender, await state(it.store)) == ("system", "idle")
+        await ask(it.store, text="and now?")
+        await go_on(it.store, await take(it.store), says("fine again"))
+
+
+async def test_progress_between_crashes_is_no_poison(restarted: Restarted) -> None:
+    async with restarted as it:
+        await ask(it.store)
+        claim = await take(it.store)
+        for _ in range(4):
+            await go_on(it.store, claim, says("", call()), done())
+            await it.again()
+            claim = await take(it.store)
+            assert claim.effect == Ask()
+
+
+async def test_an_agent_that_is_told_of_anothers_poison_hears_of_it_whatever_it_is_doing(restarted: Restarted) -> None:
+    async with restarted as it:
+        await ask(it.store, "ada", "from bob", sender="bob")
+        await ask(it.store, "bob", "from the person")
+        for _ in range(8):
+            await it.store.claim("w", RULES, 2)
+            await it.again()
+        # Both were set aside; bob was told of ada's failure, perhaps in the transaction that ended his own turn.
+        while claims := await it.store.claim("w", RULES, 2):
+            for claim in claims:
+                await go_on(it.store, claim, says(""))
+        assert any("brought the runtime down" in row for row in await told(it.store, "bob") if row.startswith("user"))
+        assert [await state(it.store, name) for name in ("ada", "bob")] == ["idle", "idle"]
