@@ -231,7 +231,7 @@ async def test_mail_that_is_read_ahead_is_what_waits_at_that_moment(
 
         def waiting(name: str) -> list[str]:
             post = Post(db, now=ledger.now, limits=Limits(), ledger=ledger)
-            return [row[2] for row in post.waiting(name)]
+            return [id_ for _, id_, *_ in post.waiting(name)]
 
         ledger.foresee(["bob"])
         assert (waiting("ada"), waiting("bob")) == ([sent["ada"]], [sent["bob"]])
