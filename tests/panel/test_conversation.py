@@ -277,7 +277,7 @@ async def test_unread_rises_for_hidden_agents_only_and_clears_everywhere(panel: 
     await ui.row(here, "bob").click()
     await expect(here.locator('[data-testid="new-line"]:visible')).to_contain_text("2 new messages")
     order = await ui.messages(here).evaluate_all(
-        "all => all.map(a => [a.dataset.messageId, !a.querySelector('.news').hidden])"
+        "all => all.map(a => [a.dataset.messageId, Boolean(a.querySelector('.news'))])"
     )
     assert [one for one, marked in order if marked] == [ids[0]]
     for tab in (here, there):

@@ -47,6 +47,14 @@ export function fill(el, ...children) {
   return el;
 }
 
+/** A yes or no that this browser keeps; with `yes`, kept from now on. */
+export const flag = (name, yes) => (yes === undefined ? localStorage.getItem(`coterie.${name}`) === '1' : localStorage.setItem(`coterie.${name}`, yes ? '1' : '0'));
+
+export const toComposer = (how) => document.getElementById('composer')?.focus(how);
+
+/** What stands where there is nothing else. */
+export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
+
 /** Sets text only where it changed: an untouched node costs no layout. */
 export function setText(el, text) {
   if (el.textContent !== text) el.textContent = text;

@@ -1,6 +1,6 @@
 // What a person is told on the side: short notices, and for a screen reader one line per finished message. Never tokens.
 
-import { button, h, iconButton } from './dom.js';
+import { button, h, iconButton, toComposer } from './dom.js';
 import { t } from './i18n.js';
 import { addressed, nameOf, glance, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
@@ -64,7 +64,7 @@ export function toast({ kind = 'info', text, retry }) {
 
   const close = () => {
     clearTimeout(timer);
-    if (el.contains(document.activeElement)) document.getElementById('composer')?.focus();
+    if (el.contains(document.activeElement)) toComposer();
     el.remove();
   };
   const run = () => {

@@ -26,7 +26,8 @@ export function go(path) {
   else location.hash = path;
 }
 
-export const agentPath = (id) => `#/a/${encodeURIComponent(id)}`;
+/** A conversation, at one of its messages if that is named. */
+export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}${message ? `?m=${encodeURIComponent(message)}` : ''}`;
 
 /** `frame(place, what)` gives the element that the screen is shown in. */
 export function start(frame) {

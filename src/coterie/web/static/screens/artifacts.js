@@ -1,10 +1,10 @@
 // Files: a list, and one of them to look at. What a browser could run is shown as text or not at all.
 
 import { artifactUrl, get, query } from '../api.js';
-import { button, fill, h, icon } from '../dom.js';
+import { button, empty, fill, h, icon } from '../dom.js';
 import { bytes, dayAndTime, t } from '../i18n.js';
 import { on } from '../state.js';
-import { empty, failed, openImage } from './parts.js';
+import { failed, openImage } from './parts.js';
 
 const ICONS = { image: 'image', audio: 'audio' };
 const TEXT = /^text\/|[/+](json|xml|yaml|toml|javascript|x-sh|svg)|^application\/(sql|x-ndjson)/;

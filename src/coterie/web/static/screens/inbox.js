@@ -1,13 +1,13 @@
 // Everything that was said to the person: what waits for an answer first, then all of it, newest first.
 
 import { query } from '../api.js';
-import { button, fill, h } from '../dom.js';
+import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { draftView, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
 import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
-import { empty, failed, when } from './parts.js';
+import { failed, when } from './parts.js';
 
 const TAIL = 280; // characters of a reply under way, and how often they are painted
 const SEEN_MS = 100;
@@ -129,7 +129,7 @@ function line(message) {
     { class: unread ? 'item unread' : 'item' },
     h(
       'a',
-      { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
+      { class: 'item-link', href: agentPath(threadOf(message), message.id) },
       h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), when(message.deliveredAt)),
       h('span', { class: 'item-text clamp', dir: 'auto', text: glance(message) || t('noText') }),
     ),

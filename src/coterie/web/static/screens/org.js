@@ -1,11 +1,11 @@
 // Who belongs to whom: as a tree to walk through, or as a drawing.
 
-import { button, fill, h, icon, s } from '../dom.js';
+import { button, empty, fill, h, icon, s } from '../dom.js';
 import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
 import { on, takes } from '../state.js';
-import { empty } from './parts.js';
+
 
 const SHOWN = 'coterie.org';
 

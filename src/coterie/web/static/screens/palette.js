@@ -105,11 +105,11 @@ export function openPalette({ actions, find, entered, agent }) {
 
 function asItem(message) {
   keep(message);
-  const agent = threadOf(message) ?? message.from;
+  const agent = threadOf(message);
   const to = message.to === PERSON ? '' : ` → ${who(message.to)}`;
   return {
     label: plainText(message).slice(0, 120) || t('noText'),
     hint: `${who(message.from)}${to} · ${dayAndTime(message.createdAt)}`,
-    run: () => go(threadOf(message) ? `${agentPath(agent)}?m=${encodeURIComponent(message.id)}` : `#/timeline?agent=${encodeURIComponent(message.from)}`),
+    run: () => go(agent ? agentPath(agent, message.id) : `#/timeline?agent=${encodeURIComponent(message.from)}`),
   };
 }

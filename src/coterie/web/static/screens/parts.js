@@ -7,8 +7,6 @@ import { oops } from '../notices.js';
 
 await styled('/static/screens/screens.css');
 
-export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
-
 /** A line that says what was not fetched, with another try. */
 export const failed = (text, again) =>
   h('p', { class: 'inline-error' }, h('span', { text }), ' ', button({ class: 'text-btn', text: t('retry'), onclick: again }));

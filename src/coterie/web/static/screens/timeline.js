@@ -1,12 +1,12 @@
 // All messages and tool runs of everybody, newest first, with filters that stand in the address.
 
 import { query } from '../api.js';
-import { button, fill, h } from '../dom.js';
+import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { callRow, callsOf } from '../runs.js';
 import { PERSON, SYSTEM, glance, keep, on, optionsOf, state, watchers } from '../state.js';
-import { choice, empty, failed, field, when } from './parts.js';
+import { choice, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
 
