@@ -3,7 +3,7 @@
 import { flag, h } from './dom.js';
 import { t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
-import { oops } from './notices.js';
+import { missed } from './notices.js';
 import { addressed, isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
 import { stop } from './agents_list.js';
@@ -25,7 +25,7 @@ export async function openPalette(agent = null) {
   let entered = false;
   document.body.append(early);
   early.focus();
-  const there = await import('./screens/palette.js').catch((error) => void oops(error));
+  const there = await import('./screens/palette.js').catch(missed);
   const wanted = document.activeElement === early;
   if (wanted) had.focus(); // the dialog gives it back to whoever has it now
   early.remove();

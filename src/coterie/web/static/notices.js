@@ -109,5 +109,10 @@ export async function copyText(text) {
   toast({ text: t('copied') });
 }
 
+/** A script did not come: what it was for can be had from a page that is loaded anew. What was typed is kept. */
+export const missed = () => void toast({ kind: 'error', text: t('scriptMissed'), retry: () => location.reload() });
+
+addEventListener('unhandledrejection', ({ reason }) => /import|module/i.test(reason?.message) && missed());
+
 /** Something the person wanted did not work. */
 export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.detail ?? String(error) }), retry });
