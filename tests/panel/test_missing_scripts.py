@@ -1,4 +1,4 @@
-"""Scripts are fetched when they are needed. One that cannot be had is told of in words; the rest of the page goes on."""
+"""Scripts are fetched when they are needed: one that cannot be had is told of in words, and the page goes on."""
 
 from __future__ import annotations
 

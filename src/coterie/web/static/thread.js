@@ -329,7 +329,8 @@ function emptyThread(id, composer) {
     composer.refill({ text: t(`starter${n}`) });
     composer.focus();
   } }, t(`starter${n}`)));
-  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name' }, nameOf(id)),
+  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
+    one?.role ? h('p', { class: 'empty-role', dir: 'auto' }, one.role) : null,
     kinds.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))) : null,
     one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
 }

@@ -7,6 +7,9 @@ import { oops } from '../notices.js';
 
 await styled('/static/screens/screens.css');
 
+/** A part of a screen under its heading; `id` names the heading. */
+export const section = (id, title, ...inside) => h('section', { 'aria-labelledby': id }, h('h2', { id, text: title }), inside);
+
 /** A line that says what was not fetched, with another try. */
 export const failed = (text, again) =>
   h('p', { class: 'inline-error' }, h('span', { text }), ' ', button({ class: 'text-btn', text: t('retry'), onclick: again }));

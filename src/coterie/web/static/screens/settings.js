@@ -5,7 +5,7 @@ import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, plainText, threadOf, watchers } from '../state.js';
-import { toggle } from './parts.js';
+import { section, toggle } from './parts.js';
 
 export function settings() {
   const told = h('p', { class: 'meta', role: 'status' });
@@ -14,10 +14,9 @@ export function settings() {
     told.textContent = on && !may ? t('notifyRefused') : '';
     notify.querySelector('input').checked = on && may;
   });
-  return h(
-    'section',
-    { class: 'settings', 'aria-labelledby': 'setup-taste' },
-    h('h2', { id: 'setup-taste', text: t('settings') }),
+  return section(
+    'setup-taste',
+    t('settings'),
     toggle(t('ctrlEnterSends'), flag('ctrlEnterSends'), (on) => flag('ctrlEnterSends', on)),
     notify,
     told,
