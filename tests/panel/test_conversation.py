@@ -288,7 +288,7 @@ async def test_unread_rises_for_hidden_agents_only_and_clears_everywhere(panel: 
 async def test_a_question_to_another_agent_is_not_mine_to_answer(panel: Room) -> None:
     await panel.tell("Which, Bob?", "one", "two", to="bob")
     page = await panel.open("#/timeline")
-    await expect(page.locator(".plain-options li")).to_have_text(["one", "two"])
+    await expect(page.locator(".quick-chips li")).to_have_text(["one", "two"])
     await expect(page.locator(".quick-reply-btn")).to_have_count(0)
 
 

@@ -1,12 +1,11 @@
 // Files on their way into a message: a chip each, with how far it is and how the recipient will get it.
 
-import { button, fill, h, icon, iconButton, toComposer } from './dom.js';
+import { button, fileIcon, fill, h, iconButton, toComposer } from './dom.js';
 import { upload } from './api.js';
 import { bytes, t } from './i18n.js';
 import { on, state } from './state.js';
 
 const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
-const ICONS = { image: 'image', audio: 'audio' };
 
 const percent = (chip) => Math.round(chip.share * 100);
 
@@ -58,7 +57,7 @@ export function mountTray(root, agent, changed, moveTo) {
     chip.bar = h('span', { class: 'chip-bar' });
     chip.bar.style.inlineSize = `${percent(chip)}%`;
     chip.word = h('span', { class: 'meta num' }, { uploading: t('uploading', { n: percent(chip) }), ready: bytes(chip.size), big: t('uploadTooBig'), failed: t('uploadFailed') }[chip.status]);
-    return h('li', { class: `file-chip is-${chip.status}`, 'data-testid': 'attachment', title: chip.why ?? null }, icon(ICONS[chip.kind] ?? 'file'),
+    return h('li', { class: `file-chip is-${chip.status}`, 'data-testid': 'attachment', title: chip.why ?? null }, fileIcon(chip.kind),
       h('span', { class: 'chip-words' }, h('span', { class: 'chip-line' }, h('span', { class: 'chip-name', dir: 'auto' }, chip.name), chip.word), note(chip)),
       chip.status === 'failed' ? button({ class: 'text-btn', 'aria-label': t('retryFile', { name: chip.name }), onclick: () => {
         begin(chip);

@@ -28,6 +28,8 @@ export function s(tag, attributes, ...children) {
 /** A drawing of index.html, by its name there. */
 export const icon = (name) => s('svg', { class: 'icon', 'aria-hidden': 'true' }, s('use', { href: `#i-${name}` }));
 
+export const fileIcon = (type) => icon(type === 'image' || type === 'audio' ? type : 'file');
+
 export const button = (props, ...children) => h('button', { type: 'button', ...props }, ...children);
 
 export const iconButton = (name, label, props = {}) =>

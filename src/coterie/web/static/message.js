@@ -1,6 +1,6 @@
 // One message: who, when, what, and what became of it.
 
-import { button, fill, h, icon, setText } from './dom.js';
+import { button, fileIcon, fill, h, icon, setText } from './dom.js';
 import { artifactUrl, post } from './api.js';
 import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
 import { nodes } from './markdown.js';
@@ -8,6 +8,7 @@ import { copyText, oops } from './notices.js';
 import { everySecond, nameOf, now, on, PERSON, state, SYSTEM, untilNext } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
+const DEEPEST = 3; // of keys inside of keys
 const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
 
 export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system') : nameOf(id));
@@ -141,7 +142,7 @@ function file(one) {
     return h('li', { class: 'file file-image' }, h('a', { href: artifactUrl(ref), 'aria-label': t('enlarge', { name: filename }), onclick: open },
       h('img', { src: artifactUrl(ref), alt: filename, loading: 'lazy', decoding: 'async' })), h('span', { class: 'file-line' }, label, weight));
   }
-  return h('li', { class: 'file' }, icon(type === 'audio' ? 'audio' : 'file'),
+  return h('li', { class: 'file' }, fileIcon(type),
     h('a', { class: 'file-name', href: artifactUrl(ref), download: filename, 'aria-label': t('download', { name: filename }) }, filename || ref), weight);
 }
 
@@ -151,8 +152,8 @@ function structured(value) {
     h('details', {}, h('summary', {}, t('rawJson')), h('pre', { tabindex: '0' }, JSON.stringify(value, null, 2))));
 }
 
-function fields(value) {
-  const shown = (one) => (one !== null && typeof one === 'object' ? JSON.stringify(one) : String(one));
+function fields(value, depth = 0) {
+  const shown = (one) => (one === null || typeof one !== 'object' ? String(one) : depth < DEEPEST ? fields(one, depth + 1) : JSON.stringify(one));
   return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
 }
 

@@ -14,7 +14,7 @@ export function quickReplies(message) {
   const options = optionsOf(message);
   if (!options) return null;
   if (message.to !== PERSON) {
-    return { el: h('ul', { class: 'quick-chips' }, options.map((one) => h('li', { dir: 'auto' }, one))), update() {}, leave() {} };
+    return { el: h('ul', { class: 'quick-chips', 'aria-label': t('quickReplies') }, options.map((one) => h('li', { dir: 'auto' }, one))), update() {}, leave() {} };
   }
   return toolbar(message, options);
 }

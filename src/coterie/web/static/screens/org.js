@@ -90,7 +90,7 @@ function capabilities(agent) {
 
 // The drawing: parents above, leaves side by side. Every node is a link to its conversation.
 
-const [WIDE, HIGH, GAP] = [148, 96, 24];
+const [WIDE, HIGH, GAP] = [148, 120, 24];
 
 function drawGraph(roots) {
   const placed = [];
@@ -113,7 +113,7 @@ function drawGraph(roots) {
   for (const [parent, child] of lines) {
     const [x1, y1] = at(parent);
     const [x2, y2] = at(child);
-    svg.append(s('path', { class: 'edge', d: `M${x1} ${y1}C${x1} ${y1 + 44} ${x2} ${y2 - 44} ${x2} ${y2}` }));
+    svg.append(s('path', { class: 'edge', d: `M${x1} ${y1 + 58}C${x1} ${y1 + 80} ${x2} ${y2 - 40} ${x2} ${y2 - 18}` }));
   }
   for (const one of placed) svg.append(nodeOf(one, at(one)));
   return h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);

@@ -1,6 +1,6 @@
 // Which keys do what.
 
-import { fill, flag, h } from '../dom.js';
+import { flag, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { openDialog, toggle } from './parts.js';
 
@@ -31,9 +31,9 @@ const KEYS = [
 ];
 
 export function openShortcuts() {
-  const content = h('div', { class: 'keys' });
-  fill(
-    content,
+  const content = h(
+    'div',
+    { class: 'keys' },
     KEYS.map(([title, rows]) =>
       h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keys })), h('dd', { text: t(what) }))))),
     ),
