@@ -30,7 +30,7 @@ export function go(path) {
 }
 
 /** A conversation, at one of its messages if that is named. */
-export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}${message ? `?m=${encodeURIComponent(message)}` : ''}`;
+export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}` + (message ? `?m=${encodeURIComponent(message)}` : '');
 
 /** `frame(place, what)` gives the element that the screen is shown in. */
 export function start(frame) {

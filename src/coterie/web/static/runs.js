@@ -47,6 +47,7 @@ export function runsView(item) {
     const running = calls.find((call) => call.state === 'started' && !call.withdrawn);
     setText(title, running ? t('runningTool', { name: running.name }) : calls.length === 1 ? (calls[0].withdrawn ? `${calls[0].name} · ${stateWord(calls[0])}` : title1(calls[0])) : t('ranTools', { n: calls.length }));
     signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
+    box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
     el.setAttribute('aria-label', [title.textContent, ...calls.map((call) => `${call.name} ${stateWord(call)}`)].join(', '));
     list.replaceChildren(...calls.map(callRow));
     tick();

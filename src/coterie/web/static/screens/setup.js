@@ -111,7 +111,7 @@ function table(items) {
     t('setupCapabilities'),
     h(
       'div',
-      { class: 'table-frame', tabindex: '0', role: 'region', 'aria-labelledby': 'setup-caps' },
+      { class: 'table-frame', tabindex: '0', role: 'group', 'aria-labelledby': 'setup-caps' },
       h(
         'table',
         {},
