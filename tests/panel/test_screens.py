@@ -288,3 +288,22 @@ async def test_at_a_glance_a_message_shows_no_signs_of_markdown(panel: Room) -> 
     said = "Plan call run_js see this a b 1 2"
     await expect(page.locator(".items .item-text")).to_have_text(said)
     await expect(ui.row(page, "ada").locator(".row-sub")).to_have_text(said)
+
+
+async def test_an_empty_conversation_says_who_that_is_and_what_they_take_in(panel: Room) -> None:
+    role = {"name": "proof-reader", "prompt": "You read proofs."}
+    made = {"role": "proof-reader", "name": "Pia", "id": "pia"}
+    panel.server.script(Says(calls=(Calls("create_role", role), Calls("spawn_agent", made))), "Done")
+    await panel.tell("Find somebody who reads proofs", by="bob", to="ada")
+    await panel.stage.state("ada", "idle")
+
+    page = await panel.open("#/a/pia")
+
+    about = page.locator('[data-testid="empty-thread"]')
+    await expect(about).to_contain_text("Pia")
+    await expect(about).to_contain_text("proof-reader")
+    await expect(about.locator(".cap")).to_have_text(["text"])
+    await about.get_by_role("button", name="What can you do?").click()
+    await expect(page.locator(ui.COMPOSER)).to_have_value("What can you do?")
+    await page.locator('[data-testid="agent-filter"]').fill("proof")
+    await expect(page.locator(".tree [role=treeitem]")).to_have_count(1)

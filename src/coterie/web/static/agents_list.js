@@ -5,7 +5,7 @@ import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { addressed, glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
+import { addressed, called, glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -109,7 +109,7 @@ export function mountAgents(root) {
 
   function build() {
     const all = flat(family(), words ? new Set() : folded);
-    const shown = words ? all.filter(({ agent }) => `${agent.name} ${agent.id}`.toLowerCase().includes(words)).map((one) => ({ ...one, level: 1, kids: [] })) : all;
+    const shown = words ? all.filter(({ agent }) => called(agent).includes(words)).map((one) => ({ ...one, level: 1, kids: [] })) : all;
     rows.clear();
     fill(tree, shown.map(row));
     tree.classList.toggle('is-flat', !shown.some((one) => one.kids.length));

@@ -1,6 +1,7 @@
 // Where the page starts: the shell at once, then the society, then everything that can wait.
 
 import { whenLocked } from './api.js';
+import { flag } from './dom.js';
 import { t } from './i18n.js';
 import * as notices from './notices.js';
 import { place, screen, show, start } from './router.js';
@@ -38,7 +39,7 @@ async function boot() {
   ]);
   stream.start();
   for (const each of [notices, ...rest]) each.start();
-  if (localStorage.getItem('coterie.notify') === '1') import('./screens/settings.js').then((settings) => settings.start());
+  if (flag('notify')) import('./screens/settings.js').then((settings) => settings.start());
   document.documentElement.dataset.ready = '';
 }
 

@@ -1,12 +1,13 @@
 // Files on their way into a message: a chip each, with how far it is and how the recipient will get it.
 
-import { button, fill, h, icon, iconButton } from './dom.js';
+import { button, fileIcon, fill, h, iconButton, toComposer } from './dom.js';
 import { upload } from './api.js';
 import { bytes, t } from './i18n.js';
 import { on, state } from './state.js';
 
 const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
-const ICONS = { image: 'image', audio: 'audio' };
+
+const percent = (chip) => Math.round(chip.share * 100);
 
 /** Chips on their way to somebody else's tray. */
 const handed = new Map();
@@ -29,8 +30,8 @@ export function mountTray(root, agent, changed, moveTo) {
     Object.assign(chip, { status: 'uploading', share: 0 });
     const { done, cancel } = upload(chip.file, (share) => {
       chip.share = share;
-      chip.bar?.style.setProperty('inline-size', `${Math.round(share * 100)}%`);
-      if (chip.word) chip.word.textContent = t('uploading', { n: Math.round(share * 100) });
+      if (chip.bar) chip.bar.style.inlineSize = `${percent(chip)}%`;
+      if (chip.word) chip.word.textContent = t('uploading', { n: percent(chip) });
     });
     chip.cancel = cancel;
     done.then(
@@ -43,7 +44,7 @@ export function mountTray(root, agent, changed, moveTo) {
     if (chip.status === 'uploading') chip.cancel?.();
     chips = chips.filter((one) => one !== chip);
     paint();
-    document.getElementById('composer')?.focus();
+    toComposer();
   }
 
   function paint() {
@@ -54,9 +55,9 @@ export function mountTray(root, agent, changed, moveTo) {
 
   function view(chip) {
     chip.bar = h('span', { class: 'chip-bar' });
-    chip.bar.style.inlineSize = `${Math.round(chip.share * 100)}%`;
-    chip.word = h('span', { class: 'meta num' }, { uploading: t('uploading', { n: Math.round(chip.share * 100) }), ready: bytes(chip.size), big: t('uploadTooBig'), failed: t('uploadFailed') }[chip.status]);
-    return h('li', { class: `file-chip is-${chip.status}`, 'data-testid': 'attachment', title: chip.why ?? null }, icon(ICONS[chip.kind] ?? 'file'),
+    chip.bar.style.inlineSize = `${percent(chip)}%`;
+    chip.word = h('span', { class: 'meta num' }, { uploading: t('uploading', { n: percent(chip) }), ready: bytes(chip.size), big: t('uploadTooBig'), failed: t('uploadFailed') }[chip.status]);
+    return h('li', { class: `file-chip is-${chip.status}`, 'data-testid': 'attachment', title: chip.why ?? null }, fileIcon(chip.kind),
       h('span', { class: 'chip-words' }, h('span', { class: 'chip-line' }, h('span', { class: 'chip-name', dir: 'auto' }, chip.name), chip.word), note(chip)),
       chip.status === 'failed' ? button({ class: 'text-btn', 'aria-label': t('retryFile', { name: chip.name }), onclick: () => {
         begin(chip);

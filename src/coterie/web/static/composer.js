@@ -1,20 +1,17 @@
 // Where the person writes. Nothing typed is ever lost: it is sent, waits as a draft, or comes back.
 
-import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
+import { button, fill, flag, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
 import { confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
+import { agentPath, go } from './router.js';
 import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
 
 const LONGEST = 200_000;
-const CTRL_ENTER = 'coterie.ctrlEnterSends';
 let handedTo = null; // whose tray gets the files of another
 const kept = (agent) => `coterie.draft.${agent}`;
-
-export const ctrlEnterSends = () => localStorage.getItem(CTRL_ENTER) === '1';
-export const setCtrlEnterSends = (yes) => localStorage.setItem(CTRL_ENTER, yes ? '1' : '0');
 
 /** The composer of one agent in the dock. Returns `{leave, replyTo, refill}`. */
 export function mountComposer(root, agent) {
@@ -58,7 +55,7 @@ export function mountComposer(root, agent) {
     // Enter that ends a composition chooses a word; Safari tells of the end first.
     if (event.isComposing || event.keyCode === 229 || performance.now() - composedAt < 20) return;
     const mod = event.ctrlKey || event.metaKey;
-    if (ctrlEnterSends() !== mod) return;
+    if (flag('ctrlEnterSends') !== mod) return;
     event.preventDefault();
     if (!event.repeat) submit();
   });
@@ -162,7 +159,7 @@ export function mountComposer(root, agent) {
     handedTo = other;
     localStorage.removeItem(kept(agent));
     moved = true;
-    location.hash = `#/a/${encodeURIComponent(other)}`;
+    go(agentPath(other));
   }
   let moved = false;
 

@@ -28,6 +28,8 @@ export function s(tag, attributes, ...children) {
 /** A drawing of index.html, by its name there. */
 export const icon = (name) => s('svg', { class: 'icon', 'aria-hidden': 'true' }, s('use', { href: `#i-${name}` }));
 
+export const fileIcon = (type) => icon(type === 'image' || type === 'audio' ? type : 'file');
+
 export const button = (props, ...children) => h('button', { type: 'button', ...props }, ...children);
 
 export const iconButton = (name, label, props = {}) =>
@@ -46,6 +48,14 @@ export function fill(el, ...children) {
   (el.contains(had) ? had : now.find((one) => nameOf(one) === nameOf(had)) ?? now[Math.min(at, now.length - 1)])?.focus({ preventScroll: true });
   return el;
 }
+
+/** A yes or no that this browser keeps; with `yes`, kept from now on. */
+export const flag = (name, yes) => (yes === undefined ? localStorage.getItem(`coterie.${name}`) === '1' : localStorage.setItem(`coterie.${name}`, yes ? '1' : '0'));
+
+export const toComposer = (how) => document.getElementById('composer')?.focus(how);
+
+/** What stands where there is nothing else. */
+export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
 
 /** Sets text only where it changed: an untouched node costs no layout. */
 export function setText(el, text) {

@@ -3,11 +3,18 @@
 // Heights are kept by key; every item stands at its own place, so one that holds the focus can stay while the rest goes.
 // There is one writer of `scrollTop`, and it is here. Where things are is known from numbers: to ask the document would make it
 // lay out everything once more.
+//
+// A frame that scrolls builds only what it shows. The rest of what is near is built between frames, in the page's idle time.
 
 const AROUND = 14;
+const AT_ONCE = 1; // of them, when the window moves
+const MOST = 60; // in the document, if there is no idle time to clear up in
+const PIECE_MS = 3; // to build one
+const GLIDE_MS = 150; // without a scroll, and the window is at rest
 const NEAR_END = 48;
 const GUESS = 92;
 const END = 16; // below the last item
+const whenIdle = window.requestIdleCallback ?? ((work) => setTimeout(work, 30, { timeRemaining: () => 0 }));
 
 export class Feed {
   /** `make(item)` gives `{el, update(item), leave()}`. `moved` is told where the window is. */
@@ -21,6 +28,8 @@ export class Feed {
     this.follow = true;
     this.lastTop = 0; // of the window, and how high it is
     this.high = scroller.clientHeight;
+    this.shift = 0; // how far below its place everything stands
+    this.glided = -Infinity; // when the window moved last
     this.sizes = new ResizeObserver((entries) => this.resized(entries));
     this.sizes.observe(scroller);
     const up = (event) => {
@@ -32,6 +41,7 @@ export class Feed {
   }
 
   end() {
+    this.over = true;
     this.sizes.disconnect();
     for (const view of this.views.values()) view.leave?.();
   }
@@ -50,36 +60,48 @@ export class Feed {
     this.settle(anchor);
   }
 
+  /** Where the window begins, in the measure of `tops`. */
+  get y() {
+    return this.lastTop - this.shift;
+  }
+
   /** The item at the top of the window, and how far it is scrolled out of it. */
   anchor() {
     if (!this.items.length) return null;
-    const index = this.indexAt(this.lastTop);
-    return { key: this.items[index].key, offset: this.lastTop - this.tops[index] };
+    const index = this.indexAt(this.y);
+    return { key: this.items[index].key, offset: this.y - this.tops[index] };
   }
 
   settle(anchor) {
     this.measureTops();
     for (let round = 0; round < 3; round += 1) {
       this.scrollTo(anchor);
-      if (!this.mount()) break;
+      if (!this.mount(this.missing(AT_ONCE))) break;
       this.measureTops();
     }
     this.scrollTo(anchor);
     this.put();
     this.tell();
+    this.later();
   }
 
   scrollTo(anchor) {
-    const height = Math.round(this.total + END);
+    let y = this.y;
+    if (this.follow) y = this.total + END - this.high;
+    else if (anchor && this.at.has(anchor.key)) y = this.tops[this.at.get(anchor.key)] + anchor.offset;
+    // What someone scrolls over stays where it was painted, and the numbers give way until the window rests.
+    this.shift = this.glides && Math.min(y, this.lastTop) > 2 * this.high ? this.lastTop - y : 0;
+    const height = Math.round(this.total + END + this.shift);
     if (this.height !== height) this.list.style.height = `${(this.height = height)}px`;
-    let top = this.lastTop;
-    if (this.follow) top = height - this.high;
-    else if (anchor && this.at.has(anchor.key)) top = this.tops[this.at.get(anchor.key)] + anchor.offset;
-    top = Math.max(0, Math.min(Math.round(top), height - this.high));
+    const top = Math.max(0, Math.min(Math.round(y + this.shift), height - this.high));
     if (Math.abs(top - this.lastTop) < 1) return;
     // Someone may be scrolling, and the news of it be on its way: moved by as much, not to a place.
     this.scroller.scrollTop = this.follow ? top : this.scroller.scrollTop + top - this.lastTop;
     this.lastTop = this.scroller.scrollTop;
+  }
+
+  get glides() {
+    return !this.follow && performance.now() < this.glided + GLIDE_MS;
   }
 
   get total() {
@@ -89,7 +111,7 @@ export class Feed {
   measureTops() {
     const n = this.items.length;
     if (this.tops.length !== n + 1) this.tops = new Float64Array(n + 1);
-    const guess = this.heights.size ? this.sum / this.heights.size : GUESS;
+    const guess = this.heights.size ? Math.round(this.sum / this.heights.size) : GUESS;
     for (let i = 0; i < n; i += 1) this.tops[i + 1] = this.tops[i] + (this.heights.get(this.items[i].key) ?? guess);
   }
 
@@ -114,24 +136,28 @@ export class Feed {
     return low;
   }
 
-  range() {
-    const first = this.indexAt(this.lastTop);
-    const last = this.indexAt(this.lastTop + this.high);
-    return [Math.max(0, first - AROUND), Math.min(this.items.length - 1, last + AROUND)];
+  /** The first and the last of the window, and of so many around it. */
+  range(around) {
+    const first = this.indexAt(this.y);
+    const last = this.indexAt(this.y + this.high);
+    return [Math.max(0, first - around), Math.min(this.items.length - 1, last + around)];
   }
 
-  /** Puts what is near the window into the document; true when heights turned out otherwise. */
-  mount() {
-    if (!this.items.length) return false;
-    const [first, last] = this.range();
-    for (const [key, view] of this.views) {
-      const index = this.at.get(key);
-      if ((index < first || index > last) && !view.el.contains(document.activeElement)) this.unmount(key);
-    }
+  /** Those that are not in the document, nearest to the window first. */
+  missing(around) {
+    if (!this.items.length) return [];
+    const [first, last] = this.range(around);
+    const middle = this.indexAt(this.y + this.high / 2);
+    return this.items.slice(first, last + 1).filter((item) => !this.views.has(item.key))
+      .sort((a, b) => Math.abs(this.at.get(a.key) - middle) - Math.abs(this.at.get(b.key) - middle));
+  }
+
+  /** Puts items into the document, while `goOn()`; true when heights turned out otherwise. */
+  mount(items, goOn = () => true) {
+    if (this.views.size > MOST) this.clear();
     const fresh = [];
-    for (let index = first; index <= last; index += 1) {
-      const item = this.items[index];
-      if (this.views.has(item.key)) continue;
+    for (const item of items) {
+      if (fresh.length && !goOn()) break;
       const view = this.make(item);
       this.views.set(item.key, view);
       fresh.push(item.key);
@@ -144,6 +170,32 @@ export class Feed {
     for (const key of fresh) changed = this.note(key, this.views.get(key).el.offsetHeight) || changed;
     for (const key of fresh) this.sizes.observe(this.views.get(key).el, { box: 'border-box' });
     return changed;
+  }
+
+  /** Takes out what is far from the window, but never what holds the focus. */
+  clear() {
+    const [first, last] = this.range(AROUND);
+    for (const [key, view] of this.views) {
+      const index = this.at.get(key);
+      if ((index < first || index > last) && !view.el.contains(document.activeElement)) this.unmount(key);
+    }
+  }
+
+  later() {
+    this.idle ??= whenIdle((deadline) => {
+      this.idle = null;
+      if (!this.over && this.items.length) this.ahead(deadline);
+    });
+  }
+
+  ahead(deadline) {
+    this.clear();
+    const missing = this.missing(AROUND);
+    if (!missing.length) return;
+    const anchor = this.anchor();
+    if (this.mount(missing, () => deadline.timeRemaining() > PIECE_MS)) this.settle(anchor);
+    else this.put();
+    this.later();
   }
 
   order() {
@@ -160,7 +212,7 @@ export class Feed {
   put() {
     for (const [key, { el, placed }] of this.views) {
       const index = this.at.get(key);
-      const top = Math.round(this.tops[index]);
+      const top = Math.round(this.tops[index] + this.shift);
       if (placed !== top) {
         el.style.transform = `translateY(${top}px)`;
         this.views.get(key).placed = top;
@@ -194,24 +246,37 @@ export class Feed {
   scrolled() {
     const top = this.scroller.scrollTop;
     const down = top - this.lastTop;
+    if (down) this.glide();
     this.lastTop = top;
     if (this.left <= NEAR_END && down >= 0) this.follow = true;
     else if (this.left > NEAR_END && down < -1) this.follow = false;
     const anchor = this.anchor();
-    if (this.mount()) this.settle(anchor);
-    else {
-      this.put();
-      this.tell();
-    }
+    const missing = this.missing(AT_ONCE);
+    if (this.shift && Math.min(this.y, top) < 2 * this.high || this.mount(missing)) return this.settle(anchor);
+    if (missing.length) this.put();
+    this.tell();
+    this.later();
+  }
+
+  glide() {
+    this.glided = performance.now();
+    this.resting ??= setTimeout(() => this.rest(), GLIDE_MS);
+  }
+
+  rest() {
+    this.resting = null;
+    if (this.over) return;
+    if (this.glides) this.resting = setTimeout(() => this.rest(), GLIDE_MS);
+    else if (this.shift) this.settle(this.anchor());
   }
 
   /** How much there is below the window. */
   get left() {
-    return this.total + END - this.high - this.lastTop;
+    return this.total + END - this.high - this.y;
   }
 
   tell() {
-    this.moved({ left: this.left, top: this.lastTop, follow: this.follow });
+    this.moved({ left: this.left, top: this.y, follow: this.follow });
   }
 
   toEnd() {
@@ -223,6 +288,7 @@ export class Feed {
   show(key, above = 80) {
     if (!this.at.has(key)) return null;
     this.follow = false;
+    this.glided = -Infinity;
     const anchor = { key, offset: -above };
     this.settle(anchor);
     this.settle(anchor);
@@ -233,11 +299,11 @@ export class Feed {
   /** The keys now inside the window. */
   seen() {
     if (!this.items.length) return [];
-    return this.items.slice(this.indexAt(this.lastTop), this.indexAt(this.lastTop + this.high - 1) + 1);
+    return this.items.slice(this.indexAt(this.y), this.indexAt(this.y + this.high - 1) + 1);
   }
 
   isSeen(key) {
     const index = this.at.get(key);
-    return this.tops[index] < this.lastTop + this.high && this.tops[index + 1] > this.lastTop;
+    return this.tops[index] < this.y + this.high && this.tops[index + 1] > this.y;
   }
 }

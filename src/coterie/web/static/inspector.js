@@ -2,7 +2,7 @@
 
 import { fill, h } from './dom.js';
 import { t } from './i18n.js';
-import { screenNamed } from './router.js';
+import { missed, screenNamed } from './router.js';
 import { on, state, takes } from './state.js';
 import { region, small } from './shell.js';
 
@@ -45,7 +45,7 @@ function mount() {
       panel.scrollTop = 0;
       leave = module.render(panel, { args: [], query: new URLSearchParams(), compact: true }) ?? null;
     } catch {
-      fill(panel, h('p', { class: 'meta' }, t('failedToLoad')));
+      if (mine === turn) missed(panel, screenNamed(name), () => open(name));
     }
   }
 

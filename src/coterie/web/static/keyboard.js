@@ -1,9 +1,9 @@
 // The keyboard map. Punctuation goes by its place on the board, so that other layouts work.
 
-import { h } from './dom.js';
+import { flag, h } from './dom.js';
 import { t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
-import { oops } from './notices.js';
+import { missed } from './notices.js';
 import { addressed, isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
 import { stop } from './agents_list.js';
@@ -25,7 +25,7 @@ export async function openPalette(agent = null) {
   let entered = false;
   document.body.append(early);
   early.focus();
-  const there = await import('./screens/palette.js').catch((error) => void oops(error));
+  const there = await import('./screens/palette.js').catch(missed);
   const wanted = document.activeElement === early;
   if (wanted) had.focus(); // the dialog gives it back to whoever has it now
   early.remove();
@@ -55,7 +55,7 @@ function handle(event) {
   if (key === 'F6') return cycle(shiftKey ? -1 : 1);
   if (altKey && !mod) return alt(event);
   if (key === 'Escape') return escape(event);
-  if (key === '?' && !mod && !typing(event.target) && localStorage.getItem('coterie.noSingleKeys') !== '1') return yes(showSheet());
+  if (key === '?' && !mod && !typing(event.target) && !flag('noSingleKeys')) return yes(showSheet());
   return false;
 }
 
@@ -73,7 +73,7 @@ function alt({ key, code, shiftKey }) {
 function quick() {
   if (focusNewest((message) => (openAgent() ? showMessage(message) : true))) return true;
   const other = openQuestions().find((one) => isOpen(one));
-  if (other) go(`${agentPath(other.from)}?m=${encodeURIComponent(other.id)}`);
+  if (other) go(agentPath(other.from, other.id));
   return true;
 }
 

@@ -1,6 +1,6 @@
 // One message: who, when, what, and what became of it.
 
-import { button, fill, h, icon, setText } from './dom.js';
+import { button, fileIcon, fill, h, icon, setText } from './dom.js';
 import { artifactUrl, post } from './api.js';
 import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
 import { nodes } from './markdown.js';
@@ -8,6 +8,7 @@ import { copyText, oops } from './notices.js';
 import { everySecond, nameOf, now, on, PERSON, state, SYSTEM, untilNext } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
+const DEEPEST = 3; // of keys inside of keys
 const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
 
 export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system') : nameOf(id));
@@ -16,32 +17,35 @@ export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system
 export function messageView(item, acts) {
   const first = of(item);
   const mine = first.from === PERSON;
-  const day = h('div', { class: 'day', hidden: true });
-  const news = h('div', { class: 'news', hidden: true, 'data-testid': 'new-line' });
-  const broke = h('div', { class: 'broke', hidden: true, 'data-testid': 'break' });
   const head = h('div', { class: 'msg-head' });
   const body = h('div', { class: 'bubble', dir: 'auto' });
   const foot = h('div', { class: 'msg-foot meta' });
-  const tools = h('div', { class: 'msg-tools' });
-  const bubbleRow = h('div', { class: 'bubble-row' }, body, tools);
+  const bubbleRow = h('div', { class: 'bubble-row' }, body);
   const el = h('article', { class: `msg ${mine ? 'msg-mine' : first.from === SYSTEM ? 'msg-system' : 'msg-theirs'}`, tabindex: '-1', data: { key: item.key } },
-    day, news, broke, h('div', { class: 'msg-box' }, head, bubbleRow, foot));
+    h('div', { class: 'msg-box' }, head, bubbleRow, foot));
   if (first.id) {
     el.dataset.messageId = first.id;
     el.dataset.testid = 'message';
   }
   const options = first.id && quickReplies(first);
-  if (options) el.lastChild.append(options.el);
+  if (options) el.firstChild.append(options.el);
   if (!mine && first.id && acts?.replyTo && first.from !== SYSTEM) {
-    tools.append(button({ class: 'icon-btn msg-reply', 'aria-label': t('replyTo'), title: t('replyTo'), onclick: () => acts.replyTo(first.id) }, icon('reply')));
+    bubbleRow.append(button({ class: 'icon-btn msg-reply', 'aria-label': t('replyTo'), title: t('replyTo'), onclick: () => acts.replyTo(first.id) }, icon('reply')));
   }
 
   let shown = null;
+  let parted = '';
   function update(next) {
     const message = of(next);
-    seam(day, next.day && dayName(next.day));
-    seam(news, next.news && (next.news === 1 ? t('newMessage') : t('newMessages', { n: next.news })));
-    seam(broke, next.broke && brokeText(next.broke));
+    const seams = [
+      ['day', null, next.day && dayName(next.day)],
+      ['news', 'new-line', next.news && (next.news === 1 ? t('newMessage') : t('newMessages', { n: next.news }))],
+      ['broke', 'break', next.broke && brokeText(next.broke)],
+    ].filter(([, , text]) => text);
+    if (parted !== (parted = String(seams))) {
+      while (el.children.length > 1) el.firstChild.remove();
+      el.prepend(...seams.map(([kind, name, text]) => h('div', { class: kind, 'data-testid': name }, text)));
+    }
     const name = mine ? t('you') : who(message.from);
     const time = message.deliveredAt ?? message.createdAt ?? message.at;
     el.classList.toggle('is-joined', Boolean(next.joined));
@@ -97,11 +101,6 @@ export function messageView(item, acts) {
 
 const of = (item) => item.local ?? state.messages.get(item.id);
 
-function seam(el, text) {
-  el.hidden = !text;
-  if (text) setText(el, text);
-}
-
 function brokeText({ withdrawn }) {
   const cancelled = withdrawn > 1 ? t('callsCancelled', { n: withdrawn }) : withdrawn === 1 ? t('callCancelled') : '';
   return [t('interjectionsTaken'), cancelled].filter(Boolean).join(' · ');
@@ -143,7 +142,7 @@ function file(one) {
     return h('li', { class: 'file file-image' }, h('a', { href: artifactUrl(ref), 'aria-label': t('enlarge', { name: filename }), onclick: open },
       h('img', { src: artifactUrl(ref), alt: filename, loading: 'lazy', decoding: 'async' })), h('span', { class: 'file-line' }, label, weight));
   }
-  return h('li', { class: 'file' }, icon(type === 'audio' ? 'audio' : 'file'),
+  return h('li', { class: 'file' }, fileIcon(type),
     h('a', { class: 'file-name', href: artifactUrl(ref), download: filename, 'aria-label': t('download', { name: filename }) }, filename || ref), weight);
 }
 
@@ -153,8 +152,8 @@ function structured(value) {
     h('details', {}, h('summary', {}, t('rawJson')), h('pre', { tabindex: '0' }, JSON.stringify(value, null, 2))));
 }
 
-function fields(value) {
-  const shown = (one) => (one !== null && typeof one === 'object' ? JSON.stringify(one) : String(one));
+function fields(value, depth = 0) {
+  const shown = (one) => (one === null || typeof one !== 'object' ? String(one) : depth < DEEPEST ? fields(one, depth + 1) : JSON.stringify(one));
   return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
 }
 

@@ -1,6 +1,6 @@
 // What a person is told on the side: short notices, and for a screen reader one line per finished message. Never tokens.
 
-import { button, h, iconButton } from './dom.js';
+import { button, h, iconButton, toComposer } from './dom.js';
 import { t } from './i18n.js';
 import { addressed, nameOf, glance, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
@@ -64,7 +64,7 @@ export function toast({ kind = 'info', text, retry }) {
 
   const close = () => {
     clearTimeout(timer);
-    if (el.contains(document.activeElement)) document.getElementById('composer')?.focus();
+    if (el.contains(document.activeElement)) toComposer();
     el.remove();
   };
   const run = () => {
@@ -108,6 +108,11 @@ export async function copyText(text) {
   }
   toast({ text: t('copied') });
 }
+
+/** A script did not come: what it was for can be had from a page that is loaded anew. What was typed is kept. */
+export const missed = () => void toast({ kind: 'error', text: t('scriptMissed'), retry: () => location.reload() });
+
+addEventListener('unhandledrejection', ({ reason }) => /import|module/i.test(reason?.message) && missed());
 
 /** Something the person wanted did not work. */
 export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.detail ?? String(error) }), retry });

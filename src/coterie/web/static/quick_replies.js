@@ -1,6 +1,6 @@
 // Options under a message. A set is closed exactly when the server holds an answer; the page adds only `sending`.
 
-import { button, h, setAttr, setText } from './dom.js';
+import { button, h, setAttr, setText, toComposer } from './dom.js';
 import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
@@ -14,7 +14,7 @@ export function quickReplies(message) {
   const options = optionsOf(message);
   if (!options) return null;
   if (message.to !== PERSON) {
-    return { el: h('ul', { class: 'quick-chips' }, options.map((one) => h('li', { dir: 'auto' }, one))), update() {}, leave() {} };
+    return { el: h('ul', { class: 'quick-chips', 'aria-label': t('quickReplies') }, options.map((one) => h('li', { dir: 'auto' }, one))), update() {}, leave() {} };
   }
   return toolbar(message, options);
 }
@@ -89,7 +89,7 @@ function toolbar(message, options) {
       if (!picked || event.repeat) return;
       picked.focus();
       picked.click();
-    } else if (event.key === 'Escape') document.getElementById('composer')?.focus();
+    } else if (event.key === 'Escape') toComposer();
     else return;
     event.preventDefault();
     event.stopPropagation();

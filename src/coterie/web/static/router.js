@@ -7,6 +7,9 @@
 // Its module exports `render(root, {args, query, compact})`, which fills `root` and may return a function that is
 // called when the screen is left. `compact` is true inside the inspector, where the same module may be shown as a panel.
 
+import { button, empty, fill } from './dom.js';
+import { t } from './i18n.js';
+
 const screens = new Map();
 let shown = () => {};
 let leave = null;
@@ -26,7 +29,8 @@ export function go(path) {
   else location.hash = path;
 }
 
-export const agentPath = (id) => `#/a/${encodeURIComponent(id)}`;
+/** A conversation, at one of its messages if that is named. */
+export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}` + (message ? `?m=${encodeURIComponent(message)}` : '');
 
 /** `frame(place, what)` gives the element that the screen is shown in. */
 export function start(frame) {
@@ -39,12 +43,22 @@ export async function show() {
   const mine = (turn += 1);
   const at = place();
   const what = screens.get(at.name) ?? screens.get('');
-  const module = what.render ? what : await what.load();
+  const module = what.render ? what : await what.load().catch(() => ({ render: (root) => missed(root, what, show) }));
   if (mine !== turn) return;
   leave?.();
   leave = null;
   const root = shown(at, what);
   leave = module.render(root, { args: at.args, query: at.query, compact: false }) ?? null;
+}
+
+/** In place of a screen whose script did not come. If it does not come from a server that answers, this page is older than the server. */
+export function missed(root, what, again) {
+  const retry = async () => {
+    const answers = () => fetch('/', { cache: 'no-store' }).then(({ ok }) => ok, () => false);
+    if (await what.load().then(() => false, answers)) location.reload();
+    else again();
+  };
+  fill(root, empty(t('scriptMissed'), button({ class: 'plain-btn', onclick: retry }, t('retry'))));
 }
 
 function decode(part) {

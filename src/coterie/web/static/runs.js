@@ -5,7 +5,6 @@ import { dayName, elapsed, seconds, t } from './i18n.js';
 import { everySecond, nameOf, now, PERSON } from './state.js';
 
 const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated: '?', cancelled: '–', unknown: '?' };
-const WORDS = { done: 'run_ok', failed: 'run_failed', started: 'run_running', planned: 'run_planned', gated: 'run_gated', cancelled: 'run_cancelled', unknown: 'run_unknown' };
 
 /** The calls of plans that are worth showing: what was sent to the person is in the thread already, unless `all` are asked for. */
 export function callsOf(plans, all = false) {
@@ -23,7 +22,7 @@ function target(call) {
   }
 }
 
-const stateWord = (call) => (call.withdrawn ? t('run_withdrawn') : t(WORDS[call.state] ?? 'run_unknown'));
+const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : SIGNS[call.state] ? call.state : 'unknown'}`);
 const took = (call) => (call.startedAt && call.endedAt ? Date.parse(call.endedAt) - Date.parse(call.startedAt) : null);
 
 export function runsView(item) {
@@ -46,7 +45,7 @@ export function runsView(item) {
     if (key === shown) return;
     shown = key;
     const running = calls.find((call) => call.state === 'started' && !call.withdrawn);
-    setText(title, running ? t('runningTool', { name: running.name }) : calls.length === 1 ? (calls[0].withdrawn ? `${calls[0].name} · ${t('run_withdrawn')}` : title1(calls[0])) : t('ranTools', { n: calls.length }));
+    setText(title, running ? t('runningTool', { name: running.name }) : calls.length === 1 ? (calls[0].withdrawn ? `${calls[0].name} · ${stateWord(calls[0])}` : title1(calls[0])) : t('ranTools', { n: calls.length }));
     signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
     box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
     el.setAttribute('aria-label', [title.textContent, ...calls.map((call) => `${call.name} ${stateWord(call)}`)].join(', '));

@@ -81,9 +81,8 @@ const skip = () =>
   } });
 
 function footer() {
-  const label = { auto: t('themeAuto'), light: t('themeLight'), dark: t('themeDark') }[theme()];
   return h('div', { class: 'side-foot' },
-    iconButton('theme', label, { 'data-testid': 'theme', onclick: nextTheme }),
+    iconButton('theme', t(`theme_${theme()}`), { 'data-testid': 'theme', onclick: nextTheme }),
     button({ class: 'text-btn', 'data-testid': 'language', 'aria-label': t('languageLabel'), lang: otherLang(), onclick: switchLanguage }, t('language')),
     iconButton('help', t('shortcuts'), { 'data-testid': 'shortcuts', onclick: () => import('./keyboard.js').then((keys) => keys.showSheet()) }),
     h('a', { class: 'icon-btn', href: '#/setup', 'aria-label': t('setup'), title: t('setup'), 'data-testid': 'setup-link' }, icon('gear')));

@@ -106,6 +106,9 @@ export const openQuestions = (agent) =>
 
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
+/** What somebody may look for an agent by. */
+export const called = ({ name, id, role }) => `${name} ${id} ${role ?? ''}`.toLowerCase();
+
 /** What an agent's model takes in, of what the page has a word for. */
 export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind) => agent?.capabilities?.input?.includes(kind));
 

@@ -1,6 +1,6 @@
 // The conversation with one agent.
 
-import { button, fill, h, icon, setText } from './dom.js';
+import { button, empty, fill, h, icon, setText, toComposer } from './dom.js';
 import { post } from './api.js';
 import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
@@ -37,7 +37,7 @@ export function render(root, { args, query }) {
 
 function waitForAgents(root) {
   const say = () => {
-    if (state.booted && !state.agents.size) fill(root, h('div', { class: 'empty' }, h('p', {}, t('noAgents')), h('p', {}, h('a', { href: '#/setup' }, t('setup')))));
+    if (state.booted && !state.agents.size) fill(root, empty(t('noAgents'), h('a', { href: '#/setup' }, t('setup'))));
     else if (state.booted) location.replace(agentPath(home()));
   };
   fill(root, bones());
@@ -53,7 +53,7 @@ function waitForAgents(root) {
 const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, h('span', { class: 'bone bone-bubble' }), h('span', { class: 'bone bone-bubble bone-mine' }), h('span', { class: 'bone bone-bubble' }));
 
 function missing(root, id) {
-  fill(root, h('div', { class: 'empty' }, h('p', {}, t('noSuchAgent', { name: id })), h('p', {}, h('a', { href: '#/org' }, t('org')))));
+  fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));
 }
 
 /** Brings a message of the open conversation into view; false when it is not of this one. */
@@ -68,7 +68,7 @@ function conversation(root, id, wanted) {
   const scroller = h('div', { class: 'thread', role: 'region', tabindex: '0', 'aria-label': t('thread', { name: nameOf(id) }), 'data-testid': 'thread' }, older, list);
   const jump = button({ class: 'jump', hidden: true, 'data-testid': 'jump', onclick: () => {
     feed.toEnd();
-    document.getElementById('composer')?.focus({ preventScroll: true });
+    toComposer({ preventScroll: true });
   } });
   const blank = h('div', { class: 'screen-fill', hidden: true });
   fill(root, scroller, blank, jump);
@@ -189,7 +189,7 @@ function conversation(root, id, wanted) {
       if (error.code === 'unknown_agent') return missing(root, id);
       list.setAttribute('aria-busy', 'false');
       blank.hidden = false;
-      return fill(blank, h('div', { class: 'empty' }, h('p', {}, t('threadFailed')), button({ class: 'plain-btn', onclick: open }, t('retry'))));
+      return fill(blank, empty(t('threadFailed'), button({ class: 'plain-btn', onclick: open }, t('retry'))));
     }
     if (current?.feed !== feed) return;
     list.setAttribute('aria-busy', 'false');
@@ -300,7 +300,7 @@ function walk(event, feed, scroller) {
   const own = event.target === scroller || event.target === inside;
   if (event.key === 'Escape') {
     if (inside && event.target !== inside) inside.focus();
-    else document.getElementById('composer')?.focus();
+    else toComposer();
     return event.preventDefault();
   }
   if (!own) return;
@@ -329,7 +329,8 @@ function emptyThread(id, composer) {
     composer.refill({ text: t(`starter${n}`) });
     composer.focus();
   } }, t(`starter${n}`)));
-  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name' }, nameOf(id)),
+  return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
+    one?.role ? h('p', { class: 'empty-role', dir: 'auto' }, one.role) : null,
     kinds.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))) : null,
     one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
 }

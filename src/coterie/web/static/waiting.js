@@ -1,6 +1,6 @@
 // The strip above the composer: interjections that wait until the agent takes them.
 
-import { button, fill, h } from './dom.js';
+import { button, fill, h, toComposer } from './dom.js';
 import { del } from './api.js';
 import { t } from './i18n.js';
 import { oops, toast } from './notices.js';
@@ -29,6 +29,12 @@ export function waitingFor(agent) {
 
 export const isWaiting = (message, agent) => message.state === 'pending' && waitingFor(agent).some((each) => each.id === message.id);
 
+/** It was taken before it could be taken back, or something else went wrong. */
+export function tooLate(error, words, retry) {
+  if (error.code === 'already_taken') toast({ text: t(words) });
+  else oops(error, retry);
+}
+
 export async function withdraw(agent, message) {
   if (!message.id || withdrawing.has(message.id)) return false;
   withdrawing.add(message.id);
@@ -41,8 +47,7 @@ export async function withdraw(agent, message) {
     if (known) known.state = 'withdrawn';
     return true;
   } catch (error) {
-    if (error.code === 'already_taken') toast({ text: t('tooLate') });
-    else oops(error, () => withdraw(agent, message));
+    tooLate(error, 'tooLate', () => withdraw(agent, message));
     return false;
   } finally {
     withdrawing.delete(message.id);
@@ -64,7 +69,7 @@ export function mountStrip(root, agent) {
     const list = h('ol', { class: `strip-list ${open ? 'is-open' : ''}` }, items.map((one, index) => row(one, index, items.length)));
     fill(root, items.length > 1 ? head : null, list);
     root.classList.toggle('strip-many', items.length > 1);
-    if (focused && !items.length) document.getElementById('composer')?.focus();
+    if (focused && !items.length) toComposer();
   }
 
   const row = (one, index, all) =>

@@ -1,12 +1,11 @@
 // Files: a list, and one of them to look at. What a browser could run is shown as text or not at all.
 
 import { artifactUrl, get, query } from '../api.js';
-import { button, fill, h, icon } from '../dom.js';
+import { button, empty, fileIcon, fill, h } from '../dom.js';
 import { bytes, dayAndTime, t } from '../i18n.js';
 import { on } from '../state.js';
-import { empty, failed, openImage } from './parts.js';
+import { failed, openImage } from './parts.js';
 
-const ICONS = { image: 'image', audio: 'audio' };
 const TEXT = /^text\/|[/+](json|xml|yaml|toml|javascript|x-sh|svg)|^application\/(sql|x-ndjson)/;
 const SHOWN = 256 << 10;
 
@@ -46,7 +45,7 @@ const row = (file) =>
     h(
       'a',
       { class: 'item-link file-link', href: `#/artifacts/${encodeURIComponent(file.artifactRef)}` },
-      icon(ICONS[file.type] ?? 'file'),
+      fileIcon(file.type),
       h('span', {}, h('span', { class: 'item-text', dir: 'auto', text: file.filename }), ' ', h('span', { class: 'meta', text: `${bytes(file.size)} · ${dayAndTime(file.createdAt)}` })),
     ),
   );

@@ -1,19 +1,17 @@
 // What will be delivered later: by due time, with a countdown, and a way to call it off.
 
 import { del, query } from '../api.js';
-import { button, fill, h, setText } from '../dom.js';
+import { button, empty, fill, flag, h, setText } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
-import { oops, toast } from '../notices.js';
 import { everySecond, keep, now, on, plainText, state, touch } from '../state.js';
-import { empty, toggle, when } from './parts.js';
-
-const ONLY_TIMES = 'coterie.onlyTimes';
+import { tooLate } from '../waiting.js';
+import { busy, toggle, when } from './parts.js';
 
 export function render(root, { compact }) {
   const list = h('ul', { class: 'items', 'aria-label': t('delayed') });
   const rows = new Map();
-  let onlyTimes = localStorage.getItem(ONLY_TIMES) === '1';
+  let onlyTimes = flag('onlyTimes');
   const more = h('div');
 
   const draw = () => {
@@ -34,7 +32,7 @@ export function render(root, { compact }) {
     root,
     toggle(t('delayedOnlyTimes'), onlyTimes, (wanted) => {
       onlyTimes = wanted;
-      localStorage.setItem(ONLY_TIMES, wanted ? '1' : '0');
+      flag('onlyTimes', wanted);
       tick();
     }),
     list,
@@ -99,14 +97,5 @@ export function countdown(seconds) {
   return days ? `${t('days', { n: days })} ${text}` : text;
 }
 
-async function callOff(message, cancel) {
-  if (cancel.getAttribute('aria-disabled') === 'true') return;
-  cancel.setAttribute('aria-disabled', 'true');
-  try {
-    await del(`/messages/${encodeURIComponent(message.id)}`);
-  } catch (error) {
-    cancel.removeAttribute('aria-disabled');
-    if (error.code === 'already_taken') toast({ text: t('delayedTooLate') });
-    else oops(error);
-  }
-}
+const callOff = (message, cancel) =>
+  busy(cancel, () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate')));

@@ -1,13 +1,13 @@
 // Everything that was said to the person: what waits for an answer first, then all of it, newest first.
 
 import { query } from '../api.js';
-import { button, fill, h } from '../dom.js';
+import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { draftView, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
 import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
-import { empty, failed, when } from './parts.js';
+import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters of a reply under way, and how often they are painted
 const SEEN_MS = 100;
@@ -15,10 +15,11 @@ const UNSEEN_MS = 500;
 
 export function render(root, { compact, query: asked }) {
   const questions = h('div', { class: 'cards' });
-  const heading = h('h2', { id: 'inbox-open' });
+  const waiting = section('inbox-open', '', questions);
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
   const foot = h('div');
-  const saying = h('section', { class: 'saying', 'aria-labelledby': 'inbox-live', hidden: true }, h('h2', { id: 'inbox-live', text: t('inboxLive') }));
+  const saying = section('inbox-live', t('inboxLive'));
+  saying.className = 'saying';
   const live = new Map(); // what is being said just now, to whomever
   const cards = new Map();
   let ids = new Set();
@@ -27,7 +28,7 @@ export function render(root, { compact, query: asked }) {
 
   const drawQuestions = () => {
     const open = openQuestions().sort((a, b) => (a.createdAt < b.createdAt ? 1 : -1));
-    heading.textContent = t('inboxOpen', { n: open.length });
+    waiting.firstChild.textContent = t('inboxOpen', { n: open.length });
     for (const message of open) if (!cards.has(message.id)) cards.set(message.id, card(message));
     for (const [id, one] of cards) {
       if (state.questions.has(id) || one.el.contains(document.activeElement)) continue;
@@ -86,9 +87,9 @@ export function render(root, { compact, query: asked }) {
 
   fill(
     root,
-    h('section', { 'aria-labelledby': 'inbox-open' }, heading, questions),
+    waiting,
     onlyQuestions ? null : saying,
-    onlyQuestions ? null : h('section', { 'aria-labelledby': 'inbox-all' }, h('h2', { id: 'inbox-all', text: t('inboxAll') }), list, foot),
+    onlyQuestions ? null : section('inbox-all', t('inboxAll'), list, foot),
   );
   drawQuestions();
   drawLive();
@@ -129,7 +130,7 @@ function line(message) {
     { class: unread ? 'item unread' : 'item' },
     h(
       'a',
-      { class: 'item-link', href: `${agentPath(threadOf(message))}?m=${encodeURIComponent(message.id)}` },
+      { class: 'item-link', href: agentPath(threadOf(message), message.id) },
       h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), when(message.deliveredAt)),
       h('span', { class: 'item-text clamp', dir: 'auto', text: glance(message) || t('noText') }),
     ),

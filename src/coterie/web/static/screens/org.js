@@ -1,11 +1,11 @@
 // Who belongs to whom: as a tree to walk through, or as a drawing.
 
-import { button, fill, h, icon, s } from '../dom.js';
+import { button, empty, fill, h, icon, s } from '../dom.js';
 import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
 import { on, takes } from '../state.js';
-import { empty } from './parts.js';
+
 
 const SHOWN = 'coterie.org';
 
@@ -90,7 +90,7 @@ function capabilities(agent) {
 
 // The drawing: parents above, leaves side by side. Every node is a link to its conversation.
 
-const [WIDE, HIGH, GAP] = [148, 96, 24];
+const [WIDE, HIGH, GAP] = [148, 120, 24];
 
 function drawGraph(roots) {
   const placed = [];
@@ -113,7 +113,7 @@ function drawGraph(roots) {
   for (const [parent, child] of lines) {
     const [x1, y1] = at(parent);
     const [x2, y2] = at(child);
-    svg.append(s('path', { class: 'edge', d: `M${x1} ${y1}C${x1} ${y1 + 44} ${x2} ${y2 - 44} ${x2} ${y2}` }));
+    svg.append(s('path', { class: 'edge', d: `M${x1} ${y1 + 58}C${x1} ${y1 + 80} ${x2} ${y2 - 40} ${x2} ${y2 - 18}` }));
   }
   for (const one of placed) svg.append(nodeOf(one, at(one)));
   return h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);

@@ -5,7 +5,7 @@ import { fill, h } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
-import { PERSON, keep, plainText, state, threadOf } from '../state.js';
+import { PERSON, called, keep, plainText, state, threadOf } from '../state.js';
 import { openDialog, toggle } from './parts.js';
 
 const SCREENS = ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
@@ -39,7 +39,7 @@ export function openPalette({ actions, find, entered, agent }) {
   const draw = () => {
     const words = input.value.trim().toLowerCase();
     const has = (text) => words.split(/\s+/).every((word) => text.toLowerCase().includes(word));
-    const agents = within ? [] : [...state.agents.values()].filter((one) => one.kind !== 'person' && has(`${one.name} ${one.id}`)).slice(0, SHOWN);
+    const agents = within ? [] : [...state.agents.values()].filter((one) => one.kind !== 'person' && has(called(one))).slice(0, SHOWN);
     const deeds = within ? [] : [...SCREENS.map((name) => ({ label: t(name), run: () => go(`#/${name}`) })), ...actions].filter((one) => has(one.label));
     const groups = [
       ['paletteAgents', agents.map((one) => ({ label: one.name, hint: t(one.state), run: () => go(agentPath(one.id)) }))],
@@ -105,11 +105,11 @@ export function openPalette({ actions, find, entered, agent }) {
 
 function asItem(message) {
   keep(message);
-  const agent = threadOf(message) ?? message.from;
+  const agent = threadOf(message);
   const to = message.to === PERSON ? '' : ` → ${who(message.to)}`;
   return {
     label: plainText(message).slice(0, 120) || t('noText'),
     hint: `${who(message.from)}${to} · ${dayAndTime(message.createdAt)}`,
-    run: () => go(threadOf(message) ? `${agentPath(agent)}?m=${encodeURIComponent(message.id)}` : `#/timeline?agent=${encodeURIComponent(message.from)}`),
+    run: () => go(agent ? agentPath(agent, message.id) : `#/timeline?agent=${encodeURIComponent(message.from)}`),
   };
 }

@@ -7,7 +7,8 @@ import { oops } from '../notices.js';
 
 await styled('/static/screens/screens.css');
 
-export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
+/** A part of a screen under its heading; `id` names the heading. */
+export const section = (id, title, ...inside) => h('section', { 'aria-labelledby': id }, h('h2', { id, text: title }), inside);
 
 /** A line that says what was not fetched, with another try. */
 export const failed = (text, again) =>

@@ -1,25 +1,23 @@
 // What is a matter of taste, kept in this browser.
 
-import { ctrlEnterSends, setCtrlEnterSends } from '../composer.js';
-import { h } from '../dom.js';
+import { flag, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, plainText, threadOf, watchers } from '../state.js';
-import { toggle } from './parts.js';
+import { section, toggle } from './parts.js';
 
 export function settings() {
   const told = h('p', { class: 'meta', role: 'status' });
-  const notify = toggle(t('notifyOn'), wanted() && allowed(), async (on) => {
+  const notify = toggle(t('notifyOn'), flag('notify') && allowed(), async (on) => {
     const may = await ask(on);
     told.textContent = on && !may ? t('notifyRefused') : '';
     notify.querySelector('input').checked = on && may;
   });
-  return h(
-    'section',
-    { class: 'settings', 'aria-labelledby': 'setup-taste' },
-    h('h2', { id: 'setup-taste', text: t('settings') }),
-    toggle(t('ctrlEnterSends'), ctrlEnterSends(), setCtrlEnterSends),
+  return section(
+    'setup-taste',
+    t('settings'),
+    toggle(t('ctrlEnterSends'), flag('ctrlEnterSends'), (on) => flag('ctrlEnterSends', on)),
     notify,
     told,
   );
@@ -27,15 +25,13 @@ export function settings() {
 
 // A word from the browser when somebody writes and nobody looks at the page
 
-const WANTED = 'coterie.notify';
 const LENGTH = 140;
 
 const allowed = () => 'Notification' in globalThis && Notification.permission === 'granted';
-const wanted = () => localStorage.getItem(WANTED) === '1';
 
 /** Browsers ask only when a person has just pressed something. */
 async function ask(on) {
-  localStorage.setItem(WANTED, on ? '1' : '0');
+  flag('notify', on);
   if (!on || !('Notification' in globalThis)) return false;
   start();
   return (await Notification.requestPermission()) === 'granted';
@@ -45,7 +41,7 @@ export const start = () => watchers.add(heard);
 
 function heard(kind, { message }) {
   if (kind !== 'message.created' || message?.to !== PERSON) return;
-  if (!document.hidden || !wanted() || !allowed()) return;
+  if (!document.hidden || !flag('notify') || !allowed()) return;
   // The same tag in every tab: the browser shows one.
   const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
   note.onclick = () => {

@@ -7,7 +7,7 @@ import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
 import { settings } from './settings.js';
 import { CAPABILITIES, outcomeOf, serviceForm } from './service_form.js';
-import { busy, confirm, failed, toggle } from './parts.js';
+import { busy, confirm, failed, section, toggle } from './parts.js';
 
 const GUIDE = 'guide';
 
@@ -67,10 +67,9 @@ async function reload(load) {
 // What there is
 
 function services({ items, problems }, doing) {
-  return h(
-    'section',
-    { 'aria-labelledby': 'setup-services' },
-    h('h2', { id: 'setup-services', text: t('setupServices') }),
+  return section(
+    'setup-services',
+    t('setupServices'),
     problems.map((one) => h('p', { class: 'inline-error', dir: 'auto', text: `${one.place}: ${one.message}` })),
     items.map((one) => card(one, doing)),
   );
@@ -107,13 +106,12 @@ function table(items) {
   const has = (one, name) => ['input', 'output'].filter((way) => one.capabilities[way].includes(name)).map((way) => t(`way_${way}`)).join(' + ');
   const custom = items.flatMap((one) => [...one.capabilities.input, ...one.capabilities.output]).filter((name) => !CAPABILITIES.includes(name));
   const names = [...CAPABILITIES, ...new Set(custom)];
-  return h(
-    'section',
-    {},
-    h('h2', { id: 'setup-caps', text: t('setupCapabilities') }),
+  return section(
+    'setup-caps',
+    t('setupCapabilities'),
     h(
       'div',
-      { class: 'table-frame', tabindex: '0', role: 'region', 'aria-labelledby': 'setup-caps' },
+      { class: 'table-frame', tabindex: '0', role: 'group', 'aria-labelledby': 'setup-caps' },
       h(
         'table',
         {},
@@ -129,10 +127,9 @@ function table(items) {
 function offers(found, { use, probe }) {
   const look = button({ class: 'plain-btn', text: t('setupProbe') });
   look.addEventListener('click', () => busy(look, probe));
-  return h(
-    'section',
-    { 'aria-labelledby': 'setup-found' },
-    h('h2', { id: 'setup-found', text: t('setupFound') }),
+  return section(
+    'setup-found',
+    t('setupFound'),
     found.length ? null : h('p', { class: 'meta', text: t('setupFoundNone') }),
     h('ul', { class: 'items' }, found.map((one) => h('li', { class: 'item' }, h('span', { text: one.name }), ' ', h('span', { class: 'meta', text: one.apiKey ? t('keyInEnvironment', { name: one.apiKey.slice(2, -1) }) : one.baseURL }), ' ', button({ class: 'text-btn', text: t('use'), 'aria-label': t('useThis', { name: one.name }), onclick: () => use(one) })))),
     look,
@@ -168,10 +165,9 @@ function tour(items, changed) {
     }
     await changed();
   };
-  return h(
-    'section',
-    { 'aria-labelledby': 'setup-tour' },
-    h('h2', { id: 'setup-tour', text: t('tour') }),
+  return section(
+    'setup-tour',
+    t('tour'),
     alone ? h('p', { class: 'meta', text: t('tourAlone') }) : toggle(t('tourOn'), Boolean(beside), flip),
   );
 }

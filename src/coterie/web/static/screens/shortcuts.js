@@ -1,11 +1,8 @@
 // Which keys do what.
 
-import { h, fill } from '../dom.js';
+import { flag, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { openDialog, toggle } from './parts.js';
-
-/** Keys without Ctrl or Alt can be in the way of those who speak to their computer. */
-const SINGLE_KEYS = 'coterie.noSingleKeys';
 
 const mod = /mac/i.test(navigator.platform) ? '⌘' : 'Ctrl';
 const KEYS = [
@@ -34,13 +31,14 @@ const KEYS = [
 ];
 
 export function openShortcuts() {
-  const content = h('div', { class: 'keys' });
-  fill(
-    content,
+  const content = h(
+    'div',
+    { class: 'keys' },
     KEYS.map(([title, rows]) =>
       h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keys })), h('dd', { text: t(what) }))))),
     ),
-    toggle(t('singleKeysOn'), localStorage.getItem(SINGLE_KEYS) !== '1', (wanted) => localStorage.setItem(SINGLE_KEYS, wanted ? '0' : '1')),
+    // They can be in the way of those who speak to their computer.
+    toggle(t('singleKeysOn'), !flag('noSingleKeys'), (wanted) => flag('noSingleKeys', !wanted)),
   );
   return openDialog(t('shortcuts'), content);
 }

@@ -1,12 +1,13 @@
 // All messages and tool runs of everybody, newest first, with filters that stand in the address.
 
 import { query } from '../api.js';
-import { button, fill, h } from '../dom.js';
+import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { who } from '../message.js';
+import { quickReplies } from '../quick_replies.js';
 import { callRow, callsOf } from '../runs.js';
-import { PERSON, SYSTEM, glance, keep, on, optionsOf, state, watchers } from '../state.js';
-import { choice, empty, failed, field, when } from './parts.js';
+import { PERSON, SYSTEM, glance, keep, on, state, watchers } from '../state.js';
+import { choice, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
 
@@ -114,7 +115,7 @@ export function render(root, { query: asked }) {
 const newestFirst = (a, b) => (a.at < b.at ? 1 : a.at > b.at ? -1 : 0);
 
 function messageRow(message) {
-  const options = message.to === PERSON ? null : optionsOf(message);
+  const mine = message.to === PERSON;
   return h(
     'li',
     { class: 'item', data: { messageId: message.id } },
@@ -124,13 +125,13 @@ function messageRow(message) {
       h('span', { dir: 'auto', text: who(message.from) }),
       ' → ',
       h('span', { dir: 'auto', text: who(message.to) }),
-      message.state !== 'taken' && h('span', { class: `tag ${message.state}`, text: t(`state_${message.state}`) }),
+      message.state !== 'taken' && h('span', { class: `tag ${message.state}`, text: t(mine && message.state === 'pending' ? 'new' : `state_${message.state}`) }),
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
       when(message.createdAt),
     ),
     h('p', { class: 'item-text', dir: 'auto', text: glance(message) || t('noText') }),
     // Somebody else's question: options to read, not to press.
-    options && h('ul', { class: 'plain-options', 'aria-label': t('quickReplies') }, options.map((text) => h('li', { dir: 'auto', text }))),
+    !mine && quickReplies(message)?.el,
   );
 }
 

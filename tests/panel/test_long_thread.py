@@ -1,0 +1,99 @@
+"""A conversation that is too long for the document: what it does while someone scrolls through it."""
+
+from __future__ import annotations
+
+from playwright.async_api import Page
+
+from tests.panel.room import Room
+
+MANY = 300
+
+GLIDED = """
+async () => {
+  const box = document.querySelector('.thread');
+  const articles = () => [...box.querySelectorAll('article')];
+  const stood = () => articles().map(one => [one.dataset.key, one.getBoundingClientRect().top]);
+  let hasty = 0, later = 0, since = 0;
+  const watch = new MutationObserver(all => {
+    const moves = all.filter(one => one.oldValue?.includes('translate')).length;
+    if (performance.now() < since + 140) hasty += moves; else later += moves;
+  });
+  watch.observe(box, {subtree: true, attributeFilter: ['style'], attributeOldValue: true});
+  for (let n = 0; n < 12; n += 1) {
+    const scrolled = new Promise(done => box.addEventListener('scroll', done, {once: true}));
+    since = performance.now();
+    box.scrollTop -= 400;
+    await scrolled;
+  }
+  const before = stood();
+  while (!later && performance.now() < since + 3000) await new Promise(requestAnimationFrame);
+  return {before, after: stood(), hasty, later};
+}
+"""
+BUILT = """
+async () => {
+  const box = document.querySelector('.thread');
+  const articles = () => [...box.querySelectorAll('article')];
+  const known = new Set(articles());
+  const fresh = () => articles().filter(one => !known.has(one));
+  const scrolled = new Promise(done => box.addEventListener('scroll', done, {once: true}));
+  box.scrollTop /= 2;
+  await scrolled;
+  const shown = box.getBoundingClientRect();
+  const within = ({top, bottom}) => bottom > shown.top && top < shown.bottom;
+  const seen = fresh().filter(one => within(one.getBoundingClientRect()));
+  const counts = [fresh().length, seen.length];
+  const end = performance.now() + 5000;
+  while (fresh().length < seen.length + 20 && performance.now() < end) await new Promise(requestAnimationFrame);
+  return [...counts, fresh().length];
+}
+"""
+AT_FIRST = """
+() => {
+  const box = document.querySelector('.thread');
+  const first = [...box.querySelectorAll('article')].find(one => one.textContent.includes('Message 0:'));
+  return box.scrollTop === 0 && first?.getBoundingClientRect().top === box.getBoundingClientRect().top;
+}
+"""
+
+
+async def _long_thread(panel: Room) -> Page:
+    for n in range(MANY):
+        await panel.tell(f"Message {n}: " + "some words " * (n * 7 % 90))
+    page = await panel.open()
+    await page.evaluate("() => import('/static/state.js').then(state => state.loadAround('ada', 'all of it'))")
+    await page.locator(".thread").hover()
+    return page
+
+
+async def test_what_is_read_stays_in_its_place_while_heights_turn_out_otherwise(panel: Room) -> None:
+    page = await _long_thread(panel)
+
+    seen = await page.evaluate(GLIDED)
+
+    assert seen["hasty"] == 0, "what had been painted was put elsewhere while someone scrolled over it"
+    assert seen["later"] > 0, "the numbers are put right when the window rests"
+    after = dict(seen["after"])
+    both = [(top, after[key]) for key, top in seen["before"] if key in after and -400 < top < 1200]
+    assert len(both) > 3
+    assert all(abs(was - top) <= 1 for was, top in both), "it moved under the eyes"
+
+
+async def test_the_first_message_is_reached_by_the_wheel_alone(panel: Room) -> None:
+    page = await _long_thread(panel)
+
+    for _ in range(MANY):
+        await page.mouse.wheel(0, -3_000)
+        if await page.evaluate(AT_FIRST):
+            break
+
+    await page.wait_for_function(AT_FIRST)
+
+
+async def test_a_jump_builds_at_once_only_what_it_shows(panel: Room) -> None:
+    page = await _long_thread(panel)
+
+    built, seen, soon = await page.evaluate(BUILT)
+
+    assert 0 < seen <= built <= seen + 4
+    assert soon >= seen + 20, "what is near is built when there is time"

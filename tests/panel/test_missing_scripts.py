@@ -1,0 +1,95 @@
+"""Scripts are fetched when they are needed: one that cannot be had is told of in words, and the page goes on."""
+
+from __future__ import annotations
+
+from playwright.async_api import Page, Route, expect
+
+from tests.panel import ui
+from tests.panel.room import Room
+
+INBOX = "**/static/screens/inbox.js"
+WORDS = "could not be fetched"
+OF_ANOTHER_VERSION = "import { nobody } from '../dom.js'; export const render = nobody;"
+
+
+async def _refused(route: Route) -> None:
+    await route.abort("connectionrefused")
+
+
+async def _opened(panel: Room) -> Page:
+    await panel.tell("Good morning")
+    page = await panel.open()
+    panel.allow("Failed to (load resource|fetch)|ERR_CONNECTION_REFUSED|does not provide an export")
+    await page.evaluate("() => { window.same = true; }")
+    return page
+
+
+async def _is_same(page: Page) -> bool:
+    return bool(await page.evaluate("() => window.same === true"))
+
+
+async def test_a_screen_whose_script_does_not_come_says_so_and_the_rest_goes_on(panel: Room) -> None:
+    page = await _opened(panel)
+    await page.route(INBOX, _refused)
+
+    await page.get_by_test_id("link-inbox").click()
+
+    await expect(page.get_by_test_id("screen-inbox")).to_contain_text(WORDS)
+    await page.locator('[role=treeitem][data-agent="ada"]').click()
+    await ui.send(page, "Are you there?")
+    await expect(page.locator("article", has_text="Are you there?")).to_be_visible()
+    assert await _is_same(page)
+
+
+async def test_once_the_server_is_back_the_screen_comes_at_a_word(panel: Room) -> None:
+    page = await _opened(panel)
+    await page.route("**/*", _refused)
+    await page.get_by_test_id("link-inbox").click()
+    again = page.get_by_test_id("screen-inbox").get_by_role("button", name="Retry")
+    await again.click()
+    await expect(page.get_by_test_id("screen-inbox")).to_contain_text(WORDS)
+    assert await _is_same(page), "a page without a server is not thrown away"
+
+    await page.unroute_all()
+    await again.click()
+
+    await expect(page.locator(".items .item", has_text="Good morning")).to_be_visible()
+
+
+async def test_a_page_older_than_the_server_is_loaded_anew(panel: Room) -> None:
+    page = await _opened(panel)
+    await page.route(INBOX, lambda route: route.fulfill(body=OF_ANOTHER_VERSION, content_type="text/javascript"))
+    await page.get_by_test_id("link-inbox").click()
+    await expect(page.get_by_test_id("screen-inbox")).to_contain_text(WORDS)
+    await page.unroute_all()
+
+    await page.get_by_test_id("screen-inbox").get_by_role("button", name="Retry").click()
+
+    await expect(page.locator(".items .item", has_text="Good morning")).to_be_visible()
+    assert not await _is_same(page)
+
+
+async def test_a_panel_of_the_inspector_whose_script_does_not_come_can_be_asked_for_again(panel: Room) -> None:
+    page = await _opened(panel)
+    await page.route("**/static/screens/org.js", _refused)
+    await page.get_by_test_id("tab-org").click()
+    await expect(page.get_by_test_id("inspector")).to_contain_text(WORDS)
+    await page.unroute_all()
+
+    await page.get_by_test_id("inspector").get_by_role("button", name="Retry").click()
+
+    await page.wait_for_selector("[data-ready]")
+    await expect(page.get_by_test_id("inspector").get_by_role("treeitem", name="Ada")).to_be_visible()
+
+
+async def test_files_whose_script_does_not_come_are_not_dropped_in_silence(panel: Room) -> None:
+    page = await _opened(panel)
+    panel.allow("uncaught: .*(import|module)")
+    await page.route("**/static/attachments.js", _refused)
+
+    await page.set_input_files(
+        '[data-testid="file-input"]', {"name": "a.txt", "mimeType": "text/plain", "buffer": b"a"}
+    )
+
+    await expect(page.get_by_test_id("toast")).to_contain_text(WORDS)
+    await expect(page.get_by_test_id("toast-retry")).to_be_visible()
