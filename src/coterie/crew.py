@@ -254,7 +254,7 @@ class Crew:
 
     def _secrets(self) -> tuple[str, ...]:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
-        servers = [part for entry in self._config.mcp for part in (entry.env, entry.url)]
+        servers = [part for entry in self._config.mcp for part in (entry.env, entry.args, entry.url)]
         return secrets_of(os.environ, *servers, {f"{n}_KEY": key for n, key in enumerate(keys)})
 
     def _adopt_owner_tools(self) -> Sequence[Problem]:
