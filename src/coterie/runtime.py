@@ -15,6 +15,7 @@ from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import AgentEntry, Config, read_config
+from coterie.disk import Disk
 from coterie.errors import CoterieError, Lagged, Problem, StoreBroken
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
@@ -23,7 +24,7 @@ from coterie.live import Live
 from coterie.messages import PERSON, Message, Receipt
 from coterie.relay import Relay
 from coterie.reloading import after_restart, running
-from coterie.storage import check_engine, is_shared, limits_of, open_store
+from coterie.storage import check_engine, filled_by, is_shared, limits_of, open_store
 from coterie.store import Retention
 from coterie.stores.sql.store import SqlStore
 
@@ -44,8 +45,10 @@ BEHIND = timedelta(minutes=5)
 class Society:
     """Use it as `async with Society.open(folder) as society`; leaving is a graceful stop."""
 
-    def __init__(self, config: Config, store: SqlStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
-        self.config, self.store, self.artifacts = config, store, artifacts
+    def __init__(
+        self, config: Config, store: SqlStore, artifacts: Library, kept: Bytes, clock: Clock, disk: Disk
+    ) -> None:
+        self.config, self.store, self.artifacts, self.disk = config, store, artifacts, disk
         self.bus = MessageBus(store, clock)
         store.news = lambda: self.bus.stored(None)
         self.live = Live()
@@ -107,14 +110,15 @@ class Society:
         except BaseException:
             await store.close()
             raise
-        return cls(config, store, artifacts, kept, clock)
+        return cls(config, store, artifacts, kept, clock, Disk(filled_by(place, config), clock))
 
     def _hire(self, place: SocietyFolder) -> Crew:
         # Models and tools take a while to import, and an errand needs none of them.
         from coterie.crew import Crew
         from coterie.setup import Setup
 
-        crew = Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock, self.live)
+        parts = (self.store, self.bus, self.artifacts, self._kept, self._clock, self.live, self.disk)
+        crew = Crew(place, self.config, *parts)
         self._setup = Setup(place, crew.services, crew.directory, self._reload_services, self._clock)
         self._place = place
         return crew
