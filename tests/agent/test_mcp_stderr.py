@@ -19,11 +19,17 @@ from tests.agent.test_mcp import Room, as_child, error_of, until
 KEY = "canary-Zq7Vx2Lm9Tb4"
 NOISE = f"""
 import sys
+from mcp import MCPError
 from mcp.server import MCPServer
 
 server = MCPServer("Demo", log_level="ERROR")
 print("no message", "{KEY}\\nnor this", flush=True)
 print("begun with", "{KEY}", file=sys.stderr, flush=True)
+
+
+@server.tool()
+def refuse() -> str:
+    raise MCPError(-32000, "not with {KEY}")
 
 
 @server.tool()
@@ -112,6 +118,17 @@ async def test_a_dying_servers_last_words_are_in_the_log_and_each_start_leaves_n
     assert open_files() <= before
     complaints = [line for line in caplog.messages if "what is no message" in line]
     assert len(complaints) == 2  # once in each life
+
+
+@pytest.mark.slow
+async def test_a_server_that_says_no_says_it_without_its_keys(room: Room, script: Path) -> None:
+    await room.add(as_child(script, env={"DEMO_API_KEY": KEY})).connect()
+    assert error_of(await room.call("demo__refuse")) == "mcp_error: the MCP server demo says: not with ***"
+
+
+async def test_a_server_that_cannot_be_run_is_told_without_its_keys(room: Room) -> None:
+    [problem] = await room.add(McpEntry(id="demo", command=f"/none/{KEY}", env={"DEMO_API_KEY": KEY})).connect()
+    assert "No such file or directory: '/none/***'" in problem.message
 
 
 @pytest.mark.slow

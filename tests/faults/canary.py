@@ -55,7 +55,7 @@ from mcp.server import MCPServer
 
 server = MCPServer("Demo")
 keys = os.environ["DEMO_API_KEY"] + " and " + sys.argv[-1]
-print("begun with " + keys, flush=True)
+print(os.environ["DEMO_API_KEY"], flush=True)  # so short that no error of the SDK's leaves a part of it out
 print("begun with " + keys, file=sys.stderr, flush=True)
 
 @server.tool()
