@@ -59,6 +59,7 @@ class Society:
         self._reloading = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._tidier: asyncio.Task[None] | None = None
+        self._late_stops: set[asyncio.Task[None]] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -242,8 +243,17 @@ class Society:
     def _stop_here(self, agent_id: str) -> None:
         """Somebody at another process of this society wants it."""
         with contextlib.suppress(CoterieError):  # whom only the others know yet does nothing here
-            if self._crew:
-                self._crew.stop_turn(agent_id)
+            if self._crew and not self._crew.stop_turn(agent_id):
+                late = asyncio.create_task(self._stop_when_it_comes(agent_id), name=f"coterie-stop-{agent_id}")
+                self._late_stops.add(late)
+                late.add_done_callback(self._late_stops.discard)
+
+    async def _stop_when_it_comes(self, agent_id: str) -> None:
+        """A claim may be stored and seen by the others, and still be on its way here."""
+        with contextlib.suppress(CoterieError):  # what was written before this has come, whatever becomes of this
+            await self.store.catch_up()
+        with contextlib.suppress(CoterieError):
+            self._at_work().stop_turn(agent_id)
 
     async def stop_waiting(self, agent_id: str) -> bool:
         """The same for a turn that nobody works on, because it waits for the next try or for the person's word."""
@@ -320,8 +330,7 @@ class Society:
             early = await self.bus.stop(deliver_delayed=deliver)
             if self._crew:
                 await self._crew.stop(timedelta(seconds=0 if briefly else settings.drain_seconds))
-            if self._relay:
-                await self._relay.close()
+            await self._hear_no_more()
             if last_words:
                 await last_words(early)
             return early
@@ -335,8 +344,7 @@ class Society:
             if self._crew:
                 await self._crew.stop_claiming()
                 await self._crew.stop(timedelta(0))
-            if self._relay:
-                await self._relay.close()
+            await self._hear_no_more()
             await self.bus.abandon()
         finally:
             await self.store.close()
@@ -368,6 +376,11 @@ class Society:
         self._stopping.set()
         if self._tidier:
             await self._tidier
+
+    async def _hear_no_more(self) -> None:
+        if self._relay:
+            await self._relay.close()
+        await asyncio.gather(*self._late_stops, return_exceptions=True)
 
 
 def _agent(entry: AgentEntry) -> Agent:

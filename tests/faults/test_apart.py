@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -27,6 +27,7 @@ from coterie.messages import PERSON, Receipt
 from coterie.runtime import Society
 from coterie.stores.postgres import listening as ears
 from coterie.stores.sql import post
+from coterie.stores.sql.jobs import Job
 from coterie.text import clean
 from coterie.web.stream import Hub
 from tests.engines import Postgres
@@ -218,6 +219,57 @@ async def test_a_turn_is_stopped_at_whichever_server_somebody_asks(shared: Postg
                 if event.kind == "agent.state" and (ada := await other.store.agent("ada")) and ada.state == "idle":
                     break
         assert mind.cut_off and idle.times == 0
+
+
+async def test_a_stop_that_is_asked_elsewhere_finds_a_turn_whose_claim_is_still_on_its_way_to_its_worker(
+    shared: Postgres, tmp_path: Path
+) -> None:
+    url, mind, idle = shared.url(tmp_path), Slow(), Slow()
+    async with (
+        process(tmp_path / "a", url, mind) as worker,
+        process(tmp_path / "b", url, idle) as other,
+        asyncio.timeout(SOON),
+    ):
+        with commits_held(worker) as committed:
+            sending = asyncio.create_task(worker.send(to="ada", text="hello"))
+            await committed.wait()
+            assert (ada := await other.store.agent("ada")) and ada.state == "llm"
+            heard = asyncio.Event()
+            worker._relay._stop = both(worker._relay._stop, heard.set)  # type: ignore[union-attr]
+            assert not other.stop_turn("ada")
+            await heard.wait()
+        await sending
+        async with other.bus.watch() as watcher:
+            while (ada := await other.store.agent("ada")) and ada.state != "idle":
+                await anext(watcher)
+        assert idle.times == 0
+
+
+@contextlib.contextmanager
+def commits_held(society: Society) -> Iterator[asyncio.Event]:
+    """Set when something is written; nobody in that process learns of it before this is left."""
+    writer = society.store._writer  # type: ignore[attr-defined]
+    commit, committed, may_be_told = writer._commit, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def held(batch: list[Job]) -> None:
+        commit(batch)
+        loop.call_soon_threadsafe(committed.set)
+        may_be_told.wait(SOON)
+
+    writer._commit = held
+    try:
+        yield committed
+    finally:
+        may_be_told.set()
+
+
+def both(first: Callable[[str], object], then: Callable[[], object]) -> Callable[[str], None]:
+    def run(agent_id: str) -> None:
+        first(agent_id)
+        then()
+
+    return run
 
 
 # A worker that leaves, and one that is gone
