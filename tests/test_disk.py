@@ -77,6 +77,11 @@ async def test_one_look_a_second_tells_of_both_marks_and_each_is_logged_once(
     ]
 
 
+async def test_a_folder_that_is_gone_says_nothing_about_its_disk(tmp_path: Path, clock: FakeClock) -> None:
+    disk = Disk(tmp_path / "gone", clock)
+    assert not disk.is_low() and not disk.is_full()
+
+
 @pytest.mark.parametrize(
     ("store", "folder"),
     [

@@ -34,12 +34,17 @@ class Disk:
 
     def _look(self) -> None:
         now = self._clock.monotonic()
-        if self._folder and now - self._looked >= LOOK_EVERY:
+        if not self._folder or now - self._looked < LOOK_EVERY:
+            return
+        self._looked = now
+        try:
             free = shutil.disk_usage(self._folder).free
-            was, self._looked = (self._low, self._full), now
-            self._low, self._full = free < LOW, free < HARD
-            if was != (self._low, self._full):
-                log.log(logging.WARNING if self._low else logging.INFO, "%s", self.sentence)
+        except OSError:
+            return  # whoever writes there says what is wrong
+        was = (self._low, self._full)
+        self._low, self._full = free < LOW, free < HARD
+        if was != (self._low, self._full):
+            log.log(logging.WARNING if self._low else logging.INFO, "%s", self.sentence)
 
     @property
     def sentence(self) -> str:
