@@ -74,6 +74,23 @@ def test_a_mistake_is_named_with_its_place_and_the_remedy(tmp_path: Path, text: 
     assert said in found
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('[mcp.files]\nenv = "canary"', "coterie.toml: mcp.files.env: expected a table of strings"),
+        ('[mcp.files]\nargs = "--token canary"', "coterie.toml: mcp.files.args: expected a list of strings"),
+        ('[mcp]\nfiles = "http://x?token=canary"', "coterie.toml: mcp.files: expected a table [mcp.files]"),
+        ('mcp = "http://x?token=canary"', "coterie.toml: mcp: expected tables such as [mcp.name]"),
+        ('[store]\nurl = "postgre://me:canary@x/y"', 'got "postgre://me:***@x/y"'),
+        ('[store]\nurl = "postgre://me:a/b:c@canary@x/y"', 'got "postgre://me:***@x/y"'),
+        ('[store]\nurl = "postgre://x/y?password=canary"', 'got "postgre://x/y"'),
+    ],
+)
+def test_what_is_wrong_is_told_without_what_may_be_a_key(tmp_path: Path, text: str, sentence: str) -> None:
+    told = " ".join(problems(tmp_path, text))
+    assert sentence in told and "canary" not in told
+
+
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     text = '[server]\nport = "x"\n[store]\nkeep_days = -1\n[agents.BAD]\n[agents.ada]\nname = 7\n'
     assert len(problems(tmp_path, text)) == 4

@@ -30,6 +30,7 @@ FLOORS = [
         "logctx",
         "store_url",
         "redaction",
+        "disk",
     ],
     ["artifacts", "filetype", "store", "overview", "statistics", "workers", "transcript", "llm.chat", "llm.service"],
     ["watcher", "bus", "library", "live", "relay", "llm", "tracing", "spans"],

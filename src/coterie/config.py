@@ -22,18 +22,18 @@ from coterie.text import clean, nearest
 
 FILE = "coterie.toml"
 Check = Callable[[Any], str | None]
-"""What is wrong with a value, or None."""
+"""What was expected instead of a value, or None."""
 
 
 def _is(kind: type, words: str) -> Check:
-    return lambda value: None if type(value) is kind else f"expected {words}, got {_shown(value)}"
+    return lambda value: None if type(value) is kind else f"expected {words}"
 
 
 def _whole(least: int, most: int = 2**53) -> Check:
     def check(value: Any) -> str | None:
         if type(value) is not int or not least <= value <= most:
             upper = f" to {most}" if most < 2**53 else " or more"
-            return f"expected a whole number, {least}{upper}, got {_shown(value)}"
+            return f"expected a whole number, {least}{upper}"
         return None
 
     return check
@@ -41,27 +41,25 @@ def _whole(least: int, most: int = 2**53) -> Check:
 
 def _one_of(*choices: str) -> Check:
     words = " or ".join(f'"{choice}"' for choice in choices)
-    return lambda value: None if value in choices else f"expected {words}, got {_shown(value)}"
+    return lambda value: None if value in choices else f"expected {words}"
 
 
 def _strings(value: Any) -> str | None:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return None
-    return f"expected a list of strings, got {_shown(value)}"
+    return "expected a list of strings"
 
 
 def _table_of_strings(value: Any) -> str | None:
     if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
         return None
-    # Not quoted: what belongs there are keys.
     return "expected a table of strings"
 
 
 def _store_url(value: Any) -> str | None:
     if value == SQLITE or (isinstance(value, str) and is_shared_url(value)):
         return None
-    shown = re.sub(r":[^:@/]*@", ":***@", value) if isinstance(value, str) else value
-    return f'expected "sqlite" or "postgresql://user@host/name", got {_shown(shown)}'
+    return 'expected "sqlite" or "postgresql://user@host/name"'
 
 
 _text = _is(str, "a string")
@@ -191,14 +189,14 @@ def _parse(path: Path) -> dict[str, Any]:
 def _read_section(kind: type, place: str, table: Any, problems: list[Problem], *, fatal: bool, **known: Any) -> Any:
     """An instance of `kind` from what is right in `table`; every wrong key is a problem."""
     if not isinstance(table, dict):
-        problems.append(_problem(place, f"expected a table [{place}], got {_shown(table)}", fatal))
+        problems.append(_problem(place, f"expected a table [{place}]{_got(place, table)}", fatal))
         return kind(**known)
     checks = {f.name: f.metadata["check"] for f in fields(kind) if "check" in f.metadata}
     for key, value in table.items():
         if key not in checks:
             problems.append(_unknown(f"{place}.{key}", key, set(checks)))
         elif wrong := checks[key](value):
-            problems.append(_problem(f"{place}.{key}", wrong, fatal))
+            problems.append(_problem(f"{place}.{key}", wrong + _got(f"{place}.{key}", value), fatal))
         else:
             known[key] = _tidy(value)
     return kind(**known)
@@ -207,7 +205,7 @@ def _read_section(kind: type, place: str, table: Any, problems: list[Problem], *
 def _read_entries(kind: type, place: str, table: Any, problems: list[Problem]) -> list[Any]:
     """Named tables under `place`; an entry with a problem of its own is left out, the rest stands."""
     if not isinstance(table, dict):
-        problems.append(_problem(place, f"expected tables such as [{place}.name], got {_shown(table)}", True))
+        problems.append(_problem(place, f"expected tables such as [{place}.name]{_got(place, table)}", True))
         return []
     entries = []
     for name, value in table.items():
@@ -277,6 +275,15 @@ def _tidy(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
     return clean(value) if isinstance(value, str) else value
+
+
+def _got(place: str, value: Any) -> str:
+    """Without what may be a key: servers have them in every field, the store in its address."""
+    if place.split(".")[0] == "mcp":
+        return ""
+    if place == "store.url" and isinstance(value, str):
+        value = re.sub(r":(?!//).*@", ":***@", value.partition("?")[0])
+    return f", got {_shown(value)}"
 
 
 def _shown(value: Any) -> str:

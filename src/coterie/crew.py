@@ -27,6 +27,7 @@ from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import AgentEntry, Config
+from coterie.disk import Disk
 from coterie.errors import Lagged, Problem, Refused, StoreError
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
@@ -68,6 +69,7 @@ class Crew:
         kept: Bytes,
         clock: Clock,
         live: Live,
+        disk: Disk,
     ) -> None:
         self._place, self._store, self._bus, self._artifacts, self._clock = place, store, bus, artifacts, clock
         profiles, unread = read_profiles(config, place)
@@ -114,7 +116,7 @@ class Crew:
             tracing=self._tracing,
             recall=self._registrar.recall,
         )
-        self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id())
+        self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id(), disk=disk)
 
     async def start(self) -> None:
         await self._registrar.recall()
@@ -254,7 +256,7 @@ class Crew:
 
     def _secrets(self) -> tuple[str, ...]:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
-        servers = [part for entry in self._config.mcp for part in (entry.env, entry.url)]
+        servers = [part for entry in self._config.mcp for part in (entry.env, entry.args, entry.url)]
         return secrets_of(os.environ, *servers, {f"{n}_KEY": key for n, key in enumerate(keys)})
 
     def _adopt_owner_tools(self) -> Sequence[Problem]:

@@ -15,6 +15,7 @@ from coterie.artifacts import Bytes
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import AgentEntry, Config, read_config
+from coterie.disk import Disk
 from coterie.errors import CoterieError, Lagged, Problem, StoreBroken
 from coterie.folder import SocietyFolder
 from coterie.inspection import require_society
@@ -23,7 +24,7 @@ from coterie.live import Live
 from coterie.messages import PERSON, Message, Receipt
 from coterie.relay import Relay
 from coterie.reloading import after_restart, running
-from coterie.storage import check_engine, is_shared, limits_of, open_store
+from coterie.storage import check_engine, filled_by, is_shared, limits_of, open_store
 from coterie.store import Retention
 from coterie.stores.sql.store import SqlStore
 
@@ -44,8 +45,10 @@ BEHIND = timedelta(minutes=5)
 class Society:
     """Use it as `async with Society.open(folder) as society`; leaving is a graceful stop."""
 
-    def __init__(self, config: Config, store: SqlStore, artifacts: Library, kept: Bytes, clock: Clock) -> None:
-        self.config, self.store, self.artifacts = config, store, artifacts
+    def __init__(
+        self, config: Config, store: SqlStore, artifacts: Library, kept: Bytes, clock: Clock, disk: Disk
+    ) -> None:
+        self.config, self.store, self.artifacts, self.disk = config, store, artifacts, disk
         self.bus = MessageBus(store, clock)
         store.news = lambda: self.bus.stored(None)
         self.live = Live()
@@ -56,6 +59,7 @@ class Society:
         self._reloading = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._tidier: asyncio.Task[None] | None = None
+        self._late_stops: set[asyncio.Task[None]] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -107,14 +111,15 @@ class Society:
         except BaseException:
             await store.close()
             raise
-        return cls(config, store, artifacts, kept, clock)
+        return cls(config, store, artifacts, kept, clock, Disk(filled_by(place, config), clock))
 
     def _hire(self, place: SocietyFolder) -> Crew:
         # Models and tools take a while to import, and an errand needs none of them.
         from coterie.crew import Crew
         from coterie.setup import Setup
 
-        crew = Crew(place, self.config, self.store, self.bus, self.artifacts, self._kept, self._clock, self.live)
+        parts = (self.store, self.bus, self.artifacts, self._kept, self._clock, self.live, self.disk)
+        crew = Crew(place, self.config, *parts)
         self._setup = Setup(place, crew.services, crew.directory, self._reload_services, self._clock)
         self._place = place
         return crew
@@ -238,8 +243,17 @@ class Society:
     def _stop_here(self, agent_id: str) -> None:
         """Somebody at another process of this society wants it."""
         with contextlib.suppress(CoterieError):  # whom only the others know yet does nothing here
-            if self._crew:
-                self._crew.stop_turn(agent_id)
+            if self._crew and not self._crew.stop_turn(agent_id):
+                late = asyncio.create_task(self._stop_when_it_comes(agent_id), name=f"coterie-stop-{agent_id}")
+                self._late_stops.add(late)
+                late.add_done_callback(self._late_stops.discard)
+
+    async def _stop_when_it_comes(self, agent_id: str) -> None:
+        """A claim may be stored and seen by the others, and still be on its way here."""
+        with contextlib.suppress(CoterieError):  # what was written before this has come, whatever becomes of this
+            await self.store.catch_up()
+        with contextlib.suppress(CoterieError):
+            self._at_work().stop_turn(agent_id)
 
     async def stop_waiting(self, agent_id: str) -> bool:
         """The same for a turn that nobody works on, because it waits for the next try or for the person's word."""
@@ -316,8 +330,7 @@ class Society:
             early = await self.bus.stop(deliver_delayed=deliver)
             if self._crew:
                 await self._crew.stop(timedelta(seconds=0 if briefly else settings.drain_seconds))
-            if self._relay:
-                await self._relay.close()
+            await self._hear_no_more()
             if last_words:
                 await last_words(early)
             return early
@@ -331,8 +344,7 @@ class Society:
             if self._crew:
                 await self._crew.stop_claiming()
                 await self._crew.stop(timedelta(0))
-            if self._relay:
-                await self._relay.close()
+            await self._hear_no_more()
             await self.bus.abandon()
         finally:
             await self.store.close()
@@ -364,6 +376,11 @@ class Society:
         self._stopping.set()
         if self._tidier:
             await self._tidier
+
+    async def _hear_no_more(self) -> None:
+        if self._relay:
+            await self._relay.close()
+        await asyncio.gather(*self._late_stops, return_exceptions=True)
 
 
 def _agent(entry: AgentEntry) -> Agent:

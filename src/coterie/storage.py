@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 
 from coterie.artifacts import Bytes
 from coterie.clock import Clock
@@ -35,6 +36,13 @@ def check_package(store: Storage) -> None:
 
 def limits_of(config: Config) -> Limits:
     return Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
+
+
+def filled_by(place: SocietyFolder, config: Config) -> Path | None:
+    """The folder that grows with the society; None where the database's server alone knows its disk."""
+    if not is_shared(config):
+        return place.data
+    return place.path / config.store.artifacts if config.store.artifacts else None
 
 
 async def open_store(place: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, Bytes]:

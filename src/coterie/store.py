@@ -129,6 +129,10 @@ class Store(Protocol):
         the next. False when there is none."""
         ...
 
+    async def catch_up(self) -> None:
+        """Whatever was handed in before is written or refused, and whoever waited for it has been told."""
+        ...
+
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
         """Those of them that are blocked, and not paused, try again; the ids of those that do."""
         ...

@@ -81,7 +81,12 @@ def _at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop
             stop.now()
         if "two" in str(request.body["messages"][-1]["content"]):
             return "two and more"
+        if moment == "claimed":
+            return Plays(nothing_before)  # the stop has to wait for the store, and must not find the answer there
         return Plays(only_half) if moment == "speaking" else "one and more"
+
+    async def nothing_before(_: Wire) -> None:
+        await stop.came
 
     async def only_half(wire: Wire) -> None:
         await wire.begin()

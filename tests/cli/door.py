@@ -54,7 +54,7 @@ def coterie_process(*args: str | Path, env: Mapping[str, str] | None = None) -> 
 class Serving(AbstractContextManager["Serving"]):
     """`coterie serve` as a process, ready when entered; killed on the way out if it still runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
         self.banner: list[str] = []
         self.log: list[dict[str, Any]] = []
         self._news = threading.Condition()
@@ -64,7 +64,7 @@ class Serving(AbstractContextManager["Serving"]):
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._watchdog = threading.Timer(PATIENCE, self.process.kill)
+        self._watchdog = threading.Timer(patience, self.process.kill)
         self._watchdog.start()
         self._reader = threading.Thread(target=self._read_log)
         self._reader.start()

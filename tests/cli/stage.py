@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -13,7 +14,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -177,6 +178,18 @@ class Terminal(AbstractContextManager["Terminal"]):
         while self._read(end):
             pass
         return self.process.wait(PATIENCE)
+
+    @contextlib.contextmanager
+    def read_on(self) -> Iterator[None]:
+        """Whatever is written while a test is busy elsewhere, to the end of the process."""
+        reading = threading.Thread(target=self._read_all, name="terminal")
+        reading.start()
+        yield
+        reading.join(PATIENCE)
+
+    def _read_all(self) -> None:
+        while self.process.poll() is None or self._read(0):
+            self._read(time.monotonic() + 0.1)
 
     def _read(self, end: float) -> bool:
         ready, _, _ = select.select([self._keyboard], [], [], max(0, end - time.monotonic()))

@@ -41,7 +41,7 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.close()
+        self._loop.call_soon_threadsafe(self._server.close)  # here it would meet callers who are leaving there
         self._run(self._hang_up())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -7,11 +7,12 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import psycopg
@@ -21,12 +22,14 @@ from coterie import bus
 from coterie.agent import scheduler
 from coterie.clock import SystemClock
 from coterie.config import Config, read_config
+from coterie.disk import HARD, LOOK_EVERY
 from coterie.errors import StoreUnavailable
 from coterie.llm.chat import Answer, Delta, Request
 from coterie.messages import PERSON, Receipt
 from coterie.runtime import Society
 from coterie.stores.postgres import listening as ears
 from coterie.stores.sql import post
+from coterie.stores.sql.jobs import Job
 from coterie.text import clean
 from coterie.web.stream import Hub
 from tests.engines import Postgres
@@ -99,12 +102,12 @@ def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "SWEEP", timedelta(hours=1))
 
 
-def short_lease(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    def shortened(folder: Path) -> Config:
+def configured(monkeypatch: pytest.MonkeyPatch, **store: Any) -> None:
+    def changed(folder: Path) -> Config:
         config = read_config(folder)
-        return replace(config, store=replace(config.store, lease_seconds=seconds))  # type: ignore[arg-type]
+        return replace(config, store=replace(config.store, **store))
 
-    monkeypatch.setattr("coterie.runtime.read_config", shortened)
+    monkeypatch.setattr("coterie.runtime.read_config", changed)
 
 
 async def soon(happens: Awaitable[T]) -> T:
@@ -220,6 +223,80 @@ async def test_a_turn_is_stopped_at_whichever_server_somebody_asks(shared: Postg
         assert mind.cut_off and idle.times == 0
 
 
+async def test_a_stop_that_is_asked_elsewhere_finds_a_turn_whose_claim_is_still_on_its_way_to_its_worker(
+    shared: Postgres, tmp_path: Path
+) -> None:
+    url, mind, idle = shared.url(tmp_path), Slow(), Slow()
+    async with (
+        process(tmp_path / "a", url, mind) as worker,
+        process(tmp_path / "b", url, idle) as other,
+        asyncio.timeout(SOON),
+    ):
+        with commits_held(worker) as committed:
+            sending = asyncio.create_task(worker.send(to="ada", text="hello"))
+            await committed.wait()
+            assert (ada := await other.store.agent("ada")) and ada.state == "llm"
+            heard = asyncio.Event()
+            worker._relay._stop = both(worker._relay._stop, heard.set)  # type: ignore[union-attr]
+            assert not other.stop_turn("ada")
+            await heard.wait()
+        await sending
+        async with other.bus.watch() as watcher:
+            while (ada := await other.store.agent("ada")) and ada.state != "idle":
+                await anext(watcher)
+        assert idle.times == 0
+
+
+@contextlib.contextmanager
+def commits_held(society: Society) -> Iterator[asyncio.Event]:
+    """Set when something is written; nobody in that process learns of it before this is left."""
+    writer = society.store._writer  # type: ignore[attr-defined]
+    commit, committed, may_be_told = writer._commit, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def held(batch: list[Job]) -> None:
+        commit(batch)
+        loop.call_soon_threadsafe(committed.set)
+        may_be_told.wait(SOON)
+
+    writer._commit = held
+    try:
+        yield committed
+    finally:
+        may_be_told.set()
+
+
+def both(first: Callable[[str], object], then: Callable[[], object]) -> Callable[[str], None]:
+    def run(agent_id: str) -> None:
+        first(agent_id)
+        then()
+
+    return run
+
+
+# A worker whose disk is full
+
+
+async def test_a_worker_on_a_full_disk_begins_nothing_until_there_is_room(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured(monkeypatch, artifacts="files")
+    free = [HARD]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    url, mind = shared.url(tmp_path), Slow()
+    async with process(tmp_path / "a", url, mind) as worker:
+        await worker.send(to="bob", text="hello")
+        await soon(mind.asked.get())
+        free[0] -= 1
+        worker.disk._looked -= LOOK_EVERY  # as if that had passed
+        await worker._at_work()._scheduler._claim_some()
+        await worker.send(to="ada", text="hello")
+        await worker._at_work()._scheduler._claim_some()
+        assert (ada := await worker.store.agent("ada")) and (ada.state, mind.times) == ("ready", 1)
+        free[0] += 1
+        await soon(mind.asked.get())
+
+
 # A worker that leaves, and one that is gone
 
 
@@ -239,7 +316,7 @@ async def test_what_a_worker_leaves_is_taken_up_at_once(shared: Postgres, tmp_pa
 async def test_a_worker_that_is_cut_off_lets_go_before_another_takes_over_and_comes_back(
     shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    short_lease(monkeypatch, 4)
+    configured(monkeypatch, lease_seconds=4)
     url, first, second = shared.url(tmp_path), Slow(), Slow()
     with Proxy(shared.server) as proxy:
         async with process(tmp_path / "a", proxy.url(url), first) as worker, contextlib.AsyncExitStack() as later:
@@ -295,7 +372,7 @@ async def test_what_nobody_was_told_of_is_found_within_a_second_and_a_half(
 async def test_with_too_few_connections_reads_wait_then_say_so_and_claims_are_renewed_all_the_while(
     shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short_lease(monkeypatch, 1)
+    configured(monkeypatch, lease_seconds=1)
     url, mind = shared.url(tmp_path), Slow()
     with role_with_connections(shared, url, 4) as poor:
         async with process(tmp_path / "a", poor, mind) as society:

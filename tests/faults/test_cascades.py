@@ -125,6 +125,9 @@ async def test_agents_that_answer_one_message_with_six_are_stopped(engine: Engin
         await carol_answers(here)
         await comes_to_rest(here)
         await carol_answers(here)
+        results = [row.text for name in names for row in await here.society.store.history(name)]
+
+        assert any('"hop_limit"' in text for text in results)
 
 
 async def test_when_everybody_is_paused_nothing_is_begun_also_after_a_restart(engine: Engine, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class Model:
     def __init__(self) -> None:
         self.running = self.most = 0
         self.served: Counter[int] = Counter()
+        self.has_served = asyncio.Event()
 
     async def ask(self, queue: Queue, who: int) -> None:
         async with queue:
@@ -78,6 +79,7 @@ class Model:
             await asyncio.sleep(0.02)
             self.running -= 1
             self.served[who] += 1
+            self.has_served.set()
 
 
 async def test_three_processes_keep_to_one_limit_and_none_of_them_starves(process: Opener) -> None:
@@ -85,8 +87,7 @@ async def test_three_processes_keep_to_one_limit_and_none_of_them_starves(proces
     model = Model()
     # The first is there before the others, and has four times as much to ask.
     asking = [asyncio.ensure_future(model.ask(places[0].at("main", 3), 0)) for _ in range(40)]
-    while not model.served:
-        await asyncio.sleep(0.001)
+    await model.has_served.wait()
     late = [asyncio.ensure_future(model.ask(each.at("main", 3), who)) for who in (1, 2) for each in [places[who]] * 10]
     await asyncio.gather(*late)
     served = model.served[0]
@@ -143,17 +144,20 @@ async def test_who_leaves_in_order_gives_its_places_back_at_once(
 
 async def test_a_caller_who_goes_away_leaves_no_place_taken(process: Opener) -> None:
     places = SharedPlaces(await process(), SystemClock())
-    queue, inside, leave = places.at("main", 1), asyncio.Event(), asyncio.Event()
+    queue, coming, inside, leave = places.at("main", 1), asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
+        coming.set()
         async with queue:
             inside.set()
             await leave.wait()
 
     holding = asyncio.create_task(hold())
     await inside.wait()
+    coming.clear()
     waiting = asyncio.create_task(hold())
-    await asyncio.sleep(0)
+    await coming.wait()
+    assert len(queue._waiting) == 1
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from coterie.disk import HARD, LOW
 from coterie.runtime import Society
 from coterie.testing import FakeClock
 from coterie.web.access import Access
 from coterie.web.app import build_app
-from coterie.web.disk import LOW
 from coterie.web.security import BODY_BYTES, EVENTS, POLICY
 
 from .conftest import BASE, TOKEN
@@ -152,9 +151,9 @@ async def test_while_it_stops_new_requests_are_turned_away_and_the_connection_en
 
 
 async def test_what_comes_from_outside_is_turned_away_before_the_disk_is_full_and_the_rest_goes_on(
-    society: Society, access: Access, clock: FakeClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    society: Society, access: Access, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = build_app(society, access, clock=clock, disk=tmp_path)
+    app = build_app(society, access, clock=clock)
     free = [LOW]
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -176,6 +175,18 @@ async def test_what_comes_from_outside_is_turned_away_before_the_disk_is_full_an
     assert [(one.status_code, one.json()["code"]) for one in refused] == [(507, "store_full")] * 2
     assert refused[0].headers["retry-after"]
     assert (sent.status_code, withdrawn.status_code, again.status_code) == (202, 204, 202)
+
+
+async def test_who_can_begin_nothing_for_want_of_disk_is_not_ready(
+    client: httpx.AsyncClient, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for free in (HARD, HARD - 1, HARD):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        await clock.advance(seconds=1)
+        answer = await client.get("/readyz")
+        found.append((answer.status_code, answer.json().get("code")))
+    assert found == [(200, None), (503, "store_full"), (200, None)]
 
 
 async def test_only_the_whole_token_is_the_token(access: Access) -> None:

@@ -200,6 +200,8 @@ async def test_a_silent_stream_is_pinged_every_fifteen_seconds(hub: Hub, clock: 
         for pings in (1, 2, 3):
             await clock.advance(seconds=15)
             await until(lambda pings=pings: ear.comments == pings)  # type: ignore[misc]
+        await clock.advance(seconds=14)
+        assert ear.comments == 3
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -230,14 +232,18 @@ async def test_a_big_message_does_not_let_go_of_who_reads(
         assert (await ear.next("message.created")).data["message"]["id"] == sent
 
 
-async def test_a_dead_socket_ends_by_itself_though_nothing_happens(hub: Hub, clock: FakeClock) -> None:
+async def test_a_dead_socket_ends_by_itself_though_nothing_happens(
+    hub: Hub, society: Society, clock: FakeClock
+) -> None:
     dead = Ear()
     dead.stuck = asyncio.Event()
     async with listening(hub, None, dead):
         await until(lambda: len(hub) == 1)
-        async with listening(hub):
+        async with listening(hub) as ear:
             await clock.advance(seconds=30)
             await until(lambda: len(hub) == 1)
+            sent = await say(society, "are you there?")
+            assert (await ear.next("message.created")).data["message"]["id"] == sent
 
 
 async def test_a_stop_is_told_to_everybody_and_ends_their_streams(hub: Hub) -> None:

@@ -100,7 +100,7 @@ class McpServer:
             if rest > 0:
                 raise Absent(f"the MCP server {self.id} is not there ({self._why}); next try in {rest:.0f} s")
             self._drop()
-            self._connection = connection = Connection(self._entry)
+            self._connection = connection = Connection(self._entry, self._clock)
             self._leaving.add(connection.task)
             connection.task.add_done_callback(self._leaving.discard)
             try:
@@ -109,17 +109,17 @@ class McpServer:
                 connection.task.cancel()
                 raise
             except Exception as error:
-                raise self._absent(error) from error
+                raise self._absent(connection.why_not(error)) from error
             self._failures = 0
             self._adopt(f"mcp.{self.id}", self._tools(offered))
             return connection
 
-    def _absent(self, error: Exception) -> Absent:
+    def _absent(self, why: str) -> Absent:
         self._drop()
         rest = min(timedelta(seconds=2**self._failures), LONGEST_REST)
         self._failures = min(self._failures + 1, 10)
         self._not_before = self._clock.monotonic() + rest.total_seconds()
-        self._why = words_of(error, self._entry)
+        self._why = why
         return Absent(f"the MCP server {self.id} cannot be reached: {self._why}")
 
     def _drop(self) -> None:

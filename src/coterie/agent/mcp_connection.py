@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import importlib
 import logging
-import sys
 from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
+from coterie.agent.mcp_stderr import Stderr
+from coterie.clock import Clock
 from coterie.errors import CoterieError
 from coterie.redaction import redact, secrets_of
 from coterie.text import clean, one_line
@@ -47,10 +48,11 @@ class Absent(CoterieError):
 class Connection:
     """A task of its own holds it, since the SDK's scopes belong to the task that entered them."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, clock: Clock) -> None:
         self.client: mcp.Client | None = None
         """None: not yet, or not any more."""
-        self._gone = asyncio.Event()
+        self._stderr = Stderr(entry.id, _secrets(entry), clock)
+        self._gone, self._complained = asyncio.Event(), False
         self._entry = entry
         self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._hold(), name=f"coterie-mcp-{entry.id}")
@@ -65,6 +67,11 @@ class Connection:
         if self.client is None:
             raise ConnectionError("the connection has just ended")
         return await self.client.call_tool(name, arguments)
+
+    def why_not(self, error: Exception) -> str:
+        """Why there is no connection, in one sentence: what a child wrote last often says more than its end."""
+        why, wrote = words_of(error, self._entry), self._stderr.last
+        return f"{why}; the last it wrote was: {wrote}" if wrote else why
 
     def lost_by(self, error: Exception) -> bool:
         """Whether the call met the end of the connection, and not an answer that says no."""
@@ -127,27 +134,43 @@ class Connection:
         async def pass_on() -> None:
             with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                 async for message in read:
-                    await said.send(message)
+                    if isinstance(message, Exception):
+                        self._complain()
+                    else:
+                        await said.send(message)
             said.close()
             self._lost()
 
-        async with (
-            said,
-            heard,
-            stdio_client(started, errlog=sys.__stderr__ or sys.stderr) as (read, write),
-            anyio.create_task_group() as tasks,
-        ):
-            tasks.start_soon(pass_on)
-            yield heard, write
-            tasks.cancel_scope.cancel()
+        with self._stderr as stderr:
+            async with (
+                said,
+                heard,
+                stdio_client(started, errlog=stderr.writable) as (read, write),
+                anyio.create_task_group() as tasks,
+            ):
+                stderr.writable.close()
+                tasks.start_soon(pass_on)
+                yield heard, write
+                tasks.cancel_scope.cancel()
+
+    def _complain(self) -> None:
+        """Once. Without the words, of which the error holds two pieces: a key that was cut in two is not found."""
+        if not self._complained:
+            words = "the MCP server %s writes to its standard output what is no message: have it use its standard error"
+            log.warning(words, self._entry.id)
+        self._complained = True
 
 
 def words_of(error: BaseException, entry: Entry) -> str:
     """Without the keys that the owner gave the server: errors repeat whole addresses."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    words = redact(clean(str(error)), secrets_of(entry.env, entry.url))
+    words = redact(clean(str(error)), _secrets(entry))
     return one_line(words, 300) or type(error).__name__
+
+
+def _secrets(entry: Entry) -> tuple[str, ...]:
+    return secrets_of(entry.env, entry.args, entry.url)
 
 
 async def _list(client: mcp.Client) -> list[mcp.Tool]:

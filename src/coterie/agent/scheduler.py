@@ -11,6 +11,7 @@ from datetime import timedelta
 from coterie.agent.llm_handler import LlmHandler
 from coterie.agent.turn import Rules
 from coterie.clock import Clock
+from coterie.disk import Disk
 from coterie.errors import StoreError
 from coterie.logctx import turn_context
 from coterie.turns import Claim, TurnStore
@@ -25,8 +26,10 @@ AT_ONCE = 256
 class Scheduler:
     """A `Taker`: the store hands it whoever gets mail; it looks itself for those who are due for other reasons."""
 
-    def __init__(self, store: TurnStore, handler: LlmHandler, clock: Clock, rules: Rules, worker: str) -> None:
-        self._store, self._handler, self._clock = store, handler, clock
+    def __init__(
+        self, store: TurnStore, handler: LlmHandler, clock: Clock, rules: Rules, worker: str, disk: Disk
+    ) -> None:
+        self._store, self._handler, self._clock, self._disk = store, handler, clock, disk
         self.rules, self.worker = rules, worker
         self._wake = asyncio.Event()
         self._turns: dict[asyncio.Task[None], str] = {}
@@ -97,7 +100,8 @@ class Scheduler:
 
     async def _claim_some(self) -> bool:
         """Whether there may be more."""
-        room = self._places.take(AT_ONCE)
+        # On a full disk there is no place for anybody: who gets mail waits as if all were taken.
+        room = 0 if self._disk.is_full() else self._places.take(AT_ONCE)
         claims: Sequence[Claim] = ()
         try:
             if self._mislaid or self._dropped:

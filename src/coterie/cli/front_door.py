@@ -17,7 +17,6 @@ from coterie.errors import CoterieError, StoreOwned
 from coterie.folder import SocietyFolder
 from coterie.inspection import owner
 from coterie.runtime import Society
-from coterie.storage import is_shared
 from coterie.web.access import Access, check_token, keep_token
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
@@ -59,8 +58,7 @@ class FrontDoor:
         clock = SystemClock()
         token = keep_token(self._data, self._token)
         self._access = Access(token, society.store.info.log_id, clock, secure=self.where.secure)
-        disk = None if is_shared(society.config) else self._data
-        self._app = build_app(society, self._access, where=self.where, clock=clock, disk=disk)
+        self._app = build_app(society, self._access, where=self.where, clock=clock)
         self._server = WebServer(self._app, self._sockets, access_log=debugging())
         await self._server.start()
         leave_address(self._data, Address(url=self.where.local, pid=os.getpid(), token=self._token))

@@ -24,6 +24,7 @@ def start() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # made only when debugging
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # senders could fill the log with what they send
+    _say_it_ourselves()
 
 
 def stay_quiet() -> None:
@@ -33,6 +34,12 @@ def stay_quiet() -> None:
     else:
         logging.getLogger("coterie").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").addHandler(logging.NullHandler())
+        _say_it_ourselves()
+
+
+def _say_it_ourselves() -> None:
+    """The MCP SDK writes what servers say, their keys with it. What an owner needs of it we say, without them."""
+    logging.getLogger("mcp").setLevel(logging.CRITICAL)
 
 
 def debugging() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -13,7 +12,6 @@ from coterie.runtime import Society
 from coterie.web import health, metrics, page, problems, session
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses, addresses
-from coterie.web.disk import Disk
 from coterie.web.meter import HttpMeter
 from coterie.web.routes import ROUTERS
 from coterie.web.security import Gate
@@ -31,9 +29,8 @@ def build_app(
     *,
     where: Addresses | None = None,
     clock: Clock | None = None,
-    disk: Path | None = None,
 ) -> FastAPI:
-    """`where`: the addresses it answers under, if other than the configured ones. `disk`: the folder that it fills."""
+    """`where`: the addresses it answers under, if other than the configured ones."""
     server = society.config.server
     app = FastAPI(
         title="Coterie",
@@ -46,7 +43,7 @@ def build_app(
     state = app.state
     state.society, state.access = society, door
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
-    state.health, state.meter = health.Health(society.store), HttpMeter()
+    state.health, state.meter = health.Health(society.store, society.disk), HttpMeter()
     state.uploads = Uploads(society.artifacts.limit)
     state.on_shutdown = list[LastWords]()
     state.clock = clock or SystemClock()
@@ -67,6 +64,6 @@ def build_app(
         clock=state.clock,
         health=state.health,
         meter=state.meter,
-        disk=Disk(disk, state.clock),
+        disk=society.disk,
     )
     return app

@@ -7,6 +7,7 @@ from typing import cast
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from coterie.disk import Disk
 from coterie.store import Store
 from coterie.web.problems import problem
 
@@ -14,8 +15,8 @@ router = APIRouter(tags=["health"])
 
 
 class Health:
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, disk: Disk) -> None:
+        self._store, self._disk = store, disk
         self.draining = False
         """Set when a stop begins: from then on no new request is taken."""
 
@@ -26,6 +27,8 @@ class Health:
             return "stopping", "the society is stopping"
         if not self._store.healthy:
             return "store_unavailable", "what is written does not get through to the disk: the log says why"
+        if self._disk.is_full():
+            return "store_full", self._disk.sentence
         return None
 
 

@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.clock import Clock
+from coterie.disk import Disk
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses
-from coterie.web.disk import LOW, Disk
 from coterie.web.health import Health
 from coterie.web.limits import Rates
 from coterie.web.meter import HttpMeter
@@ -116,10 +116,7 @@ class Gate:
         if method in ("GET", "HEAD"):
             return receive
         if method == "POST" and path in INPUT and self._disk.is_low():
-            sentence = (
-                f"fewer than {LOW:,} bytes of the disk are free: make room; nothing was lost, no restart is needed"
-            )
-            raise Rejected(507, "store_full", sentence)
+            raise Rejected(507, "store_full", self._disk.sentence)
         return _checked_body(headers, path, method, receive)
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:

@@ -61,6 +61,9 @@ class SqlStore(SqlOverview):
     async def stop(self, agent_id: str) -> bool:
         return await self._post(lambda db, post: transitions.stop(db, post, agent_id), touches=[agent_id])
 
+    async def catch_up(self) -> None:
+        await self._post(lambda *_: None)
+
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
         return await self._post(lambda _, post: transitions.unblock(post, agent_ids), touches=agent_ids)
 
