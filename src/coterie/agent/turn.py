@@ -86,6 +86,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     def next(self) -> int | None:
         return next((index for index, one in enumerate(self.calls) if one.state in ("planned", "gated")), None)
 
+    def has_done(self, name: str) -> bool:
+        return any(one.call.name == name and one.state == "done" for one in self.calls)
+
     def awaited(self) -> str:
         """The id of the call that waits for the person's word; empty if none does."""
         return next((one.call.id for one in self.calls if one.state == "gated"), "")
@@ -326,8 +329,8 @@ def _begin_plan(turn: Turn, plan: Plan) -> Step:
 
 def _speaker(turn: Turn) -> str | None:
     """The message that interrupts: a person's, if there is one."""
-    speech = sorted((letter for letter in turn.mail if not letter.echo), key=lambda letter: not letter.from_person)
-    return speech[0].id if speech else None
+    speech = [letter for letter in turn.mail if not letter.echo]
+    return next((letter.id for letter in speech if letter.from_person), speech[0].id if speech else None)
 
 
 def _withdrawals(turn: Turn) -> int:

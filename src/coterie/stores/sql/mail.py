@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coterie.agent.send_message import SEND_MESSAGE
 from coterie.agent.turn import Letter, Plan
 from coterie.messages import PERSON, Message
 from coterie.stores.sql.approvals import APPROVE, question_id
@@ -112,11 +113,11 @@ class Mail:
         """It comes from the agent itself, or answers something that the running plan has sent."""
         if sender == self._agent:
             return True
-        if plan is None or cause is None:
+        if plan is None or cause is None or not plan.has_done(SEND_MESSAGE.name):
             return False
         if self._sent is None:
             self._sent = {message_id for (message_id,) in self._db.execute(_SENT, (self._agent, plan_name))}
-        # Most plans send nothing, and most answers are to what was sent itself: the whole chain is seldom walked.
+        # Most answers are to what was sent itself: the whole chain is seldom walked.
         if not self._sent or cause in self._sent:
             return bool(self._sent)
         return self._db.execute(_ECHO, (cause, self._agent, plan_name)).fetchone() is not None
