@@ -31,6 +31,7 @@ STATUS = {
     "payload_too_large": 413,
     "artifact_too_large": 413,
     "mailbox_full": 429,
+    "too_many_messages": 429,
     "already_taken": 409,
     "already_delivered": 409,
     "already_answered": 409,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from coterie.agent.llm_handler import TO_ONE
 from coterie.agent.send_message import SEND_MESSAGE, send_message
 from coterie.bus import MessageBus
 from coterie.store import Store
-from coterie.testing import FakeClock
+from coterie.testing import Calls, FakeClock, Says
+from tests.agent.stage import stage
 
 PROPERTIES = SEND_MESSAGE.parameters["properties"]
 
@@ -112,3 +116,21 @@ async def test_the_same_call_run_again_sends_nothing_new(bus: MessageBus, store:
     told = [await send_message(bus, "ada", arguments, key="turn-1/0") for _ in range(2)]
     assert told[0] == told[1]
     assert len(await store.waiting("user")) == 1
+
+
+async def test_an_agent_cannot_flood_another_and_may_write_again_soon(tmp_path: Path, clock: FakeClock) -> None:
+    letter = Calls("send_message", {"to": "bob", "payload": {"text": "and?"}})
+    async with stage(tmp_path, clock=clock) as here:
+        plans = [Says(calls=(letter,) * (TO_ONE // 2)), Says(calls=(letter,) * (TO_ONE // 2 + 1))]
+        here.server.script(*plans, "all sent", Says(calls=(letter,)), "one more")
+        await here.society.pause("bob")
+        await here.say("go")
+        assert await here.texts() == ["all sent"]
+        *sent, refused = [text for role, text in await here.history() if role == "tool"]
+        assert all("messageId" in text for text in sent)
+        assert json.loads(refused)["error"] == "too_many_messages" and "wait 1 s" in refused
+
+        await clock.advance(seconds=1)
+        await here.say("again")
+        assert await here.texts(2) == ["all sent", "one more"]
+        assert len(await here.society.store.waiting("bob", 1_000)) == TO_ONE + 1

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from coterie.errors import ConfigError
+from coterie.rates import Rates
 from coterie.testing import FakeClock
 from coterie.web.addresses import addresses, is_loopback
-from coterie.web.limits import Rates
 
 
 def test_it_answers_under_loopback_and_its_own_names_only() -> None:

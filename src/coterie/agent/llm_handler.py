@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -36,12 +37,15 @@ from coterie.llm.models import Models
 from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
 from coterie.logctx import turn_context
 from coterie.messages import Envelope
+from coterie.rates import Rates
 from coterie.tracing import Tracing
 from coterie.turns import Claim, StaleOwner, TurnStore
 
 log = logging.getLogger(__name__)
 
 PATIENCE = timedelta(seconds=1)
+TO_ONE, TO_ONE_A_SECOND = 100, 1
+"""Messages that an agent may send another at once, and from then on: nobody fills a mailbox that others need too."""
 ContextMaker = Callable[[Profile, str, str | None], ToolContext]
 """What a tool is given: whose call it is, the key of that call, and the message it was made for."""
 
@@ -105,6 +109,7 @@ class LlmHandler:
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
         self._live, self._tokens_per_day, self._tracing = live or Live(), tokens_per_day, tracing or Tracing()
         self._memory, self._prompts = Memory(), Prompts(directory)
+        self._pairs = Rates(clock, burst=TO_ONE, per_second=TO_ONE_A_SECOND)
         self._work: dict[str, Work] = {}
 
     def adopt(self, rules: Rules, tokens_per_day: int) -> None:
@@ -325,9 +330,16 @@ class LlmHandler:
     async def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:
         try:
             envelope = await self._bus.described(seal_call(claim.agent_id, call.arguments, key=key, cause=claim.cause))
+            self._check_pair(envelope)
         except Refused as refusal:
             return Outcome(event=Ran(index=index, ok=False, result=refusal.to_json()))
         return Outcome(event=Ran(index=index, ok=True, result=""), sends=envelope)
+
+    def _check_pair(self, envelope: Envelope) -> None:
+        wait = self._pairs.take(f"{envelope.sender} {envelope.to}")
+        if wait:
+            words = f"you send {envelope.to!r} too many messages: wait {math.ceil(wait)} s, or say more in one"
+            raise Refused("too_many_messages", words)
 
 
 def _draft(claim: Claim) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from coterie.clock import Clock
 from coterie.errors import CoterieError
 from coterie.private_file import readable_by_others, write_private
-from coterie.web.limits import Rates
+from coterie.rates import Rates
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.clock import Clock
 from coterie.disk import Disk
+from coterie.rates import Rates
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses
 from coterie.web.health import Health
-from coterie.web.limits import Rates
 from coterie.web.meter import HttpMeter
 from coterie.web.problems import Rejected, as_response, unexpected
 

@@ -1,4 +1,4 @@
-"""How often somebody may knock: token buckets, one for each client, in a map that cannot grow without end."""
+"""How often somebody may do something: token buckets, one for each of them, in a map that cannot grow without end."""
 
 from __future__ import annotations
 
