@@ -27,10 +27,11 @@ ENVIRON = {
 MEANT_TO_HOLD_THEM = {"coterie.toml", "llmservices.json", "data/token", "data/secrets.json", "data/server.json"}
 TROUBLES = ("status-401", "status-400", "status-500", "status-404", "stream", "page", "tools")
 """One agent for each, and one whose key comes from the environment; what its model does."""
+LAST_TOOL = "demo__die"
 AGENTS = [f"{kind}{one}" for one in TROUBLES for kind in ("", "env-")]
 
 TOOLS = """
-import os
+import asyncio, os
 from coterie import tool
 
 @tool
@@ -42,6 +43,11 @@ async def leak() -> str:
 def leak_apart() -> str:
     "Fail elsewhere."
     raise RuntimeError("cannot log in with " + os.environ["SHELL_API_KEY"])
+
+@tool
+async def wait() -> None:
+    "Wait a little."
+    await asyncio.sleep(0.5)
 
 @tool
 def show() -> str:
@@ -100,8 +106,10 @@ def mind(request: Received) -> Reply:
             return error_in_stream({"message": said, "type": "invalid_request_error"})
         case "page":
             return document(f"<html><p>{said}".encode(), status=400, content_type="text/html")
-        case "tools" if messages[-1]["role"] == "user":
-            return Says(calls=tuple(Calls(name) for name in ("leak", "leak_apart", "show", "demo__leak", "demo__die")))
+        case "tools" if LAST_TOOL not in str(request.body["tools"]):  # a server that is slow to start comes late
+            return Says(calls=(Calls("wait"),))
+        case "tools" if LAST_TOOL not in str(messages[1:]):
+            return Says(calls=tuple(Calls(name) for name in ("leak", "leak_apart", "show", "demo__leak", LAST_TOOL)))
         case "tools":
             return "done"
         case status:
