@@ -146,3 +146,17 @@ def test_every_example_has_a_line_in_the_readmes() -> None:
     examples = [path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "stand_in"]
     for readme in READMES:
         assert [one for one in examples if f"examples/{one}" not in readme.read_text()] == []
+
+
+def test_every_screen_of_the_page_has_its_picture_in_both_languages() -> None:
+    app_js = (ROOT / "src/coterie/web/static/app.js").read_text()
+    (names,) = re.findall(r"for \(const name of \[(.*?)\]\)", app_js)
+    screens = [*re.findall(r"'(\w+)'", names), "conversation", "viewer", "phone"]
+    pictures = [path.stem for path in (ROOT / "docs/images").glob("*.png")]
+    missing = [
+        (screen, language)
+        for screen in screens
+        for language in ("en", "zh")
+        if not any(picture.startswith(f"{screen}-{language}") for picture in pictures)
+    ]
+    assert len(screens) > 8 and missing == []

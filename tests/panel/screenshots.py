@@ -49,8 +49,8 @@ def toml(names: dict[str, str]) -> str:
     return "\n".join(tables)
 
 
-async def scene(panel: Room, words: Mapping[str, object]) -> None:
-    """Somebody at work, a question, two interjections, something for later, a file."""
+async def scene(panel: Room, words: Mapping[str, object]) -> str:
+    """Somebody at work, a question, two interjections, something for later, two files: the reference of the last."""
     options, wait = words["options"], words["wait"]
     assert isinstance(options, list)
     assert isinstance(wait, list)
@@ -68,7 +68,8 @@ async def scene(panel: Room, words: Mapping[str, object]) -> None:
     await panel.tell(str(words["which"]), *options, by="chief")
     await panel.tell(str(words["later"]), by="ada")
     await panel.society.send(to="user", text=str(words["later"]), sender="chief", delay_ms=252_000)
-    await panel.society.artifacts.put(b"a,b\n1,2\n", "report.csv")
+    await panel.society.artifacts.put(b"region,orders\nNorth,128\nSouth,96\n", "orders.csv")
+    return (await panel.society.artifacts.put(str(words["note"]).encode(), "report.md")).ref
 
 
 async def shot(page: Page, name: str) -> None:
@@ -84,17 +85,20 @@ async def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 async with room(Path(folder), browser, agents=toml(names)) as panel:
                     panel.server.default = "ok"
-                    await scene(panel, words)
+                    file = await scene(panel, words)
                     for scheme in ("light", "dark"):
                         page = await panel.open("#/a/chief", locale=LOCALES[language], color_scheme=scheme)
                         await expect(page.locator(ui.WAITING).first).to_be_attached()
                         await ui.to_end(page)
                         await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
                         await shot(page, f"conversation-{language}-{scheme}")
-                    for place in ("inbox", "timeline", "org", "setup"):
+                    for place in ("inbox", "timeline", "org", "delayed", "artifacts", "setup"):
                         page = await panel.open(f"#/{place}", locale=LOCALES[language])
                         await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_visible()
                         await shot(page, f"{place}-{language}")
+                    page = await panel.open(f"#/artifacts/{file}", locale=LOCALES[language])
+                    await expect(page.get_by_text("128")).to_be_visible()
+                    await shot(page, f"viewer-{language}")
                     page = await panel.open("#/a/chief", locale=LOCALES[language], viewport=PHONE)
                     await ui.to_end(page)
                     await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
