@@ -83,7 +83,8 @@ def test_a_worker_that_lost_fifty_agents_while_it_stood_still_can_write_for_none
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
     report = fork_server.call("haunt", folder=str(tmp_path), url=shared.url(tmp_path), agents=50)
-    assert report == {"seen": {"held": 100, "fenced": 100}, "problems": []}
+    assert report["problems"] == []
+    assert report["seen"]["held"] == 100 and report["seen"]["fenced"] >= 100
 
 
 @pytest.mark.slow

@@ -129,8 +129,9 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
 
     # Answers by an option
     await panel.tell("And now?", "three", "four")
-    await expect(page.locator(".quick-reply-btn").last).to_be_visible()
+    await expect(page.locator(".quick-reply-btn").last).to_have_text("four")
     await keys.press("Alt+q")
+    await expect(page.locator(".quick-reply-btn:focus")).to_have_text("three")
     await ringed(page)
     await keys.press("2")
     await eventually(lambda: _said(panel, "four"))
