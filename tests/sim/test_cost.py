@@ -94,3 +94,18 @@ def checks_after(turns: int) -> list[int]:
 
 def check(db: sqlite3.Connection, post: Post) -> None:
     TurnDesk(db, post, "ada", RULES)._turn()
+
+
+def test_no_statement_of_a_turn_builds_a_table_of_its_own() -> None:
+    world, said = having_talked(1), list[str]()
+    world.db.set_trace_callback(said.append)
+    world.send(seal(sender="user", to="ada", payload={"text": "x", "quickReplies": ["y"]}))
+    (claim,) = world.claim("w", 1)
+    for event in (PLAN, done(0), done(1), Answered(text="an answer")):
+        claim = world.advance(claim, event, None)
+    world.db.set_trace_callback(None)
+    written = [one for one in said if one.lstrip().startswith(("INSERT", "UPDATE"))]
+    assert len(written) > 10
+    for statement in written:
+        assert "OpenEphemeral" not in {step[1] for step in world.db.execute(f"EXPLAIN {statement}")}, statement
+    world.close()

@@ -1,3 +1,4 @@
+-- Closed lists say OR and not IN: for a list of three or more SQLite builds a table, in every statement that writes it.
 CREATE TABLE meta (
     key   TEXT PRIMARY KEY,
     value TEXT NOT NULL
@@ -7,8 +8,10 @@ CREATE TABLE agents (
     id            TEXT PRIMARY KEY,
     kind          TEXT NOT NULL CHECK (kind IN ('agent', 'person')),
     name          TEXT NOT NULL,
-    state         TEXT NOT NULL DEFAULT 'idle' CHECK (state IN (
-                      'idle', 'ready', 'llm', 'tools', 'wait_approval', 'wait_retry', 'blocked', 'paused', 'terminated')),
+    state         TEXT NOT NULL DEFAULT 'idle' CHECK (
+                      state = 'llm' OR state = 'tools' OR state = 'idle' OR state = 'ready'
+                      OR state = 'wait_approval' OR state = 'wait_retry' OR state = 'blocked' OR state = 'paused'
+                      OR state = 'terminated'),
     -- All waiting is this one column: the scheduler asks for runnable_at <= now. NULL: until something happens.
     runnable_at   INTEGER,
     -- The fence: a write for this agent counts only with the epoch and step it was decided on.
@@ -31,7 +34,9 @@ CREATE TABLE messages (
     id           TEXT NOT NULL UNIQUE,
     sender       TEXT NOT NULL,
     recipient    TEXT NOT NULL REFERENCES agents (id),
-    state        TEXT NOT NULL CHECK (state IN ('delayed', 'pending', 'taken', 'withdrawn', 'dead')),
+    state        TEXT NOT NULL CHECK (
+                      state = 'pending' OR state = 'taken' OR state = 'delayed' OR state = 'withdrawn'
+                      OR state = 'dead'),
     in_seq       INTEGER,
     created_at   INTEGER NOT NULL,
     deliver_at   INTEGER,
@@ -57,7 +62,7 @@ CREATE INDEX messages_dead ON messages (seq) WHERE state = 'dead';
 CREATE TABLE artifacts (
     ref        TEXT PRIMARY KEY,
     filename   TEXT NOT NULL,
-    type       TEXT NOT NULL CHECK (type IN ('image', 'audio', 'file')),
+    type       TEXT NOT NULL CHECK (type = 'image' OR type = 'audio' OR type = 'file'),
     mime_type  TEXT NOT NULL,
     size       INTEGER NOT NULL,
     sha256     TEXT NOT NULL,

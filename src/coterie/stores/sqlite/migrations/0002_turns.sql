@@ -26,7 +26,7 @@ CREATE TABLE history (
     agent_id   TEXT NOT NULL REFERENCES agents (id),
     seq        INTEGER NOT NULL,
     turn_no    INTEGER NOT NULL,
-    role       TEXT NOT NULL CHECK (role IN ('user', 'assistant', 'tool')),
+    role       TEXT NOT NULL CHECK (role = 'user' OR role = 'assistant' OR role = 'tool'),
     -- A user row is the message it stands for.
     message_id TEXT,
     content    TEXT,
@@ -46,7 +46,7 @@ CREATE TABLE plans (
     turn_no        INTEGER NOT NULL,
     step_no        INTEGER NOT NULL,
     text           TEXT NOT NULL,
-    outcome        TEXT NOT NULL CHECK (outcome IN ('open', 'closed', 'withdrawn')),
+    outcome        TEXT NOT NULL CHECK (outcome = 'open' OR outcome = 'closed' OR outcome = 'withdrawn'),
     -- The message that withdrew it, or cut it short.
     interrupted_by TEXT,
     at             INTEGER NOT NULL,
@@ -64,10 +64,11 @@ CREATE TABLE calls (
     name       TEXT NOT NULL,
     arguments  TEXT NOT NULL,
     raw        TEXT,
-    effect     TEXT NOT NULL CHECK (effect IN ('pure', 'idempotent', 'unsafe')),
+    effect     TEXT NOT NULL CHECK (effect = 'unsafe' OR effect = 'pure' OR effect = 'idempotent'),
     gated      INTEGER NOT NULL,
-    state      TEXT NOT NULL CHECK (state IN (
-                   'planned', 'gated', 'started', 'done', 'failed', 'cancelled', 'unknown')),
+    state      TEXT NOT NULL CHECK (
+                      state = 'started' OR state = 'done' OR state = 'planned' OR state = 'gated'
+                      OR state = 'failed' OR state = 'cancelled' OR state = 'unknown'),
     result     TEXT NOT NULL DEFAULT '',
     started_at INTEGER,
     ended_at   INTEGER,
