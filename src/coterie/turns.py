@@ -33,6 +33,17 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     hidden: bool = False
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """A message, as far as it matters for who is to be answered."""
+
+    id: str
+    sender: str
+    automatic: int
+    in_reply_to: str | None
+    cause: str | None
+    hops: int
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The right to work on one agent's turn. It holds for exactly one more step."""
 
@@ -50,6 +61,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The call to run."""
     cause: str | None = None
     """The newest message of this turn."""
+    asked: Asked | None = None
+    """The newest message of this turn, if the person sent all of them. None: who has asked is to be looked up."""
+    spoke: bool = True
+    """Calls of this turn may have sent something."""
     retries: int = 0
     """How often in a row the model has failed."""
     added: Sequence[HistoryRow] | None = ()

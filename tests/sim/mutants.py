@@ -10,7 +10,7 @@ from unittest import mock
 import msgspec
 
 from coterie.agent import turn
-from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Reply, Run, Step, Turn
+from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Run, Step, Turn
 from coterie.llm.chat import Call
 from coterie.stores.sql import desk, transitions
 from coterie.stores.sql.answers import answer
@@ -170,6 +170,7 @@ def non_atomic_idle(later: Later) -> Iterator[Any]:
 
     def set_idle(world: World, agent_id: str) -> None:
         world.db.execute("UPDATE agents SET state = 'idle', runnable_at = NULL WHERE id = ?", (agent_id,))
+        world.ledger.read_anew()
 
     yield mock.patch.object(TurnDesk, "_become", lazily)
 
@@ -177,8 +178,8 @@ def non_atomic_idle(later: Later) -> Iterator[Any]:
 def two_phase_reply(later: Later) -> Iterator[Any]:
     """The turn ends, and then its answer is sent."""
 
-    def send(db: Any, post: Post, agent_id: str, turn_no: int, reply: Reply) -> tuple[str, ...]:
-        later(lambda world: void(world.post(lambda db, post: answer(db, post, agent_id, turn_no, reply))))
+    def send(db: Any, post: Post, *turn: Any, **more: Any) -> tuple[str, ...]:
+        later(lambda world: void(world.post(lambda db, post: answer(db, post, *turn, **more))))
         return ()
 
     def void(_: object) -> None: ...

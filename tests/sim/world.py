@@ -17,9 +17,10 @@ from coterie.clock import to_ms
 from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
-from coterie.stores.sql import history, plans, transitions, turns
+from coterie.stores.sql import answers, history, plans, transitions, turns
 from coterie.stores.sql.attendance import Attendance
 from coterie.stores.sql.ledger import OneWriter
+from coterie.stores.sql.mailbox import READ
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.migrate import migrate
@@ -46,6 +47,7 @@ class World:
         self.db.deserialize(_empty_society())
         self.db.execute("PRAGMA foreign_keys = ON")
         self.now = to_ms(START)
+        self.ledger = OneWriter(self.db, self.now)
 
     def close(self) -> None:
         self.db.close()
@@ -79,12 +81,16 @@ class World:
         return after
 
     def compare(self, claim: Claim) -> None:
-        """What a claim says of history and plan is what is stored."""
+        """What a claim says of history, plan and askers is what is stored."""
         if claim.added:
             stored = self.history(claim.agent_id, claim.added[0].seq - 1)
             assert [*claim.added] == stored, f"{claim.added} was told, {stored} is stored"
         found = plans.read_open(self.db, claim.agent_id)
         assert (claim.plan_key, claim.plan) == (found or (claim.plan_key, None))
+        if claim.asked:
+            assert [claim.asked] == [*answers.askers(self.db, claim.agent_id, claim.turn_no).values()]
+        sent = "SELECT 1 FROM messages WHERE sender = ? AND plan >= ? AND plan < ?"
+        assert claim.spoke or not self.rows(sent, claim.agent_id, f"{claim.turn_no}/", f"{claim.turn_no}0")
 
     def release(self, worker: str) -> None:
         self.post(lambda db, post: turns.release(db, post, worker, (), False))
@@ -103,13 +109,19 @@ class World:
     def restart(self) -> None:
         """Everybody who worked on a turn is gone, as after a kill -9 of the process that owns the file."""
         self.transaction(boot.begin_boot)
+        self.ledger = OneWriter(self.db, self.now)
 
     def expire(self, agent_id: str) -> bool:
         """The lease of whoever works on this agent runs out: anybody may take it over."""
-        changed = self.db.execute(
-            "UPDATE agents SET runnable_at = ? WHERE id = ? AND state IN ('llm', 'tools')", (self.now, agent_id)
-        )
-        return changed.rowcount == 1
+
+        def run_out(db: sqlite3.Connection, post: Post) -> bool:
+            post.read_anew()
+            changed = db.execute(
+                "UPDATE agents SET runnable_at = ? WHERE id = ? AND state IN ('llm', 'tools')", (self.now, agent_id)
+            )
+            return changed.rowcount == 1
+
+        return self.in_one(run_out)
 
     # Plumbing
 
@@ -129,12 +141,16 @@ class World:
 
     def in_one(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
         def work(db: sqlite3.Connection) -> T:
-            post = Post(db, now=self.now, limits=LIMITS, ledger=OneWriter(db, self.now))
+            self.ledger.begin(self.now)
+            post = Post(db, now=self.now, limits=LIMITS, ledger=self.ledger)
             result = run(db, post)
             post.close()
             return result
 
-        return self.transaction(work)
+        result = self.transaction(work)
+        for agent_id, row in self.ledger.rows.items():
+            assert row == self.db.execute(READ, (agent_id,)).fetchone(), f"{agent_id} is not as it is remembered"
+        return result
 
     def transaction(self, run: Callable[[sqlite3.Connection], T]) -> T:
         self.db.execute("BEGIN IMMEDIATE")
@@ -142,6 +158,7 @@ class World:
             result = run(self.db)
         except BaseException:
             self.db.execute("ROLLBACK")
+            self.ledger.read_anew()
             raise
         self.db.execute("COMMIT")
         return result

@@ -163,6 +163,9 @@ class BatchLedger:
         self._hold(rows)
         self._sort(agent_ids, mail)
 
+    def saved(self, agent_id: str, row: tuple[Any, ...]) -> None:
+        pass  # the next to open it may be another process
+
     def _saw(self, now: int) -> None:
         if not self._clock:
             self.stamp = max(self.stamp, now)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from coterie.agent.turn import Reply
 from coterie.drafts import seal
 from coterie.errors import Refused
@@ -11,30 +9,25 @@ from coterie.messages import SYSTEM
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.post import Post
 from coterie.stores.sql.rows import to_payload
+from coterie.turns import Asked
 
 _COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
 
 
-class Asked(NamedTuple):
-    """A message, as far as it matters for who is to be answered."""
+def answer(
+    db: Connection, post: Post, agent_id: str, turn_no: int, reply: Reply, *, only: Asked | None, spoke: bool
+) -> tuple[str, ...]:
+    """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said; what was sent.
 
-    id: str
-    sender: str
-    automatic: int
-    in_reply_to: str | None
-    cause: str | None
-    hops: int
-
-
-def answer(db: Connection, post: Post, agent_id: str, turn_no: int, reply: Reply) -> tuple[str, ...]:
-    """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said; what was sent."""
+    `only`: nobody else has asked. `spoke`: the turn may have sent somebody the same words itself.
+    """
     if not reply.text.strip():
         return ()
     sent = []
-    for asked in _askers(db, agent_id, turn_no).values():
+    for asked in (only,) if only else askers(db, agent_id, turn_no).values():
         if reply.trouble:
             sent.append(_send(post, SYSTEM, asked, {"text": reply.text, "problem": {"agent": agent_id}}))
-        elif not _told_already(db, agent_id, asked.sender, turn_no, reply.text):
+        elif not (spoke and _told_already(db, agent_id, asked.sender, turn_no, reply.text)):
             sent.append(_send(post, agent_id, asked, {"text": reply.text}, stopped=reply.stopped))
     return tuple(sent)
 
@@ -49,7 +42,7 @@ def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, 
     return envelope.id
 
 
-def _askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
+def askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
     """Who asked, with the newest message each is waiting for an answer to."""
     rows = db.execute(
         f"SELECT {_COLUMNS} FROM history h JOIN messages m ON m.id = h.message_id"

@@ -54,7 +54,7 @@ from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.mail import Mail
 from coterie.stores.sql.post import Post
-from coterie.turns import Claim, HistoryRow, StaleOwner
+from coterie.turns import Asked, Claim, HistoryRow, StaleOwner
 
 _MS = timedelta(milliseconds=1)
 _HISTORY = "history (agent_id, seq, turn_no, role, message_id, content, calls, call_id)"
@@ -80,6 +80,8 @@ class TurnDesk:
         self._closed_by: tuple[str | None] | None = None
         self._withdrawn = 0
         self._cause: str | None = None
+        self._asked: Asked | None = None
+        self._spoke = True
         self._added: list[HistoryRow] = []
         self._rows: list[tuple[Any, ...]] = []
         self._replies: tuple[str, ...] = ()
@@ -126,6 +128,7 @@ class TurnDesk:
         self.fence(claim)
         self._key, self._plan = claim.plan_key, claim.plan
         self._stored, self._cause = claim.plan, claim.cause
+        self._asked, self._spoke = claim.asked, claim.spoke
 
     def acquit(self) -> None:
         """It has got further than the crash that it was suspected of; now the next suspect may go on."""
@@ -198,7 +201,7 @@ class TurnDesk:
             case CloseGroup(plan=plan, by=by):
                 self._close(plan, by)
             case Reply():
-                self._replies += answer(self._db, self._post, self._agent, self.row.turn_no, write)
+                self._reply(write)
                 hit("turn.replied")
             case AskApproval(index=index):
                 self._ask_approval(index)
@@ -212,10 +215,11 @@ class TurnDesk:
     def _next_turn(self) -> None:
         self.row.turn_no += 1
         self.row.rounds = self.row.withdrawals = self.row.retries = 0
-        self._cause = None
+        self._cause, self._asked, self._spoke = None, None, False
 
     def _take_mail(self) -> None:
         taken = self._mail.take()
+        self._asked = _asked(taken) if self._cause is None or self._asked else None
         for message in taken:
             self._append("user", message=message)
             self._cause = message.id
@@ -278,6 +282,10 @@ class TurnDesk:
             )
         )
 
+    def _reply(self, reply: Reply) -> None:
+        turn_no, only, spoke = self.row.turn_no, self._asked, self._spoke
+        self._replies += answer(self._db, self._post, self._agent, turn_no, reply, only=only, spoke=spoke)
+
     def _quarantine(self) -> None:
         self._flush_rows()
         self._rewritten = True
@@ -311,6 +319,7 @@ class TurnDesk:
             receipt = self._post.accept(envelope, plan=_name(self._key))
         except Refused as refusal:
             return replace(ran, ok=False, result=refusal.to_json())
+        self._spoke = True
         return replace(ran, ok=True, result=_encode(told(receipt)).decode())
 
     def note_usage(self, service: str, usage: Usage, outcome: Literal["used", "withdrawn"]) -> None:
@@ -383,12 +392,22 @@ class TurnDesk:
             plan_key=self._key,
             call=call,
             cause=self._cause,
+            asked=self._asked,
+            spoke=self._spoke,
             retries=self.row.retries,
             added=None if self._rewritten else tuple(self._added),
             replies=self._replies,
             withdrawn=self._withdrawn,
             taken_over=self._taken_over,
         )
+
+
+def _asked(messages: Sequence[Message]) -> Asked | None:
+    """The newest of them, if the person sent them all: theirs are never automatic."""
+    if not messages or any(one.sender != PERSON for one in messages):
+        return None
+    one = messages[-1]
+    return Asked(one.id, one.sender, 0, one.in_reply_to, one.cause, one.hops)
 
 
 def _described(call: Call) -> dict[str, Any]:

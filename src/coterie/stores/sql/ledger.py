@@ -16,6 +16,8 @@ _GLANCED = f"SELECT {_GLANCE} {_PENDING}"
 WAITING = f"SELECT {_GLANCE}, length(payload), {MESSAGE} {_PENDING}"
 GLANCE = len(_GLANCE.split(","))
 """So many columns of it are enough for a decision."""
+KEPT = 4_096
+"""Agents whose rows are remembered, a megabyte or two."""
 Noted = tuple[int, str, str, str | None]
 """An event without its number."""
 Mark = tuple[int, int, int]
@@ -42,6 +44,14 @@ class Ledger(Protocol):
         """These, whose rows are held already, are opened next."""
         ...
 
+    def saved(self, agent_id: str, row: tuple[Any, ...]) -> None:
+        """That is what its row is like now."""
+        ...
+
+    def read_anew(self) -> None:
+        """Rows may have been changed without having been opened, or changes undone."""
+        ...
+
     def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
         """What waits for it, in order, as rows like those of `WAITING`; or no more of each than a glance."""
         ...
@@ -64,13 +74,35 @@ class OneWriter:
         self._db, self.stamp = db, stamp
         self._last: int | None = None
         """The number of the newest message. Those of an undone transaction are not given out again."""
+        self.rows: dict[str, tuple[Any, ...]] = {}
+        """Agents as they stand in the database."""
+        self._version: object = None
+
+    def begin(self, now: int) -> None:
+        """A transaction of ours."""
+        self.stamp = max(self.stamp, now)
+        # Nobody else should write to this file. If somebody does, to mend something by hand, it counts all the same.
+        version = self._db.execute("PRAGMA data_version").fetchone()
+        if version != self._version:
+            self._version = version
+            self.read_anew()
 
     def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
-        row: tuple[Any, ...] | None = self._db.execute(sql, (agent_id,)).fetchone()
+        row = self.rows.get(agent_id) or self._db.execute(sql, (agent_id,)).fetchone()
+        if row is not None:
+            self.saved(agent_id, row)
         return row
 
     def foresee(self, agent_ids: Sequence[str]) -> None:
         pass
+
+    def saved(self, agent_id: str, row: tuple[Any, ...]) -> None:
+        if len(self.rows) >= KEPT:
+            self.rows.clear()
+        self.rows[agent_id] = row
+
+    def read_anew(self) -> None:
+        self.rows.clear()
 
     def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
         return self._db.execute(WAITING if whole else _GLANCED, (agent_id, mark[0])).fetchall()

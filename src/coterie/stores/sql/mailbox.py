@@ -108,13 +108,14 @@ class Mailboxes:
 
     def save(self, now: int) -> None:
         """Write those that were changed."""
-        changed: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
+        changed: dict[tuple[int, ...], list[list[Any]]] = {}
         for agent_id, found in self._open.items():
             if found is None or as_row(found[0]) == found[1]:
                 continue
-            row = self._marked(found[0], found[1], now)
-            places = tuple(place for place in _PLACES if row[place] != found[1][place])
-            changed.setdefault(places, []).append((*(row[place] for place in places), agent_id))
+            row, was = self._marked(found[0], found[1], now), found[1]
+            places = tuple([place for place in _PLACES if row[place] != was[place]])
+            changed.setdefault(places, []).append([*[row[place] for place in places], agent_id])
+            self._ledger.saved(agent_id, row)
         for places, rows in changed.items():
             if len(rows) == 1:
                 self._db.execute(_save(places), rows[0])

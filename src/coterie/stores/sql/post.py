@@ -186,6 +186,10 @@ class Post:
         """Their mailboxes are opened next; they are held already."""
         self._ledger.foresee(agent_ids)
 
+    def read_anew(self) -> None:
+        """Agents' rows were changed past their mailboxes."""
+        self._ledger.read_anew()
+
     def mailbox(self, agent_id: str) -> Mailbox:
         """The mailbox of somebody who exists, to be changed and saved with the rest."""
         mailbox = self._mailboxes.get(agent_id)

@@ -84,6 +84,7 @@ def release(db: Connection, post: Post, worker: str, busy: Sequence[str], failed
         f" WHERE worker = ? AND state IN ('llm', 'tools') AND id NOT IN ({marks})",
         (post.now, failed, worker, "", *busy),
     )
+    post.read_anew()
     post.frees = True
 
 

@@ -64,8 +64,12 @@ class Database(SqlDatabase):
         self._local = threading.local()
         self._reading: list[sqlite3.Connection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._writer = Writer(db, self._on_broken, flushes=durability == "full") if db else None
         self._ledger = OneWriter(db, to_ms(info.last_seen)) if db else None
+        self._writer = (
+            Writer(db, self._on_broken, self._ledger.read_anew, flushes=durability == "full")
+            if db and self._ledger
+            else None
+        )
 
     @classmethod
     async def open(
@@ -147,7 +151,7 @@ class Database(SqlDatabase):
         def work(db: sqlite3.Connection) -> T:
             assert ledger is not None  # noqa: S101 - there is a writer
             now = to_ms(self._clock.now())
-            ledger.stamp = max(ledger.stamp, now)
+            ledger.begin(now)
             post = Post(db, now=now, limits=self.limits, ledger=ledger)
             result = run(db, post)
             if attendance:

@@ -35,10 +35,15 @@ meanwhile waits."""
 
 class Writer:
     def __init__(
-        self, db: sqlite3.Connection, on_broken: Callable[[StoreBroken], None], *, flushes: bool = True
+        self,
+        db: sqlite3.Connection,
+        on_broken: Callable[[StoreBroken], None],
+        on_undone: Callable[[], None],
+        *,
+        flushes: bool = True,
     ) -> None:
-        """`flushes`: whether a commit waits for the disk."""
-        self._db, self._on_broken, self._flushes = db, on_broken, flushes
+        """`on_undone`: what was written is not so any more. `flushes`: whether a commit waits for the disk."""
+        self._db, self._on_broken, self._on_undone, self._flushes = db, on_broken, on_undone, flushes
         self._handed_over = 0
         """Jobs that the thread has and that are not settled yet."""
         self._commits = 0
@@ -160,12 +165,14 @@ class Writer:
             return job.run(self._db)
 
     def _undo(self, *, alone: bool) -> None:
+        self._on_undone()
         self._db.execute("ROLLBACK" if alone else "ROLLBACK TO job")
         if alone:
             self._db.execute("BEGIN")
 
     def _roll_back(self, batch: list[Job], error: Exception) -> None:
         meaning = translate(error) if isinstance(error, sqlite3.Error) else error
+        self._on_undone()
         try:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
