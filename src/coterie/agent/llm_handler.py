@@ -260,22 +260,18 @@ class LlmHandler:
                 raise
         return await self._ask_model(service.id, await self._request(profile, work), claim, work)
 
-    async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work) -> Answer:
+    async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work | None = None) -> Answer:
+        """`work`: whoever watches is told what is said meanwhile. Without it we ask for ourselves."""
+        answer: Answer | None = None
         async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
-                    return piece
-                work.said.append(piece.text)
-                self._live.say(claim.agent_id, _draft(claim), piece.text)
-        raise AssertionError("the door to models ends with an answer or an error")
-
-    async def _ask_quietly(self, service: str, request: Request, claim: Claim) -> Answer:
-        """For ourselves: nobody watches it being said."""
-        async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, Answer):
-                    return piece
-        raise AssertionError("the door to models ends with an answer or an error")
+                    answer = piece  # there is none behind it, and to let them end is cheaper than to cut them off
+                elif work:
+                    work.said.append(piece.text)
+                    self._live.say(claim.agent_id, _draft(claim), piece.text)
+        assert answer is not None  # noqa: S101 - the door to models ends with an answer or an error
+        return answer
 
     async def _request(self, profile: Profile, work: Work) -> Request:
         shown = self._memory.recall(profile.id) or self._memory.keep(profile.id, await self._store.view(profile.id))
@@ -289,7 +285,7 @@ class LlmHandler:
             return False
         older, answer = [row for row in view.rows if row.seq <= upto], None
         try:
-            answer = await self._ask_quietly(service, summary_request(older), claim)
+            answer = await self._ask_model(service, summary_request(older), claim)
             text = answer.text.strip() or digest(older)
         except ServiceError as error:
             log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)

@@ -183,34 +183,34 @@ class TurnDesk:
         self._cause = row[0] if row else None
 
     def _write(self, write: Write) -> None:
-        match write:
-            case NextTurn():
-                self._next_turn()
-            case TakeMail():
-                self._take_mail()
-            case Say(text=text):
-                if text.strip():
-                    self._append("assistant", content=text)
-            case OpenPlan(plan=plan):
-                self._open(plan)
-            case DropPlan(plan=plan, by=by):
-                self._drop(plan, by)
+        match write:  # the usual ones first: to be none of the others takes longer than to be one
+            case Become():
+                self._become(write)
+            case Count(withdrawals=withdrawals, rounds=rounds):
+                self.row.withdrawals, self.row.rounds = withdrawals, rounds
             case Change(index=index, state=state, result=result):
                 assert self._plan is not None  # noqa: S101 - a call of the open plan
                 self._plan = self._plan.having(index, state, result)
+            case TakeMail():
+                self._take_mail()
+            case OpenPlan(plan=plan):
+                self._open(plan)
             case CloseGroup(plan=plan, by=by):
                 self._close(plan, by)
+            case Say(text=text):
+                if text.strip():
+                    self._append("assistant", content=text)
             case Reply():
                 self._reply(write)
                 hit("turn.replied")
+            case NextTurn():
+                self._next_turn()
+            case DropPlan(plan=plan, by=by):
+                self._drop(plan, by)
             case AskApproval(index=index):
                 self._ask_approval(index)
             case Quarantine():
                 self._quarantine()
-            case Count(withdrawals=withdrawals, rounds=rounds):
-                self.row.withdrawals, self.row.rounds = withdrawals, rounds
-            case Become():
-                self._become(write)
 
     def _next_turn(self) -> None:
         self.row.turn_no += 1

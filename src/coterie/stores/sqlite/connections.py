@@ -23,6 +23,10 @@ PAGE = 2048
 CHECKPOINT_PAGES = 250
 """Half a megabyte. The commit that fills the log moves it into the database, and whoever is due then waits for that."""
 
+# They mean what they did before. But sqlite3 asks None and bools how they want to be stored, by an exception each.
+sqlite3.register_adapter(type(None), {None: None}.get)
+sqlite3.register_adapter(bool, int)
+
 _FULL = {sqlite3.SQLITE_FULL}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _BROKEN = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
