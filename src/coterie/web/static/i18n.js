@@ -3,8 +3,12 @@
 const KEPT = 'coterie.language';
 const known = (code) => (/^zh\b/i.test(code) ? 'zh' : 'en');
 
+export const onMac = /mac/i.test(navigator.platform);
+/** Keys by the names they have on this board. */
+export const keyNames = (text) => (onMac ? text.replace(/\bCtrl\b/g, '⌘').replace(/\bAlt\b/g, '⌥') : text);
+
 /** All words of a language. */
-export const wordsOf = async (code) => (await fetch(`/static/words/${code}.json`)).json();
+export const wordsOf = async (code) => JSON.parse(keyNames(await (await fetch(`/static/words/${code}.json`)).text()));
 
 let language = known(localStorage.getItem(KEPT) ?? navigator.language);
 let words = await wordsOf(language);

@@ -1,7 +1,7 @@
 // The keyboard map. Punctuation goes by its place on the board, so that other layouts work.
 
 import { flag, h } from './dom.js';
-import { t } from './i18n.js';
+import { onMac, t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
 import { missed } from './notices.js';
 import { addressed, isOpen, openQuestions, state } from './state.js';
@@ -49,9 +49,11 @@ function pressed(event) {
 function handle(event) {
   const { key, code, altKey, shiftKey } = event;
   const mod = event.ctrlKey || event.metaKey;
-  if (mod && !altKey && !shiftKey && key.toLowerCase() === 'k') return yes(openPalette());
-  if (mod && !altKey && !shiftKey && key.toLowerCase() === 'f') return find();
-  if (mod && code === 'Slash') return yes(showSheet());
+  // On a Mac, Ctrl moves and deletes in what is typed.
+  const ours = onMac ? event.metaKey : event.ctrlKey;
+  if (ours && !altKey && !shiftKey && key.toLowerCase() === 'k') return yes(openPalette());
+  if (ours && !altKey && !shiftKey && key.toLowerCase() === 'f') return find();
+  if (ours && code === 'Slash') return yes(showSheet());
   if (key === 'F6') return cycle(shiftKey ? -1 : 1);
   if (altKey && !mod) return alt(event);
   if (key === 'Escape') return escape(event);

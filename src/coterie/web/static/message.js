@@ -70,7 +70,7 @@ export function messageView(item, acts) {
         parts.push(h('span', { class: 'bad' }, t('failed')),
           button({ class: 'text-btn', 'data-testid': 'retry', onclick: () => acts.retry(message) }, t('retry')),
           button({ class: 'text-btn', onclick: () => acts.edit(message) }, t('edit')),
-          button({ class: 'text-btn', onclick: () => acts.drop(message) }, t('remove')));
+          button({ class: 'text-btn danger', onclick: () => acts.drop(message) }, t('remove')));
       } else parts.push(t(message.unsure ? 'unsure' : status === 'sending' ? 'sending' : 'delivered'));
     } else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
     if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));

@@ -1,7 +1,7 @@
 // The frame around every screen: banner, agents, the screen with its dock, the inspector. One of each, made once.
 
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
-import { elapsed, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
+import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
 import { show } from './router.js';
 import { everySecond, now, on, state, unreadTotal } from './state.js';
 import { doing, dot, mountAgents, stop, stopping } from './agents_list.js';
@@ -179,7 +179,7 @@ function mountHeader(root) {
     h('div', { class: 'top-who' }, title, status, clock, stopper),
     chip,
     button({ class: 'search-btn', 'aria-label': t('search'), 'data-testid': 'search', onclick: () => import('./keyboard.js').then((keys) => keys.openPalette()) },
-      icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, 'Ctrl K')),
+      icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, keyNames('Ctrl K'))),
     iconButton('side', t('details'), { class: 'only-medium', 'aria-controls': 'inspector', 'aria-expanded': 'false', onclick: () => toggleSlide('inspector'), 'data-testid': 'details' }));
 
   const agent = () => {

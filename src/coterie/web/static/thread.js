@@ -325,12 +325,14 @@ function walk(event, feed, scroller) {
 function emptyThread(id, composer) {
   const one = state.agents.get(id);
   const kinds = takes(one);
-  const starters = [1, 2, 3].map((n) => button({ class: 'plain-btn starter', onclick: () => {
-    composer.refill({ text: t(`starter${n}`) });
+  const { role, parent } = one ?? {};
+  const lines = [t('starter1'), role ? t('starterRole', { role }) : t('starter2'), parent ? t('starterParent', { name: nameOf(parent) }) : t('starter3')];
+  const starters = lines.map((text) => button({ class: 'plain-btn starter', text, onclick: () => {
+    composer.refill({ text });
     composer.focus();
-  } }, t(`starter${n}`)));
+  } }));
   return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
-    one?.role ? h('p', { class: 'empty-role', dir: 'auto' }, one.role) : null,
-    kinds.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))) : null,
-    one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
+    role && h('p', { class: 'empty-role', dir: 'auto' }, role),
+    kinds.length > 0 && h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))),
+    one?.state !== 'terminated' && [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
 }

@@ -71,24 +71,35 @@ function row(message) {
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
     h('p', { class: 'item-foot' }, left, ' ', at, cancel),
   );
-  let shown = null;
   return {
     el,
     tick(onlyTimes) {
       at.dateTime = message.deliverAt;
       setText(at, dayAndTime(message.deliverAt));
-      shown = steady(shown, (Date.parse(message.deliverAt) - now()) / 1000);
+      const shown = secondsTo(message.deliverAt);
       setText(left, shown <= 0 ? t('delayedDueNow') : onlyTimes ? '' : countdown(shown));
     },
   };
 }
 
-/** Timers are never exact: a second shown is kept in step, and not shown twice or left out for a few milliseconds. */
-function steady(shown, left) {
-  const next = (shown ?? 0) - 1;
-  const inStep = shown !== null && left > next - 1.3 && left <= next + 0.3;
-  return Math.max(0, inStep ? next : Math.ceil(left));
+/** What is shown for each due time: wherever it is counted down, the same. */
+const counted = new Map();
+const leftTo = (due) => (Date.parse(due) - now()) / 1000;
+
+function secondsTo(due) {
+  if (!counted.has(due)) counted.set(due, Math.ceil(leftTo(due)));
+  return counted.get(due);
 }
+
+// Timers are never exact: a second shown is kept in step, and not shown twice or left out for a few milliseconds.
+everySecond(() => {
+  for (const [due, shown] of counted) {
+    const left = leftTo(due);
+    const next = shown - 1;
+    if (left < -1) counted.delete(due);
+    else counted.set(due, left > next - 1.3 && left <= next + 0.3 ? next : Math.ceil(left));
+  }
+});
 
 export function countdown(seconds) {
   const two = (n) => String(n).padStart(2, '0');

@@ -81,7 +81,7 @@ function card(one, { edit, changed }) {
   tell(one.trial);
   const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }) });
   test.addEventListener('click', () => busy(test, async () => tell(await post(`/services/${encodeURIComponent(one.id)}/test`, undefined, { timeout: 60_000 }))));
-  const remove = button({ class: 'text-btn', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }) });
+  const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }) });
   remove.addEventListener('click', async () => {
     if (!(await confirm(t('setupRemoveSure', { name: one.name }), { yes: t('remove') }))) return;
     await busy(remove, async () => {
@@ -104,6 +104,7 @@ function card(one, { edit, changed }) {
 
 function table(items) {
   const has = (one, name) => ['input', 'output'].filter((way) => one.capabilities[way].includes(name)).map((way) => t(`way_${way}`)).join(' + ');
+  const label = (name) => (CAPABILITIES.includes(name) ? t(`can_${name}`) : name);
   const custom = items.flatMap((one) => [...one.capabilities.input, ...one.capabilities.output]).filter((name) => !CAPABILITIES.includes(name));
   const names = [...CAPABILITIES, ...new Set(custom)];
   return section(
@@ -115,8 +116,8 @@ function table(items) {
       h(
         'table',
         {},
-        h('thead', {}, h('tr', {}, h('th', { scope: 'col', text: t('service') }), names.map((name) => h('th', { scope: 'col', text: CAPABILITIES.includes(name) ? t(`can_${name}`) : name })))),
-        h('tbody', {}, items.map((one) => h('tr', {}, h('th', { scope: 'row' }, h('span', { dir: 'auto', text: one.name }), one.capabilities.source === 'inferred' && h('span', { class: 'meta', text: ` (${t('inferred')})` })), names.map((name) => h('td', { text: has(one, name) || '–' }))))),
+        h('thead', {}, h('tr', {}, h('th', { scope: 'col', text: t('service') }), names.map((name) => h('th', { scope: 'col', text: label(name) })))),
+        h('tbody', {}, items.map((one) => h('tr', {}, h('th', { scope: 'row' }, h('span', { dir: 'auto', text: one.name }), one.capabilities.source === 'inferred' && h('span', { class: 'meta', text: ` (${t('inferred')})` })), names.map((name) => h('td', { text: has(one, name), data: { of: label(name) } }))))),
       ),
     ),
   );
