@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
-from coterie.testing import Calls, Says
+from coterie.testing import Calls, Says, Status
 from tests.panel import ui
-from tests.panel.room import PHONE, WIDE, Room
+from tests.panel.room import PHONE, WIDE, Room, fails, room
 
 MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
+LONG_NAME = "Somebody with a rather long name and a title besides"
 NARROW = {"width": 360, "height": 740}
 COVERED = """() => {
   const button = document.querySelector('.jump').getBoundingClientRect();
@@ -35,7 +37,9 @@ CLOCKS = """async () => {
   return [document.querySelectorAll('.countdown').length, apart]; }"""
 
 
-@pytest.mark.parametrize(("mac", "name", "key", "other"), [(True, "⌘", "Meta", "Control"), (False, "Ctrl", "Control", "Meta")])
+@pytest.mark.parametrize(
+    ("mac", "name", "key", "other"), [(True, "⌘", "Meta", "Control"), (False, "Ctrl", "Control", "Meta")]
+)
 async def test_the_key_that_is_shown_is_the_one_of_this_board_and_works(
     panel: Room, mac: bool, name: str, key: str, other: str
 ) -> None:
@@ -60,7 +64,9 @@ async def test_the_key_that_is_shown_is_the_one_of_this_board_and_works(
 @pytest.mark.parametrize("size", [NARROW, WIDE])
 async def test_the_way_to_the_newest_lies_over_nothing_that_can_be_pressed(panel: Room, size: Any) -> None:
     for n in range(16):
-        await panel.tell(f"Which of these, {n}?\n\n```\ncode\n```", "The weather, as every morning", "My calendar of today")
+        await panel.tell(
+            f"Which of these, {n}?\n\n```\ncode\n```", "The weather, as every morning", "My calendar of today"
+        )
     page = await panel.open(viewport=size)
     await expect(page.locator(".quick-reply-btn").first).to_be_visible()
     await page.locator(ui.FEED).hover()
@@ -123,6 +129,79 @@ async def test_two_countdowns_to_one_moment_never_differ(panel: Room) -> None:
     there, apart = await page.evaluate(CLOCKS)
     assert there == 2
     assert apart == []
+
+
+@pytest.mark.parametrize(("locale", "said"), [("en-US", "The server does not answer"), ("zh-CN", "服务器没有响应")])
+async def test_a_server_that_does_not_answer_is_told_in_the_pages_own_words(
+    panel: Room, locale: str, said: str
+) -> None:
+    sent = await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open("#/delayed", viewport=PHONE, locale=locale)
+    await fails(page, None, path="**/api/v1/messages/*", method="DELETE")
+    panel.allow("net::ERR_CONNECTION_REFUSED")
+    await page.locator(f'[data-message-id="{sent.message_id}"]').get_by_role("button").click()
+    await expect(page.locator(ui.TOAST)).to_contain_text(said)
+    await expect(page.locator(ui.TOAST)).not_to_contain_text("fetch")
+
+
+def wide_family(count: int) -> str:
+    """One maker and all it made, the last of them with a long name."""
+    made = "".join(f'[agents.a{n}]\nname = "Agent {n}"\nparent = "root"\n' for n in range(count))
+    return f'[agents.root]\nname = "Root"\n{made}[agents.z]\nname = "{LONG_NAME}"\nparent = "root"\n'
+
+
+async def test_a_drawing_begins_at_its_root_and_stays_where_it_was_scrolled(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents=wide_family(12)) as panel:
+        page = await panel.open("#/org", viewport=NARROW)
+        await page.get_by_role("button", name="Graph").click()
+        root = page.locator(".node", has_text="Root")
+        # A link in a drawing is in no viewport to the browser, wherever it lies.
+        box = await root.bounding_box()
+        assert box
+        assert 0 < box["x"] < NARROW["width"] - box["width"]
+        frame = page.locator(".graph-frame")
+        await frame.evaluate("el => { el.scrollLeft = 40; el.dataset.old = ''; }")
+        await panel.society.pause("a3")
+        await expect(page.locator(".node", has_text="Paused")).to_have_count(1)
+        await expect(page.locator(".graph-frame:not([data-old])")).to_have_count(1)
+        assert await frame.evaluate("el => el.scrollLeft") == 40
+        assert await panel.trouble() == []
+
+
+@pytest.mark.parametrize("place", ["inbox", "timeline", "org", "delayed", "artifacts", "setup"])
+async def test_a_screen_that_is_opened_first_has_its_rules(panel: Room, place: str) -> None:
+    page = await panel.open(f"#/{place}", viewport=PHONE)
+    await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_attached()
+    await expect(page.locator(".screen")).to_have_css("padding", "16px")
+
+
+async def test_long_names_stay_in_their_place(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents=wide_family(40)) as panel:
+        page = await panel.open("#/org", viewport=NARROW)
+        row = page.locator('.org-row[data-agent="z"]')
+        dot, name = await row.locator(".dot").bounding_box(), await row.locator(".org-name").bounding_box()
+        assert dot
+        assert name
+        assert name["x"] > dot["x"] + dot["width"]
+        await page.goto(f"{panel.url}/#/a/z")
+        composer = page.locator(ui.COMPOSER)
+        await expect(composer).to_have_attribute("placeholder", f"Write to {LONG_NAME}")
+        assert await composer.evaluate("el => el.offsetHeight") == 44
+        await page.goto(f"{panel.url}/#/setup")
+        used = page.locator(".service .clamp")
+        await expect(used).to_contain_text("Used by")
+        assert await used.evaluate("el => el.clientHeight < 4 * 13 * 1.4")
+        assert await panel.trouble() == []
+
+
+async def test_what_went_wrong_is_told_after_a_reload_too(panel: Room) -> None:
+    panel.server.script(Status(401, "Incorrect API key provided: nope.", code="invalid_api_key"))
+    page = await panel.open(viewport=PHONE)
+    await ui.send(page, "Hello")
+    card = page.locator('[data-testid="problem"] .problem-what')
+    await expect(card).to_have_text("The model service did not accept the key.")
+    await page.reload()
+    await expect(card).to_contain_text("wants a key")
 
 
 async def _colour(page: Page, name: str) -> str:

@@ -5,7 +5,7 @@ import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { addressed, called, glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
+import { addressed, called, glance, on, openQuestions, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -155,7 +155,7 @@ export function mountAgents(root) {
       el.className = `row level-${Math.min(node.level, 6)} is-${agent.state}`;
       setAttr(el, 'aria-selected', String(current));
       fill(mark, asks && h('span', { class: 'row-star', 'aria-hidden': 'true', title: t('waitsForYou') }, '★'),
-        unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, unread > 99 ? '99+' : String(unread)));
+        unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, upTo99(unread)));
       stopper.hidden = agent.state !== 'active' || stopping.has(one.id);
     }
 
@@ -195,16 +195,16 @@ export function mountAgents(root) {
 
   function paintLinks() {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
-    const link = (name, iconName, label, count, soft) =>
-      h('li', {}, h('a', { class: 'side-link', href: `#/${name}`, 'aria-current': place().name === name.split('?')[0] && !soft ? 'page' : null, 'data-testid': `link-${name.replace(/\W.*/, soft ? '-asks' : '')}` },
-        icon(iconName), h('span', { class: 'row-name' }, label), count ? h('span', { class: `badge num ${name === 'inbox' ? '' : 'badge-soft'}` }, count > 99 ? '99+' : String(count)) : null));
+    const link = (name, sign, count, where, part = '', label = t(name)) =>
+      h('li', { class: where }, h('a', { class: 'side-link', href: `#/${name}${part}`, 'aria-current': place().name === name && !part ? 'page' : null, 'data-testid': `link-${name}${part && '-asks'}` },
+        icon(sign), h('span', { class: 'row-name' }, label), count > 0 && h('span', { class: `badge num ${name === 'inbox' && !part ? '' : 'badge-soft'}` }, upTo99(count))));
     fill(links,
-      asks > 0 && link('inbox?only=questions', 'star', t('waitingForYou'), asks, true),
-      link('inbox', 'inbox', t('inbox'), unreadTotal()),
-      link('timeline', 'list', t('timeline')),
-      h('li', { class: 'only-small' }, link('delayed', 'clock', t('delayed'), state.delayed.size).firstChild),
-      h('li', { class: 'only-small' }, link('artifacts', 'box', t('artifacts')).firstChild),
-      h('li', { class: 'only-small' }, link('org', 'tree', t('org')).firstChild));
+      asks > 0 && link('inbox', 'star', asks, null, '?only=questions', t('waitingForYou')),
+      link('inbox', 'inbox', unreadTotal()),
+      link('timeline', 'list'),
+      link('delayed', 'clock', state.delayed.size, 'only-small'),
+      link('artifacts', 'box', 0, 'only-small'),
+      link('org', 'tree', 0, 'only-small'));
   }
 
   const watch = (kind, data) => {

@@ -33,7 +33,7 @@ export const fileIcon = (type) => icon(type === 'image' || type === 'audio' ? ty
 export const button = (props, ...children) => h('button', { type: 'button', ...props }, ...children);
 
 export const iconButton = (name, label, props = {}) =>
-  button({ ...props, class: `icon-btn ${props.class ?? ''}`.trim(), 'aria-label': label, title: label }, icon(name));
+  button({ ...props, class: `icon-btn ${props.class ?? ''}`, 'aria-label': label, title: label }, icon(name));
 
 const nameOf = (el) => el.dataset.of ?? el.dataset.agent ?? el.getAttribute('href') ?? el.ariaLabel ?? el.textContent;
 

@@ -33,11 +33,11 @@ export function runsView(item) {
   const list = h('ol', { class: 'runs-list' });
   const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, time, signs), list);
   const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box);
-  let now_ = item;
+  let last = item;
   let shown = '';
 
   function update(next) {
-    now_ = next;
+    last = next;
     day.hidden = !next.day;
     if (next.day) setText(day, dayName(next.day));
     const calls = next.calls;
@@ -54,8 +54,8 @@ export function runsView(item) {
   }
 
   function tick() {
-    const running = now_.calls.find((call) => call.state === 'started' && !call.withdrawn);
-    const sum = now_.calls.reduce((all, call) => all + (took(call) ?? 0), 0);
+    const running = last.calls.find((call) => call.state === 'started' && !call.withdrawn);
+    const sum = last.calls.reduce((all, call) => all + (took(call) ?? 0), 0);
     setText(time, running?.startedAt ? elapsed(now() - Date.parse(running.startedAt)) : sum ? seconds(sum) : '');
   }
 

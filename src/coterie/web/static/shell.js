@@ -3,7 +3,7 @@
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
 import { show } from './router.js';
-import { everySecond, now, on, state, unreadTotal } from './state.js';
+import { everySecond, now, on, state, unreadTotal, upTo99 } from './state.js';
 import { doing, dot, mountAgents, stop, stopping } from './agents_list.js';
 
 const THEME = 'coterie.theme';
@@ -107,7 +107,7 @@ const shownAt = () => parts.at ?? { name: '', args: [] };
 
 function documentTitle() {
   const n = unreadTotal();
-  document.title = (n ? `(${n > 99 ? '99+' : n}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
+  document.title = (n ? `(${upTo99(n)}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
 }
 
 export function repaint() {

@@ -104,6 +104,7 @@ export const isOpen = (message) => state.questions.has(message.id) && !message.a
 export const openQuestions = (agent) =>
   [...state.questions].map((id) => state.messages.get(id)).filter((one) => one && (!agent || one.from === agent));
 
+export const upTo99 = (n) => (n > 99 ? '99+' : String(n));
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
 /** What somebody may look for an agent by. */

@@ -31,7 +31,7 @@ export function render(root, { args, query }) {
   const id = args[0] ?? home();
   state.home = id;
   if (id && state.booted && !state.agents.has(id) && !state.threads.has(id)) return missing(root, id);
-  if (!id) return waitForAgents(root, args);
+  if (!id) return waitForAgents(root);
   return conversation(root, id, query.get('m'));
 }
 
@@ -50,7 +50,7 @@ function waitForAgents(root) {
   };
 }
 
-const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, h('span', { class: 'bone bone-bubble' }), h('span', { class: 'bone bone-bubble bone-mine' }), h('span', { class: 'bone bone-bubble' }));
+const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, ['', 'bone-mine', ''].map((more) => h('span', { class: `bone bone-bubble ${more}` })));
 
 function missing(root, id) {
   fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));

@@ -2,7 +2,7 @@
 
 import { del, query } from '../api.js';
 import { button, empty, fill, flag, h, setText } from '../dom.js';
-import { dayAndTime, t } from '../i18n.js';
+import { dayAndTime, digits, t } from '../i18n.js';
 import { who } from '../message.js';
 import { everySecond, keep, now, on, plainText, state, touch } from '../state.js';
 import { tooLate } from '../waiting.js';
@@ -101,11 +101,9 @@ everySecond(() => {
   }
 });
 
-export function countdown(seconds) {
-  const two = (n) => String(n).padStart(2, '0');
+function countdown(seconds) {
   const days = Math.floor(seconds / 86400);
-  const text = [Math.floor((seconds % 86400) / 3600), Math.floor((seconds % 3600) / 60), seconds % 60].map(two).join(':');
-  return days ? `${t('days', { n: days })} ${text}` : text;
+  return (days ? `${t('days', { n: days })} ` : '') + digits(seconds % 86400);
 }
 
 const callOff = (message, cancel) =>

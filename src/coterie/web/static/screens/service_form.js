@@ -56,7 +56,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   test.addEventListener('click', () => {
     if (!form.reportValidity()) return;
     busy(test, async () => {
-      const trial = await post(`${path()}/test`, fields(), { timeout: 60_000 });
+      const trial = await post(`${path()}/test`, fields(), 60_000);
       fill(outcome, outcomeOf(trial));
     });
   });

@@ -80,7 +80,7 @@ function card(one, { edit, changed }) {
   const tell = (trial) => fill(outcome, outcomeOf(trial));
   tell(one.trial);
   const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }) });
-  test.addEventListener('click', () => busy(test, async () => tell(await post(`/services/${encodeURIComponent(one.id)}/test`, undefined, { timeout: 60_000 }))));
+  test.addEventListener('click', () => busy(test, async () => tell(await post(`/services/${encodeURIComponent(one.id)}/test`, undefined, 60_000))));
   const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }) });
   remove.addEventListener('click', async () => {
     if (!(await confirm(t('setupRemoveSure', { name: one.name }), { yes: t('remove') }))) return;
@@ -95,7 +95,7 @@ function card(one, { edit, changed }) {
     h('h3', {}, h('span', { dir: 'auto', text: one.name }), one.tour && h('span', { class: 'tag', text: t('tour') })),
     !one.tour && h('p', { class: 'meta', dir: 'auto', text: `${one.model} · ${one.baseURL}` }),
     !one.tour && h('p', { class: 'meta', text: one.apiKey ? t('keyIs', { key: one.apiKey }) : t('keyNone') }),
-    one.usedBy.length > 0 && h('p', { class: 'meta', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
+    one.usedBy.length > 0 && h('p', { class: 'meta clamp', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
     one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: problem.message })),
     outcome,
     h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
