@@ -9,8 +9,10 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from coterie.testing import Calls, Says, Status
+from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.room import PHONE, WIDE, Room, fails, room
+from tests.panel.test_conversation import at_work
 
 MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
 LONG_NAME = "Somebody with a rather long name and a title besides"
@@ -202,6 +204,68 @@ async def test_what_went_wrong_is_told_after_a_reload_too(panel: Room) -> None:
     await expect(card).to_have_text("The model service did not accept the key.")
     await page.reload()
     await expect(card).to_contain_text("wants a key")
+
+
+async def test_what_was_opened_stays_open_while_others_go_on(panel: Room) -> None:
+    page = await panel.open("#/timeline")
+    thread = await panel.open(context=page.context)
+    await at_work(panel, "Look around")
+    await thread.locator(".runs > summary").click()
+    for one in (page, thread):
+        await one.locator(".run-more summary").first.click()
+        await expect(one.locator(".run-more[open]")).to_have_count(1)
+    Bell.may_end.set()
+    await panel.tell("Something else", by="bob")
+    await panel.stage.state("ada", "idle")
+    await expect(page.locator(".timeline")).to_contain_text("Something else")
+    await expect(thread.locator(".run-started")).to_have_count(0)
+    for one in (page, thread):
+        await expect(one.locator(".run-more[open]")).to_have_count(1)
+
+
+async def test_the_outcome_of_a_test_is_still_there_when_the_page_catches_up(panel: Room) -> None:
+    page = await panel.open("#/setup")
+    card = page.locator('[data-service="main"]')
+    await card.get_by_role("button", name="Test").click()
+    await expect(card.locator(".outcome")).to_contain_text("It answered in")
+    await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
+    await expect(card.locator(".outcome")).to_contain_text("It answered in")
+
+
+async def test_the_key_that_opens_the_palette_closes_it(panel: Room) -> None:
+    page = await panel.open()
+    await page.keyboard.press("Control+k")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    await page.keyboard.press("Control+k")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+async def test_whose_conversation_it_is_can_be_seen_in_a_long_list(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents=wide_family(40)) as panel:
+        page = await panel.open("#/a/z")
+        await expect(ui.row(page, "z")).to_be_in_viewport(ratio=1)
+        await page.keyboard.press("Alt+ArrowDown")
+        await expect(ui.row(page, "root")).to_be_in_viewport(ratio=1)
+        await page.keyboard.press("Alt+ArrowUp")
+        await expect(ui.row(page, "z")).to_be_in_viewport(ratio=1)
+        assert await panel.trouble() == []
+
+
+async def test_the_first_service_takes_the_word_of_the_tour_away(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents="") as panel:
+        (tmp_path / "llmservices.json").write_text('{"services": []}')
+        await panel.society.reload()
+        page = await panel.open("#/setup")
+        banner = page.locator('[data-testid="banner-tour"]')
+        await expect(banner).to_be_visible()
+        await page.get_by_role("button", name="Add a service").click()
+        form = page.locator(".service-form")
+        for label, words in (("Short name", "first"), ("Base URL", panel.server.base_url), ("Model", "m")):
+            await form.get_by_label(label).fill(words)
+        await form.get_by_role("button", name="Save").click()
+        await expect(page.locator('[data-service="first"]')).to_be_visible()
+        await expect(banner).to_have_count(0)
+        assert await panel.trouble() == []
 
 
 async def _colour(page: Page, name: str) -> str:

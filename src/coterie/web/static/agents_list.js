@@ -1,7 +1,7 @@
 // The list of agents: a tree by who made whom, with state, unread count and the tail of what each one is saying.
 
 import { post } from './api.js';
-import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
+import { fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
@@ -105,13 +105,16 @@ export function mountAgents(root) {
   const links = h('ul', { class: 'side-links' });
   const tree = h('ul', { class: 'tree', role: 'tree', 'aria-label': t('regionAgents'), 'data-testid': 'agents', onkeydown: (event) => treeKeys(event, focus, toggle) });
   const empty = h('p', { class: 'meta side-empty', hidden: true });
-  fill(root, h('div', { class: 'side-top' }, filter), links, h('div', { class: 'tree-box' }, tree, empty));
+  const box = h('div', { class: 'tree-box' }, tree, empty);
+  fill(root, h('div', { class: 'side-top' }, filter), links, box);
 
   function build() {
     const all = flat(family(), words ? new Set() : folded);
     const shown = words ? all.filter(({ agent }) => called(agent).includes(words)).map((one) => ({ ...one, level: 1, kids: [] })) : all;
+    const first = !rows.size;
     rows.clear();
     fill(tree, shown.map(row));
+    if (first) toCurrent();
     tree.classList.toggle('is-flat', !shown.some((one) => one.kids.length));
     empty.hidden = shown.length > 0;
     setText(empty, all.length ? t('noMatch') : state.booted ? t('noAgents') : '');
@@ -133,7 +136,7 @@ export function mountAgents(root) {
       if (!node.kids.length) return;
       event.stopPropagation();
       toggle(one.id);
-    } }, node.kids.length ? '▾' : null);
+    } }, node.kids.length > 0 && '▾');
     const el = h('li', { ...treeItem(node, folded), 'data-testid': `agent-${one.id}` }, h('span', { class: 'row-line' }, fold, dots, name, word, mark, stopper), sub);
     let painted = '';
 
@@ -144,7 +147,7 @@ export function mountAgents(root) {
       const asks = openQuestions(one.id).length > 0 && agent.state !== 'terminated';
       const unread = known?.unread ?? 0;
       const current = addressed() === one.id;
-      const says = [agent.state === 'active' ? doing(agent) : t(agent.state), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
+      const says = [doing(agent), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
       const key = [agent.name, agent.state, says, current, stopping.has(one.id)].join();
       paintSub(agent, known);
       if (key === painted) return;
@@ -162,8 +165,7 @@ export function mountAgents(root) {
     function paintSub(agent, known) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
       if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
-      else if (agent.state === 'active') setText(sub, doing(agent));
-      else if (agent.state !== 'idle') setText(sub, t(agent.state));
+      else if (agent.state !== 'idle') setText(sub, doing(agent));
       else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
     }
 
@@ -182,6 +184,11 @@ export function mountAgents(root) {
   function toggle(id) {
     if (!folded.delete(id)) folded.add(id);
     build();
+  }
+
+  function toCurrent() {
+    const current = rows.get(addressed());
+    if (current) reveal(current.el, box);
   }
 
   function rove(id) {
@@ -223,6 +230,7 @@ export function mountAgents(root) {
   const onScreen = () => {
     paintAll();
     paintLinks();
+    toCurrent();
     rove(place().args[0]);
   };
   document.addEventListener('screen', onScreen);

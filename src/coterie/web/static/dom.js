@@ -54,6 +54,12 @@ export const flag = (name, yes) => (yes === undefined ? localStorage.getItem(`co
 
 export const toComposer = (how) => document.getElementById('composer')?.focus(how);
 
+/** Scrolls a box as little as brings something inside it. */
+export function reveal(el, box) {
+  const [has, wants] = [box.getBoundingClientRect(), el.getBoundingClientRect()];
+  box.scrollTop += Math.min(0, wants.top - has.top) + Math.max(0, wants.bottom - has.bottom);
+}
+
 /** What stands where there is nothing else. */
 export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
 

@@ -51,8 +51,9 @@ function handle(event) {
   const mod = event.ctrlKey || event.metaKey;
   // On a Mac, Ctrl moves and deletes in what is typed.
   const ours = onMac ? event.metaKey : event.ctrlKey;
-  if (ours && !altKey && !shiftKey && key.toLowerCase() === 'k') return yes(openPalette());
-  if (ours && !altKey && !shiftKey && key.toLowerCase() === 'f') return find();
+  const letter = ours && !altKey && !shiftKey && key.toLowerCase();
+  if (letter === 'k') return yes(openPalette());
+  if (letter === 'f') return find();
   if (ours && code === 'Slash') return yes(showSheet());
   if (key === 'F6') return cycle(shiftKey ? -1 : 1);
   if (altKey && !mod) return alt(event);

@@ -104,7 +104,7 @@ function brokeText({ withdrawn }) {
 }
 
 /** What a message says, as elements: words, files, and whatever else it carries as a card. */
-export function content(message) {
+function content(message) {
   const payload = message.payload ?? {};
   const parts = [];
   if (message.inReplyTo && message.from === PERSON && message.option === undefined) parts.push(quoted(message.inReplyTo));

@@ -19,7 +19,7 @@ export const state = {
   questions: new Set(), // ids of open questions to the person
   drafts: new Map(), // draftId -> {id, agent, text, stopped}
   plans: new Map(), // agent -> plans, oldest first
-  breaks: new Map(), // message id -> {count, withdrawn}: interjections that were taken together, named by the first
+  breaks: new Map(), // message id -> {withdrawn}: interjections that were taken together, named by the first
   problems: new Map(), // agent -> the last problem told
   sending: new Map(), // question id -> {option, clientId, unsure}: an answer on its way
   locals: new Map(), // clientId -> a message of ours that the server has not confirmed
@@ -28,7 +28,7 @@ export const state = {
 };
 
 // Subscriptions. Topics: agents, agent:<id>, thread:<id>, message:<id>, queue:<id>, drafts:<agent>, draft:<id>, delayed,
-// questions, unread, plans:<agent>, connection, problem, artifacts, and event for every event as it came.
+// questions, unread, plans:<agent>, connection, artifacts.
 
 const heard = new Map();
 const dirty = new Set();

@@ -239,7 +239,7 @@ function conversation(root, id, wanted) {
     const label = newBelow === 1 ? t('newMessage') : newBelow ? t('newMessages', { n: newBelow }) : t('toEnd');
     if (jump.getAttribute('aria-label') !== label) {
       jump.setAttribute('aria-label', label);
-      fill(jump, icon('down'), newBelow ? h('span', {}, label) : null);
+      fill(jump, icon('down'), newBelow > 0 && h('span', {}, label));
     }
     if (top < NEAR_TOP) fetchOlder();
     read();

@@ -62,8 +62,8 @@ async function loadAll() {
 function row(message) {
   const left = h('span', { class: 'countdown' });
   const at = when(message.deliverAt);
-  const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }) });
-  cancel.addEventListener('click', () => callOff(message, cancel));
+  const callOff = () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate'));
+  const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }), onclick: () => busy(cancel, callOff) });
   const el = h(
     'li',
     { class: 'item delayed-item', data: { messageId: message.id } },
@@ -105,6 +105,3 @@ function countdown(seconds) {
   const days = Math.floor(seconds / 86400);
   return (days ? `${t('days', { n: days })} ` : '') + digits(seconds % 86400);
 }
-
-const callOff = (message, cancel) =>
-  busy(cancel, () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate')));

@@ -79,16 +79,12 @@ function card(one, { edit, changed }) {
   const outcome = h('p', { class: 'outcome', role: 'status' });
   const tell = (trial) => fill(outcome, outcomeOf(trial));
   tell(one.trial);
-  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }) });
-  test.addEventListener('click', () => busy(test, async () => tell(await post(`/services/${encodeURIComponent(one.id)}/test`, undefined, 60_000))));
-  const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }) });
-  remove.addEventListener('click', async () => {
-    if (!(await confirm(t('setupRemoveSure', { name: one.name }), { yes: t('remove') }))) return;
-    await busy(remove, async () => {
-      await del(`/services/${encodeURIComponent(one.id)}`);
-      await changed();
-    });
-  });
+  const path = `/services/${encodeURIComponent(one.id)}`;
+  const trial = async () => tell((one.trial = await post(`${path}/test`, undefined, 60_000)));
+  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }), onclick: () => busy(test, trial) });
+  const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }), onclick: async () => {
+    if (await confirm(t('setupRemoveSure', { name: one.name }), t('remove'))) await busy(remove, () => del(path).then(changed));
+  } });
   return h(
     'article',
     { class: 'card service', data: { service: one.id } },
@@ -126,8 +122,7 @@ function table(items) {
 // What could be
 
 function offers(found, { use, probe }) {
-  const look = button({ class: 'plain-btn', text: t('setupProbe') });
-  look.addEventListener('click', () => busy(look, probe));
+  const look = button({ class: 'plain-btn', text: t('setupProbe'), onclick: () => busy(look, probe) });
   return section(
     'setup-found',
     t('setupFound'),
