@@ -268,6 +268,19 @@ async def test_the_first_service_takes_the_word_of_the_tour_away(browser: Browse
         assert await panel.trouble() == []
 
 
+async def test_the_name_of_a_screen_is_not_cut_where_there_is_room(panel: Room) -> None:
+    page = await panel.open("#/inbox", viewport={"width": 320, "height": 640})
+    title = page.locator('[data-testid="title"]')
+    await expect(title).to_have_text("My messages")
+    assert await title.evaluate("el => el.scrollWidth <= el.clientWidth")
+
+
+async def test_a_rule_and_a_short_table_leave_no_signs_at_a_glance(panel: Room) -> None:
+    await panel.tell("One - two\n\n---\n\n| a | b | c |\n|-|:-:|--:|\n| 1 | 2 | 3 |\n\nd | e\n---|---\n4 | 5")
+    page = await panel.open("#/inbox")
+    await expect(page.locator(".items .item-text")).to_have_text("One - two a b c 1 2 3 d e 4 5")
+
+
 async def _colour(page: Page, name: str) -> str:
     found: str = await page.evaluate(
         """name => { const el = document.createElement('i'); el.style.color = name; document.body.append(el);

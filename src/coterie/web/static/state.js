@@ -116,7 +116,7 @@ export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind
 export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
 
 /** The same at a glance, or read aloud: without Markdown's signs. */
-export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[ >#]*(- \[.\]|[-*+>#]+) |\|?( ?:?-{3,}:? ?\|)+|(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
+export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
   .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
 
 // Messages
