@@ -139,7 +139,7 @@ export function mountComposer(root, agent) {
       keepDraft();
       paint();
       if (tray?.waits && !tray.busy()) submit();
-    }, (to) => moveTo(to));
+    }, moveTo);
     if (draft.files.length) tray.restore(draft.files);
     draft.files = [];
     return tray;

@@ -39,7 +39,7 @@ export async function openPalette(agent = null) {
 
 export const showSheet = () => import('./screens/shortcuts.js').then((sheet) => sheet.openShortcuts());
 
-const typing = (el) => el instanceof HTMLElement && (el.isContentEditable || /^(input|textarea|select)$/i.test(el.tagName));
+const typing = (el) => el.matches?.('input, textarea, select');
 
 function pressed(event) {
   if (event.defaultPrevented || event.isComposing || document.querySelector('dialog[open]')) return;
@@ -109,7 +109,7 @@ function cycle(by) {
     document.getElementById('composer'),
     region('inspector').querySelector('[role="tab"][aria-selected="true"]'),
   ].filter((el) => el && el.offsetParent !== null && !el.closest('[inert]'));
-  const at = stops.findIndex((el) => el === document.activeElement || el.parentElement.contains(document.activeElement) || regionOf(el).contains(document.activeElement));
+  const at = stops.findIndex((el) => el.parentElement.contains(document.activeElement) || regionOf(el).contains(document.activeElement));
   stops[(at + by + stops.length) % stops.length]?.focus();
   return true;
 }

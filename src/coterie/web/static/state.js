@@ -177,19 +177,18 @@ export async function loadThread(agent, limit = 50) {
   touch(`thread:${agent}`);
 }
 
-export async function loadOlder(agent, limit = 100) {
+export async function loadOlder(agent) {
   const one = thread(agent);
-  if (!one.older) return 0;
-  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit });
+  if (!one.older) return;
+  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit: 200 });
   joinPage(one, page.items, 'older');
   one.older = page.next;
   touch(`thread:${agent}`);
-  return page.items.length;
 }
 
 /** Makes sure that a message and all behind it are loaded. */
 export async function loadAround(agent, id) {
-  while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent, 200);
+  while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent);
 }
 
 export function setOpen(message) {

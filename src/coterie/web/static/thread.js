@@ -216,7 +216,7 @@ function conversation(root, id, wanted) {
     older.hidden = false;
     setText(older, t('loadingOlder'));
     try {
-      await loadOlder(id, 200);
+      await loadOlder(id);
       older.hidden = true;
       busy = false;
       feed.tell(); // the window may be near the top still, and nothing else would say so
