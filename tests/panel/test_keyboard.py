@@ -145,7 +145,7 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     await keys.press("Enter")
     await expect(page.locator(ui.WAITING)).to_have_count(1)
     await keys.press("Shift+F6")
-    await expect(page.locator(ui.WAITING).get_by_role("button")).to_be_focused()
+    await expect(page.locator(ui.WAITING).get_by_role("button", name="Withdraw")).to_be_focused()
     await ringed(page)
     await keys.press("Enter")
     await expect(page.locator(ui.WAITING)).to_have_count(0)

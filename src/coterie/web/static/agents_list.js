@@ -1,11 +1,11 @@
 // The list of agents: a tree by who made whom, with state, unread count and the tail of what each one is saying.
 
 import { post } from './api.js';
-import { fill, h, icon, iconButton, setAttr, setText } from './dom.js';
+import { fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { addressed, called, glance, on, openQuestions, state, touch, unreadTotal, untilNext, watchers } from './state.js';
+import { addressed, called, glance, on, openQuestions, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -105,13 +105,16 @@ export function mountAgents(root) {
   const links = h('ul', { class: 'side-links' });
   const tree = h('ul', { class: 'tree', role: 'tree', 'aria-label': t('regionAgents'), 'data-testid': 'agents', onkeydown: (event) => treeKeys(event, focus, toggle) });
   const empty = h('p', { class: 'meta side-empty', hidden: true });
-  fill(root, h('div', { class: 'side-top' }, filter), links, h('div', { class: 'tree-box' }, tree, empty));
+  const box = h('div', { class: 'tree-box' }, tree, empty);
+  fill(root, h('div', { class: 'side-top' }, filter), links, box);
 
   function build() {
     const all = flat(family(), words ? new Set() : folded);
     const shown = words ? all.filter(({ agent }) => called(agent).includes(words)).map((one) => ({ ...one, level: 1, kids: [] })) : all;
+    const first = !rows.size;
     rows.clear();
     fill(tree, shown.map(row));
+    if (first) toCurrent();
     tree.classList.toggle('is-flat', !shown.some((one) => one.kids.length));
     empty.hidden = shown.length > 0;
     setText(empty, all.length ? t('noMatch') : state.booted ? t('noAgents') : '');
@@ -133,7 +136,7 @@ export function mountAgents(root) {
       if (!node.kids.length) return;
       event.stopPropagation();
       toggle(one.id);
-    } }, node.kids.length ? '▾' : null);
+    } }, node.kids.length > 0 && '▾');
     const el = h('li', { ...treeItem(node, folded), 'data-testid': `agent-${one.id}` }, h('span', { class: 'row-line' }, fold, dots, name, word, mark, stopper), sub);
     let painted = '';
 
@@ -144,7 +147,7 @@ export function mountAgents(root) {
       const asks = openQuestions(one.id).length > 0 && agent.state !== 'terminated';
       const unread = known?.unread ?? 0;
       const current = addressed() === one.id;
-      const says = [agent.state === 'active' ? doing(agent) : t(agent.state), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
+      const says = [doing(agent), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
       const key = [agent.name, agent.state, says, current, stopping.has(one.id)].join();
       paintSub(agent, known);
       if (key === painted) return;
@@ -155,15 +158,14 @@ export function mountAgents(root) {
       el.className = `row level-${Math.min(node.level, 6)} is-${agent.state}`;
       setAttr(el, 'aria-selected', String(current));
       fill(mark, asks && h('span', { class: 'row-star', 'aria-hidden': 'true', title: t('waitsForYou') }, '★'),
-        unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, unread > 99 ? '99+' : String(unread)));
+        unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, upTo99(unread)));
       stopper.hidden = agent.state !== 'active' || stopping.has(one.id);
     }
 
     function paintSub(agent, known) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
       if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
-      else if (agent.state === 'active') setText(sub, doing(agent));
-      else if (agent.state !== 'idle') setText(sub, t(agent.state));
+      else if (agent.state !== 'idle') setText(sub, doing(agent));
       else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
     }
 
@@ -184,6 +186,11 @@ export function mountAgents(root) {
     build();
   }
 
+  function toCurrent() {
+    const current = rows.get(addressed());
+    if (current) reveal(current.el, box);
+  }
+
   function rove(id) {
     const to = rows.get(id) ?? rows.values().next().value;
     for (const { el } of rows.values()) el.tabIndex = -1;
@@ -195,16 +202,16 @@ export function mountAgents(root) {
 
   function paintLinks() {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
-    const link = (name, iconName, label, count, soft) =>
-      h('li', {}, h('a', { class: 'side-link', href: `#/${name}`, 'aria-current': place().name === name.split('?')[0] && !soft ? 'page' : null, 'data-testid': `link-${name.replace(/\W.*/, soft ? '-asks' : '')}` },
-        icon(iconName), h('span', { class: 'row-name' }, label), count ? h('span', { class: `badge num ${name === 'inbox' ? '' : 'badge-soft'}` }, count > 99 ? '99+' : String(count)) : null));
+    const link = (name, sign, count, where, part = '', label = t(name)) =>
+      h('li', { class: where }, h('a', { class: 'side-link', href: `#/${name}${part}`, 'aria-current': place().name === name && !part ? 'page' : null, 'data-testid': `link-${name}${part && '-asks'}` },
+        icon(sign), h('span', { class: 'row-name' }, label), count > 0 && h('span', { class: `badge num ${name === 'inbox' && !part ? '' : 'badge-soft'}` }, upTo99(count))));
     fill(links,
-      asks > 0 && link('inbox?only=questions', 'star', t('waitingForYou'), asks, true),
-      link('inbox', 'inbox', t('inbox'), unreadTotal()),
-      link('timeline', 'list', t('timeline')),
-      h('li', { class: 'only-small' }, link('delayed', 'clock', t('delayed'), state.delayed.size).firstChild),
-      h('li', { class: 'only-small' }, link('artifacts', 'box', t('artifacts')).firstChild),
-      h('li', { class: 'only-small' }, link('org', 'tree', t('org')).firstChild));
+      asks > 0 && link('inbox', 'star', asks, null, '?only=questions', t('waitingForYou')),
+      link('inbox', 'inbox', unreadTotal()),
+      link('timeline', 'list'),
+      link('delayed', 'clock', state.delayed.size, 'only-small'),
+      link('artifacts', 'box', 0, 'only-small'),
+      link('org', 'tree', 0, 'only-small'));
   }
 
   const watch = (kind, data) => {
@@ -223,6 +230,7 @@ export function mountAgents(root) {
   const onScreen = () => {
     paintAll();
     paintLinks();
+    toCurrent();
     rove(place().args[0]);
   };
   document.addEventListener('screen', onScreen);

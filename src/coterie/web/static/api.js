@@ -4,15 +4,11 @@ const BASE = '/api/v1';
 const SURE_MS = 10_000;
 const TRIES = 4;
 
-export class Problem extends Error {
-  /** `status` 0: no answer came. `unknown`: whether the request was heard is not known. */
+class Problem extends Error {
+  /** `status` 0: no answer came; with the code `timeout`, whether the request was heard is not known. */
   constructor(status, code, detail, more = {}) {
     super(detail);
     Object.assign(this, { status, code, detail, more });
-  }
-
-  get unknown() {
-    return this.code === 'timeout';
   }
 }
 
@@ -29,23 +25,13 @@ export function newId() {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, '0')).join('');
 }
 
-export async function call(method, path, body, { signal, timeout = 30_000 } = {}) {
-  const abort = new AbortController();
-  const timer = setTimeout(() => abort.abort('timeout'), timeout);
-  signal?.addEventListener('abort', () => abort.abort());
+async function call(method, path, body, timeout = 30_000) {
+  const stop = new AbortController();
+  const timer = setTimeout(() => stop.abort(), timeout);
   try {
-    const response = await fetch(BASE + path, {
-      method,
-      signal: abort.signal,
-      headers: body === undefined ? {} : { 'content-type': 'application/json' },
-      body: body === undefined ? undefined : JSON.stringify(body),
-      credentials: 'same-origin',
-    });
-    return await read(response);
+    return await read(await fetch(BASE + path, { method, signal: stop.signal, headers: body && { 'content-type': 'application/json' }, body: JSON.stringify(body) }));
   } catch (error) {
-    if (error instanceof Problem) throw error;
-    if (abort.signal.reason === 'timeout') throw new Problem(0, 'timeout', 'no answer in time');
-    throw new Problem(0, signal?.aborted ? 'aborted' : 'unreachable', String(error?.message ?? error));
+    throw error instanceof Problem ? error : new Problem(0, stop.signal.aborted ? 'timeout' : 'unreachable');
   } finally {
     clearTimeout(timer);
   }
@@ -58,8 +44,8 @@ async function read(response) {
   throw new Problem(response.status, told.code ?? 'error', told.detail ?? response.statusText, told);
 }
 
-export const get = (path, options) => call('GET', path, undefined, options);
-export const post = (path, body, options) => call('POST', path, body ?? {}, options);
+export const get = (path) => call('GET', path);
+export const post = (path, body = {}, timeout) => call('POST', path, body, timeout);
 export const put = (path, body) => call('PUT', path, body);
 export const del = (path) => call('DELETE', path);
 export const query = (path, values) => {
@@ -74,9 +60,9 @@ export const query = (path, values) => {
 export async function send(message, unsure = () => {}) {
   for (let attempt = 1; ; attempt += 1) {
     try {
-      return await post('/messages', message, { timeout: SURE_MS });
+      return await post('/messages', message, SURE_MS);
     } catch (error) {
-      if (!error.unknown || attempt === TRIES) throw error;
+      if (error.code !== 'timeout' || attempt === TRIES) throw error;
       unsure(attempt);
     }
   }
@@ -86,29 +72,19 @@ export async function send(message, unsure = () => {}) {
 export function upload(file, progress) {
   const request = new XMLHttpRequest();
   const done = new Promise((resolve, reject) => {
-    const refuse = (code, detail) => reject(new Problem(request.status, code, detail));
     request.upload.onprogress = (event) => event.lengthComputable && progress(event.loaded / event.total);
-    request.onerror = () => refuse('unreachable', 'no connection');
-    request.onabort = () => refuse('aborted', 'cancelled');
-    request.onload = () => {
-      const told = parsed(request.responseText);
-      if (request.status === 201) resolve(told);
-      else refuse(told.code ?? 'error', told.detail ?? request.statusText);
+    request.onloadend = () => {
+      const { status, response } = request;
+      if (status === 201) resolve(response);
+      else reject(new Problem(status, response?.code, response?.detail));
     };
   });
   const form = new FormData();
   form.append('file', file, file.name || 'file');
   request.open('POST', `${BASE}/artifacts`);
+  request.responseType = 'json';
   request.send(form);
   return { done, cancel: () => request.abort() };
-}
-
-function parsed(text) {
-  try {
-    return JSON.parse(text);
-  } catch {
-    return {};
-  }
 }
 
 export const artifactUrl = (ref) => `${BASE}/artifacts/${encodeURIComponent(ref)}`;

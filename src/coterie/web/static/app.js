@@ -6,13 +6,12 @@ import { t } from './i18n.js';
 import * as notices from './notices.js';
 import { place, screen, show, start } from './router.js';
 import { resync, state } from './state.js';
-import { applyTheme, buildShell, frame, locked, repaint } from './shell.js';
+import { applyTheme, buildShell, frame, locked } from './shell.js';
 import * as thread from './thread.js';
 
 const RETRY_MS = 2_000;
 
-screen('a', { title: () => t('conversation'), render: thread.render });
-screen('', { title: () => t('conversation'), render: thread.render });
+for (const name of ['a', '']) screen(name, { title: () => t('conversation'), render: thread.render });
 for (const name of ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup']) {
   screen(name, { title: () => t(name), load: () => import(`./screens/${name}.js`) });
 }
@@ -31,7 +30,6 @@ async function boot() {
   }
   if (isLocked) return;
   if (place().name === '') await show();
-  repaint();
   const [stream, ...rest] = await Promise.all([
     import('./stream.js'),
     import('./keyboard.js'),

@@ -49,7 +49,7 @@ export function mountTray(root, agent, changed, moveTo) {
 
   function paint() {
     if (!chips.length) tray.waits = false;
-    fill(root, chips.length ? h('ul', { class: 'file-chips', 'aria-label': t('attachments') }, chips.map(view)) : null);
+    fill(root, chips.length > 0 && h('ul', { class: 'file-chips', 'aria-label': t('attachments') }, chips.map(view)));
     changed();
   }
 
@@ -63,7 +63,7 @@ export function mountTray(root, agent, changed, moveTo) {
         begin(chip);
         paint();
       } }, t('retry')) : null,
-      iconButton('close', t('removeFile', { name: chip.name }), { class: 'chip-close', onclick: () => drop(chip) }), chip.status === 'uploading' ? chip.bar : null);
+      iconButton('close', t('removeFile', { name: chip.name }), { class: 'chip-close', onclick: () => drop(chip) }), chip.status === 'uploading' && chip.bar);
   }
 
   /** How the recipient gets it, by what their model takes in. */

@@ -19,7 +19,7 @@ export function mountComposer(root, agent) {
   let tray = null; // attachments, loaded when the first one comes
   let composedAt = -1;
 
-  const strip = h('div', {});
+  const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
   const note = h('div', { class: 'composer-note' });
   const chips = h('div', { class: 'composer-files' });
   const text = h('textarea', { class: 'composer-text', id: 'composer', rows: '1', dir: 'auto', 'data-testid': 'composer', 'aria-describedby': 'composer-hint', enterkeyhint: 'send' });
@@ -139,7 +139,7 @@ export function mountComposer(root, agent) {
       keepDraft();
       paint();
       if (tray?.waits && !tray.busy()) submit();
-    }, (to) => moveTo(to));
+    }, moveTo);
     if (draft.files.length) tray.restore(draft.files);
     draft.files = [];
     return tray;
@@ -201,7 +201,7 @@ export function mountComposer(root, agent) {
 }
 
 /** Sends what was written; closes the questions it answers for as long as it is not refused. */
-export async function deliver({ agent, text, files, replyTo, refill, clientId = newId() }) {
+async function deliver({ agent, text, files, replyTo, refill, clientId = newId() }) {
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));

@@ -33,7 +33,7 @@ export const fileIcon = (type) => icon(type === 'image' || type === 'audio' ? ty
 export const button = (props, ...children) => h('button', { type: 'button', ...props }, ...children);
 
 export const iconButton = (name, label, props = {}) =>
-  button({ ...props, class: `icon-btn ${props.class ?? ''}`.trim(), 'aria-label': label, title: label }, icon(name));
+  button({ ...props, class: `icon-btn ${props.class ?? ''}`, 'aria-label': label, title: label }, icon(name));
 
 const nameOf = (el) => el.dataset.of ?? el.dataset.agent ?? el.getAttribute('href') ?? el.ariaLabel ?? el.textContent;
 
@@ -53,6 +53,12 @@ export function fill(el, ...children) {
 export const flag = (name, yes) => (yes === undefined ? localStorage.getItem(`coterie.${name}`) === '1' : localStorage.setItem(`coterie.${name}`, yes ? '1' : '0'));
 
 export const toComposer = (how) => document.getElementById('composer')?.focus(how);
+
+/** Scrolls a box as little as brings something inside it. */
+export function reveal(el, box) {
+  const [has, wants] = [box.getBoundingClientRect(), el.getBoundingClientRect()];
+  box.scrollTop += Math.min(0, wants.top - has.top) + Math.max(0, wants.bottom - has.bottom);
+}
 
 /** What stands where there is nothing else. */
 export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);

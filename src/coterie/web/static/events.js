@@ -94,18 +94,17 @@ function answered({ messageId, answer }) {
 }
 
 function queued({ agent, items, taken, withdrawnCalls }) {
-  const stamp = new Date(now()).toISOString();
   for (const item of items) settle(keep(item));
   state.queues.set(agent, items.map((item) => item.id));
   const mine = taken.filter((id) => state.messages.has(id));
   for (const id of mine) {
     const message = state.messages.get(id);
-    Object.assign(message, { state: 'taken', takenAt: message.takenAt ?? stamp });
+    message.state = 'taken';
     settle(message);
     touch(`message:${id}`);
   }
   const ours = mine.filter((id) => state.messages.get(id).from === PERSON);
-  if (ours.length) state.breaks.set(ours[0], { count: ours.length, withdrawn: withdrawnCalls });
+  if (ours.length) state.breaks.set(ours[0], { withdrawn: withdrawnCalls });
   const one = state.agents.get(agent);
   if (one) one.waiting = items.length;
   if (withdrawnCalls && known(agent)) loadPlans(agent);
@@ -119,7 +118,7 @@ function upserted(data) {
   delete after.prev;
   if (data.state) for (const key of ['phase', 'tool', 'step', 'why']) if (!(key in data)) delete after[key];
   state.agents.set(data.id, after);
-  if (data.state && data.state !== 'blocked' && state.problems.delete(data.id)) touch('problem', `thread:${data.id}`);
+  if (data.state && data.state !== 'blocked' && state.problems.delete(data.id)) touch(`thread:${data.id}`);
   touch(`agent:${data.id}`);
   if (!before || before.parent !== after.parent || before.name !== after.name) touch('agents');
   if (before && (before.state === 'terminated') !== (after.state === 'terminated')) touch('agents', 'questions');
@@ -164,7 +163,7 @@ function read({ thread: id, upto }) {
 
 function problem(data) {
   state.problems.set(data.agent, { ...data, at: now() });
-  touch('problem', `thread:${data.agent}`, `agent:${data.agent}`);
+  touch(`thread:${data.agent}`, `agent:${data.agent}`);
 }
 
 function cleared({ thread: id }) {

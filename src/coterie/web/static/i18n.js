@@ -3,8 +3,12 @@
 const KEPT = 'coterie.language';
 const known = (code) => (/^zh\b/i.test(code) ? 'zh' : 'en');
 
+export const onMac = /mac/i.test(navigator.platform);
+/** Keys by the names they have on this board. */
+export const keyNames = (text) => (onMac ? text.replace(/\bCtrl\b/g, '⌘').replace(/\bAlt\b/g, '⌥') : text);
+
 /** All words of a language. */
-export const wordsOf = async (code) => (await fetch(`/static/words/${code}.json`)).json();
+export const wordsOf = async (code) => JSON.parse(keyNames(await (await fetch(`/static/words/${code}.json`)).text()));
 
 let language = known(localStorage.getItem(KEPT) ?? navigator.language);
 let words = await wordsOf(language);
@@ -53,12 +57,10 @@ export const dayKey = (when) => midnight(new Date(when));
 const midnight = (date) => new Date(date.getFullYear(), date.getMonth(), date.getDate()).getTime();
 
 /** 00:41, 1:02:03 */
-export function elapsed(ms) {
-  const all = Math.max(0, Math.floor(ms / 1000));
-  const two = (n) => String(n).padStart(2, '0');
-  const hours = Math.floor(all / 3600);
-  return [...(hours ? [hours] : []), two(Math.floor(all / 60) % 60), two(all % 60)].join(':');
-}
+export const elapsed = (ms) => digits(Math.max(0, ms / 1000)).replace(/^(00:|0)/, '');
+
+/** 00:00:41 */
+export const digits = (seconds) => [seconds / 3600, (seconds / 60) % 60, seconds % 60].map((n) => String(Math.floor(n)).padStart(2, '0')).join(':');
 
 export const seconds = (ms) => (ms < 950 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 

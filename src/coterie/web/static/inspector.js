@@ -18,7 +18,7 @@ export function start() {
 function mount() {
   ends.splice(0).forEach((end) => end());
   const root = region('inspector');
-  let shown = PANELS.includes(localStorage.getItem(KEPT)) ? localStorage.getItem(KEPT) : PANELS[0];
+  let shown = PANELS.find((name) => name === localStorage.getItem(KEPT)) ?? PANELS[0];
   let leave = null;
   let turn = 0;
   const tabs = h('div', { class: 'tabs', role: 'tablist', 'aria-label': t('tabs'), onkeydown: keys });

@@ -1,7 +1,7 @@
 // The keyboard map. Punctuation goes by its place on the board, so that other layouts work.
 
 import { flag, h } from './dom.js';
-import { t } from './i18n.js';
+import { onMac, t } from './i18n.js';
 import { agentPath, go, place } from './router.js';
 import { missed } from './notices.js';
 import { addressed, isOpen, openQuestions, state } from './state.js';
@@ -39,7 +39,7 @@ export async function openPalette(agent = null) {
 
 export const showSheet = () => import('./screens/shortcuts.js').then((sheet) => sheet.openShortcuts());
 
-const typing = (el) => el instanceof HTMLElement && (el.isContentEditable || /^(input|textarea|select)$/i.test(el.tagName));
+const typing = (el) => el.matches?.('input, textarea, select');
 
 function pressed(event) {
   if (event.defaultPrevented || event.isComposing || document.querySelector('dialog[open]')) return;
@@ -49,9 +49,12 @@ function pressed(event) {
 function handle(event) {
   const { key, code, altKey, shiftKey } = event;
   const mod = event.ctrlKey || event.metaKey;
-  if (mod && !altKey && !shiftKey && key.toLowerCase() === 'k') return yes(openPalette());
-  if (mod && !altKey && !shiftKey && key.toLowerCase() === 'f') return find();
-  if (mod && code === 'Slash') return yes(showSheet());
+  // On a Mac, Ctrl moves and deletes in what is typed.
+  const ours = onMac ? event.metaKey : event.ctrlKey;
+  const letter = ours && !altKey && !shiftKey && key.toLowerCase();
+  if (letter === 'k') return yes(openPalette());
+  if (letter === 'f') return find();
+  if (ours && code === 'Slash') return yes(showSheet());
   if (key === 'F6') return cycle(shiftKey ? -1 : 1);
   if (altKey && !mod) return alt(event);
   if (key === 'Escape') return escape(event);
@@ -106,7 +109,7 @@ function cycle(by) {
     document.getElementById('composer'),
     region('inspector').querySelector('[role="tab"][aria-selected="true"]'),
   ].filter((el) => el && el.offsetParent !== null && !el.closest('[inert]'));
-  const at = stops.findIndex((el) => el === document.activeElement || el.parentElement.contains(document.activeElement) || regionOf(el).contains(document.activeElement));
+  const at = stops.findIndex((el) => el.parentElement.contains(document.activeElement) || regionOf(el).contains(document.activeElement));
   stops[(at + by + stops.length) % stops.length]?.focus();
   return true;
 }

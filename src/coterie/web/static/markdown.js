@@ -4,8 +4,7 @@ import { button, h } from './dom.js';
 import { t } from './i18n.js';
 import { copyText } from './notices.js';
 
-const INLINE = { em: 'em', strong: 'strong', s: 's' };
-const BLOCK = { p: 'p', quote: 'blockquote', ul: 'ul' };
+const PLAIN = { em: 'em', strong: 'strong', s: 's', p: 'p', quote: 'blockquote', ul: 'ul', hr: 'hr', br: 'br' };
 const COLOURS = [[/^k/, 'k'], [/^s/, 's'], [/^c/, 'c'], [/^m/, 'n'], [/^n[fcbd]/, 'f'], [/^o/, 'o']];
 
 let above = 1; // the page's own heading; a level is never left out, whatever a message begins with
@@ -26,13 +25,10 @@ function node(one) {
     case 'li': return item(one);
     case 'code': return code(one);
     case 'table': return table(one);
-    case 'hr': return h('hr');
-    case 'br': return h('br');
     case 'tt': return h('code', { class: 'md-tt' }, one.s ?? '');
     case 'a': return link(one);
   }
-  const tag = INLINE[one.t] ?? BLOCK[one.t];
-  return tag ? h(tag, {}, inside()) : h('span', {}, inside());
+  return h(PLAIN[one.t] ?? 'span', {}, inside());
 }
 
 function heading(one) {
@@ -50,9 +46,9 @@ function link(one) {
   const href = /^(https?:|mailto:)/i.test(one.href) ? one.href : null;
   const words = each(one.c);
   if (!href) return h('span', {}, words);
-  const mark = one.image ? h('span', { class: 'md-host' }, t('image')) : null;
+  const mark = one.image && h('span', { class: 'md-host' }, t('image'));
   const text = plain(one.c);
-  const host = one.host && !text.includes(one.host) ? h('span', { class: 'md-host' }, one.host) : null;
+  const host = one.host && !text.includes(one.host) && h('span', { class: 'md-host' }, one.host);
   return h('a', { href, target: '_blank', rel: 'noopener noreferrer nofollow' }, words, mark, host);
 }
 

@@ -35,7 +35,9 @@ export function messageView(item, acts) {
 
   let shown = null;
   let parted = '';
-  function update(next) {
+  let last = item;
+  function update(next = last) {
+    last = next;
     const message = of(next);
     const seams = [
       ['day', null, next.day && dayName(next.day)],
@@ -70,7 +72,7 @@ export function messageView(item, acts) {
         parts.push(h('span', { class: 'bad' }, t('failed')),
           button({ class: 'text-btn', 'data-testid': 'retry', onclick: () => acts.retry(message) }, t('retry')),
           button({ class: 'text-btn', onclick: () => acts.edit(message) }, t('edit')),
-          button({ class: 'text-btn', onclick: () => acts.drop(message) }, t('remove')));
+          button({ class: 'text-btn danger', onclick: () => acts.drop(message) }, t('remove')));
       } else parts.push(t(message.unsure ? 'unsure' : status === 'sending' ? 'sending' : 'delivered'));
     } else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
     if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
@@ -82,21 +84,16 @@ export function messageView(item, acts) {
     el.dataset.state = message.local ? message.status : message.state;
   }
 
-  update(item);
-  const end = first.id ? on([`message:${first.id}`, 'questions'], () => update(view.item)) : null;
-  const view = {
+  update();
+  const end = first.id && on([`message:${first.id}`, 'questions'], () => update());
+  return {
     el,
-    item,
-    update(next) {
-      view.item = next;
-      update(next);
-    },
+    update,
     leave() {
       end?.();
       options?.leave();
     },
   };
-  return view;
 }
 
 const of = (item) => item.local ?? state.messages.get(item.id);
@@ -107,7 +104,7 @@ function brokeText({ withdrawn }) {
 }
 
 /** What a message says, as elements: words, files, and whatever else it carries as a card. */
-export function content(message) {
+function content(message) {
   const payload = message.payload ?? {};
   const parts = [];
   if (message.inReplyTo && message.from === PERSON && message.option === undefined) parts.push(quoted(message.inReplyTo));
@@ -204,15 +201,19 @@ export function problemView(id) {
   const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch((error) => oops(error)) }, t('retry'));
   const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('setup'));
   const copying = button({ class: 'text-btn', onclick: () => copyText(detail.textContent) }, t('copy'));
+  const more = h('details', {}, h('summary', {}, t('details')), detail, copying);
   const el = h('article', { class: 'msg msg-problem', tabindex: '-1', 'data-testid': 'problem', data: { key: 'problem' } },
-    h('div', { class: 'problem' }, words, h('details', {}, h('summary', {}, t('details')), detail, copying), when, h('div', { class: 'problem-acts' }, again, setup)));
+    h('div', { class: 'problem' }, words, more, when, h('div', { class: 'problem-acts' }, again, setup)));
 
   function update() {
     const told = state.problems.get(id);
     const one = state.agents.get(id);
     const key = `problem_${told?.category}`;
-    setText(words, t(key) === key ? t('problem_other') : t(key));
-    setText(detail, told?.message ?? one?.why ?? '');
+    const why = told?.message ?? one?.why;
+    setText(detail, why ?? '');
+    // What kind it was is told once; who comes later knows the reason only.
+    setText(words, t(key) !== key ? t(key) : why || t('problem_other'));
+    more.hidden = words.textContent === why;
     setup.hidden = told && told.category !== 'auth';
     tick();
   }

@@ -115,4 +115,4 @@ export const missed = () => void toast({ kind: 'error', text: t('scriptMissed'),
 addEventListener('unhandledrejection', ({ reason }) => /import|module/i.test(reason?.message) && missed());
 
 /** Something the person wanted did not work. */
-export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.detail ?? String(error) }), retry });
+export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.status === 0 ? t('noAnswer') : error.detail ?? String(error) }), retry });

@@ -132,7 +132,7 @@ function nameFor(id, option) {
   }
 }
 
-export async function choose(question, option) {
+async function choose(question, option) {
   if (!isOpen(question)) return;
   const clientId = nameFor(question.id, option);
   const text = optionsOf(question)[option];

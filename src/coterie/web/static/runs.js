@@ -8,7 +8,7 @@ const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated
 
 /** The calls of plans that are worth showing: what was sent to the person is in the thread already, unless `all` are asked for. */
 export function callsOf(plans, all = false) {
-  return plans.flatMap((plan) => plan.calls.map((call) => ({ ...call, withdrawn: plan.outcome === 'withdrawn' || isCut(call) })))
+  return plans.flatMap((plan) => plan.calls.map((call) => ({ ...call, id: `${plan.at} ${call.callId}`, withdrawn: plan.outcome === 'withdrawn' || isCut(call) })))
     .filter((call) => all || call.withdrawn || !(call.name === 'send_message' && call.state === 'done' && target(call) === PERSON));
 }
 
@@ -33,11 +33,12 @@ export function runsView(item) {
   const list = h('ol', { class: 'runs-list' });
   const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, time, signs), list);
   const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box);
-  let now_ = item;
+  const row = callRows();
+  let last = item;
   let shown = '';
 
   function update(next) {
-    now_ = next;
+    last = next;
     day.hidden = !next.day;
     if (next.day) setText(day, dayName(next.day));
     const calls = next.calls;
@@ -49,13 +50,13 @@ export function runsView(item) {
     signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
     box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
     el.setAttribute('aria-label', [title.textContent, ...calls.map((call) => `${call.name} ${stateWord(call)}`)].join(', '));
-    list.replaceChildren(...calls.map(callRow));
+    list.replaceChildren(...calls.map(row));
     tick();
   }
 
   function tick() {
-    const running = now_.calls.find((call) => call.state === 'started' && !call.withdrawn);
-    const sum = now_.calls.reduce((all, call) => all + (took(call) ?? 0), 0);
+    const running = last.calls.find((call) => call.state === 'started' && !call.withdrawn);
+    const sum = last.calls.reduce((all, call) => all + (took(call) ?? 0), 0);
     setText(time, running?.startedAt ? elapsed(now() - Date.parse(running.startedAt)) : sum ? seconds(sum) : '');
   }
 
@@ -67,12 +68,25 @@ function title1(call) {
   return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
 }
 
+/** Rows of calls, one after the other: what was opened in one is open in the next of the same call. */
+export function callRows() {
+  const made = new Map();
+  return (call) => {
+    const [before, row] = [made.get(call.id)?.querySelectorAll('details'), callRow(call)];
+    row.querySelectorAll('details').forEach((one, at) => {
+      one.open = before?.[at]?.open;
+    });
+    made.set(call.id, row);
+    return row;
+  };
+}
+
 /** One call: its name, what came of it, what it was given and gave. */
-export function callRow(call) {
+function callRow(call) {
   const ms = took(call);
   return h('li', { class: `run run-${call.withdrawn ? 'withdrawn' : call.state}`, 'data-testid': 'run', data: { state: call.withdrawn ? 'withdrawn' : call.state } },
     h('div', { class: 'run-head' }, h('code', {}, call.name), h('span', { class: 'run-state' }, stateWord(call)), ms === null ? null : h('span', { class: 'meta num' }, seconds(ms))),
-    block('arguments', call.arguments), call.result && !call.withdrawn ? block('result', call.result) : null);
+    block('arguments', call.arguments), call.result && !call.withdrawn && block('result', call.result));
 }
 
 function block(key, text) {

@@ -1,9 +1,9 @@
 // The frame around every screen: banner, agents, the screen with its dock, the inspector. One of each, made once.
 
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
-import { elapsed, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
+import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
 import { show } from './router.js';
-import { everySecond, now, on, state, unreadTotal } from './state.js';
+import { everySecond, now, on, state, unreadTotal, upTo99 } from './state.js';
 import { doing, dot, mountAgents, stop, stopping } from './agents_list.js';
 
 const THEME = 'coterie.theme';
@@ -12,12 +12,11 @@ const parts = {};
 let clean = [];
 
 export const dock = () => parts.dock;
-export const main = () => parts.main;
 export const region = (name) => parts[name];
 
 // Theme
 
-export const theme = () => (THEMES.includes(localStorage.getItem(THEME)) ? localStorage.getItem(THEME) : 'auto');
+const theme = () => THEMES.find((name) => name === localStorage.getItem(THEME)) ?? 'auto';
 
 export function applyTheme() {
   if (theme() === 'auto') delete document.documentElement.dataset.theme;
@@ -61,9 +60,8 @@ export function buildShell() {
   parts.veil = h('div', { class: 'veil', onclick: () => closeSlides() });
   fill(app, skip(), parts.top, parts.side, parts.main, parts.inspector, parts.veil);
   if (kept) parts.early = kept;
-  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], documentTitle), on('connection', banners)];
+  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], documentTitle), on(['connection', 'snapshot', 'agents'], banners)];
   closeSlides(false);
-  documentTitle();
   banners();
 }
 
@@ -98,8 +96,7 @@ export function frame(at, what) {
   parts.screen = fresh;
   fill(parts.dock);
   parts.dock.hidden = true;
-  document.dispatchEvent(new CustomEvent('screen', { detail: at }));
-  documentTitle();
+  document.dispatchEvent(new Event('screen'));
   return fresh;
 }
 
@@ -107,12 +104,7 @@ const shownAt = () => parts.at ?? { name: '', args: [] };
 
 function documentTitle() {
   const n = unreadTotal();
-  document.title = (n ? `(${n > 99 ? '99+' : n}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
-}
-
-export function repaint() {
-  documentTitle();
-  banners();
+  document.title = (n ? `(${upTo99(n)}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
 }
 
 const isScripted = (agent) => ['tour', 'tour-sees'].includes(agent?.service);
@@ -123,7 +115,7 @@ function banners() {
     const n = state.shutdown?.delayedFlushed ?? 0;
     told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-stopped' }, n ? t('stoppedEarly', { n }) : t('stopped')));
   }
-  const tour = [...state.agents.values()].some((one) => isScripted(one));
+  const tour = [...state.agents.values()].some(isScripted);
   if (tour) {
     told.push(h('p', { class: 'banner', 'data-testid': 'banner-tour' },
       h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/setup' }, t('setUpModel'))));
@@ -133,7 +125,7 @@ function banners() {
 
 // What slides in where the window is small
 
-export function toggleSlide(name) {
+function toggleSlide(name) {
   const open = document.body.dataset.slide === name;
   closeSlides(false);
   if (open) return;
@@ -152,8 +144,7 @@ export function closeSlides(refocus = true) {
 
 export const small = matchMedia('(max-width: 720px)');
 const medium = matchMedia('(max-width: 1099px)');
-small.addEventListener('change', () => reachable());
-medium.addEventListener('change', () => reachable());
+for (const size of [small, medium]) size.addEventListener('change', reachable);
 
 /** What is slid out of sight is out of reach as well. */
 function reachable() {
@@ -179,7 +170,7 @@ function mountHeader(root) {
     h('div', { class: 'top-who' }, title, status, clock, stopper),
     chip,
     button({ class: 'search-btn', 'aria-label': t('search'), 'data-testid': 'search', onclick: () => import('./keyboard.js').then((keys) => keys.openPalette()) },
-      icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, 'Ctrl K')),
+      icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, keyNames('Ctrl K'))),
     iconButton('side', t('details'), { class: 'only-medium', 'aria-controls': 'inspector', 'aria-expanded': 'false', onclick: () => toggleSlide('inspector'), 'data-testid': 'details' }));
 
   const agent = () => {

@@ -19,7 +19,7 @@ export const state = {
   questions: new Set(), // ids of open questions to the person
   drafts: new Map(), // draftId -> {id, agent, text, stopped}
   plans: new Map(), // agent -> plans, oldest first
-  breaks: new Map(), // message id -> {count, withdrawn}: interjections that were taken together, named by the first
+  breaks: new Map(), // message id -> {withdrawn}: interjections that were taken together, named by the first
   problems: new Map(), // agent -> the last problem told
   sending: new Map(), // question id -> {option, clientId, unsure}: an answer on its way
   locals: new Map(), // clientId -> a message of ours that the server has not confirmed
@@ -28,7 +28,7 @@ export const state = {
 };
 
 // Subscriptions. Topics: agents, agent:<id>, thread:<id>, message:<id>, queue:<id>, drafts:<agent>, draft:<id>, delayed,
-// questions, unread, plans:<agent>, connection, problem, artifacts, and event for every event as it came.
+// questions, unread, plans:<agent>, connection, artifacts.
 
 const heard = new Map();
 const dirty = new Set();
@@ -104,6 +104,7 @@ export const isOpen = (message) => state.questions.has(message.id) && !message.a
 export const openQuestions = (agent) =>
   [...state.questions].map((id) => state.messages.get(id)).filter((one) => one && (!agent || one.from === agent));
 
+export const upTo99 = (n) => (n > 99 ? '99+' : String(n));
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
 /** What somebody may look for an agent by. */
@@ -115,7 +116,7 @@ export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind
 export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
 
 /** The same at a glance, or read aloud: without Markdown's signs. */
-export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[ >#]*(- \[.\]|[-*+>#]+) |\|?( ?:?-{3,}:? ?\|)+|(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
+export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
   .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
 
 // Messages
@@ -176,19 +177,18 @@ export async function loadThread(agent, limit = 50) {
   touch(`thread:${agent}`);
 }
 
-export async function loadOlder(agent, limit = 100) {
+export async function loadOlder(agent) {
   const one = thread(agent);
-  if (!one.older) return 0;
-  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit });
+  if (!one.older) return;
+  const page = await query(`/threads/${encodeURIComponent(agent)}/messages`, { before: one.older, limit: 200 });
   joinPage(one, page.items, 'older');
   one.older = page.next;
   touch(`thread:${agent}`);
-  return page.items.length;
 }
 
 /** Makes sure that a message and all behind it are loaded. */
 export async function loadAround(agent, id) {
-  while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent, 200);
+  while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent);
 }
 
 export function setOpen(message) {

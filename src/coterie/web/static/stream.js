@@ -75,7 +75,7 @@ async function lead() {
 async function connect(signal) {
   heardAt = performance.now();
   const from = encodeURIComponent(`${state.epoch}.${state.seq}`);
-  const response = await fetch(`/api/v1/events?lastEventId=${from}`, { signal, credentials: 'same-origin' });
+  const response = await fetch(`/api/v1/events?lastEventId=${from}`, { signal });
   if (response.status === 401) await resync();
   if (!response.ok) throw new Error(String(response.status));
   const reader = response.body.getReader();

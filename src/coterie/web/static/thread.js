@@ -31,7 +31,7 @@ export function render(root, { args, query }) {
   const id = args[0] ?? home();
   state.home = id;
   if (id && state.booted && !state.agents.has(id) && !state.threads.has(id)) return missing(root, id);
-  if (!id) return waitForAgents(root, args);
+  if (!id) return waitForAgents(root);
   return conversation(root, id, query.get('m'));
 }
 
@@ -50,7 +50,7 @@ function waitForAgents(root) {
   };
 }
 
-const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, h('span', { class: 'bone bone-bubble' }), h('span', { class: 'bone bone-bubble bone-mine' }), h('span', { class: 'bone bone-bubble' }));
+const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, ['', 'bone-mine', ''].map((more) => h('span', { class: `bone bone-bubble ${more}` })));
 
 function missing(root, id) {
   fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));
@@ -216,7 +216,7 @@ function conversation(root, id, wanted) {
     older.hidden = false;
     setText(older, t('loadingOlder'));
     try {
-      await loadOlder(id, 200);
+      await loadOlder(id);
       older.hidden = true;
       busy = false;
       feed.tell(); // the window may be near the top still, and nothing else would say so
@@ -239,7 +239,7 @@ function conversation(root, id, wanted) {
     const label = newBelow === 1 ? t('newMessage') : newBelow ? t('newMessages', { n: newBelow }) : t('toEnd');
     if (jump.getAttribute('aria-label') !== label) {
       jump.setAttribute('aria-label', label);
-      fill(jump, icon('down'), newBelow ? h('span', {}, label) : null);
+      fill(jump, icon('down'), newBelow > 0 && h('span', {}, label));
     }
     if (top < NEAR_TOP) fetchOlder();
     read();
@@ -325,12 +325,14 @@ function walk(event, feed, scroller) {
 function emptyThread(id, composer) {
   const one = state.agents.get(id);
   const kinds = takes(one);
-  const starters = [1, 2, 3].map((n) => button({ class: 'plain-btn starter', onclick: () => {
-    composer.refill({ text: t(`starter${n}`) });
+  const { role, parent } = one ?? {};
+  const lines = [t('starter1'), role ? t('starterRole', { role }) : t('starter2'), parent ? t('starterParent', { name: nameOf(parent) }) : t('starter3')];
+  const starters = lines.map((text) => button({ class: 'plain-btn starter', text, onclick: () => {
+    composer.refill({ text });
     composer.focus();
-  } }, t(`starter${n}`)));
+  } }));
   return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
-    one?.role ? h('p', { class: 'empty-role', dir: 'auto' }, one.role) : null,
-    kinds.length ? h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))) : null,
-    one?.state === 'terminated' ? null : [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
+    role && h('p', { class: 'empty-role', dir: 'auto' }, role),
+    kinds.length > 0 && h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))),
+    one?.state !== 'terminated' && [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
 }

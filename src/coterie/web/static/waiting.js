@@ -67,7 +67,7 @@ export function mountStrip(root, agent) {
       paint();
     } }, t('interjectionsWait', { n: items.length }), h('span', { 'aria-hidden': 'true' }, open ? ' ▴' : ' ▾'));
     const list = h('ol', { class: `strip-list ${open ? 'is-open' : ''}` }, items.map((one, index) => row(one, index, items.length)));
-    fill(root, items.length > 1 ? head : null, list);
+    fill(root, items.length > 1 && head, list);
     root.classList.toggle('strip-many', items.length > 1);
     if (focused && !items.length) toComposer();
   }
@@ -79,9 +79,6 @@ export function mountStrip(root, agent) {
       button({ class: 'text-btn', 'data-testid': 'withdraw', data: { of: one.id ?? '' }, 'aria-disabled': !one.id || withdrawing.has(one.id) ? 'true' : null, onclick: () => withdraw(agent, one) },
         t(one.unsure ? 'unsure' : !one.id ? 'sending' : withdrawing.has(one.id) ? 'withdrawing' : 'withdraw')));
 
-  root.className = 'strip';
-  root.setAttribute('role', 'region');
-  root.setAttribute('aria-label', t('strip'));
   paint();
   return on([`queue:${agent}`, `agent:${agent}`], paint);
 }

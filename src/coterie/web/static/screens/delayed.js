@@ -2,7 +2,7 @@
 
 import { del, query } from '../api.js';
 import { button, empty, fill, flag, h, setText } from '../dom.js';
-import { dayAndTime, t } from '../i18n.js';
+import { dayAndTime, digits, t } from '../i18n.js';
 import { who } from '../message.js';
 import { everySecond, keep, now, on, plainText, state, touch } from '../state.js';
 import { tooLate } from '../waiting.js';
@@ -62,8 +62,8 @@ async function loadAll() {
 function row(message) {
   const left = h('span', { class: 'countdown' });
   const at = when(message.deliverAt);
-  const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }) });
-  cancel.addEventListener('click', () => callOff(message, cancel));
+  const callOff = () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate'));
+  const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }), onclick: () => busy(cancel, callOff) });
   const el = h(
     'li',
     { class: 'item delayed-item', data: { messageId: message.id } },
@@ -71,31 +71,37 @@ function row(message) {
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
     h('p', { class: 'item-foot' }, left, ' ', at, cancel),
   );
-  let shown = null;
   return {
     el,
     tick(onlyTimes) {
       at.dateTime = message.deliverAt;
       setText(at, dayAndTime(message.deliverAt));
-      shown = steady(shown, (Date.parse(message.deliverAt) - now()) / 1000);
+      const shown = secondsTo(message.deliverAt);
       setText(left, shown <= 0 ? t('delayedDueNow') : onlyTimes ? '' : countdown(shown));
     },
   };
 }
 
-/** Timers are never exact: a second shown is kept in step, and not shown twice or left out for a few milliseconds. */
-function steady(shown, left) {
-  const next = (shown ?? 0) - 1;
-  const inStep = shown !== null && left > next - 1.3 && left <= next + 0.3;
-  return Math.max(0, inStep ? next : Math.ceil(left));
+/** What is shown for each due time: wherever it is counted down, the same. */
+const counted = new Map();
+const leftTo = (due) => (Date.parse(due) - now()) / 1000;
+
+function secondsTo(due) {
+  if (!counted.has(due)) counted.set(due, Math.ceil(leftTo(due)));
+  return counted.get(due);
 }
 
-export function countdown(seconds) {
-  const two = (n) => String(n).padStart(2, '0');
+// Timers are never exact: a second shown is kept in step, and not shown twice or left out for a few milliseconds.
+everySecond(() => {
+  for (const [due, shown] of counted) {
+    const left = leftTo(due);
+    const next = shown - 1;
+    if (left < -1) counted.delete(due);
+    else counted.set(due, left > next - 1.3 && left <= next + 0.3 ? next : Math.ceil(left));
+  }
+});
+
+function countdown(seconds) {
   const days = Math.floor(seconds / 86400);
-  const text = [Math.floor((seconds % 86400) / 3600), Math.floor((seconds % 3600) / 60), seconds % 60].map(two).join(':');
-  return days ? `${t('days', { n: days })} ${text}` : text;
+  return (days ? `${t('days', { n: days })} ` : '') + digits(seconds % 86400);
 }
-
-const callOff = (message, cancel) =>
-  busy(cancel, () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate')));

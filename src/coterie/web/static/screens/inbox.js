@@ -13,7 +13,7 @@ const TAIL = 280; // characters of a reply under way, and how often they are pai
 const SEEN_MS = 100;
 const UNSEEN_MS = 500;
 
-export function render(root, { compact, query: asked }) {
+export function render(root, { query: asked }) {
   const questions = h('div', { class: 'cards' });
   const waiting = section('inbox-open', '', questions);
   const list = h('ul', { class: 'items', 'aria-labelledby': 'inbox-all' });
@@ -71,7 +71,7 @@ export function render(root, { compact, query: asked }) {
   };
   const load = async () => {
     try {
-      const page = await query('/messages', { agent: PERSON, before: next, limit: compact ? 20 : 50 });
+      const page = await query('/messages', { agent: PERSON, before: next, limit: 50 });
       for (const item of page.items) if (item.to === PERSON && item.deliveredAt) ids.add(keep(item).id);
       next = page.next;
       drawAll();

@@ -5,7 +5,7 @@ import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
 import { on, takes } from '../state.js';
-
+import './parts.js'; // it brings the rules of all screens
 
 const SHOWN = 'coterie.org';
 
@@ -27,7 +27,7 @@ export function render(root, { compact }) {
   const draw = () => {
     const roots = family();
     if (!roots.length) return fill(stage, empty(t('noAgents')));
-    if (graph) return fill(stage, drawGraph(roots));
+    if (graph) return drawGraph(stage, roots);
     const shown = flat(roots, folded);
     if (!shown.some(({ agent }) => agent.id === current)) current = shown[0].agent.id;
     fill(stage, h('ul', { class: 'org-tree', role: 'tree', 'aria-label': t('org'), onkeydown: (event) => treeKeys(event, focus, fold) }, shown.map(row)));
@@ -92,7 +92,7 @@ function capabilities(agent) {
 
 const [WIDE, HIGH, GAP] = [148, 120, 24];
 
-function drawGraph(roots) {
+function drawGraph(stage, roots) {
   const placed = [];
   const lines = [];
   let column = 0;
@@ -104,7 +104,7 @@ function drawGraph(roots) {
     for (const child of below) lines.push([here, child]);
     return here;
   };
-  roots.forEach((root) => place(root, 0));
+  const [first] = roots.map((root) => place(root, 0));
   const depth = Math.max(...placed.map((one) => one.depth)) + 1;
   const [width, height] = [column * WIDE + GAP * 2, depth * HIGH + GAP];
   const at = ({ x, depth: row }) => [GAP + x * WIDE + WIDE / 2, GAP + row * HIGH + 16];
@@ -116,7 +116,11 @@ function drawGraph(roots) {
     svg.append(s('path', { class: 'edge', d: `M${x1} ${y1 + 58}C${x1} ${y1 + 80} ${x2} ${y2 - 40} ${x2} ${y2 - 18}` }));
   }
   for (const one of placed) svg.append(nodeOf(one, at(one)));
-  return h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);
+  // It begins at its root; drawn anew, it stays where it was scrolled to.
+  const scrolled = stage.querySelector('.graph-frame')?.scrollLeft;
+  const frame = h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);
+  fill(stage, frame);
+  frame.scrollLeft = scrolled ?? at(first)[0] - frame.clientWidth / 2;
 }
 
 function nodeOf({ node: { agent } }, [x, y]) {

@@ -1,7 +1,7 @@
 // One field that finds agents, things to do, and messages.
 
 import { query } from '../api.js';
-import { fill, h } from '../dom.js';
+import { fill, h, reveal } from '../dom.js';
 import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
@@ -50,7 +50,7 @@ export function openPalette({ actions, find, entered, agent }) {
     at = Math.min(at, Math.max(0, found.length - 1));
     let n = 0;
     fill(list, groups.map(([title, items]) => h('div', { role: 'group', 'aria-label': t(title) }, h('p', { class: 'palette-head', 'aria-hidden': 'true', text: t(title) }), items.map((item) => option(item, n++)))));
-    status.textContent = found.length ? '' : words ? t('searchNone') : '';
+    status.textContent = found.length || !words ? '' : t('searchNone');
     mark();
   };
   const option = (item, n) =>
@@ -60,9 +60,7 @@ export function openPalette({ actions, find, entered, agent }) {
     const current = list.querySelector(`#palette-${at}`);
     if (!current) return input.removeAttribute('aria-activedescendant');
     input.setAttribute('aria-activedescendant', current.id);
-    const [top, bottom] = [current.offsetTop - list.offsetTop, current.offsetTop - list.offsetTop + current.offsetHeight];
-    if (top < list.scrollTop) list.scrollTop = top;
-    else if (bottom > list.scrollTop + list.clientHeight) list.scrollTop = bottom - list.clientHeight;
+    reveal(current, list);
   };
   const search = async () => {
     const words = input.value.trim();
@@ -85,7 +83,8 @@ export function openPalette({ actions, find, entered, agent }) {
     if (event.isComposing || event.keyCode === 229) return;
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step && found.length) at = (at + step + found.length) % found.length;
-    else if (event.key === 'Enter' && found[at]) return event.preventDefault(), choose(found[at]);
+    else if (event.key === 'Enter' && found[at]) choose(found[at]);
+    else if (event.key === 'k' && (event.ctrlKey || event.metaKey)) close();
     else return;
     event.preventDefault();
     mark();

@@ -35,10 +35,10 @@ export function field(label, input, hint) {
   return h('div', { class: 'form-field' }, h('label', { for: input.id, text: label }), input, told);
 }
 
-export function choice(options, value, changed, props = {}) {
-  const select = h('select', props, options.map(([id, text]) => h('option', { value: id, text })));
+export function choice(options, value, changed) {
+  const select = h('select', {}, options.map(([id, text]) => h('option', { value: id, text })));
   select.value = value;
-  if (changed) select.addEventListener('change', () => changed(select.value));
+  select.addEventListener('change', () => changed(select.value));
   return select;
 }
 
@@ -93,17 +93,17 @@ export function openDialog(title, content, { wide = false, closed = () => {} } =
 }
 
 /** Asks before something that cannot be undone; resolves to yes or no. */
-export function confirm(question, { yes, danger = true } = {}) {
+export function confirm(question, yes) {
   return new Promise((resolve) => {
     let said = false;
-    const answer = (value) => () => {
-      said = value;
+    const no = button({ class: 'plain-btn', text: t('cancel'), onclick: () => close() });
+    const go = () => {
+      said = true;
       close();
     };
-    const no = button({ class: 'plain-btn', text: t('cancel'), onclick: answer(false), autofocus: true });
     const { close } = openDialog(
       question,
-      h('div', { class: 'modal-foot' }, no, button({ class: danger ? 'plain-btn danger' : 'primary', text: yes, onclick: answer(true) })),
+      h('div', { class: 'modal-foot' }, no, button({ class: 'plain-btn danger', text: yes, onclick: go })),
       { closed: () => resolve(said) },
     );
     no.focus();
@@ -114,11 +114,7 @@ export function confirm(question, { yes, danger = true } = {}) {
 export function openImage({ artifactRef, filename, mimeType, size }) {
   const picture = h('img', { src: artifactUrl(artifactRef), alt: filename });
   const frame = h('div', { class: 'picture', tabindex: '0', role: 'group', 'aria-label': filename }, picture);
-  const whole = button({ class: 'plain-btn', text: t('imageFull'), 'aria-pressed': 'false' });
-  whole.addEventListener('click', () => {
-    const full = frame.classList.toggle('full');
-    whole.setAttribute('aria-pressed', String(full));
-  });
+  const whole = button({ class: 'plain-btn', text: t('imageFull'), 'aria-pressed': 'false', onclick: () => whole.setAttribute('aria-pressed', frame.classList.toggle('full')) });
   const about = h('span', { class: 'meta', text: [mimeType, size !== undefined && bytes(size)].filter(Boolean).join(' · ') });
   const save = h('a', { class: 'plain-btn', href: artifactUrl(artifactRef), download: filename, text: t('downloadFile') });
   return openDialog(filename, [frame, h('div', { class: 'modal-foot' }, about, whole, save)], { wide: true });

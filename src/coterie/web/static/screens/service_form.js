@@ -52,18 +52,15 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     return told;
   };
   const path = () => `/services/${encodeURIComponent(id.value.trim())}`;
-  const test = button({ class: 'plain-btn', text: t('test') });
-  test.addEventListener('click', () => {
-    if (!form.reportValidity()) return;
-    busy(test, async () => {
-      const trial = await post(`${path()}/test`, fields(), { timeout: 60_000 });
-      fill(outcome, outcomeOf(trial));
-    });
-  });
+  const trial = async () => fill(outcome, outcomeOf(await post(`${path()}/test`, fields(), 60_000)));
+  const test = button({ class: 'plain-btn', text: t('test'), onclick: () => form.reportValidity() && busy(test, trial) });
   const save = h('button', { type: 'submit', class: 'primary', text: t('save') });
   const form = h(
     'form',
-    { class: 'card service-form', 'aria-label': t(known ? 'setupEdit' : 'setupAdd') },
+    { class: 'card service-form', 'aria-label': t(known ? 'setupEdit' : 'setupAdd'), onsubmit: (event) => {
+      event.preventDefault();
+      busy(save, () => put(path(), fields()).then(saved));
+    } },
     h('h2', { text: t(known ? 'setupEdit' : 'setupAdd') }),
     !known && field(t('preset'), choice([['', t('presetOther')], ...presets.map((one) => [one.id, one.name])], presets.some((one) => one.id === from.id) ? from.id : '', preset)),
     field(t('serviceId'), id),
@@ -76,14 +73,6 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     outcome,
     h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
   );
-  form.addEventListener('submit', (event) => {
-    event.preventDefault();
-    busy(save, async () => {
-      await put(path(), fields());
-      key.value = '';
-      await saved();
-    });
-  });
   tick(from.capabilities ?? { input: ['text'], output: ['text'] });
   fill(models, (from.models ?? []).map((value) => h('option', { value })));
   if (from.models?.length) model.value ||= from.models[0];

@@ -79,23 +79,19 @@ function card(one, { edit, changed }) {
   const outcome = h('p', { class: 'outcome', role: 'status' });
   const tell = (trial) => fill(outcome, outcomeOf(trial));
   tell(one.trial);
-  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }) });
-  test.addEventListener('click', () => busy(test, async () => tell(await post(`/services/${encodeURIComponent(one.id)}/test`, undefined, { timeout: 60_000 }))));
-  const remove = button({ class: 'text-btn', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }) });
-  remove.addEventListener('click', async () => {
-    if (!(await confirm(t('setupRemoveSure', { name: one.name }), { yes: t('remove') }))) return;
-    await busy(remove, async () => {
-      await del(`/services/${encodeURIComponent(one.id)}`);
-      await changed();
-    });
-  });
+  const path = `/services/${encodeURIComponent(one.id)}`;
+  const trial = async () => tell((one.trial = await post(`${path}/test`, undefined, 60_000)));
+  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }), onclick: () => busy(test, trial) });
+  const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }), onclick: async () => {
+    if (await confirm(t('setupRemoveSure', { name: one.name }), t('remove'))) await busy(remove, () => del(path).then(changed));
+  } });
   return h(
     'article',
     { class: 'card service', data: { service: one.id } },
     h('h3', {}, h('span', { dir: 'auto', text: one.name }), one.tour && h('span', { class: 'tag', text: t('tour') })),
     !one.tour && h('p', { class: 'meta', dir: 'auto', text: `${one.model} · ${one.baseURL}` }),
     !one.tour && h('p', { class: 'meta', text: one.apiKey ? t('keyIs', { key: one.apiKey }) : t('keyNone') }),
-    one.usedBy.length > 0 && h('p', { class: 'meta', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
+    one.usedBy.length > 0 && h('p', { class: 'meta clamp', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
     one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: problem.message })),
     outcome,
     h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),
@@ -104,6 +100,7 @@ function card(one, { edit, changed }) {
 
 function table(items) {
   const has = (one, name) => ['input', 'output'].filter((way) => one.capabilities[way].includes(name)).map((way) => t(`way_${way}`)).join(' + ');
+  const label = (name) => (CAPABILITIES.includes(name) ? t(`can_${name}`) : name);
   const custom = items.flatMap((one) => [...one.capabilities.input, ...one.capabilities.output]).filter((name) => !CAPABILITIES.includes(name));
   const names = [...CAPABILITIES, ...new Set(custom)];
   return section(
@@ -115,8 +112,8 @@ function table(items) {
       h(
         'table',
         {},
-        h('thead', {}, h('tr', {}, h('th', { scope: 'col', text: t('service') }), names.map((name) => h('th', { scope: 'col', text: CAPABILITIES.includes(name) ? t(`can_${name}`) : name })))),
-        h('tbody', {}, items.map((one) => h('tr', {}, h('th', { scope: 'row' }, h('span', { dir: 'auto', text: one.name }), one.capabilities.source === 'inferred' && h('span', { class: 'meta', text: ` (${t('inferred')})` })), names.map((name) => h('td', { text: has(one, name) || '–' }))))),
+        h('thead', {}, h('tr', {}, h('th', { scope: 'col', text: t('service') }), names.map((name) => h('th', { scope: 'col', text: label(name) })))),
+        h('tbody', {}, items.map((one) => h('tr', {}, h('th', { scope: 'row' }, h('span', { dir: 'auto', text: one.name }), one.capabilities.source === 'inferred' && h('span', { class: 'meta', text: ` (${t('inferred')})` })), names.map((name) => h('td', { text: has(one, name), data: { of: label(name) } }))))),
       ),
     ),
   );
@@ -125,8 +122,7 @@ function table(items) {
 // What could be
 
 function offers(found, { use, probe }) {
-  const look = button({ class: 'plain-btn', text: t('setupProbe') });
-  look.addEventListener('click', () => busy(look, probe));
+  const look = button({ class: 'plain-btn', text: t('setupProbe'), onclick: () => busy(look, probe) });
   return section(
     'setup-found',
     t('setupFound'),

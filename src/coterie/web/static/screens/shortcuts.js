@@ -1,10 +1,9 @@
 // Which keys do what.
 
 import { flag, h } from '../dom.js';
-import { t } from '../i18n.js';
+import { keyNames, t } from '../i18n.js';
 import { openDialog, toggle } from './parts.js';
 
-const mod = /mac/i.test(navigator.platform) ? '⌘' : 'Ctrl';
 const KEYS = [
   ['keysConversation', [
     ['Enter', 'keySend'],
@@ -16,13 +15,13 @@ const KEYS = [
     ['Esc', 'keyEsc'],
   ]],
   ['keysPlaces', [
-    [`${mod}+K`, 'keyPalette'],
-    [`${mod}+F`, 'keyFind'],
+    ['Ctrl+K', 'keyPalette'],
+    ['Ctrl+F', 'keyFind'],
     ['Alt+↑ / Alt+↓', 'keyAgents'],
     ['Alt+Shift+↑ / ↓', 'keyUnread'],
     ['Alt+I', 'keyInbox'],
     ['F6 / Shift+F6', 'keyRegions'],
-    [`? / ${mod}+/`, 'keySheet'],
+    ['? / Ctrl+/', 'keySheet'],
   ]],
   ['keysThread', [
     ['↑ ↓ Home End', 'keyMove'],
@@ -35,7 +34,7 @@ export function openShortcuts() {
     'div',
     { class: 'keys' },
     KEYS.map(([title, rows]) =>
-      h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keys })), h('dd', { text: t(what) }))))),
+      h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keyNames(keys) })), h('dd', { text: t(what) }))))),
     ),
     // They can be in the way of those who speak to their computer.
     toggle(t('singleKeysOn'), !flag('noSingleKeys'), (wanted) => flag('noSingleKeys', !wanted)),

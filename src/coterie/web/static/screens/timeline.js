@@ -5,7 +5,7 @@ import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
 import { who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
-import { callRow, callsOf } from '../runs.js';
+import { callRows, callsOf } from '../runs.js';
 import { PERSON, SYSTEM, glance, keep, on, state, watchers } from '../state.js';
 import { choice, failed, field, when } from './parts.js';
 
@@ -15,6 +15,7 @@ export function render(root, { query: asked }) {
   const filters = { agent: asked.get('agent') ?? '', kind: asked.get('kind') ?? '', time: asked.get('time') ?? '' };
   const list = h('ol', { class: 'items timeline', 'aria-label': t('timeline') });
   const foot = h('div');
+  const callRow = callRows();
   let sources = {};
   let items = new Map();
   let turn = 0;
@@ -67,7 +68,7 @@ export function render(root, { query: asked }) {
     const edge = open.reduce((latest, one) => (one.oldest > latest ? one.oldest : latest), '');
     const since = filters.time ? new Date(Date.now() + state.skew - HOURS[filters.time] * 3_600_000).toISOString() : '';
     const shown = [...items.values()].filter((one) => one.at >= edge && one.at >= since).sort(newestFirst);
-    fill(list, shown.map((one) => (one.run ? runRow(one.run) : messageRow(one.message))));
+    fill(list, shown.map((one) => (one.run ? runRow(one.run, callRow) : messageRow(one.message))));
     const more = open.length && edge >= since;
     fill(foot, more ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : shown.length ? null : empty(t('timelineNone')));
   };
@@ -135,7 +136,7 @@ function messageRow(message) {
   );
 }
 
-function runRow(run) {
+function runRow(run, callRow) {
   return h(
     'li',
     { class: 'item' },

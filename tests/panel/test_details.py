@@ -1,0 +1,290 @@
+"""What a demanding eye sees: keys by their right names, nothing in the way of a finger, clocks that agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Page, expect
+
+from coterie.testing import Calls, Says, Status
+from tests.agent.stage import Bell
+from tests.panel import ui
+from tests.panel.room import PHONE, WIDE, Room, fails, room
+from tests.panel.test_conversation import at_work
+
+MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
+LONG_NAME = "Somebody with a rather long name and a title besides"
+NARROW = {"width": 360, "height": 740}
+COVERED = """() => {
+  const button = document.querySelector('.jump').getBoundingClientRect();
+  const thread = document.querySelector('.thread').getBoundingClientRect();
+  const shown = (el) => [...el.getClientRects()].some((box) => box.bottom > thread.top && box.top < thread.bottom);
+  const over = (el) => [...el.getClientRects()].some((box) => box.left < button.right && box.right > button.left
+    && box.top < button.bottom && Math.min(box.bottom, thread.bottom) > button.top);
+  const found = [...document.querySelectorAll('.thread :is(button, a, summary)')].filter(shown);
+  return [found.length, found.filter(over).map((el) => el.textContent)]; }"""
+CLOCKS = """async () => {
+  const frame = () => new Promise(requestAnimationFrame);
+  const apart = [];
+  for (const start = performance.now(); performance.now() - start < 3_000;) {
+    for (const place of ['#/inbox', '#/delayed']) {
+      location.hash = place;
+      while (!document.querySelector(`[data-testid="screen-${place.slice(2)}"] > *`)) await frame();
+    }
+    const shown = [...document.querySelectorAll('.countdown')].map((el) => el.textContent);
+    if (new Set(shown).size > 1) apart.push(shown.join(' '));
+  }
+  return [document.querySelectorAll('.countdown').length, apart]; }"""
+
+
+@pytest.mark.parametrize(
+    ("mac", "name", "key", "other"), [(True, "⌘", "Meta", "Control"), (False, "Ctrl", "Control", "Meta")]
+)
+async def test_the_key_that_is_shown_is_the_one_of_this_board_and_works(
+    panel: Room, mac: bool, name: str, key: str, other: str
+) -> None:
+    context = await panel.browser()
+    await context.add_init_script(MAC if mac else "")
+    page = await panel.open(context=context)
+    await expect(page.locator('[data-testid="search"] kbd')).to_have_text(f"{name} K")
+    # On a Mac the other one deletes to the end of the line.
+    await page.locator(ui.COMPOSER).focus()
+    await page.keyboard.press(f"{other}+k")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    await page.keyboard.press(f"{key}+k")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    await page.keyboard.press("Escape")
+    await page.keyboard.press(f"{key}+/")
+    sheet = page.get_by_role("dialog")
+    await expect(sheet).to_contain_text(f"{name}+K")
+    await expect(sheet).to_contain_text("⌥+Q" if mac else "Alt+Q")
+    assert (await sheet.get_by_text("Ctrl").count() == 0) is mac
+
+
+@pytest.mark.parametrize("size", [NARROW, WIDE])
+async def test_the_way_to_the_newest_lies_over_nothing_that_can_be_pressed(panel: Room, size: Any) -> None:
+    for n in range(16):
+        await panel.tell(
+            f"Which of these, {n}?\n\n```\ncode\n```", "The weather, as every morning", "My calendar of today"
+        )
+    page = await panel.open(viewport=size)
+    await expect(page.locator(".quick-reply-btn").first).to_be_visible()
+    await page.locator(ui.FEED).hover()
+    jump = page.locator('[data-testid="jump"]')
+    met = 0
+    for _ in range(20):
+        await page.mouse.wheel(0, 45)
+        await page.evaluate("() => new Promise(requestAnimationFrame)")
+        if await jump.is_visible():
+            met += 1
+            there, covered = await page.evaluate(COVERED)
+            assert there > 0
+            assert covered == []
+    assert met > 5
+    await jump.click()
+    await expect(jump).to_be_hidden()
+    await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
+
+
+async def test_what_deletes_looks_like_it_and_stays_so_under_the_mouse(panel: Room) -> None:
+    page = await panel.open("#/setup")
+    delete = page.get_by_role("button", name="Delete main")
+    danger = await _colour(page, "var(--danger)")
+    await expect(delete).to_have_css("color", danger)
+    await delete.click()
+    sure = page.get_by_role("dialog").get_by_role("button", name="Delete", exact=True)
+    await expect(sure).to_have_css("color", danger)
+    await sure.hover()
+    await expect(sure).to_have_css("color", danger)
+
+
+@pytest.mark.parametrize("width", [360, 768])
+async def test_what_a_service_can_do_is_read_without_scrolling_sideways(panel: Room, width: int) -> None:
+    page = await panel.open("#/setup", viewport={"width": width, "height": 900})
+    table = page.locator(".table-frame")
+    await expect(table).to_contain_text("in + out")
+    await expect(table).to_contain_text("text")
+    assert await table.evaluate("el => el.scrollWidth <= el.clientWidth")
+
+
+async def test_an_empty_conversation_begins_with_what_follows_from_the_role(panel: Room) -> None:
+    role = {"name": "proof-reader", "prompt": "You read proofs."}
+    made = {"role": "proof-reader", "name": "Pia", "id": "pia"}
+    panel.server.script(Says(calls=(Calls("create_role", role), Calls("spawn_agent", made))), "Done")
+    await panel.tell("Find somebody who reads proofs", by="bob", to="ada")
+    await panel.stage.state("ada", "idle")
+    page = await panel.open("#/a/pia", viewport=PHONE)
+    lines = page.locator(".starter")
+    await expect(lines).to_have_text(
+        ["What can you do?", "As proof-reader, what do you need from me to begin?", "What has Ada asked you to do?"]
+    )
+    await lines.nth(2).click()
+    await expect(page.locator(ui.COMPOSER)).to_have_value("What has Ada asked you to do?")
+
+
+async def test_two_countdowns_to_one_moment_never_differ(panel: Room) -> None:
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open("#/delayed", viewport={"width": 1440, "height": 900})
+    await expect(page.locator(".countdown")).to_have_count(2)
+    there, apart = await page.evaluate(CLOCKS)
+    assert there == 2
+    assert apart == []
+
+
+@pytest.mark.parametrize(("locale", "said"), [("en-US", "The server does not answer"), ("zh-CN", "服务器没有响应")])
+async def test_a_server_that_does_not_answer_is_told_in_the_pages_own_words(
+    panel: Room, locale: str, said: str
+) -> None:
+    sent = await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    page = await panel.open("#/delayed", viewport=PHONE, locale=locale)
+    await fails(page, None, path="**/api/v1/messages/*", method="DELETE")
+    panel.allow("net::ERR_CONNECTION_REFUSED")
+    await page.locator(f'[data-message-id="{sent.message_id}"]').get_by_role("button").click()
+    await expect(page.locator(ui.TOAST)).to_contain_text(said)
+    await expect(page.locator(ui.TOAST)).not_to_contain_text("fetch")
+
+
+def wide_family(count: int) -> str:
+    """One maker and all it made, the last of them with a long name."""
+    made = "".join(f'[agents.a{n}]\nname = "Agent {n}"\nparent = "root"\n' for n in range(count))
+    return f'[agents.root]\nname = "Root"\n{made}[agents.z]\nname = "{LONG_NAME}"\nparent = "root"\n'
+
+
+async def test_a_drawing_begins_at_its_root_and_stays_where_it_was_scrolled(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents=wide_family(12)) as panel:
+        page = await panel.open("#/org", viewport=NARROW)
+        await page.get_by_role("button", name="Graph").click()
+        root = page.locator(".node", has_text="Root")
+        # A link in a drawing is in no viewport to the browser, wherever it lies.
+        box = await root.bounding_box()
+        assert box
+        assert 0 < box["x"] < NARROW["width"] - box["width"]
+        frame = page.locator(".graph-frame")
+        await frame.evaluate("el => { el.scrollLeft = 40; el.dataset.old = ''; }")
+        await panel.society.pause("a3")
+        await expect(page.locator(".node", has_text="Paused")).to_have_count(1)
+        await expect(page.locator(".graph-frame:not([data-old])")).to_have_count(1)
+        assert await frame.evaluate("el => el.scrollLeft") == 40
+        assert await panel.trouble() == []
+
+
+@pytest.mark.parametrize("place", ["inbox", "timeline", "org", "delayed", "artifacts", "setup"])
+async def test_a_screen_that_is_opened_first_has_its_rules(panel: Room, place: str) -> None:
+    page = await panel.open(f"#/{place}", viewport=PHONE)
+    await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_attached()
+    await expect(page.locator(".screen")).to_have_css("padding", "16px")
+
+
+async def test_long_names_stay_in_their_place(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents=wide_family(40)) as panel:
+        page = await panel.open("#/org", viewport=NARROW)
+        row = page.locator('.org-row[data-agent="z"]')
+        dot, name = await row.locator(".dot").bounding_box(), await row.locator(".org-name").bounding_box()
+        assert dot
+        assert name
+        assert name["x"] > dot["x"] + dot["width"]
+        await page.goto(f"{panel.url}/#/a/z")
+        composer = page.locator(ui.COMPOSER)
+        await expect(composer).to_have_attribute("placeholder", f"Write to {LONG_NAME}")
+        assert await composer.evaluate("el => el.offsetHeight") == 44
+        await page.goto(f"{panel.url}/#/setup")
+        used = page.locator(".service .clamp")
+        await expect(used).to_contain_text("Used by")
+        assert await used.evaluate("el => el.clientHeight < 4 * 13 * 1.4")
+        assert await panel.trouble() == []
+
+
+async def test_what_went_wrong_is_told_after_a_reload_too(panel: Room) -> None:
+    panel.server.script(Status(401, "Incorrect API key provided: nope.", code="invalid_api_key"))
+    page = await panel.open(viewport=PHONE)
+    await ui.send(page, "Hello")
+    card = page.locator('[data-testid="problem"] .problem-what')
+    await expect(card).to_have_text("The model service did not accept the key.")
+    await page.reload()
+    await expect(card).to_contain_text("wants a key")
+
+
+async def test_what_was_opened_stays_open_while_others_go_on(panel: Room) -> None:
+    page = await panel.open("#/timeline")
+    thread = await panel.open(context=page.context)
+    await at_work(panel, "Look around")
+    await thread.locator(".runs > summary").click()
+    for one in (page, thread):
+        await one.locator(".run-more summary").first.click()
+        await expect(one.locator(".run-more[open]")).to_have_count(1)
+    Bell.may_end.set()
+    await panel.tell("Something else", by="bob")
+    await panel.stage.state("ada", "idle")
+    await expect(page.locator(".timeline")).to_contain_text("Something else")
+    await expect(thread.locator(".run-started")).to_have_count(0)
+    for one in (page, thread):
+        await expect(one.locator(".run-more[open]")).to_have_count(1)
+
+
+async def test_the_outcome_of_a_test_is_still_there_when_the_page_catches_up(panel: Room) -> None:
+    page = await panel.open("#/setup")
+    card = page.locator('[data-service="main"]')
+    await card.get_by_role("button", name="Test").click()
+    await expect(card.locator(".outcome")).to_contain_text("It answered in")
+    await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
+    await expect(card.locator(".outcome")).to_contain_text("It answered in")
+
+
+async def test_the_key_that_opens_the_palette_closes_it(panel: Room) -> None:
+    page = await panel.open()
+    await page.keyboard.press("Control+k")
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    await page.keyboard.press("Control+k")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+async def test_whose_conversation_it_is_can_be_seen_in_a_long_list(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents=wide_family(40)) as panel:
+        page = await panel.open("#/a/z")
+        await expect(ui.row(page, "z")).to_be_in_viewport(ratio=1)
+        await page.keyboard.press("Alt+ArrowDown")
+        await expect(ui.row(page, "root")).to_be_in_viewport(ratio=1)
+        await page.keyboard.press("Alt+ArrowUp")
+        await expect(ui.row(page, "z")).to_be_in_viewport(ratio=1)
+        assert await panel.trouble() == []
+
+
+async def test_the_first_service_takes_the_word_of_the_tour_away(browser: Browser, tmp_path: Path) -> None:
+    async with room(tmp_path, browser, agents="") as panel:
+        (tmp_path / "llmservices.json").write_text('{"services": []}')
+        await panel.society.reload()
+        page = await panel.open("#/setup")
+        banner = page.locator('[data-testid="banner-tour"]')
+        await expect(banner).to_be_visible()
+        await page.get_by_role("button", name="Add a service").click()
+        form = page.locator(".service-form")
+        for label, words in (("Short name", "first"), ("Base URL", panel.server.base_url), ("Model", "m")):
+            await form.get_by_label(label).fill(words)
+        await form.get_by_role("button", name="Save").click()
+        await expect(page.locator('[data-service="first"]')).to_be_visible()
+        await expect(banner).to_have_count(0)
+        assert await panel.trouble() == []
+
+
+async def test_the_name_of_a_screen_is_not_cut_where_there_is_room(panel: Room) -> None:
+    page = await panel.open("#/inbox", viewport={"width": 320, "height": 640})
+    title = page.locator('[data-testid="title"]')
+    await expect(title).to_have_text("My messages")
+    assert await title.evaluate("el => el.scrollWidth <= el.clientWidth")
+
+
+async def test_a_rule_and_a_short_table_leave_no_signs_at_a_glance(panel: Room) -> None:
+    await panel.tell("One - two\n\n---\n\n| a | b | c |\n|-|:-:|--:|\n| 1 | 2 | 3 |\n\nd | e\n---|---\n4 | 5")
+    page = await panel.open("#/inbox")
+    await expect(page.locator(".items .item-text")).to_have_text("One - two a b c 1 2 3 d e 4 5")
+
+
+async def _colour(page: Page, name: str) -> str:
+    found: str = await page.evaluate(
+        """name => { const el = document.createElement('i'); el.style.color = name; document.body.append(el);
+            const colour = getComputedStyle(el).color; el.remove(); return colour; }""",
+        name,
+    )
+    return found
