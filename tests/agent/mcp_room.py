@@ -162,4 +162,4 @@ async def until(true: Callable[[], bool]) -> None:
     """What happens to another process is seen here a moment later."""
     async with asyncio.timeout(10):
         while not true():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
