@@ -45,8 +45,8 @@ SLOW_FILES = {
 }
 """With processes, disks and browsers: what a person waits for before handing in, and not at every step."""
 LONGEST = (
-    {"test_shared.py", "test_canary.py"},
-    {"test_kill_cycles.py", "test_crash_images.py"},
+    {"test_shared.py", "test_kill_cycles.py"},  # never beside each other: a kill comes after so many ms of work
+    {"test_crash_images.py", "test_canary.py"},
     {"test_simulator.py", "test_history_fuzz.py", "test_bus_model.py"},
 )
 """What each of three processes begins with: whoever is done takes over what others have not begun, which is short."""
