@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,12 @@ SLOW_FILES = {
     "test_toolbox.py",
 }
 """With processes, disks and browsers: what a person waits for before handing in, and not at every step."""
-LONGEST = ("test_shared.py", "test_kill_cycles.py", "test_simulator.py", "test_bus_model.py", "test_crash_images.py")
-"""Begun before all others: whoever comes last must not keep the rest waiting."""
+LONGEST = (
+    {"test_shared.py", "test_kill_cycles.py"},  # never beside each other: a kill comes after so many ms of work
+    {"test_crash_images.py", "test_canary.py"},
+    {"test_simulator.py", "test_history_fuzz.py", "test_bus_model.py"},
+)
+"""What each of three processes begins with: whoever is done takes over what others have not begun, which is short."""
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
@@ -55,7 +60,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         shared = params.get("engine") == "postgres" or "postgres" in getattr(item, "fixturenames", ())
         if shared or item.path.parent.name in SLOW_FOLDERS or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: not (item.path.name in LONGEST and item.get_closest_marker("slow")))
+    items[:] = _longest_first(items)
+
+
+def _longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """In as many parts of one size as there are processes, which get one each."""
+    long = [[item for item in items if item.path.name in files] for files in LONGEST]
+    others = (item for item in items if not any(item.path.name in files for files in LONGEST))
+    size = len(items) // len(LONGEST)
+    return [item for part in long for item in (*part, *islice(others, max(0, size - len(part))))] + [*others]
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,8 @@
-"""What a tool is given, with a real library behind it."""
+"""What a tool is given, with a real library behind it; and servers with tools."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from coterie.messages import Payload, Receipt
 from coterie.store import Store
 from coterie.stores.folder import FolderBytes
 from coterie.testing import FakeClock
+from tests.agent.mcp_room import SERVER, HttpServer, Room
 
 
 @pytest.fixture
@@ -60,3 +62,25 @@ def ctx(store: Store, library: Library, directory: Directory, clock: FakeClock, 
         artifacts=library,
         idempotency_key="turn-1/0",
     )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+@pytest.fixture
+async def room(ctx: ToolContext, clock: FakeClock) -> AsyncIterator[Room]:
+    made = Room(ctx, clock)
+    yield made
+    for servers in made.servers:
+        await servers.close()
+
+
+@pytest.fixture
+def http(script: Path) -> Iterator[HttpServer]:
+    server = HttpServer(script)
+    yield server
+    server.stop()

@@ -3,224 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from coterie.agent.mcp import McpServers, tool_name
-from coterie.agent.tool_context import ToolContext
-from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import NAME, ToolResult
+from coterie.agent.mcp import tool_name
+from coterie.agent.tools import NAME
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
+from tests.agent.mcp_room import HttpServer, Room, as_child, error_of, until
+from tests.engines import Engine
 
 pytestmark = pytest.mark.slow
 
-SERVER = '''
-import asyncio, os, socket, sys
-from pathlib import Path
-
-import uvicorn
-from mcp import MCPError
-from mcp.server import MCPServer
-from mcp.server.mcpserver import Image
-from mcp.types import ToolAnnotations
-
-server = MCPServer("Demo", log_level="ERROR")
-lives = Path(__file__).with_name("lives")
-
-
-@server.tool(annotations=ToolAnnotations(readOnlyHint=True))
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-@server.tool()
-def pid() -> str:
-    return str(os.getpid())
-
-
-@server.tool()
-def greeting() -> str:
-    return os.environ.get("GREETING", "none")
-
-
-@server.tool()
-def fail() -> str:
-    raise ValueError("no such city")
-
-
-@server.tool()
-def draw() -> list:
-    return ["a picture", Image(data=b"\\x89PNG\\r\\n\\x1a\\n" + bytes(20), format="png")]
-
-
-@server.tool()
-def long() -> str:
-    return "x" * 100_000
-
-
-@server.tool()
-async def hang() -> str:
-    await asyncio.Event().wait()
-
-
-@server.tool()
-def die() -> str:
-    with lives.open("a") as witness:
-        witness.write("died\\n")
-    os._exit(3)
-
-
-@server.tool()
-def refuse() -> str:
-    raise MCPError(-32000, "not on a Sunday")
-
-
-@server.tool(annotations=ToolAnnotations(idempotentHint=True))
-def die_once() -> str:
-    if not lives.exists():
-        lives.touch()
-        os._exit(3)
-    return "alive"
-
-
-@server.tool(name="odd name/with ünicode")
-def odd() -> str:
-    return "odd"
-
-
-async def over_http(port: int) -> None:
-    listening = socket.create_server(("127.0.0.1", port))
-    print(listening.getsockname()[1], flush=True)
-    app = server.streamable_http_app()
-    await uvicorn.Server(uvicorn.Config(app, log_level="error")).serve(sockets=[listening])
-
-
-if len(sys.argv) > 1:
-    asyncio.run(over_http(int(sys.argv[1])))
-else:
-    server.run()
-'''
-
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "server.py"
-    path.write_text(SERVER)
-    return path
-
-
-@dataclass
-class Room:
-    """A toolbox with servers in it."""
-
-    ctx: ToolContext
-    clock: FakeClock
-    box: Toolbox = field(default_factory=Toolbox)
-    servers: list[McpServers] = field(default_factory=list)
-
-    def add(self, *entries: McpEntry, start: timedelta = timedelta(seconds=30)) -> McpServers:
-        self.servers.append(McpServers(entries, self.clock, self.box.adopt, start=start))
-        return self.servers[-1]
-
-    async def call(self, name: str, deadline: timedelta = timedelta(seconds=30), **arguments: object) -> ToolResult:
-        return await self.box.call(name, arguments, self.ctx, deadline, patterns=["*"])
-
-    def names(self) -> list[str]:
-        return [spec.name for spec in self.box.specs(["*"])]
-
-
-@pytest.fixture
-async def room(ctx: ToolContext, clock: FakeClock) -> AsyncIterator[Room]:
-    made = Room(ctx, clock)
-    yield made
-    for servers in made.servers:
-        await servers.close()
-
-
-def as_child(script: Path, **more: object) -> McpEntry:
-    return McpEntry(id="demo", command=sys.executable, args=(str(script),), **more)  # type: ignore[arg-type]
-
-
-class HttpServer:
-    def __init__(self, script: Path) -> None:
-        self._script, self._port = script, 0
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(self._script), str(self._port)], stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout
-        self._port = int(self._process.stdout.readline())
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    @property
-    def entry(self) -> McpEntry:
-        return McpEntry(id="demo", url=f"http://127.0.0.1:{self._port}/mcp")
-
-
-@pytest.fixture
-def http(script: Path) -> Iterator[HttpServer]:
-    server = HttpServer(script)
-    yield server
-    server.stop()
-
-
-def error_of(result: ToolResult) -> str:
-    assert not result.ok
-    told = json.loads(result.text)
-    return f"{told['error']}: {told['message']}"
-
-
-async def try_everything(room: Room) -> None:
-    assert {"demo__add", "demo__pid", "demo__odd_name_with__nicode"} <= set(room.names())
-    assert all(NAME.fullmatch(name) for name in room.names())
-    effects = {name: found.effect for name in room.names() if (found := room.box.find(name, ["*"]))}
-    assert (effects["demo__add"], effects["demo__die_once"], effects["demo__pid"]) == ("pure", "idempotent", "unsafe")
-    spec = next(spec for spec in room.box.specs(["*"]) if spec.name == "demo__add")
-    assert spec.description == "Add two numbers." and set(spec.parameters["properties"]) == {"a", "b"}
-
-    assert await room.call("demo__add", a=1, b=2) == ToolResult(ok=True, text="3")
-    assert (await room.call("demo__odd_name_with__nicode")).text == "odd"
-    bad = await room.call("demo__add", a="one")
-    assert not bad.ok and "valid integer" in bad.text
-    assert not (await room.call("demo__fail")).ok
-
-    words, artifact = (await room.call("demo__draw")).text.splitlines()
-    described = json.loads(artifact)
-    assert words == "a picture" and (described["type"], described["filename"]) == ("image", "draw.png")
-    assert (await room.ctx.artifacts.read(described["artifactRef"])).startswith(b"\x89PNG")
-    long = await room.call("demo__long")
-    assert long.artifact_ref and len(long.text) < 20_000
-
-    assert error_of(await room.call("demo__hang", timedelta(milliseconds=150))).startswith("tool_timeout: ")
-    assert (await room.call("demo__add", a=2, b=2)).text == "4"
-
-
-async def test_a_server_that_runs_as_a_child_offers_its_tools(room: Room, script: Path) -> None:
-    servers = room.add(as_child(script, env={"GREETING": "hello"}))
-    assert await servers.connect() == [] and servers.connected == ["demo"]
-    await try_everything(room)
-    assert (await room.call("demo__greeting")).text == "hello"
-
-
-async def test_a_server_over_http_offers_its_tools(room: Room, http: HttpServer) -> None:
-    assert await room.add(http.entry).connect() == []
-    await try_everything(room)
+def engine() -> Engine:
+    """A server has nothing to do with the store: one kind is enough."""
+    return Engine()
 
 
 async def test_a_child_knows_nothing_of_our_environment_but_what_it_needs(
@@ -375,10 +180,3 @@ def test_names_are_made_of_what_every_service_takes(tool: str, taken: tuple[str,
     made = tool_name("files", tool, taken)
     assert made.startswith(name) and NAME.fullmatch(made) and made not in taken
     assert made == tool_name("files", tool, taken)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """What happens to another process is seen here a moment later."""
-    async with asyncio.timeout(10):
-        while not true():
-            await asyncio.sleep(0)

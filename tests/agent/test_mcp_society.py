@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +14,8 @@ import pytest
 
 from coterie.testing import FakeClock
 from coterie.testing.replies import Calls, Says
+from tests.agent.mcp_room import HttpServer, until
 from tests.agent.stage import Stage, each, stage
-from tests.agent.test_mcp import SERVER, HttpServer, until
 
 pytestmark = pytest.mark.slow
 
@@ -29,20 +29,6 @@ DIE_ONCE = Says(calls=(Calls("demo__die_once"),))
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A society begins when its servers are there or known to be absent, however busy the machine is."""
     monkeypatch.setattr("coterie.crew.MCP_PATIENCE", timedelta(minutes=10))
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "server.py"
-    path.write_text(SERVER)
-    return path
-
-
-@pytest.fixture
-def http(script: Path) -> Iterator[HttpServer]:
-    server = HttpServer(script)
-    yield server
-    server.stop()
 
 
 @pytest.fixture

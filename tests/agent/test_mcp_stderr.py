@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from coterie.agent.mcp_stderr import LAST, LINES, MAX_LINE, PERIOD, Stderr
-from coterie.agent.tool_context import ToolContext
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
-from tests.agent.test_mcp import Room, as_child, error_of, until
+from tests.agent.mcp_room import Room, as_child, error_of, until
+from tests.engines import Engine
 
 KEY = "canary-Zq7Vx2Lm9Tb4"
 NOISE = f"""
@@ -57,11 +57,9 @@ def everything(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-async def room(ctx: ToolContext, clock: FakeClock) -> AsyncIterator[Room]:
-    made = Room(ctx, clock)
-    yield made
-    for servers in made.servers:
-        await servers.close()
+def engine() -> Engine:
+    """What a server writes has nothing to do with the store: one kind is enough."""
+    return Engine()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ def test_words_go_out_and_the_answer_comes_back(either: Stage) -> None:
         chat.sees("You:")
         chat.sees("Hello")
         chat.sees("Good morning!")
+        chat.rests()  # it is said before it is stored
         chat.enter("/quit")
 
         assert chat.ends() == 0

@@ -216,7 +216,7 @@ def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path)
 def test_an_address_that_others_reach_needs_a_token_of_ones_own(folder: Path, host: str) -> None:
     assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder, "--host", host).failure
     (folder / "coterie.toml").write_text(f'[server]\nhost = "{host}"\n')
-    assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder).failure
+    assert "--token or COTERIE_TOKEN" in coterie("serve", folder).failure
 
 
 @pytest.mark.slow

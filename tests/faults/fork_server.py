@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import coterie.crew  # noqa: F401 - a society imports it when its agents begin to work; here it is there before the first fork
+import coterie.crew
+import coterie.setup  # noqa: F401 - a society imports both when it begins to work; here they are there before the first fork
 from coterie import failpoints
 from coterie.stores.sqlite.migrate import migrations
 

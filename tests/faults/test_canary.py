@@ -16,16 +16,16 @@ from tests.cli.stage import Stage, Terminal
 
 from .canary import CANARIES, ENVIRON, MEANT_TO_HOLD_THEM, Visitor, furnish
 
-REPORTED = [
-    f'[mcp.demo]\nenv = "{CANARIES["mcp"]}"',
-    f'[mcp.demo]\nenv = {{ KEY = ["{CANARIES["mcp"]}"] }}',
-    f'[mcp.demo]\nurl = ["http://x?token={CANARIES["address"]}"]',
-    f'mcp.demo = "http://x?token={CANARIES["address"]}"',
-    f'[mcp.demo]\nurl = {{ "{CANARIES["address"]}" = "{CANARIES["address"]}" }}',
-    f'[mcp.demo]\nargs = "--token {CANARIES["argument"]}"',
-    f'[mcp.demo]\napi_key = "{CANARIES["mcp"]}"',
-]
-"""What is wrong and stops no start."""
+REPORTED = {
+    "mcp.one": f'"http://x?token={CANARIES["address"]}"',
+    "mcp.two.env": f'"{CANARIES["mcp"]}"',
+    "mcp.three.env": f'{{ KEY = ["{CANARIES["mcp"]}"] }}',
+    "mcp.four.url": f'["http://x?token={CANARIES["address"]}"]',
+    "mcp.five.url": f'{{ "{CANARIES["address"]}" = "{CANARIES["address"]}" }}',
+    "mcp.six.args": f'"--token {CANARIES["argument"]}"',
+    "mcp.seven.api_key": f'"{CANARIES["mcp"]}"',
+}
+"""What is wrong and stops no start: all of it is told at once."""
 REFUSED = [
     f'mcp = "http://x?token={CANARIES["address"]}"',
     f'[mcp.demo]\nenv = {{ KEY = "{CANARIES["mcp"]}" \n',
@@ -131,11 +131,17 @@ def assert_clean(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("debug", ["", "1"])
 def test_no_key_comes_out_of_a_configuration_that_is_wrong(tmp_path: Path, debug: str) -> None:
-    for command, texts in ("check", [*REPORTED, *REFUSED]), ("serve", [*REFUSED, ABSENT]):
-        for text in texts:
-            (tmp_path / "coterie.toml").write_text(text)
-            outcome = coterie_process(
-                command, *(["--dir"] if command == "check" else []), tmp_path, env={"COTERIE_DEBUG": debug}
-            )
-            assert outcome.code != 0 and all_of(outcome), text
-            assert leaks({command: all_of(outcome)}) == {}, text
+    def said(command: str, text: str) -> str:
+        (tmp_path / "coterie.toml").write_text(text)
+        folder = ["--dir", tmp_path] if command == "check" else [tmp_path]
+        outcome = coterie_process(command, *folder, env={"COTERIE_DEBUG": debug})
+        assert outcome.code != 0 and all_of(outcome), text
+        assert leaks({command: all_of(outcome)}) == {}, text
+        return all_of(outcome)
+
+    told = said("check", "\n".join(f"{place} = {value}" for place, value in REPORTED.items()))
+    assert {place for place in REPORTED if f"coterie.toml: {place}: " in told} == {*REPORTED}
+    for text in REFUSED:
+        said("check", text)
+    for text in [*REFUSED, ABSENT]:
+        said("serve", text)

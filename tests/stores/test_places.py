@@ -142,27 +142,30 @@ async def test_who_leaves_in_order_gives_its_places_back_at_once(
     assert await heir.share("main", 2, 0, 2) == Share(2)
 
 
-async def test_a_caller_who_goes_away_leaves_no_place_taken(process: Opener) -> None:
-    places = SharedPlaces(await process(), SystemClock())
-    queue, coming, inside, leave = places.at("main", 1), asyncio.Event(), asyncio.Event(), asyncio.Event()
+async def test_a_caller_who_goes_away_leaves_no_place_taken_and_waits_for_none(process: Opener) -> None:
+    places, other = SharedPlaces(await process(), SystemClock()), await process()
+    queue, inside, leave = places.at("main", 1), asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        coming.set()
         async with queue:
             inside.set()
             await leave.wait()
 
     holding = asyncio.create_task(hold())
     await inside.wait()
-    coming.clear()
     waiting = asyncio.create_task(hold())
-    await coming.wait()
-    assert len(queue._waiting) == 1
+    await _until(lambda: _is_wanted(other))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    await _until(lambda: _is_wanted(other, False))
     leave.set()
     await holding
     async with asyncio.timeout(5), queue:
         assert queue._running == 1
     await places.close()
+
+
+async def _is_wanted(other: PostgresStore, wanted: bool = True) -> bool:
+    """Whether somebody waits, as another process sees it, which has no place and wants none."""
+    return (await other.share("main", 1, 0, 0)).wanted is wanted

@@ -51,13 +51,15 @@ def is_base64(data: str) -> bool:
 
 
 def unstorable(value: object) -> bool:
-    match value:
-        case str():
-            return bool(_UNSTORABLE.search(value))
-        case dict():
-            return any(unstorable(key) or unstorable(item) for key, item in value.items())
-        case list() | tuple():
-            return any(map(unstorable, value))
+    left = [value]
+    for one in left:  # which grows by what is inside
+        if isinstance(one, str):
+            if _UNSTORABLE.search(one):
+                return True
+        elif isinstance(one, dict):
+            left += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            left += one
     return False
 
 
