@@ -173,14 +173,22 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             page = await panel.open()
             await page.evaluate(ALL_OF_IT)
             cdp = await _metered(page)
-            before = await _work(cdp)
-            rounds = [await _scrolled(page) for _ in range(ROUNDS)]
-            work = await _work(cdp, before)
+            empty = await browser.new_page()
+            await empty.set_content(EMPTY)
+            rounds, plain = [], []
+            for _ in range(ROUNDS):
+                before = await _work(cdp)
+                rounds.append(await _scrolled(page))
+                work = await _work(cdp, before)
+                plain.append(await _scrolled(empty, EMPTY_SCROLLS))
+            await empty.close()
             best = min(rounds, key=lambda one: percentile(one["frames"], 0.95))
             name = f"scrolling {MANY:,} messages"
             _frames(report, name, best["frames"], fps=55, p95=20, check=30)
             _share(report, name, work, check=30)
-            report.line("scrolling a page with nothing on it: p95 frame", await _empty(browser), "ms", check=30)
+            # What this machine makes of a page without work: ours cannot be smoother.
+            least = min(percentile(one["frames"], 0.95) for one in plain)
+            report.line("scrolling a page with nothing on it: p95 frame", least, "ms", check=30)
             for what, most in (("nodes", 1_500), ("articles", 80)):
                 value = max(one[what] for one in rounds)
                 report.line(f"{what} in the document", value, what, at_most=most, check=30)
@@ -190,16 +198,8 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             report.line("a jump to anywhere: p95", p95, "ms", at_most=100, check=30)
 
 
-async def _empty(browser: Browser) -> float:
-    """What this machine makes of a page without work: ours cannot be smoother."""
-    page = await browser.new_page()
-    await page.set_content(EMPTY)
-    rounds = [await _scrolled(page, EMPTY_SCROLLS) for _ in range(ROUNDS)]
-    await page.close()
-    return min(percentile(one["frames"], 0.95) for one in rounds)
-
-
 async def _scrolled(page: Page, script: str = SCROLLS) -> dict[str, Any]:
+    await page.bring_to_front()
     await page.evaluate(TO_END)
     box = await page.locator(".thread").bounding_box()
     assert box is not None
