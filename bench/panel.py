@@ -175,7 +175,7 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             cdp = await _metered(page)
             empty = await browser.new_page()
             await empty.set_content(EMPTY)
-            rounds, plain = [], []
+            rounds, plain = list[dict[str, Any]](), list[dict[str, Any]]()
             for _ in range(ROUNDS):
                 before = await _work(cdp)
                 rounds.append(await _scrolled(page))
