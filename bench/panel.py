@@ -175,11 +175,12 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             cdp = await _metered(page)
             empty = await browser.new_page()
             await empty.set_content(EMPTY)
-            rounds, plain = list[dict[str, Any]](), list[dict[str, Any]]()
-            for _ in range(ROUNDS):
-                before = await _work(cdp)
+            before = await _work(cdp)
+            rounds = [await _scrolled(page)]
+            work = await _work(cdp, before)
+            plain = [await _scrolled(empty, EMPTY_SCROLLS)]
+            for _ in range(1, ROUNDS):
                 rounds.append(await _scrolled(page))
-                work = await _work(cdp, before)
                 plain.append(await _scrolled(empty, EMPTY_SCROLLS))
             await empty.close()
             best = min(rounds, key=lambda one: percentile(one["frames"], 0.95))
