@@ -150,7 +150,7 @@ def test_every_example_has_a_line_in_the_readmes() -> None:
 
 def test_every_screen_of_the_page_has_its_picture_in_both_languages() -> None:
     app_js = (ROOT / "src/coterie/web/static/app.js").read_text()
-    (names,) = re.findall(r"for \(const name of \[(.*?)\]\)", app_js)
+    (names,) = re.findall(r"for \(const name of \[(.*?)\]\) {\n  screen\(", app_js)
     screens = [*re.findall(r"'(\w+)'", names), "conversation", "viewer", "phone"]
     pictures = [path.stem for path in (ROOT / "docs/images").glob("*.png")]
     missing = [
