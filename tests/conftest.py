@@ -37,11 +37,14 @@ SLOW_FILES = {
     "test_faults.py",
     "test_history_fuzz.py",
     "test_make.py",
+    "test_matrix.py",
     "test_reading.py",
+    "test_registrar.py",
     "test_security.py",
     "test_server.py",
     "test_simulator.py",
     "test_toolbox.py",
+    "test_tracing.py",
 }
 """With processes, disks and browsers: what a person waits for before handing in, and not at every step."""
 LONGEST = (
