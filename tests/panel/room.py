@@ -14,6 +14,7 @@ from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, 
 
 from coterie.clock import SystemClock
 from coterie.messages import Message
+from coterie.testing import Calls, Says
 from coterie.web.access import Access
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
@@ -82,6 +83,14 @@ class Room:
             sender=by, to=to, payload={"text": text, **payload}, quick_replies=list(options) or None
         )
         return sent.message_id
+
+    async def hire(self) -> None:
+        """Ada makes somebody new: Pia, who reads proofs."""
+        role = {"name": "proof-reader", "prompt": "You read proofs."}
+        made = {"role": "proof-reader", "name": "Pia", "id": "pia"}
+        self.server.script(Says(calls=(Calls("create_role", role), Calls("spawn_agent", made))), "Done")
+        await self.tell("Find somebody who reads proofs", by="bob", to="ada")
+        await self.stage.state("ada", "idle")
 
     async def said(self, agent: str = "ada", by: str = "user") -> list[Message]:
         """What one side said in a conversation, withdrawn words left out."""

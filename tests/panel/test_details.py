@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from coterie.testing import Calls, Says, Status
+from coterie.testing import Status
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.room import PHONE, WIDE, Room, fails, room
@@ -110,11 +110,7 @@ async def test_what_a_service_can_do_is_read_without_scrolling_sideways(panel: R
 
 
 async def test_an_empty_conversation_begins_with_what_follows_from_the_role(panel: Room) -> None:
-    role = {"name": "proof-reader", "prompt": "You read proofs."}
-    made = {"role": "proof-reader", "name": "Pia", "id": "pia"}
-    panel.server.script(Says(calls=(Calls("create_role", role), Calls("spawn_agent", made))), "Done")
-    await panel.tell("Find somebody who reads proofs", by="bob", to="ada")
-    await panel.stage.state("ada", "idle")
+    await panel.hire()
     page = await panel.open("#/a/pia", viewport=PHONE)
     lines = page.locator(".starter")
     await expect(lines).to_have_text(

@@ -291,11 +291,7 @@ async def test_at_a_glance_a_message_shows_no_signs_of_markdown(panel: Room) -> 
 
 
 async def test_an_empty_conversation_says_who_that_is_and_what_they_take_in(panel: Room) -> None:
-    role = {"name": "proof-reader", "prompt": "You read proofs."}
-    made = {"role": "proof-reader", "name": "Pia", "id": "pia"}
-    panel.server.script(Says(calls=(Calls("create_role", role), Calls("spawn_agent", made))), "Done")
-    await panel.tell("Find somebody who reads proofs", by="bob", to="ada")
-    await panel.stage.state("ada", "idle")
+    await panel.hire()
 
     page = await panel.open("#/a/pia")
 

@@ -88,7 +88,9 @@ class OneWriter:
             self.read_anew()
 
     def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
-        row = self.rows.get(agent_id) or self._db.execute(sql, (agent_id,)).fetchone()
+        if known := self.rows.get(agent_id):
+            return known
+        row: tuple[Any, ...] | None = self._db.execute(sql, (agent_id,)).fetchone()
         if row is not None:
             self.saved(agent_id, row)
         return row
@@ -97,7 +99,7 @@ class OneWriter:
         pass
 
     def saved(self, agent_id: str, row: tuple[Any, ...]) -> None:
-        if len(self.rows) >= KEPT:
+        if len(self.rows) >= KEPT and agent_id not in self.rows:
             self.rows.clear()
         self.rows[agent_id] = row
 

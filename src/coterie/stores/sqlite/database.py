@@ -64,12 +64,11 @@ class Database(SqlDatabase):
         self._local = threading.local()
         self._reading: list[sqlite3.Connection] = []
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
-        self._ledger = OneWriter(db, to_ms(info.last_seen)) if db else None
-        self._writer = (
-            Writer(db, self._on_broken, self._ledger.read_anew, flushes=durability == "full")
-            if db and self._ledger
-            else None
-        )
+        self._ledger: OneWriter | None = None
+        self._writer: Writer | None = None
+        if db:
+            self._ledger = OneWriter(db, to_ms(info.last_seen))
+            self._writer = Writer(db, self._on_broken, self._ledger.read_anew, flushes=durability == "full")
 
     @classmethod
     async def open(
