@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.async_api import Browser, Page, expect
@@ -11,20 +10,12 @@ from playwright.async_api import Browser, Page, expect
 from coterie.testing import Status
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.room import PHONE, WIDE, Room, fails, room
+from tests.panel.room import PHONE, Room, fails, room
 from tests.panel.test_conversation import at_work
 
 MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
 LONG_NAME = "Somebody with a rather long name and a title besides"
 NARROW = {"width": 360, "height": 740}
-COVERED = """() => {
-  const button = document.querySelector('.jump').getBoundingClientRect();
-  const thread = document.querySelector('.thread').getBoundingClientRect();
-  const shown = (el) => [...el.getClientRects()].some((box) => box.bottom > thread.top && box.top < thread.bottom);
-  const over = (el) => [...el.getClientRects()].some((box) => box.left < button.right && box.right > button.left
-    && box.top < button.bottom && Math.min(box.bottom, thread.bottom) > button.top);
-  const found = [...document.querySelectorAll('.thread :is(button, a, summary)')].filter(shown);
-  return [found.length, found.filter(over).map((el) => el.textContent)]; }"""
 CLOCKS = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
   const apart = [];
@@ -61,31 +52,6 @@ async def test_the_key_that_is_shown_is_the_one_of_this_board_and_works(
     await expect(sheet).to_contain_text(f"{name}+K")
     await expect(sheet).to_contain_text("⌥+Q" if mac else "Alt+Q")
     assert (await sheet.get_by_text("Ctrl").count() == 0) is mac
-
-
-@pytest.mark.parametrize("size", [NARROW, WIDE])
-async def test_the_way_to_the_newest_lies_over_nothing_that_can_be_pressed(panel: Room, size: Any) -> None:
-    for n in range(16):
-        await panel.tell(
-            f"Which of these, {n}?\n\n```\ncode\n```", "The weather, as every morning", "My calendar of today"
-        )
-    page = await panel.open(viewport=size)
-    await expect(page.locator(".quick-reply-btn").first).to_be_visible()
-    await page.locator(ui.FEED).hover()
-    jump = page.locator('[data-testid="jump"]')
-    met = 0
-    for _ in range(20):
-        await page.mouse.wheel(0, 45)
-        await page.evaluate("() => new Promise(requestAnimationFrame)")
-        if await jump.is_visible():
-            met += 1
-            there, covered = await page.evaluate(COVERED)
-            assert there > 0
-            assert covered == []
-    assert met > 5
-    await jump.click()
-    await expect(jump).to_be_hidden()
-    await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
 
 
 async def test_what_deletes_looks_like_it_and_stays_so_under_the_mouse(panel: Room) -> None:
