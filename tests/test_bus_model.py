@@ -223,6 +223,6 @@ def test_the_bus_does_what_its_model_says() -> None:
     run_state_machine_as_test(BusMachine, settings=machine_settings(15, 30))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_bus_does_what_its_model_says_over_many_long_histories() -> None:
     run_state_machine_as_test(BusMachine, settings=machine_settings(300, 50))

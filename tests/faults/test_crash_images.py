@@ -72,7 +72,7 @@ async def test_a_power_cut_leaves_the_last_acknowledged_state_or_the_next_one_ne
     assert min(seen["rolled back"], seen["complete"]) >= 30, seen
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_2000_power_cuts_leave_no_mixture(
     recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
 ) -> None:
@@ -85,7 +85,7 @@ async def test_2000_power_cuts_leave_no_mixture(
 
 # Bit rot
 
-FLIPS = [40, pytest.param(400, marks=pytest.mark.slow)]
+FLIPS = [40, pytest.param(400, marks=pytest.mark.full)]
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:

@@ -34,7 +34,7 @@ def test_a_few_kills_lose_nothing(fork_server: ForkServer, tmp_path: Path) -> No
     assert_seen(report, acknowledged=100, delayed_and_delivered=20)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_500_kills_during_sends_and_promotions_lose_nothing_double_nothing_and_hurry_nothing(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_few_kills_of_agents_at_work_lose_nothing(fork_server: ForkServer, tmp
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_1000_kills_of_agents_at_work_lose_nothing_double_nothing_spoil_no_history_and_repeat_no_unsafe_effect(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:

@@ -42,7 +42,14 @@ def live(server: ForkServer, shared: Postgres, folder: Path, what: str, cycles: 
     return sound(server.call(what, folder=str(folder), urls=urls, seed=seed, cycles=cycles), replay)
 
 
-@pytest.mark.slow
+def test_a_few_kills_of_three_workers_under_load_lose_nothing(
+    fork_server: ForkServer, shared: Postgres, tmp_path: Path
+) -> None:
+    report = live(fork_server, shared, tmp_path, "shared_kills", KILLS_A_LIFE, 1)
+    assert_seen(report, acknowledged=100, answers=25, closed_plans=5, withdrawn_plans=5)
+
+
+@pytest.mark.full
 def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_repeat_no_unsafe_effect(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
@@ -156,7 +163,7 @@ def test_five_immediate_restarts_under_load_lose_nothing_and_double_nothing(
     assert_seen(report, acknowledged=50, answers=20)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_became_of_200_commits_whose_answers_were_lost_is_always_found_out(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:

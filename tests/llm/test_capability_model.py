@@ -114,6 +114,6 @@ def test_what_models_are_sent_is_what_they_can_read() -> None:
     run_state_machine_as_test(CapabilityMachine, settings=machine_settings(20, 30))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_models_are_sent_is_what_they_can_read_over_many_long_histories() -> None:
     run_state_machine_as_test(CapabilityMachine, settings=machine_settings(300, 50))

@@ -180,7 +180,7 @@ def test_after_a_few_hundred_answers_of_any_kind_every_request_is_valid() -> Non
     fuzz(1_000_000, 600)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("shard", range(2))
 def test_after_thousands_of_answers_of_any_kind_every_request_is_valid(shard: int) -> None:
     assert fuzz(shard * 10_000, 10_000)["answers"] >= 10_000

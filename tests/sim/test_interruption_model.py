@@ -307,7 +307,7 @@ def test_turns_and_timers_do_what_their_models_say(machine: type[RuleBasedStateM
     run_state_machine_as_test(machine, settings=machine_settings(20, 30))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("machine", MACHINES)
 def test_turns_and_timers_do_what_their_models_say_over_many_long_histories(
     machine: type[RuleBasedStateMachine],

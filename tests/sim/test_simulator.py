@@ -14,7 +14,7 @@ from .oracle import Violation
 from .simulation import STEPS, Simulation
 from .world import World
 
-FAST, SHARDS, SHARD, ON_POSTGRES = 150, 4, 1_000, 60
+FAST, SLOW, SHARDS, SHARD, ON_POSTGRES = 150, 450, 4, 1_000, 60
 
 # What 1,000 seeds must at least have seen: a run in which nothing happened proves nothing.
 ENOUGH = {
@@ -55,6 +55,11 @@ def test_in_a_few_societies_no_promise_is_broken() -> None:
 
 
 @pytest.mark.slow
+def test_in_hundreds_of_societies_no_promise_is_broken() -> None:
+    simulate(1_000_000 + FAST, SLOW)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_in_thousands_of_societies_no_promise_is_broken(shard: int) -> None:
     seen = simulate(shard * SHARD, SHARD)
