@@ -97,8 +97,10 @@ def advance(db: Connection, post: Post, claim: Claim, event: Event, rules: Rules
     return desk.step(event, sends)
 
 
-def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> None:
-    TurnDesk(db, post, claim.agent_id, Rules()).fence(claim)
+def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> Claim:
+    desk = TurnDesk(db, post, claim.agent_id, Rules())
+    desk.fence(claim)
+    desk.row.history_version += 1
     db.execute(
         "INSERT INTO summaries (agent_id, upto, text, at) VALUES (?, ?, ?, ?)",
         (claim.agent_id, upto, clean(text), post.stamp),
@@ -112,6 +114,7 @@ def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, an
             (claim.agent_id, claim.turn_no, claim.step_no, answer.service, answer.usage.input_tokens,
              answer.usage.output_tokens, post.stamp),
         )  # fmt: skip
+    return msgspec.structs.replace(claim, history_version=desk.row.history_version)
 
 
 def set_aside(db: Connection, post: Post, claim: Claim, service: str, tokens: int, since: int, limit: int) -> bool:
