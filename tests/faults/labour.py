@@ -28,6 +28,7 @@ from coterie.testing.dialects import (
 )
 
 from .mind import Deeds, Whim, minds
+from .requests import compared
 from .scenarios import AGENTS, Client, at_rest
 from .witness import Note, Witness
 
@@ -85,7 +86,7 @@ async def labour(folder: Path, seed: int, name: str, owed: list[Note], witness: 
     """Go on where the last one was killed, with more and more to do, until killed."""
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness)
-    with minds(lambda _: whim):
+    with compared(folder, witness) as comparing, minds(lambda _: comparing(whim)):
         society = await start(folder, witness)
         os.write(ready, b"r")
         async with asyncio.TaskGroup() as group:
@@ -114,7 +115,7 @@ async def come_to_rest(folder: Path, seed: int, name: str, witness: Witness) -> 
     """Let all that was asked be answered, and all that is delayed fall due; then look at what models are shown."""
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness, calm=True)
-    with minds(lambda _: whim):
+    with compared(folder, witness) as comparing, minds(lambda _: comparing(whim)):
         society = await start(folder, witness)
         judge = Judge(society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=THOUGHT)
         judging = asyncio.create_task(judge.work([]))
