@@ -27,6 +27,7 @@ from coterie.testing.dialects import (
     responses_input,
 )
 
+from .harness import patience
 from .mind import Deeds, Whim, minds
 from .requests import compared
 from .scenarios import AGENTS, Client, at_rest
@@ -41,8 +42,8 @@ RESUMED = 0.2
 """How often the person has a blocked agent try again; otherwise the next message does it."""
 LOOKS = 0.4
 """How many children look at everything that is committed; it takes as long as a third of a life."""
-REST = 15.0
-"""Seconds within which agents that nobody speaks to any more must have come to rest."""
+REST = 60.0
+"""Seconds, on a machine with nothing else to do, within which agents that nobody speaks to any more must have come to rest."""
 
 
 class Judge(Client):
@@ -119,7 +120,7 @@ async def come_to_rest(folder: Path, seed: int, name: str, witness: Witness) -> 
         society = await start(folder, witness)
         judge = Judge(society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=THOUGHT)
         judging = asyncio.create_task(judge.work([]))
-        async with asyncio.timeout(REST):
+        async with asyncio.timeout(patience(REST)):
             await at_rest(society)
         judging.cancel()
         await asyncio.gather(judging, return_exceptions=True)

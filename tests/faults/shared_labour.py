@@ -21,6 +21,7 @@ from coterie.stores.postgres import leases
 from coterie.stores.sql import history, turns
 from coterie.turns import Claim, StaleOwner, View
 
+from .harness import patience
 from .labour import CLIENTS, THOUGHT, Judge, start, unfit
 from .mind import Deeds, Whim, minds
 from .requests import compared
@@ -29,7 +30,7 @@ from .witness import Note, Witness
 
 AGAIN = 0.02
 REST = 60.0
-"""Seconds within which agents that nobody speaks to any more must have come to rest."""
+"""Seconds, on a machine with nothing else to do, within which agents that nobody speaks to any more must have come to rest."""
 
 
 class Patient(Client):
@@ -128,7 +129,7 @@ async def rest_and_copy(folder: Path, seed: int, witness: Witness) -> None:
         judge = PatientJudge(society, random.Random(f"{seed}/judge"), "rest", witness, pause=THOUGHT)
         judging = asyncio.create_task(judge.work([]))
         try:
-            async with asyncio.timeout(REST):
+            async with asyncio.timeout(patience(REST)):
                 await at_rest(society)
         finally:
             states = {agent.id: agent.state for agent in await society.store.agents()}

@@ -25,6 +25,7 @@ from .workers import SOON, ManualWorker
 
 _WAITS_FOR_US = "SELECT count(*) FROM pg_stat_activity WHERE pg_backend_pid() = ANY (pg_blocking_pids(pid))"
 
+
 class Held:
     """The body of a job that keeps the writer busy, so that whatever is handed in meanwhile becomes one batch."""
 
