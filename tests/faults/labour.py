@@ -43,7 +43,7 @@ RESUMED = 0.2
 LOOKS = 0.4
 """How many children look at everything that is committed; it takes as long as a third of a life."""
 REST = 60.0
-"""Seconds, on a machine with nothing else to do, within which agents that nobody speaks to any more must have come to rest."""
+"""Seconds within which agents that nobody speaks to come to rest, on a machine with nothing else to do."""
 
 
 class Judge(Client):

@@ -184,16 +184,14 @@ class Compared:
         if (stored.epoch, stored.step_no) != (claim.epoch, claim.step_no):
             self._witness.note(uncompared=claim.agent_id, why="the claim is lost", **who)
             return
-        if is_summary(request):
-            wrong = _gaps(request, stored)
-        else:
-            wrong = differences(shown(request.said), stored.items)
+        shows = shown(request.said)
+        wrong = _gaps(shows, stored) if is_summary(request) else differences(shows, stored.items)
         self._witness.note(compared=claim.agent_id, taken_over=claim.taken_over, wrong=wrong, **who)
 
 
-def _gaps(request: Request, stored: Stored) -> list[str]:
+def _gaps(asked: Sequence[Item], stored: Stored) -> list[str]:
     """A request for a summary shows the beginning of the history, in order: every message of it, and no other."""
-    transcript = "\n".join(item[1] for item in shown(request.said))
+    transcript = "\n".join(item[1] for item in asked)
     said, place, complete = [item for item in stored.rows if item[0] == "user"], 0, True
     for _, text in said:
         found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search(transcript, place)

@@ -23,6 +23,7 @@ from coterie.testing import FakeClock
 
 from .harness import patience
 from .mind import TOOLS, Deeds, Mind, last_words, minds, speaker
+from .requests import compared
 from .witness import Note, Witness
 
 AGENTS = ("ada", "bob", "eve")
@@ -46,7 +47,7 @@ async def every_door(folder: Path, tries: int = 1) -> dict[str, Any]:
     What failed, and how often each failpoint was met.
     """
     walk = _Walk(folder, tries)
-    with minds(lambda service: Mind(service, _obliging)):
+    with compared(folder, Deeds.witness) as comparing, minds(lambda service: comparing(Mind(service, _obliging))):
         await walk.all_the_way()
     return {"failures": walk.failures, "violations": walk.violations, "hits": dict(failpoints._hits)}
 

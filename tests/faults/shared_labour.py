@@ -30,7 +30,7 @@ from .witness import Note, Witness
 
 AGAIN = 0.02
 REST = 60.0
-"""Seconds, on a machine with nothing else to do, within which agents that nobody speaks to any more must have come to rest."""
+"""Seconds within which agents that nobody speaks to come to rest, on a machine with nothing else to do."""
 
 
 class Patient(Client):

@@ -25,7 +25,7 @@ from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turns import Claim, HistoryRow, Taker
+from coterie.turns import Claim, HistoryRow, Taker, View
 
 T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
@@ -103,6 +103,9 @@ class World:
 
     def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
         return history.history(self.db, agent_id, after)
+
+    def view(self, agent_id: str, claim: Claim | None = None) -> View:
+        return history.view(self.db, agent_id, claim)
 
     # What happens to its owners
 
