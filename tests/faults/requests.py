@@ -191,7 +191,9 @@ class Compared:
 
 def _gaps(asked: Sequence[Item], stored: Stored) -> list[str]:
     """A request for a summary shows the beginning of the history, in order: every message of it, and no other."""
-    transcript = "\n".join(item[1] for item in asked)
+    lines = "\n".join(item[1] for item in asked).splitlines()
+    # What an assistant sends stands in its call as well as in the message.
+    transcript = "\n".join(line for line in lines if not line.startswith(("assistant:", "tool:")))
     said, place, complete = [item for item in stored.rows if item[0] == "user"], 0, True
     for _, text in said:
         found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search(transcript, place)

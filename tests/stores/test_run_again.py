@@ -163,3 +163,27 @@ async def test_a_message_whose_claim_fails_is_stored_and_its_places_are_given_ba
     assert worker.claims.empty() and worker.reserved == 0
     (claim,) = await store.claim("w", RULES, 1)
     assert claim.effect == Ask()
+
+
+async def test_a_worker_that_lets_go_of_several_agents_waits_for_one_lock_while_it_holds_none(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    """Else it deadlocks with batches that take their locks in the order of ids."""
+    store = await process()
+    for agent_id in ("cyd", "bob", "ada"):
+        await ask(store, agent_id)
+    assert len(await store.claim("w", RULES, 3)) == 3
+    with shared.behind(tmp_path) as db:
+        for locked in ("ada", "bob", "cyd"):
+            db.execute("BEGIN")
+            db.execute("SELECT 1 FROM agents WHERE id = ? FOR UPDATE", (locked,)).fetchone()
+            releasing = asyncio.create_task(store.release("w", failed=False))
+            await until_somebody_waits_for(db)
+            free = db.execute(
+                "SELECT id FROM agents WHERE kind = 'agent' ORDER BY id FOR UPDATE SKIP LOCKED"
+            ).fetchall()
+            db.execute("ROLLBACK")
+            await releasing
+            # The batch that begins again has locked the rows before the one it waits for, in order.
+            assert {name for (name,) in free} >= {name for name in ("ada", "bob", "cyd") if name >= locked}
+            assert len(await store.claim("w", RULES, 3)) == 3

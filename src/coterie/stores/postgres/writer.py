@@ -21,7 +21,7 @@ from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
 from coterie.stores.postgres.ledger import BatchLedger, JobMark, Written
-from coterie.stores.postgres.trouble import Contended, Doubtful, is_own, meaning, passes
+from coterie.stores.postgres.trouble import UNDONE, Contended, Doubtful, error_code, is_own, meaning, passes
 from coterie.stores.sql.attendance import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
 
@@ -88,7 +88,7 @@ class Writer:
     def _commit(self, batch: list[Job]) -> None:
         """Until it is written, or its time is over."""
         touches = {name for job in batch for name in job.touches}
-        until, pause, gathers = time.monotonic() + PATIENCE, 0.01, True
+        until, pause, gathers, first = time.monotonic() + PATIENCE, 0.01, True, True
         while True:
             for job in batch:
                 job.begin()
@@ -110,7 +110,10 @@ class Writer:
                     return
             except (psycopg.Error, FailpointHit) as error:
                 self._undo()
-                if time.monotonic() >= until or not passes(error):
+                # The database undid it for the sake of another transaction: once more, however long this one waited.
+                once_more = first and error_code(error) in UNDONE
+                first = False
+                if not passes(error) or (time.monotonic() >= until and not once_more):
                     self._give_up(batch, error)
                     return
                 self.healthy = self.healthy and not _is_lost(self._db)

@@ -77,14 +77,14 @@ def _claim_one(db: Connection, post: Post, agent_id: str, worker: str, rules: Ru
 
 
 def release(db: Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
-    # A worker that let go in order leaves no name behind: that is what tells its turns from those cut off by a crash.
-    marks = ", ".join("?" * (1 + len(busy)))
-    db.execute(
-        "UPDATE agents SET runnable_at = ?, worker = CASE WHEN ? = 1 THEN worker END"
-        f" WHERE worker = ? AND state IN ('llm', 'tools') AND id NOT IN ({marks})",
-        (post.now, failed, worker, "", *busy),
-    )
-    post.read_anew()
+    found = db.execute("SELECT id FROM agents WHERE worker = ? AND state IN ('llm', 'tools') ORDER BY id", (worker,))
+    for agent_id in [agent_id for (agent_id,) in found if agent_id not in busy]:
+        # One UPDATE of all rows would wait for locks in any order, and deadlock with batches that take them in order.
+        row = post.mailbox(agent_id)
+        if row.worker != worker or row.state not in ("llm", "tools"):
+            continue  # another process has taken it over since it was found
+        # A worker that let go in order leaves no name behind: that tells its turns from those cut off by a crash.
+        row.runnable_at, row.worker = post.now, worker if failed else None
     post.frees = True
 
 
