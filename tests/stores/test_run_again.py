@@ -49,7 +49,7 @@ class TwoProcesses:
     async def one_batch(self, send_to: str, then: Callable[[], Awaitable[Any]]) -> list[asyncio.Future[Any]]:
         """`one` writes a message and whatever `then` hands in, in this order and in one batch."""
         held = Held()
-        jobs = [asyncio.ensure_future(self.one._post(held))]
+        jobs: list[asyncio.Future[Any]] = [asyncio.ensure_future(self.one._post(held))]
         await asyncio.to_thread(held.began.wait, SOON)
         jobs.append(asyncio.create_task(self.one.send(letter("user", send_to, "from one"))))
         for _ in range(2):
