@@ -69,6 +69,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """How often in a row the model has failed."""
     added: Sequence[HistoryRow] | None = ()
     """What this step has added to the history. None: earlier rows have changed, read it anew."""
+    history_version: int = 0
+    """The version of the history after this step. Each added row, hidden turn, summary and clear adds 1 to it, in the
+    transaction that makes the change. A conversation kept in memory may be shown only if its version is equal."""
     replies: Sequence[str] = ()
     """The messages that the model's text was stored as."""
     withdrawn: int = 0
@@ -89,6 +92,8 @@ class View:
     summary: str
     """What was said before `rows`; empty: nothing."""
     rows: Sequence[HistoryRow]
+    version: int = 0
+    """The `history_version` that the summary and the rows were read with."""
 
 
 class Taker(Protocol):
@@ -149,12 +154,17 @@ class TurnStore(Protocol):
         """All of it, from behind row `after`."""
         ...
 
-    async def view(self, agent_id: str) -> View:
-        """What the model is shown: the rows behind the last summary."""
+    async def view(self, agent_id: str, claim: Claim | None = None) -> View:
+        """What the model is shown: the rows behind the last summary, and their version, read in one snapshot.
+
+        With `claim` the read is fenced: `StaleOwner` when the claim no longer holds in that snapshot.
+        """
         ...
 
-    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> Claim:
         """From now on `text` stands for everything up to row `upto`, which stays stored. Fenced like a step.
+
+        Returns `claim` with the new history version; it is still the claim of the same step.
 
         `answer`: what a model said when it was asked for the summary; it is counted with what the step costs.
         """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.agent.compaction import DIGEST, cut, digest
+from coterie.agent.compaction import DIGEST, cut, digest, summary_request
+from coterie.agent.context import SET_ASIDE
 from coterie.clock import EPOCH
+from coterie.messages import Message
 from coterie.testing.replies import tokens
 from coterie.testing.wire import Received
 from coterie.turns import HistoryRow
@@ -26,6 +28,15 @@ def test_the_cut_falls_where_a_message_begins_and_never_inside_a_group() -> None
 def test_a_digest_is_bounded_and_keeps_the_newest() -> None:
     made = digest([row(seq, "user", 500) for seq in range(1, 200)])
     assert len(made) <= DIGEST + 1
+
+
+def test_a_message_that_was_set_aside_is_in_no_summary() -> None:
+    message = Message(
+        seq=1, id="m", sender="user", to="ada", payload={"text": "deadly"}, state="taken", created_at=EPOCH
+    )
+    hidden = HistoryRow(seq=1, turn_no=1, role="user", message=message, hidden=True)
+    assert "deadly" not in digest([hidden]) + repr(summary_request([hidden]))
+    assert SET_ASIDE in digest([hidden]) and SET_ASIDE in repr(summary_request([hidden]))
 
 
 def is_summary(request: Received) -> bool:

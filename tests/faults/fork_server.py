@@ -20,7 +20,7 @@ from coterie import failpoints
 from coterie.stores.sqlite.migrate import migrations
 
 from . import kill_cycles, scenarios, shared_cycles, work_cycles, zombies
-from .harness import PATIENCE, Child
+from .harness import Child, patience
 
 _held: dict[int, Child] = {}
 
@@ -36,7 +36,7 @@ def run(scenario: str, folder: str, arm: str = "", uid: int | None = None, **arg
 def hold(folder: str, work: bool = False) -> int:
     """The pid of a fork that runs the society in `folder` until `kill`."""
     child = Child(functools.partial(_perform_holding, folder, work))
-    assert child.said(PATIENCE) == b"open", "it did not open"
+    assert child.said(patience()) == b"open", "it did not open"
     _held[child.pid] = child
     return child.pid
 

@@ -17,8 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 20.0
-"""Seconds after which a child counts as hung."""
+HUNG = 60.0
+"""Seconds after which a child counts as hung, where the machine has nothing else to do."""
+
+
+def patience(seconds: float = HUNG) -> float:
+    """`seconds`, stretched by how much more this machine has to do than it has processors.
+
+    For limits that only end a wait for something that never happens: a slow machine is not a fault.
+    """
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 class ForkServer:
@@ -55,7 +63,7 @@ class ForkServer:
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        self._process.wait(timeout=PATIENCE)
+        self._process.wait(timeout=patience())
         self._process.stdout.close()
 
 
@@ -81,9 +89,9 @@ class Child:
         ready, _, _ = select.select([self._pipe], [], [], within)
         return bool(ready) and not os.read(self._pipe, 1 << 16)
 
-    def last_words(self, within: float = PATIENCE) -> bytes:
+    def last_words(self, within: float = HUNG) -> bytes:
         """Everything it wrote until its end."""
-        until, words = time.monotonic() + within, b""
+        until, words = time.monotonic() + patience(within), b""
         while piece := self.said(until - time.monotonic()):
             words += piece
         return words
@@ -93,7 +101,7 @@ class Child:
 
     def end(self) -> int:
         """Wait for its end, killing it if it hangs: the exit status, negative for a signal."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience()
         while select.select([self._pipe], [], [], max(until - time.monotonic(), 0))[0]:
             if not os.read(self._pipe, 1 << 16):
                 break

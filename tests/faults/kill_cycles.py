@@ -19,7 +19,7 @@ from typing import Any
 from coterie import failpoints
 
 from .examiner import Examination
-from .harness import PATIENCE, Child
+from .harness import Child, patience
 from .scenarios import drain, hammer, make_home
 from .witness import Note, Reader, Witness
 
@@ -27,27 +27,35 @@ KILLS_A_LIFE = 25
 IN_COMMIT = ("commit.after", "commit.before", "post.before_write", "post.between", "post.after_write")
 NOT_YET_COMMITTED = IN_COMMIT[1:]
 IN_PROMOTION = ("promote.selected", "promote.moved")
+MORE = 4
+"""A slow machine gets less done between two kills, so a run that has seen too little goes on: up to so many times."""
 OWED_AGAIN = 0.6
 """How many of the clients that got no answer ask again; the others show what a lost acknowledgement leaves."""
 
 
-def run(folder: str, seed: int, cycles: int) -> dict[str, Any]:
-    """`cycles` kills; what was seen, and everything wrong with it."""
-    return live(Life, Path(folder), seed, cycles)
+def run(folder: str, seed: int, cycles: int, at_least: Mapping[str, int]) -> dict[str, Any]:
+    """`cycles` kills, and more while too little was seen; what was seen, and everything wrong with it."""
+    return live(Life, Path(folder), seed, cycles, at_least)
 
 
-def live(kind: type[Life], folder: Path, seed: int, cycles: int) -> dict[str, Any]:
+def live(kind: type[Life], folder: Path, seed: int, cycles: int, at_least: Mapping[str, int]) -> dict[str, Any]:
     seen: Counter[str] = Counter()
     problems: list[str] = []
-    for life in range(0, cycles, KILLS_A_LIFE):
+    for life in range(0, cycles * MORE, KILLS_A_LIFE):
+        if life >= cycles and (problems or has_seen(seen, at_least)):
+            break
         home = folder / f"life{life}"
         one = kind(home, seed, life)
-        one.live(min(KILLS_A_LIFE, cycles - life))
+        one.live(min(KILLS_A_LIFE, cycles - life if life < cycles else KILLS_A_LIFE))
         problems += [f"life {life}: {problem}" for problem in one.problems]
         seen += one.seen
         if not one.problems:
             shutil.rmtree(home)
     return {"seen": dict(seen), "problems": problems}
+
+
+def has_seen(seen: Mapping[str, int], at_least: Mapping[str, int]) -> bool:
+    return all(seen.get(what, 0) >= number for what, number in at_least.items())
 
 
 class Life:
@@ -82,7 +90,8 @@ class Life:
 
     def _rest(self, _: int) -> None:
         """What the last child does, in peace."""
-        asyncio.run(_drain_quietly(self._folder, wait=not self._ends_early))
+        late = (Witness(self._witness_file), f"{self._name}.last") if self._ends_early else ()
+        asyncio.run(_drain_quietly(self._folder, not self._ends_early, *late))
 
     def live(self, kills: int) -> None:
         for number in range(kills):
@@ -101,9 +110,9 @@ class Life:
         child = Child(functools.partial(self._work, name, spec))
         if how == "while opening":
             time.sleep(self._rng.uniform(0, 0.012))  # the injected fault: some instant
-        elif child.said(PATIENCE) and how in ("at random", "with a commit hanging"):
+        elif child.said(patience()) and how in ("at random", "with a commit hanging"):
             time.sleep(self._rng.uniform(*self.instants))
-        elif spec and not child.ends(self.patience):  # by its own hand, where the failpoint is
+        elif spec and not child.ends(patience(self.patience)):  # by its own hand, where the failpoint is
             how = "too late for its failpoint"
         child.kill()
         if (status := child.end()) != -9:
@@ -132,5 +141,5 @@ class Life:
         self._owed = still + again
 
 
-async def _drain_quietly(folder: Path, *, wait: bool) -> None:
-    await drain(folder, wait)
+async def _drain_quietly(*arguments: Any) -> None:
+    await drain(*arguments)

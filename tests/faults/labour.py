@@ -27,7 +27,9 @@ from coterie.testing.dialects import (
     responses_input,
 )
 
+from .harness import patience
 from .mind import Deeds, Whim, minds
+from .requests import compared
 from .scenarios import AGENTS, Client, at_rest
 from .witness import Note, Witness
 
@@ -40,8 +42,8 @@ RESUMED = 0.2
 """How often the person has a blocked agent try again; otherwise the next message does it."""
 LOOKS = 0.4
 """How many children look at everything that is committed; it takes as long as a third of a life."""
-REST = 15.0
-"""Seconds within which agents that nobody speaks to any more must have come to rest."""
+REST = 60.0
+"""Seconds within which agents that nobody speaks to come to rest, on a machine with nothing else to do."""
 
 
 class Judge(Client):
@@ -85,7 +87,7 @@ async def labour(folder: Path, seed: int, name: str, owed: list[Note], witness: 
     """Go on where the last one was killed, with more and more to do, until killed."""
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness)
-    with minds(lambda _: whim):
+    with compared(folder, witness) as comparing, minds(lambda _: comparing(whim)):
         society = await start(folder, witness)
         os.write(ready, b"r")
         async with asyncio.TaskGroup() as group:
@@ -114,11 +116,11 @@ async def come_to_rest(folder: Path, seed: int, name: str, witness: Witness) -> 
     """Let all that was asked be answered, and all that is delayed fall due; then look at what models are shown."""
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness, calm=True)
-    with minds(lambda _: whim):
+    with compared(folder, witness) as comparing, minds(lambda _: comparing(whim)):
         society = await start(folder, witness)
         judge = Judge(society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=THOUGHT)
         judging = asyncio.create_task(judge.work([]))
-        async with asyncio.timeout(REST):
+        async with asyncio.timeout(patience(REST)):
             await at_rest(society)
         judging.cancel()
         await asyncio.gather(judging, return_exceptions=True)

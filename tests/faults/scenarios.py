@@ -21,7 +21,9 @@ from coterie.messages import PERSON, Receipt
 from coterie.runtime import Society
 from coterie.testing import FakeClock
 
+from .harness import patience
 from .mind import TOOLS, Deeds, Mind, last_words, minds, speaker
+from .requests import compared
 from .witness import Note, Witness
 
 AGENTS = ("ada", "bob", "eve")
@@ -45,7 +47,7 @@ async def every_door(folder: Path, tries: int = 1) -> dict[str, Any]:
     What failed, and how often each failpoint was met.
     """
     walk = _Walk(folder, tries)
-    with minds(lambda service: Mind(service, _obliging)):
+    with compared(folder, Deeds.witness) as comparing, minds(lambda service: comparing(Mind(service, _obliging))):
         await walk.all_the_way()
     return {"failures": walk.failures, "violations": walk.violations, "hits": dict(failpoints._hits)}
 
@@ -109,7 +111,7 @@ class _Walk:
 
     async def _until_all_rest(self, society: Society) -> None:
         """Whatever went wrong, nobody stays at work for ever."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience()):
             while any(agent.state != "idle" for agent in await society.store.agents()):
                 await self._clock.advance(milliseconds=20)
 
@@ -167,6 +169,9 @@ class Client:
             if self._pause:
                 await asyncio.sleep(self._rng.uniform(0, self._pause))
 
+    async def send_late(self, delay_ms: int) -> None:
+        await self._send(self._new(delay_ms))
+
     async def _say(self) -> None:
         await self._send(self._new(0))
 
@@ -221,11 +226,16 @@ async def _note_deliveries(watcher: AsyncIterator[Any], witness: Witness) -> Non
             witness.note(delivery=event.subject, at=time.time_ns() // 1_000_000)
 
 
-async def drain(folder: Path, wait: bool = True) -> int:
-    """Open, let everything delayed fall due (or stop at once), stop in order. How many went out early."""
+async def drain(folder: Path, wait: bool = True, witness: Witness | None = None, name: str = "") -> int:
+    """Open, let everything delayed fall due (or stop at once), stop in order. How many went out early.
+
+    With `witness`, a client of that name first sends a message that is not due for an hour.
+    """
     society = await Society.start(folder, work=False)
+    if witness:
+        await Client(society, random.Random(name), name, witness).send_late(HOUR)
     if wait:
-        async with asyncio.timeout(10), society.bus.watch(queue=100_000) as watcher:
+        async with asyncio.timeout(patience()), society.bus.watch(queue=100_000) as watcher:
             while await society.bus.delayed_count():
                 await anext(watcher)
     return await society.stop()
@@ -256,7 +266,7 @@ async def converse(
         society = await Society.start(folder)
         for to, text in said:
             await society.send(to=to, text=text, client_id=text)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience()):
             await at_rest(society)
         heard = [[message.sender, message.payload["text"]] for message in await society.waiting(PERSON)]
         await society.stop()
@@ -301,7 +311,7 @@ async def burst(folder: Path, count: int) -> dict[str, Any]:
     for start in range(1, count, 250):
         numbers = range(start, min(start + 250, count))
         await asyncio.gather(*(society.send(to="ada", text=f"word {number}") for number in numbers))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(patience()):
         await at_rest(society)
     grown = _peak_mb() - before
     violations = [violation async for violation in society.store.violations()]

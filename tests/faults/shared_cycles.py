@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import psycopg
 
 from coterie import failpoints
 
-from .harness import PATIENCE, Child
-from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN
+from .harness import HUNG, Child, patience
+from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN, has_seen
 from .labour import PAUSE
 from .scenarios import AGENTS, make_home
 from .shared_labour import conditions, rest_and_copy, work_together
@@ -84,9 +84,9 @@ class SharedLife:
         _, child = self._start(home, self._failpoint(how))
         if how == "while opening":
             time.sleep(self._rng.uniform(0, 0.05))  # the injected fault: some instant
-        elif child.said(PATIENCE) and how == "at random":
+        elif child.said(patience()) and how == "at random":
             time.sleep(self._rng.uniform(0.01, 0.08))
-        elif how != "at random" and not child.ends(3.0):
+        elif how != "at random" and not child.ends(patience(3.0)):
             how = "too late for its failpoint"
         self._kill(home, how)
         self._start(home)
@@ -98,7 +98,7 @@ class SharedLife:
         spec = ",".join(f"{name}:{self._rng.randint(1, 2)}:pause" for name in ZOMBIES)
         name, child = self._start(home, spec, sure=True)
         for _ in ZOMBIES:
-            if not within(PATIENCE, lambda: is_stopped(child.pid)):
+            if not within(HUNG, lambda: is_stopped(child.pid)):
                 self.seen["too late for its failpoint"] += 1
                 return
             (worker,) = [note["worker"] for note in self._notes() if note.get("hired") == name]
@@ -114,7 +114,7 @@ class SharedLife:
         """SIGSTOP at any moment, for longer than a lease."""
         home = self._rng.choice(self._homes)
         name, child = self._running[home]
-        child.said(PATIENCE if not self._is_hired(name) else 0)
+        child.said(patience() if not self._is_hired(name) else 0)
         os.kill(child.pid, signal.SIGSTOP)
         time.sleep(self._lease * self._rng.uniform(1.2, 2))  # the injected fault: so long it does not move
         os.kill(child.pid, signal.SIGCONT)
@@ -205,28 +205,49 @@ def end() -> dict[str, Any]:
     return _life.pop().end()
 
 
-def kills(folder: str, urls: list[str], seed: int, cycles: int) -> dict[str, Any]:
-    """`cycles` kills, in as many lives as there are databases; what was seen, and everything wrong with it."""
-    return _live(folder, urls, seed, cycles, "lose_one")
+def kills(
+    folder: str, urls: list[str], seed: int, lives: int, cycles: int, at_least: Mapping[str, int]
+) -> dict[str, Any]:
+    """`cycles` kills in `lives` lives; what was seen, and everything wrong with it.
+
+    Each life has a database of its own. Those in `urls` that are left over are for more lives, for as long as too
+    little was seen.
+    """
+    return _live(folder, urls, seed, lives, cycles, at_least, "lose_one")
 
 
-def zombies(folder: str, urls: list[str], seed: int, cycles: int) -> dict[str, Any]:
+def zombies(
+    folder: str, urls: list[str], seed: int, lives: int, cycles: int, at_least: Mapping[str, int]
+) -> dict[str, Any]:
     """`cycles` of them, each with a takeover and at least one write that came too late."""
-    return _live(folder, urls, seed, cycles, "make_zombies", until="zombies")
+    return _live(folder, urls, seed, lives, cycles, at_least, "make_zombies", until="zombies")
 
 
-def stops(folder: str, urls: list[str], seed: int, cycles: int) -> dict[str, Any]:
-    return _live(folder, urls, seed, cycles, "stop_one_for_a_while")
+def stops(
+    folder: str, urls: list[str], seed: int, lives: int, cycles: int, at_least: Mapping[str, int]
+) -> dict[str, Any]:
+    return _live(folder, urls, seed, lives, cycles, at_least, "stop_one_for_a_while")
 
 
-def _live(folder: str, urls: list[str], seed: int, cycles: int, what: str, until: str = "") -> dict[str, Any]:
+def _live(
+    folder: str,
+    urls: list[str],
+    seed: int,
+    lives: int,
+    cycles: int,
+    at_least: Mapping[str, int],
+    what: str,
+    until: str = "",
+) -> dict[str, Any]:
     seen: Counter[str] = Counter()
     problems: list[str] = []
     for number, url in enumerate(urls):
+        if number >= lives and (problems or has_seen(seen, at_least)):
+            break
         life = SharedLife(folder, url, seed, number)
         life.begin(nameless=0.3, pause=LEISURE)
         done = 0
-        while done < cycles / len(urls):
+        while done < cycles / lives:
             getattr(life, what)()
             done = life.seen[until] if until else done + 1
         report = life.end()
@@ -245,7 +266,8 @@ def furnish(home: Path, url: str, agents: Sequence[str] = AGENTS) -> None:
 
 
 def within(seconds: float, happened: Callable[[], object]) -> bool:
-    until = time.monotonic() + seconds
+    """Whether it happens in `seconds`, or in as much longer as a busy machine needs."""
+    until = time.monotonic() + patience(seconds)
     while not happened():
         if time.monotonic() > until:
             return False

@@ -18,17 +18,19 @@ from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Receipt
 from coterie.runtime import Society
 from coterie.stores.postgres import leases
-from coterie.stores.sql import turns
-from coterie.turns import Claim, StaleOwner
+from coterie.stores.sql import history, turns
+from coterie.turns import Claim, StaleOwner, View
 
+from .harness import patience
 from .labour import CLIENTS, THOUGHT, Judge, start, unfit
 from .mind import Deeds, Whim, minds
+from .requests import compared
 from .scenarios import AGENTS, Client, at_rest
 from .witness import Note, Witness
 
 AGAIN = 0.02
 REST = 60.0
-"""Seconds within which agents that nobody speaks to any more must have come to rest."""
+"""Seconds within which agents that nobody speaks to come to rest, on a machine with nothing else to do."""
 
 
 class Patient(Client):
@@ -57,17 +59,24 @@ class PatientJudge(Judge):
 
 @contextmanager
 def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
-    """A lease shorter than any that can be configured; writes that come too late are told to the witness.
+    """A lease shorter than any that can be configured; steps that come too late are told to the witness.
 
     `sure`: it never doubts that it holds what it has claimed, so that nothing but the fence keeps it from writing.
     """
-    advance = turns.advance
+    advance, view = turns.advance, history.view
 
     def watched(db: Any, post: Any, claim: Claim, *rest: Any) -> Claim:
         try:
             return advance(db, post, claim, *rest)
         except StaleOwner:
             witness.note(fenced=claim.agent_id, pid=os.getpid())
+            raise
+
+    def watched_view(db: Any, agent_id: str, claim: Claim | None = None) -> View:
+        try:
+            return view(db, agent_id, claim)
+        except StaleOwner:
+            witness.note(fenced=agent_id, pid=os.getpid())
             raise
 
     def shortened(folder: Path) -> Config:
@@ -77,6 +86,7 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
     doubt = 1e9 if sure else leases.UNSURE
     with (
         patch.object(turns, "advance", watched),
+        patch.object(history, "view", watched_view),
         patch("coterie.runtime.read_config", shortened),
         patch.object(leases, "UNSURE", doubt),
     ):
@@ -96,7 +106,7 @@ async def work_together(
     """One of several that work for the same agents, with clients of its own, until killed."""
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/{name}"), AGENTS, witness)
-    with minds(lambda _: whim):
+    with compared(folder, witness) as comparing, minds(lambda _: comparing(whim)):
         society = await start(folder, witness)
         assert society._crew
         witness.note(hired=name, worker=society._crew._scheduler.worker)
@@ -114,12 +124,12 @@ async def rest_and_copy(folder: Path, seed: int, witness: Witness) -> None:
     """Let all that was asked be answered, and all that is delayed fall due; then a copy, for whoever examines it."""
     Deeds.witness = witness
     whim = Whim(random.Random(f"{seed}/rest"), AGENTS, witness, calm=True)
-    with minds(lambda _: whim):
+    with compared(folder, witness) as comparing, minds(lambda _: comparing(whim)):
         society = await start(folder, witness)
         judge = PatientJudge(society, random.Random(f"{seed}/judge"), "rest", witness, pause=THOUGHT)
         judging = asyncio.create_task(judge.work([]))
         try:
-            async with asyncio.timeout(REST):
+            async with asyncio.timeout(patience(REST)):
                 await at_rest(society)
         finally:
             states = {agent.id: agent.state for agent in await society.store.agents()}

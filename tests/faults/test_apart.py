@@ -40,7 +40,7 @@ from .proxy import Proxy
 from .scenarios import make_home
 
 T = TypeVar("T")
-SOON = 20
+SOON = 60
 """Seconds that no machine is too slow for."""
 
 

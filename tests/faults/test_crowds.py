@@ -15,6 +15,7 @@ from coterie.testing import FakeClock
 from coterie.watcher import Watcher
 
 from .examiner import open_database
+from .harness import patience
 from .scenarios import make_home
 
 
@@ -31,7 +32,7 @@ async def society(home: Path, clock: FakeClock) -> AsyncIterator[Society]:
 
 
 async def read(watcher: Watcher, count: int) -> list[Event]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience()):
         return [await anext(watcher) for _ in range(count)]
 
 
@@ -57,7 +58,7 @@ async def test_a_watcher_that_fell_behind_is_told_where_to_go_on_and_misses_noth
 
         got: list[str] = []
         with pytest.raises(Lagged) as lagged:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(patience()):
                 async for event in slow:
                     got.append(event.subject)
 

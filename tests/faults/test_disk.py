@@ -20,6 +20,7 @@ from coterie.stores.sqlite import SqliteStore, connections
 from coterie.testing import FakeClock
 
 from .disk import Disk
+from .harness import patience
 from .scenarios import make_home
 
 BIG = "x" * 200_000
@@ -57,7 +58,7 @@ async def handed_in(society: Society, jobs: int) -> None:
     assert isinstance(society.store, SqliteStore)
     writer = society.store._writer
     assert writer
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience()):
         while writer._jobs.qsize() < jobs:
             await asyncio.sleep(0)
 

@@ -15,6 +15,7 @@ from coterie.stores.sqlite.migrate import migrations
 
 from .examiner import open_database, unsound
 from .harness import ForkServer
+from .requests import seen_of_requests, wrong_requests
 from .scenarios import make_home
 from .witness import read_notes
 from .work_examiner import wrong_answers, wrong_effects, wrong_histories, wrong_letters
@@ -89,7 +90,9 @@ def assert_all_arrived_and_was_answered_once(home: Path) -> None:
         assert sorted(db.execute(_SENT).fetchall()) == sorted(SENT.items())
         db.row_factory = sqlite3.Row
         assert wrong_histories(db) == wrong_answers(db) == wrong_letters(db) == []
-        assert wrong_effects(db, read_notes(home.parent / "witness")) == []
+        notes = read_notes(home.parent / "witness")
+        assert wrong_effects(db, notes) == wrong_requests(notes) == []
+        assert seen_of_requests(notes)["requests compared"] >= len(SENT)
 
 
 _SENT = f"SELECT json_extract(payload, '$.text'), state FROM messages WHERE sender = '{PERSON}'"

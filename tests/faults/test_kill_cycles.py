@@ -12,36 +12,40 @@ import pytest
 from .harness import ForkServer
 
 
-def kill(server: ForkServer, folder: Path, cycles: int, what: str = "cycles") -> dict[str, Any]:
+def kill(server: ForkServer, folder: Path, cycles: int, what: str = "cycles", **at_least: int) -> None:
+    """Kill until so much was seen; nothing of it may be wrong."""
     seed = int(os.environ.get("COTERIE_FAULT_SEED") or random.randrange(1 << 32))
-    report: dict[str, Any] = server.call(what, folder=str(folder), seed=seed, cycles=cycles)
+    wanted = with_spaces(at_least)
+    report: dict[str, Any] = server.call(what, folder=str(folder), seed=seed, cycles=cycles, at_least=wanted)
     replay = f"COTERIE_FAULT_SEED={seed} python -m pytest {os.environ['PYTEST_CURRENT_TEST'].split()[0]}"
     assert not report["problems"], "\n".join([*report["problems"][:20], f"seen: {report['seen']}", replay])
     report["replay"] = replay
-    return report
+    print(dict(sorted(report["seen"].items())))
+    assert_seen(report, **at_least)
+
+
+def with_spaces(at_least: dict[str, int]) -> dict[str, int]:
+    return {words.replace("_", " "): number for words, number in at_least.items()}
 
 
 def assert_seen(report: dict[str, Any], **at_least: int) -> None:
     """A run that did not meet enough of what it is about proves nothing."""
-    for words, number in at_least.items():
-        what = words.replace("_", " ")
+    for what, number in with_spaces(at_least).items():
         assert report["seen"].get(what, 0) >= number, f"too few: {what}: {report['seen']}; {report['replay']}"
 
 
 def test_a_few_kills_lose_nothing(fork_server: ForkServer, tmp_path: Path) -> None:
-    report = kill(fork_server, tmp_path, 25)
-
-    assert_seen(report, acknowledged=100, delayed_and_delivered=20)
+    kill(fork_server, tmp_path, 25, acknowledged=100, delayed_and_delivered=20)
 
 
 @pytest.mark.full
 def test_500_kills_during_sends_and_promotions_lose_nothing_double_nothing_and_hurry_nothing(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    report = kill(fork_server, tmp_path, 500)
-
-    assert_seen(
-        report,
+    kill(
+        fork_server,
+        tmp_path,
+        500,
         acknowledged=2_000,
         recovered=50,
         unacknowledged_and_absent=50,
@@ -60,10 +64,18 @@ def test_500_kills_during_sends_and_promotions_lose_nothing_double_nothing_and_h
 
 
 def test_a_few_kills_of_agents_at_work_lose_nothing(fork_server: ForkServer, tmp_path: Path) -> None:
-    report = kill(fork_server, tmp_path, 40, "work_cycles")
-
-    assert_seen(
-        report, acknowledged=60, answers=20, closed_plans=5, withdrawn_plans=5, killed_while_a_model_was_asked=5
+    kill(
+        fork_server,
+        tmp_path,
+        40,
+        "work_cycles",
+        acknowledged=60,
+        answers=20,
+        closed_plans=5,
+        withdrawn_plans=5,
+        killed_while_a_model_was_asked=5,
+        requests_compared=50,
+        requests_compared_after_a_takeover=5,
     )
 
 
@@ -71,10 +83,11 @@ def test_a_few_kills_of_agents_at_work_lose_nothing(fork_server: ForkServer, tmp
 def test_1000_kills_of_agents_at_work_lose_nothing_double_nothing_spoil_no_history_and_repeat_no_unsafe_effect(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    report = kill(fork_server, tmp_path, 1_000, "work_cycles")
-
-    assert_seen(
-        report,
+    kill(
+        fork_server,
+        tmp_path,
+        1_000,
+        "work_cycles",
         acknowledged=2_000,
         recovered=50,
         unacknowledged_and_absent=50,
@@ -89,6 +102,8 @@ def test_1000_kills_of_agents_at_work_lose_nothing_double_nothing_spoil_no_histo
         unknown_outcomes=60,
         calls_run_again=40,
         requests_made_again=150,
+        requests_compared=2_000,
+        requests_compared_after_a_takeover=300,
         turns_set_aside=10,
         approvals_granted=30,
         approvals_denied=10,

@@ -18,8 +18,9 @@ import pytest
 from tests.engines import Postgres, postgres_server, restart_at_once
 
 from .harness import ForkServer
+from .kill_cycles import MORE
 from .proxy import Proxy
-from .test_kill_cycles import assert_seen
+from .test_kill_cycles import assert_seen, with_spaces
 
 KILLS_A_LIFE = 30
 
@@ -36,10 +37,14 @@ def sound(report: dict[str, Any], replay: str) -> dict[str, Any]:
     return report
 
 
-def live(server: ForkServer, shared: Postgres, folder: Path, what: str, cycles: int, lives: int) -> dict[str, Any]:
+def live(
+    server: ForkServer, shared: Postgres, folder: Path, what: str, cycles: int, lives: int, **at_least: int
+) -> None:
+    """So many cycles, and more lives while too little was seen; nothing of it may be wrong."""
     seed, replay = seed_and_replay()
-    urls = [shared.url(folder / str(life)) for life in range(lives)]
-    return sound(server.call(what, folder=str(folder), urls=urls, seed=seed, cycles=cycles), replay)
+    urls = [shared.url(folder / str(life)) for life in range(lives * MORE)]
+    asked = {"lives": lives, "cycles": cycles, "at_least": with_spaces(at_least)}
+    assert_seen(sound(server.call(what, folder=str(folder), urls=urls, seed=seed, **asked), replay), **at_least)
 
 
 def test_a_few_kills_of_three_workers_under_load_lose_nothing(
@@ -53,9 +58,13 @@ def test_a_few_kills_of_three_workers_under_load_lose_nothing(
 def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_repeat_no_unsafe_effect(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
-    report = live(fork_server, shared, tmp_path, "shared_kills", 300, 300 // KILLS_A_LIFE)
-    assert_seen(
-        report,
+    live(
+        fork_server,
+        shared,
+        tmp_path,
+        "shared_kills",
+        300,
+        300 // KILLS_A_LIFE,
         acknowledged=2_000,
         unacknowledged_and_absent=20,
         asked_again_under_the_same_id=50,
@@ -66,6 +75,10 @@ def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_r
         unknown_outcomes=15,
         calls_run_again=5,
         requests_made_again=20,
+        requests_compared=3_000,
+        requests_compared_after_a_takeover=200,
+        requests_compared_after_a_takeover_by_a_process_that_knew_the_agent=60,
+        requests_compared_of_a_process_that_an_agent_came_back_to=200,
         killed_at_random=60,
         killed_in_a_commit=10,
         killed_in_a_claim=6,
@@ -81,8 +94,7 @@ def test_300_kills_of_three_workers_under_load_lose_nothing_double_nothing_and_r
 def test_processes_that_come_back_after_a_takeover_write_nothing(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
-    report = live(fork_server, shared, tmp_path, "shared_zombies", 4, 1)
-    assert_seen(report, zombies=4, fenced=4, answers=10)
+    live(fork_server, shared, tmp_path, "shared_zombies", 4, 1, zombies=4, fenced=4, answers=10)
 
 
 @pytest.mark.slow
@@ -98,8 +110,7 @@ def test_a_worker_that_lost_fifty_agents_while_it_stood_still_can_write_for_none
 def test_workers_that_stand_still_for_longer_than_their_lease_do_nothing_twice(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
-    report = live(fork_server, shared, tmp_path, "shared_stops", 40, 2)
-    assert_seen(report, stopped_for_a_while=40, answers=50)
+    live(fork_server, shared, tmp_path, "shared_stops", 40, 2, stopped_for_a_while=40, answers=50)
 
 
 # A database that is in trouble

@@ -18,7 +18,7 @@ from coterie import Society
 from coterie.testing import Calls, ModelServer, Says
 
 from .examiner import open_database, unsound
-from .harness import PATIENCE, ForkServer
+from .harness import ForkServer, patience
 from .scenarios import make_home
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ class Fifo:
     def _next(self) -> bytes:
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
-        assert poll.poll(PATIENCE * 1000), "nothing happened"
+        assert poll.poll(patience() * 1000), "nothing happened"
         return os.read(self._end, 100)
 
 

@@ -27,9 +27,9 @@ WINDOW = 6_000
 """Tokens: what an agent is told first, and a dozen messages."""
 
 
-def run(folder: str, seed: int, cycles: int) -> dict[str, Any]:
-    """`cycles` kills; what was seen, and everything wrong with it."""
-    return live(WorkingLife, Path(folder), seed, cycles)
+def run(folder: str, seed: int, cycles: int, at_least: Mapping[str, int]) -> dict[str, Any]:
+    """`cycles` kills, and more while too little was seen; what was seen, and everything wrong with it."""
+    return live(WorkingLife, Path(folder), seed, cycles, at_least)
 
 
 class WorkingLife(Life):

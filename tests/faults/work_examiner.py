@@ -15,6 +15,7 @@ from coterie.stores.sql.approvals import APPROVE, question_id
 
 from .examiner import Examination, open_database
 from .mind import BLOCKING
+from .requests import seen_of_requests, wrong_requests
 from .witness import Note
 
 MAY_HAVE_RUN = {"done": (1, 1), "failed": (1, 1), "unknown": (0, 1), "cancelled": (0, 0)}
@@ -34,6 +35,8 @@ class WorkExamination(Examination):
             self.problems += wrong_histories(db) + wrong_answers(db) + wrong_effects(db, notes) + wrong_letters(db)
             self.problems += wrong_approvals(db, notes) + repeated_notices(db)
             self._count(db)
+        self.problems += wrong_requests(notes)
+        self.seen += seen_of_requests(notes)
 
     def _count(self, db: sqlite3.Connection) -> None:
         counts = {

@@ -20,6 +20,7 @@ from .examiner import open_database, unsound
 from .harness import Child
 from .labour import start
 from .mind import Deeds, minds
+from .requests import compared, wrong_requests
 from .shared_cycles import LEASE, LONG, furnish, held_by, is_stopped, within
 from .shared_labour import conditions, rest_and_copy
 from .witness import Reader, Witness
@@ -111,6 +112,7 @@ def _problems(home: Path, reader: Reader) -> list[str]:
         found = unsound(db)
         db.row_factory = sqlite3.Row
         found += wrong_histories(db) + wrong_answers(db) + wrong_letters(db) + wrong_effects(db, reader.notes())
+    found += wrong_requests(reader.notes())
     return found + [violation for note in reader.notes() for violation in note.get("violations", ())]
 
 
@@ -134,7 +136,8 @@ async def _ask_all(home: Path, names: tuple[str, ...], moment: str, witness: Wit
     doer = Doer(together if moment == "asking" else None)
     with (
         conditions(witness, LEASE, sure=True),
-        minds(lambda _: doer),
+        compared(home / "zombie", witness) as comparing,
+        minds(lambda _: comparing(doer)),
         patch.object(Deeds, "do", meet_and_do if moment == "calling" else do),
     ):
         society = await start(home / "zombie", witness)
@@ -150,7 +153,11 @@ def _inherit(home: Path, ready: int) -> None:
 
 async def _work(home: Path, witness: Witness) -> None:
     Deeds.witness = witness
-    with conditions(witness, LEASE, sure=False), minds(lambda _: Doer()):
+    with (
+        conditions(witness, LEASE, sure=False),
+        compared(home / "heir", witness) as comparing,
+        minds(lambda _: comparing(Doer())),
+    ):
         await start(home / "heir", witness)
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""Twelve ways to build it wrong, each a small patch. A simulator that does not notice one of them proves nothing."""
+"""Thirteen ways to build it wrong, each a small patch. A simulator that does not notice one of them proves nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from unittest import mock
 import msgspec
 
 from coterie.agent import turn
+from coterie.agent.memory import Conversation, Memory
 from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Run, Step, Turn
 from coterie.llm.chat import Call
 from coterie.stores.sql import desk, transitions
@@ -187,6 +188,22 @@ def two_phase_reply(later: Later) -> Iterator[Any]:
     yield mock.patch.object(desk, "answer", send)
 
 
+def unversioned_memory(later: Later) -> Iterator[Any]:
+    """A worker shows what it remembers of a conversation, and does not ask whether that is still all of it."""
+
+    added = Memory.add
+
+    def recall(memory: Memory, agent_id: str, version: int) -> Conversation | None:
+        return memory._kept.get(agent_id)
+
+    def add(memory: Memory, claim: Claim) -> None:
+        if claim.added is None or claim.added:
+            added(memory, claim)
+
+    yield mock.patch.object(Memory, "recall", recall)
+    yield mock.patch.object(Memory, "add", add)
+
+
 MUTANTS: tuple[Callable[[Later], Iterator[Any]], ...] = (
     no_fence,
     ack_first,
@@ -200,6 +217,7 @@ MUTANTS: tuple[Callable[[Later], Iterator[Any]], ...] = (
     unfenced_read,
     non_atomic_idle,
     two_phase_reply,
+    unversioned_memory,
 )
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from random import Random
 
+from coterie.agent.context import said
+from coterie.agent.memory import Memory
 from coterie.agent.turn import Answered, Ask, Event, Ran, Rest, Rules, Run, Stopped
 from coterie.drafts import seal
 from coterie.errors import Refused, StoreError
@@ -37,6 +39,8 @@ class Job:
 class Worker:
     name: str
     jobs: list[Job] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
+    """The conversations that this worker has kept, of agents that others work on as well."""
     paused: bool = False
     deferred: list[Callable[[World], None]] = field(default_factory=list)
     """What a mutant left for a second transaction. The real engine leaves nothing."""
@@ -141,7 +145,7 @@ class Simulation:
         else:
             job = self._rng.choice(worker.jobs)
             if job.outcome is None:
-                self._perform(job)
+                self._perform(worker, job)
             else:
                 self._advance(worker, job)
 
@@ -157,12 +161,16 @@ class Simulation:
 
     def _hold(self, worker: Worker, claim: Claim) -> None:
         self.oracle.claimed(claim)
+        worker.memory.add(claim)
         if not isinstance(claim.effect, Rest):
             worker.jobs.append(Job(claim))
 
-    def _perform(self, job: Job) -> None:
+    def _perform(self, worker: Worker, job: Job) -> None:
         claim = self.effect_of(job.claim)
         if isinstance(claim.effect, Ask):
+            if not self._shows_all(worker, claim):
+                worker.jobs.remove(job)
+                return
             if self._rng.random() < 0.1 and (complaint := complaints(self.world.history(claim.agent_id))):
                 raise Violation(f"H11: {claim.agent_id} asks its model with {complaint}")
             job.outcome = self.mind.answer(), None
@@ -170,6 +178,24 @@ class Simulation:
             assert isinstance(claim.effect, Run)
             job.outcome = self.mind.run(claim, claim.effect.index)
         self._tell(f"{claim.agent_id}: {claim.effect} -> {job.outcome[0]}")
+
+    def _shows_all(self, worker: Worker, claim: Claim) -> bool:
+        """What the model is shown is what is stored. False: the worker has lost its claim and is told so."""
+        shown = worker.memory.recall(claim.agent_id, claim.history_version)
+        if shown is None:
+            try:
+                shown = worker.memory.keep(claim.agent_id, self.world.view(claim.agent_id, claim))
+            except StaleOwner:
+                self.oracle.fenced(claim)
+                self.seen["fenced reads"] += 1
+                return False
+        else:
+            self.seen["shown from memory"] += 1
+        if not self.oracle.is_stale(claim):
+            stored = self.world.view(claim.agent_id)
+            if (shown.summary, shown.said) != (stored.summary, [said(row) for row in stored.rows]):
+                raise Violation(f"{claim.agent_id}: its model is shown an old history")
+        return True
 
     def effect_of(self, claim: Claim) -> Claim:
         """What the claim says is to be done; nobody looks anywhere else."""
@@ -194,6 +220,7 @@ class Simulation:
             self.seen["ambiguous"] += 1
             self._orphans.append(job.claim.agent_id)  # the answer got lost: it will try the same again
             return
+        worker.memory.add(after)
         worker.jobs.remove(job)
         if not isinstance(after.effect, Rest):
             worker.jobs.append(Job(after))

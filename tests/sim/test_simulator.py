@@ -38,6 +38,7 @@ ENOUGH = {
     "terminations": 30,
     "withdrawn messages": 200,
     "claimed with the mail": 2_000,
+    "shown from memory": 2_000,
 }
 
 

@@ -18,14 +18,14 @@ from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
 from coterie.stores.sql import answers, history, plans, transitions, turns
-from coterie.stores.sql.attendance import Attendance
+from coterie.stores.sql.attendance import Attendance, Attended
 from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.mailbox import READ
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turns import Claim, HistoryRow, Taker
+from coterie.turns import Claim, HistoryRow, Taker, View
 
 T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
@@ -104,6 +104,9 @@ class World:
     def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
         return history.history(self.db, agent_id, after)
 
+    def view(self, agent_id: str, claim: Claim | None = None) -> View:
+        return history.view(self.db, agent_id, claim)
+
     # What happens to its owners
 
     def restart(self) -> None:
@@ -130,13 +133,12 @@ class World:
             return self.in_one(run)
         attendance = Attendance(self.taker)
 
-        def attended(db: sqlite3.Connection, post: Post) -> T:
+        def attending(db: sqlite3.Connection, post: Post) -> tuple[T, Attended]:
             result = run(db, post)
-            attendance.serve(db, post)
-            return result
+            return result, attendance.serve(db, post)
 
-        result = self.in_one(attended)
-        attendance.settle(True)
+        result, attended = self.in_one(attending)
+        attendance.settle(attended)
         return result
 
     def in_one(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:

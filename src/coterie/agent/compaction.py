@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.agent.context import letter
+from coterie.agent.context import SET_ASIDE, letter
 from coterie.llm.chat import Request, SystemSaid, Text, UserSaid
 from coterie.text import one_line
 from coterie.turns import HistoryRow
@@ -64,6 +64,8 @@ def weight(request: Request) -> int:
 
 
 def _line(row: HistoryRow) -> str:
+    if row.hidden:
+        return SET_ASIDE  # a message that was set aside must not reach a model in a summary either
     if row.message is not None:
         return "\n".join(part.text if isinstance(part, Text) else repr(part) for part in letter(row.message))
     calls = "".join(f" [calls {call.name} {dict(call.arguments)}]" for call in row.calls)

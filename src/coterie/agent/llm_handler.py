@@ -127,7 +127,7 @@ class LlmHandler:
         return work.task
 
     async def _go_on(self, claim: Claim, work: Work) -> None:
-        self._memory.add(claim.agent_id, claim.added)
+        self._memory.add(claim)
         self._bus.stored(None)  # the claim itself is news
         turn = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
         try:
@@ -161,7 +161,7 @@ class LlmHandler:
                 await self._clock.sleep(PATIENCE)
                 continue
             self._bus.stored(outcome.sends)
-            self._memory.add(claim.agent_id, after.added)
+            self._memory.add(after)
             self._live.end(_draft(claim), _ending(outcome.event, after), after.replies)
             return after
 
@@ -249,16 +249,18 @@ class LlmHandler:
     async def _answer(self, claim: Claim, profile: Profile, work: Work) -> Answer:
         """The model's answer. A history that has outgrown its window is summarised, once, and shown again."""
         service = self._directory.service_of(claim.agent_id)
-        request = await self._request(profile, work)
+        request = await self._request(claim, profile, work)
         await self._set_aside(claim, service.id, request)
-        if not fits(request, service.context_tokens) and await self._compact(claim, service.id, work):
-            request = await self._request(profile, work)
+        if not fits(request, service.context_tokens) and (compacted := await self._compact(claim, service.id, work)):
+            claim = compacted
+            request = await self._request(claim, profile, work)
         try:
             return await self._ask_model(service.id, request, claim, work)
         except TooLong:
-            if not await self._compact(claim, service.id, work):
+            if not (compacted := await self._compact(claim, service.id, work)):
                 raise
-        return await self._ask_model(service.id, await self._request(profile, work), claim, work)
+            claim = compacted
+        return await self._ask_model(service.id, await self._request(claim, profile, work), claim, work)
 
     async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work | None = None) -> Answer:
         """`work`: whoever watches is told what is said meanwhile. Without it we ask for ourselves."""
@@ -273,16 +275,19 @@ class LlmHandler:
         assert answer is not None  # noqa: S101 - the door to models ends with an answer or an error
         return answer
 
-    async def _request(self, profile: Profile, work: Work) -> Request:
-        shown = self._memory.recall(profile.id) or self._memory.keep(profile.id, await self._store.view(profile.id))
+    async def _request(self, claim: Claim, profile: Profile, work: Work) -> Request:
+        """Built from the history version of `claim`; `StaleOwner` when the claim no longer holds."""
+        shown = self._memory.recall(claim.agent_id, claim.history_version)
+        if shown is None:
+            shown = self._memory.keep(claim.agent_id, await self._store.view(claim.agent_id, claim))
         work.prompt = work.prompt or self._prompts.of(profile)
         return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(profile.tools))
 
-    async def _compact(self, claim: Claim, service: str, work: Work) -> bool:
-        """Whether there was something to leave out."""
-        view = await self._store.view(claim.agent_id)
+    async def _compact(self, claim: Claim, service: str, work: Work) -> Claim | None:
+        """The claim with the new history version; None when there is nothing to leave out."""
+        view = await self._store.view(claim.agent_id, claim)
         if (upto := cut(view.rows)) is None:
-            return False
+            return None
         older, answer = [row for row in view.rows if row.seq <= upto], None
         try:
             answer = await self._ask_model(service, summary_request(older), claim)
@@ -290,10 +295,9 @@ class LlmHandler:
         except ServiceError as error:
             log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
             text = digest(older)
-        await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip(), answer)
-        self._memory.forget(claim.agent_id)
+        compacted = await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip(), answer)
         log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
-        return True
+        return compacted
 
     async def _set_aside(self, claim: Claim, service: str, request: Request) -> None:
         """What is asked counts before it is: a crash that swallows the answer does not give the tokens back."""

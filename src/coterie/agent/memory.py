@@ -1,7 +1,8 @@
-"""What models were last shown of their conversations, kept while they are likely to be shown them again.
+"""Conversations as models were last shown them, kept so that the next request need not read the whole history.
 
-A conversation only grows, so whoever knows its last row needs only what a step has added to it. Nothing depends on
-this: what is not kept here, or does not fit together, is read from the store.
+A conversation is valid for one `history_version` of its agent. Every transaction that changes a history changes that
+version, in this process or in another, and every claim carries it. So a kept conversation is used only when its version
+is the claim's; otherwise the history is read from the store.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 from coterie.agent.context import said
 from coterie.llm.chat import Said
-from coterie.turns import HistoryRow, View
+from coterie.turns import Claim, HistoryRow, View
 
 CONVERSATIONS = 512
 CHARACTERS = 32 << 20
@@ -22,8 +23,8 @@ CHARACTERS = 32 << 20
 @dataclass(slots=True)
 class Conversation:
     summary: str = ""
-    last: int = 0
-    """The number of the last row in it."""
+    version: int = 0
+    """The history version that `summary` and `said` belong to."""
     said: list[Said] = field(default_factory=list)
     size: int = 0
 
@@ -31,7 +32,6 @@ class Conversation:
         for row in rows:
             self.said.append(said(row))
             self.size += _size(row)
-            self.last = row.seq
 
 
 class Memory:
@@ -40,31 +40,36 @@ class Memory:
         self._kept: OrderedDict[str, Conversation] = OrderedDict()
         self._size = 0
 
-    def recall(self, agent_id: str) -> Conversation | None:
-        return self._kept.get(agent_id)
+    def recall(self, agent_id: str, version: int) -> Conversation | None:
+        """The conversation at exactly this version of the history; None: read it from the store."""
+        conversation = self._kept.get(agent_id)
+        return conversation if conversation and conversation.version == version else None
 
     def keep(self, agent_id: str, view: View) -> Conversation:
         """What was just read from the store."""
         self.forget(agent_id)
-        conversation = Conversation(view.summary)
+        conversation = Conversation(view.summary, view.version)
         conversation.add(view.rows)
         self._kept[agent_id] = conversation
         self._size += conversation.size
         self._make_room()
         return conversation
 
-    def add(self, agent_id: str, rows: Sequence[HistoryRow] | None) -> None:
-        """A step has added `rows`. None: it has changed earlier ones."""
+    def add(self, claim: Claim) -> None:
+        """Bring the agent's conversation to the version of `claim`, or drop it when that is not possible."""
+        agent_id, rows, version = claim.agent_id, claim.added, claim.history_version
         conversation = self._kept.get(agent_id)
         if conversation is None:
             if rows and rows[0].seq == 1:
-                self.keep(agent_id, View("", rows))  # the first words: there is nothing else to read
+                self.keep(agent_id, View("", rows, version))  # the history begins here: there is nothing else to read
             return
-        if rows is None or (rows and rows[0].seq != conversation.last + 1):
+        # Each row adds 1 to the version, so a sum that fits proves that nothing else was changed in between.
+        if rows is None or conversation.version + len(rows) != version:
             self.forget(agent_id)
             return
         before = conversation.size
         conversation.add(rows)
+        conversation.version = version
         self._size += conversation.size - before
         self._kept.move_to_end(agent_id)
         self._make_room()

@@ -29,6 +29,7 @@ from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.attendance import Attendance
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.database import SqlDatabase
+from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.post import Post
 from coterie.text import one_line
 from coterie.turns import Taker
@@ -144,14 +145,13 @@ class Database(SqlDatabase):
             raise StoreError("this society was opened for reading only")
         attendance = Attendance(self._taker) if self._taker else None
 
-        def work(db: PgConnection, ledger: BatchLedger) -> T:
+        def work(db: PgConnection, ledger: BatchLedger) -> Result:
             post = Post(db, now=ledger.now, limits=self.limits, ledger=ledger)
-            result = run(db, post)
-            if attendance:
-                attendance.serve(db, post)
+            answer = run(db, post)
+            attended = attendance.serve(db, post) if attendance else None
             ledger.leaves_work = ledger.leaves_work or post.leaves_work()
             post.close()
-            return result
+            return Result(answer, attended)
 
         return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
 

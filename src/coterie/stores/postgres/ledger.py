@@ -71,6 +71,14 @@ class Written:
         return db.execute(_MARKED, (self.process, self.batch)).fetchone() is not None
 
 
+@dataclass(frozen=True, slots=True)
+class JobMark:
+    """What the ledger had gathered before a job ran: what the job adds is undone by going back to it."""
+
+    events: int
+    leaves_work: bool
+
+
 class BatchLedger:
     """Begins a transaction; whoever holds it commits."""
 
@@ -121,14 +129,14 @@ class BatchLedger:
 
     # One job after the other
 
-    def next_job(self) -> int:
-        """How much is in the log before it."""
+    def next_job(self) -> JobMark:
         self._numbers.clear()  # a number given out late would stand behind messages that are older
-        return len(self._events)
+        return JobMark(len(self._events), self.leaves_work)
 
-    def forget(self, noted: int) -> None:
-        """What was noted since then did not happen."""
-        del self._events[noted:]
+    def forget(self, mark: JobMark) -> None:
+        """What was gathered since `mark` did not happen."""
+        del self._events[mark.events :]
+        self.leaves_work = mark.leaves_work
         self.read_anew()
 
     def read_anew(self) -> None:

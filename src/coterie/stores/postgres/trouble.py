@@ -11,6 +11,8 @@ from coterie.text import one_line
 # connections, read-only after a failover, a transaction that was idle for too long; class 08 is the connection itself.
 _PASSING = {"40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03", "53300", "25006", "25P02", "25P03"}
 _FULL = {"53100", "53200"}
+UNDONE = {"40001", "40P01"}
+"""Serialization failure and deadlock: the transaction lost against another one."""
 _OWN = (psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError)
 
 
@@ -29,6 +31,11 @@ class Doubtful(psycopg.OperationalError):
 def is_own(error: Exception) -> bool:
     """The fault of the one transition, and not of the engine."""
     return isinstance(error, _OWN) and not passes(error)
+
+
+def error_code(error: Exception) -> str:
+    """The SQLSTATE of an error; empty where it has none."""
+    return getattr(error, "sqlstate", None) or ""
 
 
 def passes(error: Exception) -> bool:

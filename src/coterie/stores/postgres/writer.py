@@ -13,19 +13,18 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import psycopg
 
 from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.ledger import BatchLedger, Written
-from coterie.stores.postgres.trouble import Contended, Doubtful, is_own, meaning, passes
+from coterie.stores.postgres.ledger import BatchLedger, JobMark, Written
+from coterie.stores.postgres.trouble import UNDONE, Contended, Doubtful, error_code, is_own, meaning, passes
 from coterie.stores.sql.attendance import RunAgain
-from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
+from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PATIENCE = 5.0
@@ -56,15 +55,15 @@ class Writer:
 
     def write(
         self,
-        run: Callable[[PgConnection, BatchLedger], T],
-        settled: Callable[[bool], None] | None,
+        run: Callable[[PgConnection, BatchLedger], Result],
+        settled: Callable[[Any], None] | None,
         touches: tuple[str, ...],
         messages: int = 0,
-    ) -> asyncio.Future[T]:
+    ) -> asyncio.Future[Any]:
         """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
-        answer: asyncio.Future[T] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
         self._jobs.put(Job(run, answer, settled, touches, messages))
         return answer
 
@@ -89,10 +88,10 @@ class Writer:
     def _commit(self, batch: list[Job]) -> None:
         """Until it is written, or its time is over."""
         touches = {name for job in batch for name in job.touches}
-        until, pause, gathers = time.monotonic() + PATIENCE, 0.01, True
+        until, pause, gathers, first = time.monotonic() + PATIENCE, 0.01, True, True
         while True:
             for job in batch:
-                job.failed = None
+                job.begin()
             try:
                 self._try(batch, touches, gathers)
                 self.healthy = True
@@ -111,7 +110,10 @@ class Writer:
                     return
             except (psycopg.Error, FailpointHit) as error:
                 self._undo()
-                if time.monotonic() >= until or not passes(error):
+                # The database undid it for the sake of another transaction: once more, however long this one waited.
+                once_more = first and error_code(error) in UNDONE
+                first = False
+                if not passes(error) or (time.monotonic() >= until and not once_more):
                     self._give_up(batch, error)
                     return
                 self.healthy = self.healthy and not _is_lost(self._db)
@@ -143,28 +145,28 @@ class Writer:
         hit("commit.after")
 
     def _run(self, db: PgConnection, ledger: BatchLedger, job: Job) -> None:
-        noted = ledger.next_job()
+        mark = ledger.next_job()
         try:
-            job.outcome = self._run_twice(db, ledger, job, noted)
+            job.result = self._run_twice(db, ledger, job, mark)
         except Exception as error:
             if isinstance(error, FailpointHit) or (isinstance(error, psycopg.Error) and not is_own(error)):
                 raise  # the engine's trouble, not this job's: the whole batch is undone
             job.failed = meaning(error) if isinstance(error, psycopg.Error) else error
             if not isinstance(error, CoterieError):
                 log.exception("a transition failed; it was undone")
-            _roll_back(db, ledger, noted)
+            _roll_back(db, ledger, mark)
         if not job.touches:
             ledger.read_anew()
 
-    def _run_twice(self, db: PgConnection, ledger: BatchLedger, job: Job, noted: int) -> Any:
+    def _run_twice(self, db: PgConnection, ledger: BatchLedger, job: Job, mark: JobMark) -> Result:
         try:
-            outcome = job.run(db, ledger)
+            result = job.run(db, ledger)
         except RunAgain:
-            _roll_back(db, ledger, noted)
-            outcome = job.run(db, ledger)
+            _roll_back(db, ledger, mark)
+            result = job.run(db, ledger)
         if not db.gathers:
             db.flush()  # what is wrong with it is this job's fault, and not the next one's
-        return outcome
+        return result
 
     def _give_up(self, batch: list[Job], error: Exception) -> None:
         told = meaning(error) if isinstance(error, psycopg.Error) else error
@@ -206,10 +208,10 @@ class Writer:
             self._db = None
 
 
-def _roll_back(db: PgConnection, ledger: BatchLedger, noted: int) -> None:
+def _roll_back(db: PgConnection, ledger: BatchLedger, mark: JobMark) -> None:
     db.forget_job()
     db.say("ROLLBACK TO SAVEPOINT job")
-    ledger.forget(noted)
+    ledger.forget(mark)
 
 
 def _is_lost(db: PgConnection | None) -> bool:

@@ -6,6 +6,8 @@ So a message to an agent at rest costs one flush until its turn is under way, an
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from coterie.failpoints import FailpointHit
 from coterie.stores.sql import turns
@@ -20,42 +22,56 @@ class RunAgain(Exception):
     """Raised by a job: what it did shall be undone, and it be run once more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What one run of a transaction body found for the worker. It counts only if that run was committed."""
+
+    claims: Sequence[Claim] = ()
+    look: bool = False
+    """Agents were left unclaimed: the worker must look for them."""
+
+
 class Attendance:
-    """What one transition finds for the worker."""
+    """Claims agents for a worker, in the transaction of the mail that wakes them.
+
+    One object serves all runs of one job and keeps no result of any run. `serve` returns what its run found, and
+    `settle` gets it back from the run that was committed.
+    """
 
     def __init__(self, taker: Taker) -> None:
         self._taker = taker
-        self._claims: list[Claim] = []
         self._reserved = 0
-        self._look = False
-        self._failed = False
+        """Places held for this job. A run that is undone leaves its places to the next run."""
+        self._gave_up = False
+        """A claim failed: further runs store the mail and claim nobody."""
 
-    def serve(self, db: Connection, post: Post) -> None:
+    def serve(self, db: Connection, post: Post) -> Attended:
         """Claim those that a turn can begin for; the others are left to the scheduler. Before `post` is closed."""
         woken = post.woken()
-        ready = [] if self._failed else [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
-        self._look = self._look or post.frees or len(ready) < len(woken)
-        if not ready:
-            return
+        ready = [] if self._gave_up else [agent_id for agent_id, state in woken if state == "ready"]
+        ready = ready[: self._places(len(ready))]
+        look = post.frees or len(ready) < len(woken)
         try:
-            self._claims = [turns.claim_ready(db, post, agent_id, self._taker) for agent_id in ready]
+            return Attended([turns.claim_ready(db, post, agent_id, self._taker) for agent_id in ready], look)
         except (db.OperationalError, FailpointHit):
             raise  # the engine's trouble: the whole batch is undone
         except Exception as error:
             # What goes wrong with somebody's turn must not undo the message that began it.
             log.exception("agents could not be claimed with their mail; the scheduler tries again")
-            self._failed, self._look = True, True
+            self._gave_up = True
             raise RunAgain from error
 
-    def settle(self, written: bool) -> None:
-        claims = self._claims if written and not self._failed else []
-        self._taker.give_back(self._reserved - len(claims))
-        if claims:
-            self._taker.take(claims)
-        if self._look and written:
+    def settle(self, attended: Attended | None) -> None:
+        """`attended`: of the run that was committed. None: nothing was written. Called once, on the event loop."""
+        attended = attended or Attended()
+        self._taker.give_back(self._reserved - len(attended.claims))
+        if attended.claims:
+            self._taker.take(attended.claims)
+        if attended.look:
             self._taker.look()
 
-    def _reserve(self) -> bool:
-        reserved = self._taker.reserve()
-        self._reserved += reserved
-        return reserved
+    def _places(self, wanted: int) -> int:
+        """How many places this run may use, at most `wanted`."""
+        while self._reserved < wanted and self._taker.reserve():
+            self._reserved += 1
+        return min(wanted, self._reserved)

@@ -289,6 +289,7 @@ class TurnDesk:
     def _quarantine(self) -> None:
         self._flush_rows()
         self._rewritten = True
+        self.row.history_version += 1
         self._db.execute(
             "UPDATE history SET hidden = 1 WHERE agent_id = ? AND turn_no = ? AND role = 'user'",
             (self._agent, self.row.turn_no),
@@ -365,6 +366,7 @@ class TurnDesk:
             )
         )
         self.row.next_hist_seq += 1
+        self.row.history_version += 1
 
     def _flush_rows(self) -> None:
         insert(self._db, _HISTORY, self._rows)
@@ -396,6 +398,7 @@ class TurnDesk:
             spoke=self._spoke,
             retries=self.row.retries,
             added=None if self._rewritten else tuple(self._added),
+            history_version=self.row.history_version,
             replies=self._replies,
             withdrawn=self._withdrawn,
             taken_over=self._taken_over,

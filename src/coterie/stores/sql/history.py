@@ -9,7 +9,7 @@ import msgspec
 from coterie.llm.chat import Call
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.rows import M_MESSAGE, to_message
-from coterie.turns import HistoryRow, View
+from coterie.turns import Claim, HistoryRow, StaleOwner, View
 
 _decode = msgspec.json.decode
 
@@ -38,10 +38,15 @@ def _history_row(row: tuple[Any, ...]) -> HistoryRow:
     )
 
 
-def view(db: Connection, agent_id: str) -> View:
+def view(db: Connection, agent_id: str, claim: Claim | None = None) -> View:
+    """Must run in one snapshot: the version belongs to the rows that are read with it."""
+    found = db.execute("SELECT epoch, step_no, history_version FROM agents WHERE id = ?", (agent_id,)).fetchone()
+    epoch, step_no, version = found or (0, 0, 0)
+    if claim and (epoch, step_no) != (claim.epoch, claim.step_no):
+        raise StaleOwner(f"{agent_id} was taken over by another worker")
     row = db.execute("SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1", (agent_id,))
     upto, text = row.fetchone() or (0, "")
-    return View(text, history(db, agent_id, upto))
+    return View(text, history(db, agent_id, upto), version)
 
 
 def tokens_since(db: Connection, start: int) -> int:

@@ -12,18 +12,34 @@ BATCH = 256
 """Jobs in one commit at most: bounds how long the first of them waits for the last."""
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one run of a job's body returned. A body may be undone and run again, so it keeps its results nowhere else:
+    only the result of the run that was committed is ever used."""
+
+    answer: Any
+    """For the caller."""
+    attended: Any = None
+    """For `Job.settled`."""
+
+
 @dataclass(slots=True)
 class Job:
-    run: Callable[..., Any]
+    run: Callable[..., Result]
     answer: asyncio.Future[Any]
-    settled: Callable[[bool], None] | None = None
-    """Told on the event loop whether it was written, even when nobody waits for the answer any more."""
+    settled: Callable[[Any], None] | None = None
+    """Called on the event loop with `attended` of the committed run, or with None when nothing was written; also when
+    nobody waits for the answer any more."""
     touches: Sequence[str] = ()
     """Agents whose rows it is known to change."""
     messages: int = 0
     """So many it sends to these."""
-    outcome: Any = None
+    result: Result | None = None
     failed: BaseException | None = None
+
+    def begin(self) -> None:
+        """It is about to be run, perhaps again: nothing of an earlier run counts."""
+        self.result = self.failed = None
 
 
 Jobs = queue.SimpleQueue[Job | None]
@@ -52,11 +68,12 @@ def fail(batch: list[Job], error: BaseException) -> None:
 def settle(batch: list[Job]) -> None:
     """On the event loop."""
     for job in batch:
+        written = job.result if job.failed is None else None
         if job.settled:
-            job.settled(job.failed is None)
+            job.settled(written and written.attended)
         if job.answer.done():  # its caller was cancelled
             continue
-        if job.failed is not None:
-            job.answer.set_exception(job.failed)
+        if written is None:
+            job.answer.set_exception(job.failed or AssertionError("a job was neither run nor refused"))
         else:
-            job.answer.set_result(job.outcome)
+            job.answer.set_result(written.answer)

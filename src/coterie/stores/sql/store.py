@@ -195,11 +195,15 @@ class SqlStore(SqlOverview):
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
         return await self._read(lambda db: history.history(db, agent_id, after))
 
-    async def view(self, agent_id: str) -> View:
-        return await self._read(lambda db: history.view(db, agent_id))
+    async def view(self, agent_id: str, claim: Claim | None = None) -> View:
+        try:
+            return await self._read(lambda db: history.view(db, agent_id, claim), one_moment=True)
+        except StaleOwner:
+            self.tally.fenced += 1
+            raise
 
-    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> None:
-        await self._despite_damage(
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> Claim:
+        return await self._despite_damage(
             lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
         )
 

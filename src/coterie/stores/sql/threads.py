@@ -121,6 +121,7 @@ def clear(db: Connection, post: Post, agent_id: str) -> int:
         db.execute(forget, (agent_id,))
     db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = ?", (agent_id,))
     mailbox.epoch, mailbox.next_hist_seq, mailbox.why = mailbox.epoch + 1, 1, None
+    mailbox.history_version += 1
     if mailbox.state == "blocked":
         _unblock(post, agent_id, mailbox)
     if gone:

@@ -30,7 +30,11 @@ def add_agents(db: Connection, post: Post, agents: Sequence[Agent]) -> None:
     db.executemany(
         "INSERT INTO agents (id, kind, name, parent, profile, created_at) VALUES (?, ?, ?, ?, ?, ?)"
         " ON CONFLICT (id) DO UPDATE SET name = excluded.name, parent = excluded.parent, profile = excluded.profile",
-        [(agent.id, agent.kind, agent.name, agent.parent, agent.profile, post.stamp) for agent in agents],
+        # In the order of ids, in which all rows of agents are locked: another process may be adding the same ones.
+        [
+            (agent.id, agent.kind, agent.name, agent.parent, agent.profile, post.stamp)
+            for agent in sorted(agents, key=lambda agent: agent.id)
+        ],
     )
     for agent in agents:
         post.tell("agent.upsert", agent.id)

@@ -77,14 +77,14 @@ def _claim_one(db: Connection, post: Post, agent_id: str, worker: str, rules: Ru
 
 
 def release(db: Connection, post: Post, worker: str, busy: Sequence[str], failed: bool) -> None:
-    # A worker that let go in order leaves no name behind: that is what tells its turns from those cut off by a crash.
-    marks = ", ".join("?" * (1 + len(busy)))
-    db.execute(
-        "UPDATE agents SET runnable_at = ?, worker = CASE WHEN ? = 1 THEN worker END"
-        f" WHERE worker = ? AND state IN ('llm', 'tools') AND id NOT IN ({marks})",
-        (post.now, failed, worker, "", *busy),
-    )
-    post.read_anew()
+    found = db.execute("SELECT id FROM agents WHERE worker = ? AND state IN ('llm', 'tools') ORDER BY id", (worker,))
+    for agent_id in [agent_id for (agent_id,) in found if agent_id not in busy]:
+        # One UPDATE of all rows would wait for locks in any order, and deadlock with batches that take them in order.
+        row = post.mailbox(agent_id)
+        if row.worker != worker or row.state not in ("llm", "tools"):
+            continue  # another process has taken it over since it was found
+        # A worker that let go in order leaves no name behind: that tells its turns from those cut off by a crash.
+        row.runnable_at, row.worker = post.now, worker if failed else None
     post.frees = True
 
 
@@ -97,8 +97,10 @@ def advance(db: Connection, post: Post, claim: Claim, event: Event, rules: Rules
     return desk.step(event, sends)
 
 
-def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> None:
-    TurnDesk(db, post, claim.agent_id, Rules()).fence(claim)
+def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, answer: Answer | None) -> Claim:
+    desk = TurnDesk(db, post, claim.agent_id, Rules())
+    desk.fence(claim)
+    desk.row.history_version += 1
     db.execute(
         "INSERT INTO summaries (agent_id, upto, text, at) VALUES (?, ?, ?, ?)",
         (claim.agent_id, upto, clean(text), post.stamp),
@@ -112,6 +114,7 @@ def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, an
             (claim.agent_id, claim.turn_no, claim.step_no, answer.service, answer.usage.input_tokens,
              answer.usage.output_tokens, post.stamp),
         )  # fmt: skip
+    return msgspec.structs.replace(claim, history_version=desk.row.history_version)
 
 
 def set_aside(db: Connection, post: Post, claim: Claim, service: str, tokens: int, since: int, limit: int) -> bool:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from coterie.clock import EPOCH, Clock, from_ms, to_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
@@ -21,6 +21,7 @@ from coterie.stores.sql import transitions
 from coterie.stores.sql.attendance import Attendance
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.database import SqlDatabase
+from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
 from coterie.stores.sqlite import boot
@@ -108,7 +109,7 @@ class Database(SqlDatabase):
     async def close(self) -> None:
         try:
             if self._writer and not self.broken.done():
-                await self._write(boot.end_boot)
+                await self._write(_end_boot)
         except StoreError as error:
             log.warning("the orderly end could not be noted (%s): the next start checks the database", error)
         finally:
@@ -128,11 +129,11 @@ class Database(SqlDatabase):
 
     def _write(
         self,
-        run: Callable[[sqlite3.Connection], T],
-        settled: Callable[[bool], None] | None = None,
+        run: Callable[[sqlite3.Connection], Result],
+        settled: Callable[[Any], None] | None = None,
         *,
         small: bool = False,
-    ) -> asyncio.Future[T]:
+    ) -> asyncio.Future[Any]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
         return self._writer.write(run, settled, small=small)
@@ -147,16 +148,15 @@ class Database(SqlDatabase):
     ) -> asyncio.Future[T]:
         attendance, ledger = Attendance(self._taker) if self._taker else None, self._ledger
 
-        def work(db: sqlite3.Connection) -> T:
+        def work(db: sqlite3.Connection) -> Result:
             assert ledger is not None  # noqa: S101 - there is a writer
             now = to_ms(self._clock.now())
             ledger.begin(now)
             post = Post(db, now=now, limits=self.limits, ledger=ledger)
-            result = run(db, post)
-            if attendance:
-                attendance.serve(db, post)
+            answer = run(db, post)
+            attended = attendance.serve(db, post) if attendance else None
             post.close()
-            return result
+            return Result(answer, attended)
 
         return self._write(work, attendance.settle if attendance else None, small=small)
 
@@ -183,6 +183,11 @@ class Database(SqlDatabase):
     def _on_broken(self, error: StoreBroken) -> None:
         if not self.broken.done():
             self.broken.set_result(error)
+
+
+def _end_boot(db: sqlite3.Connection) -> Result:
+    boot.end_boot(db)
+    return Result(None)
 
 
 def _in_one_moment(db: sqlite3.Connection, run: Callable[[sqlite3.Connection], T]) -> T:

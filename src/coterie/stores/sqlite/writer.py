@@ -16,15 +16,14 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.attendance import RunAgain
-from coterie.stores.sql.jobs import Job, Jobs, fail, gather, settle
+from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
 from coterie.stores.sqlite.connections import translate
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BUSY_TRIES = 3
@@ -58,17 +57,17 @@ class Writer:
 
     def write(
         self,
-        run: Callable[[sqlite3.Connection], T],
-        settled: Callable[[bool], None] | None = None,
+        run: Callable[[sqlite3.Connection], Result],
+        settled: Callable[[Any], None] | None = None,
         *,
         small: bool = False,
-    ) -> asyncio.Future[T]:
+    ) -> asyncio.Future[Any]:
         """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
         if self._broken:
             raise self._broken
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
-        answer: asyncio.Future[T] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
         job = Job(run, answer, settled)
         if small and not self._flushes and not self._handed_over:
             self._do_at_once(job)
@@ -143,10 +142,11 @@ class Writer:
 
     def _run(self, job: Job, *, alone: bool) -> None:
         """One job of a batch, in a savepoint of its own when there are others."""
+        job.begin()
         if not alone:
             self._db.execute("SAVEPOINT job")
         try:
-            job.outcome = self._run_twice(job, alone=alone)
+            job.result = self._run_twice(job, alone=alone)
         except Exception as error:
             if isinstance(error, sqlite3.Error | FailpointHit) and not isinstance(error, sqlite3.IntegrityError):
                 raise  # the engine's trouble, not this job's: the whole batch is undone
@@ -157,7 +157,7 @@ class Writer:
         if not alone:
             self._db.execute("RELEASE job")
 
-    def _run_twice(self, job: Job, *, alone: bool) -> Any:
+    def _run_twice(self, job: Job, *, alone: bool) -> Result:
         try:
             return job.run(self._db)
         except RunAgain:
@@ -187,5 +187,6 @@ class Writer:
             self._loop.call_soon_threadsafe(self._on_broken, meaning)
 
 
-def _nothing(db: sqlite3.Connection) -> None:
-    """Makes the thread look up."""
+def _nothing(db: sqlite3.Connection) -> Result:
+    """A job that does nothing but wake the writer thread."""
+    return Result(None)

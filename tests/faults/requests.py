@@ -1,0 +1,264 @@
+"""Compares every request that a model gets with what the rows of the database say it should be.
+
+The rows are read with plain SQL on a connection of its own at the moment of the request, in one snapshot with the epoch
+and the step of the agent. As long as the worker's claim holds, nothing else can change the history, so the request must
+be equal to it. A worker that has lost its claim may still ask: that request is counted and not compared. What was found
+is told to the witness, outside the database.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import psycopg
+
+from coterie.agent.context import SET_ASIDE
+from coterie.agent.llm_handler import LlmHandler
+from coterie.llm.chat import Answer, AssistantSaid, Delta, Request, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.llm.service import LLMService
+from coterie.turns import Claim
+
+from .mind import is_summary
+from .witness import Note, Witness
+
+_asking: ContextVar[Claim | None] = ContextVar("asking", default=None)
+"""The claim that the request under way is made for."""
+_STEP = "SELECT epoch, step_no FROM agents WHERE id = ?"
+_SUMMARY = "SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1"
+_ROWS = """
+SELECT h.role, h.content, h.calls, h.call_id, h.hidden, m.payload FROM history h
+  LEFT JOIN messages m ON m.id = h.message_id WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq
+"""
+Item = tuple[Any, ...]
+"""One part of a conversation: who speaks, and what."""
+Query = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the database says about an agent at one moment."""
+
+    epoch: int
+    step_no: int
+    summary: str
+    rows: Sequence[Item]
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """What the model is to be shown."""
+        return [("user", self.summary), *self.rows] if self.summary else self.rows
+
+
+class Rows(Protocol):
+    def read(self, agent_id: str) -> Stored: ...
+
+
+class SqliteRows:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def read(self, agent_id: str) -> Stored:
+        with closing(sqlite3.connect(f"file:{self._file}?mode=ro", uri=True, isolation_level=None)) as db:
+            db.execute("BEGIN")
+            return _stored(lambda sql, *values: db.execute(sql, values).fetchall(), agent_id)
+
+
+class PostgresRows:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._db: psycopg.Connection[Any] | None = None
+
+    def read(self, agent_id: str) -> Stored:
+        try:
+            if self._db is None:
+                self._db = psycopg.connect(self._url, autocommit=True)
+            with self._db.transaction():
+                self._db.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                return _stored(self._query, agent_id)
+        except psycopg.Error:
+            if self._db is not None:
+                self._db.close()
+            self._db = None
+            raise
+
+    def _query(self, sql: str, *values: Any) -> list[Any]:
+        assert self._db is not None
+        return self._db.execute(sql.replace("?", "%s").encode(), values).fetchall()
+
+
+def rows_of(folder: Path) -> Rows:
+    """The database of the society in `folder`."""
+    url = tomllib.loads((folder / "coterie.toml").read_text()).get("store", {}).get("url")
+    return PostgresRows(url) if url else SqliteRows(folder / "data" / "coterie.db")
+
+
+def _stored(query: Query, agent_id: str) -> Stored:
+    ((epoch, step_no),) = query(_STEP, agent_id)
+    ((upto, summary),) = query(_SUMMARY, agent_id) or [(0, "")]
+    items = list[Item]()
+    for role, content, calls, call_id, hidden, payload in query(_ROWS, agent_id, upto):
+        if role == "assistant":
+            made = [(call["id"], call["name"], call["arguments"]) for call in json.loads(calls or "[]")]
+            items.append(("assistant", content or "", made))
+        elif role == "tool":
+            items.append(("tool", call_id, content or ""))
+        else:
+            items.append(("user", SET_ASIDE if hidden else json.loads(payload).get("text", "")))
+    return Stored(epoch, step_no, summary, items)
+
+
+def shown(said: Sequence[Said]) -> list[Item]:
+    """The conversation of a request, without what the agent is told about itself."""
+    return [_item(one) for one in said if not isinstance(one, SystemSaid)]
+
+
+def _item(said: Said) -> Item:
+    match said:
+        case AssistantSaid(text, calls):
+            return "assistant", text, [(call.id, call.name, dict(call.arguments)) for call in calls]
+        case ToolSaid(call_id, text):
+            return "tool", call_id, text
+        case UserSaid(parts):
+            return "user", "\n".join(part.text for part in parts if isinstance(part, Text))
+    raise AssertionError(said)
+
+
+def differences(asked: Sequence[Item], stored: Sequence[Item]) -> list[str]:
+    """What the model was shown that the rows do not say, or the other way round; the first difference is enough."""
+    for place, (was, should) in enumerate(zip(asked, stored, strict=False)):
+        if not _is_same(was, should):
+            return [f"part {place} of the request is {_short(was)} instead of {_short(should)}"]
+    if len(asked) < len(stored):
+        return [f"the request lacks {len(stored) - len(asked)} parts, from {_short(stored[len(asked)])} on"]
+    return [f"the request has {_short(one)} that no row has" for one in asked[len(stored) : len(stored) + 1]]
+
+
+def _is_same(was: Item, should: Item) -> bool:
+    if (was[0], should[0]) != ("user", "user"):
+        return was == should
+    # A message is shown with its sender and its time around it.
+    return re.search(rf"(?<![\w.]){re.escape(should[1])}(?![\w.])", was[1]) is not None
+
+
+def _short(item: Item) -> str:
+    return repr(item)[:200]
+
+
+class Compared:
+    """A model service whose requests are compared before they are answered."""
+
+    def __init__(self, service: LLMService, rows: Rows, witness: Witness) -> None:
+        self.id, self._service, self._rows, self._witness = service.id, service, rows, witness
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
+        self._compare(request)
+        async for piece in self._service.generate(request):
+            yield piece
+
+    async def close(self) -> None:
+        await self._service.close()
+
+    def _compare(self, request: Request) -> None:
+        claim = _asking.get()
+        if claim is None:
+            self._witness.note(unclaimed=repr(request.said)[:200])
+            return
+        who = {"pid": os.getpid(), "turn": claim.turn_no, "epoch": claim.epoch, "step": claim.step_no}
+        try:
+            stored = self._rows.read(claim.agent_id)
+        except (sqlite3.Error, psycopg.Error) as error:
+            self._witness.note(uncompared=claim.agent_id, why=f"{type(error).__name__}", **who)
+            return
+        if (stored.epoch, stored.step_no) != (claim.epoch, claim.step_no):
+            self._witness.note(uncompared=claim.agent_id, why="the claim is lost", **who)
+            return
+        shows = shown(request.said)
+        wrong = _gaps(shows, stored) if is_summary(request) else differences(shows, stored.items)
+        self._witness.note(compared=claim.agent_id, taken_over=claim.taken_over, wrong=wrong, **who)
+
+
+def _gaps(asked: Sequence[Item], stored: Stored) -> list[str]:
+    """A request for a summary shows the beginning of the history, in order: every message of it, and no other."""
+    lines = "\n".join(item[1] for item in asked).splitlines()
+    # What an assistant sends stands in its call as well as in the message.
+    transcript = "\n".join(line for line in lines if not line.startswith(("assistant:", "tool:")))
+    said, place, complete = [item for item in stored.rows if item[0] == "user"], 0, True
+    for _, text in said:
+        found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search(transcript, place)
+        if found and not complete:
+            return [f"the request for a summary has {text[:100]!r} and lacks what stands before it"]
+        complete = complete and found is not None
+        place = found.end() if found else place
+    return []
+
+
+@contextmanager
+def compared(folder: Path, witness: Witness) -> Iterator[Callable[[LLMService], LLMService]]:
+    """Makes services whose requests are compared with the rows of the society in `folder`."""
+    answer, rows = LlmHandler._answer, rows_of(folder)
+
+    async def with_its_claim(self: LlmHandler, claim: Claim, *rest: Any) -> Answer:
+        token = _asking.set(claim)
+        try:
+            return await answer(self, claim, *rest)
+        finally:
+            _asking.reset(token)
+
+    with patch.object(LlmHandler, "_answer", with_its_claim):
+        yield lambda service: Compared(service, rows, witness)
+
+
+# What the notes say in the end
+
+
+def wrong_requests(notes: Sequence[Note]) -> list[str]:
+    """Requests that differ from the rows, requests of nobody, and steps in which two processes asked."""
+    wrong = [f"a request without a claim: {note['unclaimed']}" for note in notes if "unclaimed" in note]
+    asked: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
+    for note in notes:
+        agent = note.get("compared") or note.get("uncompared")
+        if agent is None:
+            continue
+        asked[agent, note["epoch"], note["step"]].add(note["pid"])
+        where = f"{agent}, turn {note['turn']}, step {note['step']}"
+        wrong += [f"{where}: {problem}" for problem in note.get("wrong", ())]
+    wrong += [
+        f"{len(pids)} processes asked for {agent} in epoch {epoch}, step {step}"
+        for (agent, epoch, step), pids in asked.items()
+        if len(pids) > 1
+    ]
+    return wrong
+
+
+def seen_of_requests(notes: Sequence[Note]) -> Counter[str]:
+    """How much was compared, and how much of it after an agent had changed hands."""
+    seen, last, known = Counter[str](), dict[str, int](), set[tuple[int, str]]()
+    for note in notes:
+        if "uncompared" in note:
+            seen[f"requests not compared: {note['why']}"] += 1
+        if (agent := note.get("compared")) is None:
+            continue
+        pid = note["pid"]
+        seen["requests compared"] += 1
+        seen["requests compared after a takeover"] += note["taken_over"]
+        came_back = (pid, agent) in known and last[agent] != pid
+        # Only such a process can have kept an old conversation.
+        seen["requests compared of a process that an agent came back to"] += came_back
+        seen["requests compared after a takeover by a process that knew the agent"] += (
+            note["taken_over"] and (pid, agent) in known
+        )
+        known.add((pid, agent))
+        last[agent] = pid
+    return seen

@@ -1,0 +1,93 @@
+"""The comparison of requests with rows finds what it is there for: a fault run in which it is blind proves nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.llm.chat import Answer, AssistantSaid, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.runtime import Society
+
+from .mind import Deeds, Mind, minds
+from .requests import Item, compared, differences, seen_of_requests, shown, wrong_requests
+from .scenarios import at_rest, make_home
+from .witness import Note, Witness, read_notes
+
+STORED: list[Item] = [
+    ("user", "what was said before"),
+    ("user", "L1.2.3"),
+    ("assistant", "", [("call_1", "fire", {"n": 1})]),
+    ("tool", "call_1", "fired"),
+    ("user", "L1.2.30"),
+]
+SAID: list[Said] = [
+    SystemSaid("You are ada."),
+    UserSaid((Text("[summary]\nwhat was said before"),)),
+    UserSaid((Text("<message>\nL1.2.3\n</message>"),)),
+    AssistantSaid("", (Call(id="call_1", name="fire", arguments={"n": 1}),)),
+    ToolSaid("call_1", "fired"),
+    UserSaid((Text("<message>\nL1.2.30\n</message>"),)),
+]
+
+
+def test_a_request_that_is_as_stored_is_not_complained_about() -> None:
+    assert differences(shown(SAID), STORED) == []
+
+
+@pytest.mark.parametrize("missing", range(1, len(SAID)))
+def test_a_request_that_lacks_any_part_is_found(missing: int) -> None:
+    assert differences(shown(SAID[:missing] + SAID[missing + 1 :]), STORED)
+
+
+def test_a_request_with_another_result_of_a_call_is_found() -> None:
+    assert differences(shown([*SAID[:4], ToolSaid("call_1", "unknown"), *SAID[5:]]), STORED)
+
+
+def test_a_request_that_shows_more_than_is_stored_is_found() -> None:
+    assert differences(shown(SAID), STORED[:-1])
+
+
+def test_a_request_with_an_older_message_in_place_of_a_newer_one_is_found() -> None:
+    assert differences(shown([*SAID[:-1], SAID[2]]), STORED)
+
+
+def asked(pid: int, epoch: int, step: int, **more: Any) -> Note:
+    return {"compared": "ada", "pid": pid, "turn": 1, "epoch": epoch, "step": step, "taken_over": False} | more
+
+
+def test_two_processes_that_ask_in_the_same_step_are_found() -> None:
+    assert wrong_requests([asked(1, 1, 1), asked(1, 1, 1), asked(2, 2, 1)]) == []
+    assert wrong_requests([asked(1, 1, 1), asked(2, 1, 1)])
+
+
+def test_a_process_that_an_agent_comes_back_to_is_counted() -> None:
+    notes = [asked(1, 1, 1), asked(2, 2, 2), asked(1, 3, 3, taken_over=True)]
+    seen = seen_of_requests(notes)
+    assert seen["requests compared"] == 3
+    assert seen["requests compared of a process that an agent came back to"] == 1
+    assert seen["requests compared after a takeover by a process that knew the agent"] == 1
+
+
+async def test_a_row_that_the_model_was_not_shown_is_told_to_the_witness(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", tmp_path / "witness"
+    make_home(home)
+    Deeds.witness = witness = Witness(file)
+    mind = Mind("mind", lambda _: Answer(text="yes"))
+    with compared(home, witness) as comparing, minds(lambda _: comparing(mind)):
+        async with Society.open(home) as society:
+            await society.send(to="ada", text="first")
+            await at_rest(society)
+            assert (seen_of_requests(read_notes(file))["requests compared"], wrong_requests(read_notes(file))) == (
+                1,
+                [],
+            )
+            with sqlite3.connect(home / "data" / "coterie.db") as db:
+                db.execute("UPDATE history SET content = 'no' WHERE role = 'assistant'")
+            await society.send(to="ada", text="second")
+            await at_rest(society)
+    witness.close()
+    (problem,) = wrong_requests(read_notes(file))
+    assert "'yes'" in problem and "'no'" in problem

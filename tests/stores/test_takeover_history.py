@@ -1,0 +1,200 @@
+"""Whatever another worker did with an agent's history, the next request to the model shows it, on every engine.
+
+A society works with a model server that keeps every request. A second worker, on a store of its own where the engine
+allows several, takes the agent's turns step by step and then leaves: the society goes on in the middle of the turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.agent.turn import Ask, Poisoned, Rest, Run
+from coterie.clock import SystemClock
+from coterie.runtime import Society
+from coterie.stores.postgres import PostgresStore
+from coterie.stores.sql.store import SqlStore
+from coterie.testing import Calls, ModelServer, Says
+from coterie.testing.model_server import Received
+from coterie.turns import Claim, StaleOwner
+from tests.engines import Engine, Postgres
+from tests.faults.scenarios import at_rest
+
+from .processes import letter
+from .steps import call, done, go_on, says
+from .workers import ManualWorker
+
+TOOLS = """
+from pathlib import Path
+from coterie import tool
+
+@tool
+async def fire() -> str:
+    "Do what cannot be undone."
+    with (Path(__file__).parent / "fired").open("a") as file:
+        file.write("fired\\n")
+    return "fired at the first server"
+"""
+
+
+class Two:
+    """A society at work, and a second worker of it."""
+
+    def __init__(self, society: Society, store: SqlStore, model: ModelServer, folder: Path) -> None:
+        self.society, self.store, self.model, self._folder = society, store, model, folder
+        self._worker = ManualWorker("second")
+
+    async def say_at_the_first(self, text: str) -> None:
+        await self.society.send(to="ada", text=text)
+        await at_rest(self.society)
+
+    async def say_at_the_second(self, text: str) -> Claim:
+        self.store.attend(self._worker)
+        await self.store.send(letter("user", "ada", text))
+        return await self._worker.next()
+
+    async def leave(self) -> list[dict[str, Any]]:
+        """The second worker leaves its turn as it is; what the society then shows to the model."""
+        before = len(self.model.requests)
+        self.attend_at_the_first()
+        await self.store.release("second", failed=False)
+        return shown(await self.model.asked(before + 1))
+
+    def attend_at_the_first(self) -> None:
+        """Where both share one store, the society is handed agents with their mail again."""
+        if self.store is self.society.store:
+            self.store.attend(self.society._at_work()._scheduler)
+
+    def fired(self) -> int:
+        log = self._folder / "fired"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def shown(request: Received) -> list[dict[str, Any]]:
+    """The conversation in a request, without the system's part."""
+    return [message for message in request.body["messages"] if message["role"] != "system"]
+
+
+def words(messages: list[dict[str, Any]]) -> str:
+    return json.dumps(messages)
+
+
+@pytest.fixture
+async def two(engine: Engine, tmp_path: Path) -> AsyncIterator[Two]:
+    async with ModelServer() as model, _society(engine, tmp_path, model) as society:
+        if not isinstance(engine, Postgres):
+            yield Two(society, society.store, model, tmp_path / "home")
+            return
+        store = await PostgresStore.open(engine.url(tmp_path), SystemClock())
+        yield Two(society, store, model, tmp_path / "home")
+        await at_rest(society)
+        assert [violation async for violation in store.violations()] == []
+        await store.close()
+
+
+@asynccontextmanager
+async def _society(engine: Engine, folder: Path, model: ModelServer) -> AsyncIterator[Society]:
+    home = folder / "home"
+    home.mkdir()
+    toml = "[agents.ada]\n[agents.bob]\n"
+    if isinstance(engine, Postgres):
+        toml += f"[store]\nurl = {json.dumps(engine.url(folder))}\n"
+    (home / "coterie.toml").write_text(toml)
+    (home / "tools.py").write_text(TOOLS)
+    entry = {"id": "main", "baseURL": model.base_url, "model": "m"}
+    (home / "llmservices.json").write_text(json.dumps({"services": [entry]}))
+    async with Society.open(home) as society:
+        yield society
+
+
+async def test_what_was_said_to_another_worker_is_in_the_request_after_it_left(two: Two) -> None:
+    two.model.script("the first answer")
+    await two.say_at_the_first("FIRST")
+    await two.say_at_the_second("SECOND")
+    messages = await two.leave()
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert "FIRST" in words(messages[:1]) and "SECOND" in words(messages[2:])
+
+
+async def test_the_answers_of_another_worker_are_in_the_request_after_it_left(two: Two) -> None:
+    await two.say_at_the_first("FIRST")
+    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
+    assert claim.effect == Rest()
+    await two.say_at_the_second("THIRD")
+    messages = await two.leave()
+    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert messages[3]["content"] == "said by the second" and "THIRD" in words(messages[4:])
+
+
+async def test_the_result_of_an_unsafe_call_is_in_the_request_after_its_worker_left_and_it_runs_once(two: Two) -> None:
+    two.model.default = fires_until_it_sees_a_result
+    two.model.script("the first answer")
+    await two.say_at_the_first("FIRST")
+    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), says("", call("fire")))
+    assert claim.effect == Run(0)
+    claim = await go_on(two.store, claim, done(result="fired at the second server"))
+    assert claim.effect == Ask()
+    messages = await two.leave()
+    await at_rest(two.society)
+    assert (messages[-1]["role"], messages[-1]["content"]) == ("tool", "fired at the second server")
+    assert two.fired() == 0
+
+
+def fires_until_it_sees_a_result(request: Received) -> Says | str:
+    seen = any(message["role"] == "tool" for message in shown(request))
+    return "done" if seen else Says(calls=(Calls("fire", {}),))
+
+
+async def test_a_conversation_that_was_cleared_elsewhere_is_not_shown(two: Two) -> None:
+    await two.say_at_the_first("FIRST")
+    await two.store.clear_thread("ada")
+    await two.say_at_the_second("SECOND")
+    messages = await two.leave()
+    assert "FIRST" not in words(messages) and "SECOND" in words(messages)
+
+
+async def test_a_cleared_conversation_is_not_shown_when_the_new_one_has_as_many_rows(two: Two) -> None:
+    await two.say_at_the_first("FIRST")
+    await two.store.clear_thread("ada")
+    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
+    assert claim.effect == Rest()
+    two.attend_at_the_first()
+    await two.say_at_the_first("THIRD")
+    messages = shown(two.model.requests[-1])
+    assert "FIRST" not in words(messages) and "SECOND" in words(messages) and "THIRD" in words(messages)
+
+
+async def test_a_summary_that_was_made_elsewhere_is_shown_instead_of_what_it_stands_for(two: Two) -> None:
+    await two.say_at_the_first("FIRST")
+    claim = await two.say_at_the_second("SECOND")
+    compacted = await two.store.summarise(claim, 2, "WHAT WAS SAID BEFORE")
+    assert (compacted.epoch, compacted.step_no) == (claim.epoch, claim.step_no)
+    assert compacted.history_version > claim.history_version
+    messages = await two.leave()
+    assert "FIRST" not in words(messages)
+    assert words(messages).index("WHAT WAS SAID BEFORE") < words(messages).index("SECOND")
+
+
+async def test_a_turn_that_was_set_aside_elsewhere_is_not_shown(two: Two) -> None:
+    await two.say_at_the_first("FIRST")
+    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), Poisoned("it kills"))
+    assert claim.effect == Rest()
+    await two.say_at_the_second("THIRD")
+    messages = await two.leave()
+    assert "FIRST" in words(messages) and "SECOND" not in words(messages) and "THIRD" in words(messages)
+
+
+async def test_a_worker_that_lost_its_claim_is_not_given_the_history(two: Two) -> None:
+    lost = await two.say_at_the_second("SECOND")
+    assert (await two.store.view("ada", lost)).version == lost.history_version
+    await two.leave()
+    await at_rest(two.society)
+    with pytest.raises(StaleOwner):
+        await two.store.view("ada", lost)
+    with pytest.raises(StaleOwner):
+        await two.store.summarise(lost, 1, "written by nobody")
