@@ -36,6 +36,7 @@ from coterie.stores.sqlite.connections import (
 from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import check_version, migrate
 from coterie.stores.sqlite.writer import Writer
+from coterie.supervision import Shutdown
 from coterie.text import one_line
 
 T = TypeVar("T")
@@ -115,16 +116,24 @@ class Database(SqlDatabase):
             await self._let_go()
 
     async def _let_go(self) -> None:
+        shutdown = Shutdown()
         if self._writer:
-            await self._writer.close()
-        self._readers.shutdown()
-        for connection in self._reading:
-            connection.close()
-        if self._db:
-            self._db.close()
+            await shutdown.step("end the writer", self._writer.close)
+        await shutdown.step("close the readers", self._close_readers)
+        await shutdown.step("close the database", self._close_file)
         if self._lock:
             self._lock.release()
             self._lock = None
+        shutdown.finish()
+
+    async def _close_readers(self) -> None:
+        self._readers.shutdown()
+        for connection in self._reading:
+            connection.close()
+
+    async def _close_file(self) -> None:
+        if self._db:
+            self._db.close()
 
     def _write(
         self,

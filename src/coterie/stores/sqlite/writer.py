@@ -130,6 +130,9 @@ class Writer:
             self.healthy = True
         except (sqlite3.Error, FailpointHit) as error:
             self._roll_back(batch, error)
+        except Exception as error:  # without this thread every later write would wait for ever
+            log.exception("the store's writer failed")
+            self._roll_back(batch, StoreBroken(f"the store's writer failed ({type(error).__name__}): start again"))
 
     def _begin(self) -> None:
         for left in reversed(range(BUSY_TRIES)):
