@@ -69,7 +69,9 @@ class Database(SqlDatabase):
         self._writer: Writer | None = None
         if db:
             self._ledger = OneWriter(db, to_ms(info.last_seen))
-            self._writer = Writer(db, self._on_broken, self._ledger.read_anew, flushes=durability == "full")
+            self._writer = Writer(
+                db, self._on_broken, self._ledger.read_anew, folder=path.parent, flushes=durability == "full"
+            )
 
     @classmethod
     async def open(

@@ -16,6 +16,7 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
@@ -40,9 +41,14 @@ class Writer:
         on_broken: Callable[[StoreBroken], None],
         on_undone: Callable[[], None],
         *,
+        folder: Path | None = None,
         flushes: bool = True,
     ) -> None:
-        """`on_undone`: what was written is not so any more. `flushes`: whether a commit waits for the disk."""
+        """`on_undone`: what was written is not so any more. `flushes`: whether a commit waits for the disk.
+
+        `folder`: of the database, to tell a full disk from a broken one.
+        """
+        self._folder = folder
         self._db, self._on_broken, self._on_undone, self._flushes = db, on_broken, on_undone, flushes
         self._handed_over = 0
         """Jobs that the thread has and that are not settled yet."""
@@ -174,7 +180,7 @@ class Writer:
             self._db.execute("BEGIN")
 
     def _roll_back(self, batch: list[Job], error: Exception) -> None:
-        meaning = translate(error) if isinstance(error, sqlite3.Error) else error
+        meaning = translate(error, self._folder) if isinstance(error, sqlite3.Error) else error
         self._on_undone()
         try:
             if self._db.in_transaction:
