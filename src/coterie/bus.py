@@ -181,15 +181,16 @@ class MessageBus:
     # The timer: armed for the next due message, and looking every second whatever happens
 
     async def _keep_time(self) -> None:
-        wait = timedelta(0)
+        wait, complaint = timedelta(0), None
         while not self._ending:
             await self._clock.wait(self._rearm, wait)
             self._rearm.clear()
             try:
-                wait = await self._deliver_due()
+                wait, complaint = await self._deliver_due(), None
             except StoreError as error:
-                log.error("cannot deliver delayed messages for now: %s", error)
-                wait = SWEEP
+                if complaint != str(error):  # once, and not every second
+                    log.error("cannot deliver delayed messages for now: %s", error)
+                wait, complaint = SWEEP, str(error)
             except Exception:  # whatever it is, the next round may pass; without rounds nothing is ever delivered
                 log.exception("delivering delayed messages failed; trying again")
                 wait = SWEEP

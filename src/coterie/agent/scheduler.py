@@ -44,6 +44,7 @@ class Scheduler:
         """Turns that others may have taken over meanwhile; where nobody has, they are let go in order."""
         self._ending, self._stopping = False, asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._complaint: str | None = None
 
     def adopt(self, rules: Rules) -> None:
         self.rules = rules
@@ -126,7 +127,9 @@ class Scheduler:
                 await self._let_go()
             claims = await self._store.claim(self.worker, self.rules, room) if room else []
         except StoreError as error:
-            log.error("cannot look for work for now: %s", error)
+            if self._complaint != str(error):  # once, and not every second
+                log.error("cannot look for work for now: %s", error)
+            self._complaint = str(error)
             return False
         except Exception:  # whatever it is, the next round may pass; without rounds no agent ever works
             log.exception("looking for work failed; trying again")
@@ -134,6 +137,7 @@ class Scheduler:
             return False
         finally:
             self._places.give_back(room - len(claims))
+        self._complaint = None
         self.take(claims)
         self._places.held = len(claims) == room
         return bool(room) and len(claims) == room
