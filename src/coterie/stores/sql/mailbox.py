@@ -35,6 +35,7 @@ class Mailbox(Struct):
     crash_step: int
     crashes: int
     since: int | None
+    retry_ms: int | None = None
 
     def deliver(self, size: int, now: int, sender: str = "") -> int:
         """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
