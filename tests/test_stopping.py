@@ -22,7 +22,7 @@ from coterie.runtime import Society
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock, ModelServer
 from coterie.testing.replies import Says
-from tests.engines import Engine
+from tests.engines import Engine, Postgres
 
 LOST = StoreUnavailable("the database went away for a moment")
 
@@ -35,7 +35,7 @@ async def server() -> AsyncIterator[ModelServer]:
 
 @pytest.fixture
 def home(tmp_path: Path, server: ModelServer, engine: Engine) -> Path:
-    url = f'[store]\nurl = "{engine.url(tmp_path)}"\n' if engine.name == "postgres" else ""
+    url = f'[store]\nurl = "{engine.url(tmp_path)}"\n' if isinstance(engine, Postgres) else ""
     (tmp_path / "coterie.toml").write_text(f"{url}[shutdown]\ndrain_seconds = 0\n[agents.ada]\n")
     services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
     (tmp_path / "llmservices.json").write_text(json.dumps({"services": services}))

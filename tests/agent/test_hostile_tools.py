@@ -89,7 +89,7 @@ async def test_a_result_that_raises_while_it_is_read_is_an_error_result(
 
     class Odd:
         @property
-        def __class__(self) -> Any:
+        def __class__(self) -> Any:  # type: ignore[misc]
             raise Mute
 
     values: list[Any] = [Trap(a=1), [Trap(a=1)], Odd(), {"a": Odd()}]

@@ -158,11 +158,10 @@ async def test_after_a_restart_on_a_clock_set_back_a_day_an_agent_tries_again_af
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
         (tmp_path / "society/llmservices.json").write_text(json.dumps({"services": services}))
         server.script(Status(503, headers={"Retry-After": "30"}), "here I am")
-        async with Society.open(tmp_path / "society", clock=machine) as society:
-            async with society.bus.watch() as watcher:
-                await society.send(to="ada", text="are you there?")
-                while (agent := await society.store.agent("ada")) is None or agent.state != "wait_retry":
-                    await anext(watcher)
+        async with Society.open(tmp_path / "society", clock=machine) as society, society.bus.watch() as watcher:
+            await society.send(to="ada", text="are you there?")
+            while (agent := await society.store.agent("ada")) is None or agent.state != "wait_retry":
+                await anext(watcher)
         earlier = Machine()
         earlier.set_wall(-timedelta(days=1))
         earlier._system = SystemClock(wall_ns=earlier._wall_ns, boot_ns=earlier._boot_ns)

@@ -71,7 +71,12 @@ def message(text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_without_its_files_a_running_society_is_not_ready_and_accepts_nothing(
-    way: str, society: Society, client: httpx.AsyncClient, clock: FakeClock, home: Path, caplog: pytest.LogCaptureFixture
+    way: str,
+    society: Society,
+    client: httpx.AsyncClient,
+    clock: FakeClock,
+    home: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert (await client.post("/api/v1/messages", json=message("before"))).status_code == 202
     assert (await client.get("/readyz")).status_code == 200

@@ -96,7 +96,7 @@ async def test_a_write_that_the_quota_refuses_is_a_full_disk_and_no_reason_to_en
 class PgError(psycopg.OperationalError):
     def __init__(self, code: str, words: str) -> None:
         super().__init__(words)
-        self.sqlstate = code  # type: ignore[misc]
+        self.sqlstate = code
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> 
         " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, 1),
     )
-    overlong = db.execute(f"SELECT id FROM agents WHERE {_OVERLONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */", (post.now,))
+    overlong = db.execute(
+        f"SELECT id FROM agents WHERE {_OVERLONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */", (post.now,)
+    )
     # All are looked at when all are asked: that is one round trip where there are any.
     free = [agent_id for (agent_id,) in found]
     on_trial = [agent_id for (agent_id,) in suspects][: limit - len(free)]

@@ -118,7 +118,7 @@ def _is_empty(database: Path) -> bool:
     from coterie.stores.sqlite.connections import open_reader
 
     with contextlib.suppress(sqlite3.Error, UnicodeDecodeError), contextlib.closing(open_reader(database)) as db:
-        return db.execute("SELECT count(*) FROM sqlite_schema").fetchone() == (0,)
+        return int(db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]) == 0
     return False
 
 
@@ -155,7 +155,7 @@ class OpenFiles:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        found = path.stat()
     except OSError:
         return None
     return found.st_dev, found.st_ino
