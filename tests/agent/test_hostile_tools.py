@@ -88,8 +88,8 @@ async def test_a_result_that_raises_while_it_is_read_is_an_error_result(
             raise kind("no")
 
     class Odd:
-        @property
-        def __class__(self) -> Any:  # type: ignore[misc]
+        @property  # type: ignore[misc]
+        def __class__(self) -> Any:
             raise Mute
 
     values: list[Any] = [Trap(a=1), [Trap(a=1)], Odd(), {"a": Odd()}]
