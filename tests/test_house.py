@@ -31,6 +31,7 @@ FLOORS = [
         "store_url",
         "redaction",
         "disk",
+        "supervision",
         "rates",
     ],
     ["artifacts", "filetype", "store", "overview", "statistics", "workers", "transcript", "llm.chat", "llm.service"],

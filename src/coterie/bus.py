@@ -20,6 +20,7 @@ from coterie.drafts import check_delay, encode_payload, seal
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Promotion, Store
+from coterie.supervision import supervise
 from coterie.watcher import Watcher
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,8 @@ class MessageBus:
         watcher = Watcher(self._store, seen, queue)
         self._watchers.add(watcher)
         if self._tail is None:
-            self._tail = asyncio.create_task(self._follow_log(), name="coterie-bus-log")
+            following = supervise("reading the event log", self._follow_log, self._clock)
+            self._tail = asyncio.create_task(following, name="coterie-bus-log")
         self._news.set()
         try:
             yield watcher
@@ -164,28 +166,31 @@ class MessageBus:
     async def _end_tasks(self) -> None:
         self._ending = True
         self._rearm.set()
-        if self._timer:
-            await self._timer  # a delivery under way is finished and logged
         if self._tail:
             self._tail.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._tail
-        self._timer = self._tail = None
-        for watcher in self._watchers:
-            watcher.end()
+        try:
+            if self._timer:
+                await self._timer  # a delivery under way is finished and logged
+            if self._tail:
+                await asyncio.wait({self._tail})
+        finally:
+            self._timer = self._tail = None
+            for watcher in self._watchers:
+                watcher.end()
 
     # The timer: armed for the next due message, and looking every second whatever happens
 
     async def _keep_time(self) -> None:
-        wait = timedelta(0)
+        wait, complaint = timedelta(0), None
         while not self._ending:
             await self._clock.wait(self._rearm, wait)
             self._rearm.clear()
             try:
-                wait = await self._deliver_due()
+                wait, complaint = await self._deliver_due(), None
             except StoreError as error:
-                log.error("cannot deliver delayed messages for now: %s", error)
-                wait = SWEEP
+                if complaint != str(error):  # once, and not every second
+                    log.error("cannot deliver delayed messages for now: %s", error)
+                wait, complaint = SWEEP, str(error)
             except Exception:  # whatever it is, the next round may pass; without rounds nothing is ever delivered
                 log.exception("delivering delayed messages failed; trying again")
                 wait = SWEEP
@@ -231,9 +236,16 @@ class MessageBus:
         while True:
             await self._clock.wait(self._news, SWEEP)
             self._news.clear()
+            failure: Exception | None = None
             for watcher in tuple(self._watchers):
-                with contextlib.suppress(StoreError):
+                try:
                     await watcher.catch_up()
+                except StoreError:
+                    continue  # the next round reads it
+                except Exception as error:
+                    failure = error  # the other watchers are told all the same
+            if failure:
+                raise failure
 
 
 def _described(item: dict[str, Any], known: Mapping[str, Artifact]) -> dict[str, Any]:

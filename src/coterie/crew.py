@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 from coterie.agent.builtins import built_in_tools
 from coterie.agent.directory import Directory
@@ -28,7 +29,7 @@ from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import AgentEntry, Config
 from coterie.disk import Disk
-from coterie.errors import Lagged, Problem, Refused, StoreError
+from coterie.errors import Lagged, Problem, Refused
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
 from coterie.library import Library
@@ -46,6 +47,7 @@ from coterie.redaction import secrets_of
 from coterie.reloading import unknown_service
 from coterie.storage import is_shared
 from coterie.stores.sql.store import SqlStore
+from coterie.supervision import Shutdown, supervise
 from coterie.tour_seer import SEER, TourSeer
 from coterie.tracing import tracing_for
 
@@ -53,7 +55,6 @@ log = logging.getLogger(__name__)
 
 MCP_PATIENCE = timedelta(seconds=5)
 MCP_AGAIN = timedelta(minutes=1)
-ROSTER_AGAIN = timedelta(seconds=1)
 
 
 class Crew:
@@ -123,14 +124,16 @@ class Crew:
         await self._settle_tour()
         for problem in self.problems:
             log.warning("%s", problem)
-        self._connecting = asyncio.create_task(self._connect_all(), name="coterie-mcp")
+        connecting = supervise("connecting to MCP servers", self._connect_all, self._clock, first_pause=MCP_AGAIN)
+        self._connecting = asyncio.create_task(connecting, name="coterie-mcp")
         # Agents shall find their tools when they begin, but one slow server must not keep everybody waiting.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
                 await self._tried_mcp.wait()
         self._scheduler.start()
         if is_shared(self._config):
-            self._following = asyncio.create_task(self._follow_others(), name="coterie-roster")
+            following = supervise("reading which agents other processes made", self._follow_others, self._clock)
+            self._following = asyncio.create_task(following, name="coterie-roster")
 
     async def _follow_others(self) -> None:
         """Whom other processes make or end is known here, too."""
@@ -144,16 +147,15 @@ class Crew:
                     return
             except Lagged:
                 continue
-            except StoreError as error:
-                log.warning("whom other processes made cannot be read for now: %s", error)
-                await self._clock.sleep(ROSTER_AGAIN)
 
     async def _connect_all(self) -> None:
         """Until every MCP server is there: tools that nobody has heard of are never called, so no call finds them."""
-        while await self._mcp.connect():
+        try:
+            while await self._mcp.connect():
+                self._tried_mcp.set()
+                await self._clock.sleep(MCP_AGAIN)
+        finally:
             self._tried_mcp.set()
-            await self._clock.sleep(MCP_AGAIN)
-        self._tried_mcp.set()
 
     async def create_agent(
         self,
@@ -245,14 +247,16 @@ class Crew:
 
     async def stop(self, drain: timedelta) -> None:
         """Turns under way may end within `drain`; what does not is resumed at the next start."""
-        await self._scheduler.finish(drain)
+        shutdown = Shutdown()
+        await shutdown.step("hand turns over", partial(self._scheduler.finish, drain))
         for task in filter(None, (self._connecting, self._following)):
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        await self._mcp.close()
-        await self._toolbox.close()
-        await self._models.close()
-        await self._tracing.close()
+            await shutdown.step(f"end {task.get_name()}", partial(asyncio.wait, {task}))
+        await shutdown.step("close MCP servers", self._mcp.close)
+        await shutdown.step("stop tools", self._toolbox.close)
+        await shutdown.step("close model services", self._models.close)
+        await shutdown.step("close tracing", self._tracing.close)
+        shutdown.finish()
 
     def _secrets(self) -> tuple[str, ...]:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]

@@ -23,6 +23,7 @@ class Disk:
         """`folder`: None where a server of its own keeps the society, and knows its disk better."""
         self._folder, self._clock = folder, clock
         self._low, self._full, self._looked = False, False, -LOOK_EVERY
+        self._missing: str | None = None
 
     def is_low(self) -> bool:
         self._look()
@@ -32,6 +33,12 @@ class Disk:
         self._look()
         return self._full
 
+    @property
+    def missing(self) -> str | None:
+        """Why the folder cannot be used, in one sentence; None while it is there."""
+        self._look()
+        return self._missing
+
     def _look(self) -> None:
         now = self._clock.monotonic()
         if not self._folder or now - self._looked < LOOK_EVERY:
@@ -39,8 +46,12 @@ class Disk:
         self._looked = now
         try:
             free = shutil.disk_usage(self._folder).free
-        except OSError:
-            return  # whoever writes there says what is wrong
+        except OSError as error:
+            if self._missing is None:
+                self._missing = f"{self._folder} cannot be used ({error.strerror}): put it back, or restore a backup"
+                log.critical("%s", self._missing)
+            return
+        self._missing = None
         was = (self._low, self._full)
         self._low, self._full = free < LOW, free < HARD
         if was != (self._low, self._full):

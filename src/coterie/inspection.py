@@ -14,13 +14,14 @@ from coterie.agents import Agent
 from coterie.artifacts import Bytes
 from coterie.clock import Clock, SystemClock
 from coterie.config import Config, read_config
-from coterie.errors import ConfigError, StoreBroken, StoreUnusable
+from coterie.errors import ConfigError, Problem, StoreBroken, StoreUnusable
 from coterie.folder import SocietyFolder
 from coterie.storage import is_shared, open_to_look
 from coterie.stores.folder import path_of
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connections import ADVISED, DATABASE_ERRORS, open_reader, translate
 from coterie.stores.sqlite.database import DATABASE
+from coterie.stores.sqlite.files import lost_commits
 from coterie.stores.sqlite.lock import owner_of
 from coterie.workers import name_of
 
@@ -64,6 +65,8 @@ class Inspection:
         """Everything that contradicts a promise. `deep` reads all bytes again; those in `lost` are known to be gone."""
         if not self.shared:
             tell("Checking the database file")
+            if loss := await asyncio.to_thread(lost_commits, self._database):
+                yield f"database file: {loss}"
             damage = await asyncio.to_thread(_check_file, self._database, deep)
             for finding in damage:
                 yield f"database file: {finding}"
@@ -132,6 +135,12 @@ def require_society(folder: Path) -> SocietyFolder:
 def owner(place: SocietyFolder) -> int | None:
     """The process that runs the society, if one does."""
     return owner_of(place.data)
+
+
+def stored_problems(place: SocietyFolder) -> Sequence[Problem]:
+    """What refuses the start of a society that SQLite keeps, apart from its configuration."""
+    loss = lost_commits(place.data / DATABASE)
+    return (Problem(f"data/{DATABASE}", loss, fatal=True),) if loss else ()
 
 
 def engine_version() -> str:

@@ -20,6 +20,7 @@ from coterie.clock import Clock
 from coterie.errors import StoreError
 from coterie.ids import new_id
 from coterie.live import Draft, Live, Outcome
+from coterie.supervision import supervise
 from coterie.text import clean
 
 log = logging.getLogger(__name__)
@@ -98,12 +99,13 @@ class Relay:
         self._wire.heard = self._hear
         self._live.listen(self._follow)
         self._said.set()
-        self._task = asyncio.create_task(self._tell_for_ever(), name="coterie-relay")
+        telling = supervise("telling other processes what is being said", self._tell_for_ever, self._clock)
+        self._task = asyncio.create_task(telling, name="coterie-relay")
 
     async def close(self) -> None:
         if self._task:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.wait({self._task})
             with contextlib.suppress(StoreError):
                 await self._tell()  # how the last replies ended
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -27,6 +28,7 @@ from coterie.reloading import after_restart, running
 from coterie.storage import check_engine, filled_by, is_shared, limits_of, open_store
 from coterie.store import Retention
 from coterie.stores.sql.store import SqlStore
+from coterie.supervision import Shutdown, supervise
 
 if TYPE_CHECKING:
     from coterie.agent.directory import Directory
@@ -317,37 +319,41 @@ class Society:
 
         `last_words` is called with that number when all is done, and the store still open. `briefly`: it ran for a
         moment only, so what is delayed stays so, and nobody waits for turns under way: the next start resumes them.
+        Every step runs, whatever fails before it. The first error is raised after the last step.
         """
         if self._stopping.is_set():
             return 0
-        await self._end_tidying()
-        try:
-            if self._crew:
-                await self._crew.stop_claiming()
-            settings = self.config.shutdown
-            # One of several that leaves changes nothing: the others deliver what is due.
-            deliver = settings.delayed == "deliver" and not briefly and await self.store.is_last()
-            early = await self.bus.stop(deliver_delayed=deliver)
-            if self._crew:
-                await self._crew.stop(timedelta(seconds=0 if briefly else settings.drain_seconds))
-            await self._hear_no_more()
-            if last_words:
-                await last_words(early)
-            return early
-        finally:
-            await self.store.close()
+        self._stopping.set()
+        shutdown, settings = Shutdown(), self.config.shutdown
+        await shutdown.step("end the cleaner", self._end_tidying)
+        if self._crew:
+            await shutdown.step("claim no more turns", self._crew.stop_claiming)
+        # One of several that leaves changes nothing: the others deliver what is due.
+        deliver = settings.delayed == "deliver" and not briefly
+        deliver = deliver and bool(await shutdown.step("see whether other processes run", self.store.is_last))
+        early = await shutdown.step("stop deliveries", lambda: self.bus.stop(deliver_delayed=deliver)) or 0
+        if self._crew:
+            drain = timedelta(seconds=0 if briefly or shutdown.cancelled else settings.drain_seconds)
+            await shutdown.step("stop the agents", partial(self._crew.stop, drain))
+        await shutdown.step("leave the other processes", self._hear_no_more)
+        if last_words:
+            await shutdown.step("tell the listeners", partial(last_words, early))
+        await shutdown.step("close the store", self.store.close)
+        shutdown.finish()
+        return early
 
     async def abandon(self) -> None:
-        """The forced stop: say what stays behind; it is all in the store."""
-        await self._end_tidying()
-        try:
-            if self._crew:
-                await self._crew.stop_claiming()
-                await self._crew.stop(timedelta(0))
-            await self._hear_no_more()
-            await self.bus.abandon()
-        finally:
-            await self.store.close()
+        """The forced stop: say what stays behind; it is all in the store. Every step runs, as in `stop`."""
+        self._stopping.set()
+        shutdown = Shutdown()
+        await shutdown.step("end the cleaner", self._end_tidying)
+        if self._crew:
+            await shutdown.step("claim no more turns", self._crew.stop_claiming)
+            await shutdown.step("stop the agents", partial(self._crew.stop, timedelta(0)))
+        await shutdown.step("leave the other processes", self._hear_no_more)
+        await shutdown.step("stop deliveries", self.bus.abandon)
+        await shutdown.step("close the store", self.store.close)
+        shutdown.finish()
 
     async def _begin(self, crew: Crew | None) -> None:
         for warning in self.store.info.warnings:
@@ -368,12 +374,13 @@ class Society:
 
     async def _tidy_now_and_then(self) -> None:
         while not await self._clock.wait(self._stopping, TIDY_EVERY):
-            keep = self.config.store.keep_days
-            retention = Retention(messages=timedelta(days=keep) if keep else None)
-            await self.artifacts.tidy(retention)
+            await supervise("removing old messages and files", self._tidy, self._clock, stopping=self._stopping)
+
+    async def _tidy(self) -> None:
+        keep = self.config.store.keep_days
+        await self.artifacts.tidy(Retention(messages=timedelta(days=keep) if keep else None))
 
     async def _end_tidying(self) -> None:
-        self._stopping.set()
         if self._tidier:
             await self._tidier
 

@@ -100,6 +100,11 @@ class Store(Protocol):
         """False while writes do not get through."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why writes do not get through, in one sentence, as far as it is known without trying."""
+        ...
+
     async def close(self) -> None: ...
 
     async def is_last(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from datetime import datetime, timedelta
@@ -11,7 +13,8 @@ import pytest
 
 from coterie.clock import SystemClock, to_ms
 from coterie.runtime import Society
-from coterie.testing import FakeClock
+from coterie.testing import FakeClock, ModelServer
+from coterie.testing.replies import Status
 
 from .scenarios import make_home
 
@@ -145,3 +148,28 @@ async def test_after_a_restart_on_a_clock_set_back_a_year_times_shown_do_not_go_
         assert sorted(messages, key=lambda message: message.created_at) == list(messages)
         assert [violation async for violation in society.store.violations()] == []
     assert any("behind the last run" in record.getMessage() for record in caplog.records)
+
+
+async def test_after_a_restart_on_a_clock_set_back_a_day_an_agent_tries_again_after_its_wait_and_not_a_day_later(
+    tmp_path: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ModelServer() as server:
+        make_home(tmp_path / "society")
+        services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
+        (tmp_path / "society/llmservices.json").write_text(json.dumps({"services": services}))
+        server.script(Status(503, headers={"Retry-After": "30"}), "here I am")
+        async with Society.open(tmp_path / "society", clock=machine) as society, society.bus.watch() as watcher:
+            await society.send(to="ada", text="are you there?")
+            while (agent := await society.store.agent("ada")) is None or agent.state != "wait_retry":
+                await anext(watcher)
+        earlier = Machine()
+        earlier.set_wall(-timedelta(days=1))
+        earlier._system = SystemClock(wall_ns=earlier._wall_ns, boot_ns=earlier._boot_ns)
+
+        async with Society.open(tmp_path / "society", clock=earlier) as society:
+            await earlier.advance(seconds=28)
+            assert len(server.requests) == 1, "early"
+            await earlier.advance(seconds=5)
+            async with asyncio.timeout(20):
+                assert (await anext(society.inbox())).payload["text"] == "here I am"
+    assert any("the clock was set back" in record.getMessage() for record in caplog.records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -17,10 +18,14 @@ from coterie.agent.turn import (
     Rest,
     Stopped,
 )
+from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.llm.chat import Answer, Usage
+from coterie.store import Limits
 from coterie.testing import FakeClock
 from coterie.turns import StaleOwner
+from tests.conftest import PEOPLE
+from tests.engines import Engine
 
 from .steps import (
     RULES,
@@ -324,3 +329,46 @@ async def test_terminated_before_it_was_claimed_nobody_hears_more_than_that_the_
     await store.terminate("ada")
     ((sender, text, _),) = await got(store, "user")
     assert sender == "system" and "Not delivered" in text
+
+
+async def test_a_wait_is_never_longer_than_it_was_meant_to_be_whatever_the_clock_does(
+    engine: Engine, tmp_path: Path, clock: FakeClock
+) -> None:
+    """Ada waits 30 s for her next try, Bob has mail; then the clock of the society's times is set back a day."""
+    store = await engine.open(tmp_path / "data", clock, Limits())
+    await store.add_agents(PEOPLE)
+    await ask(store)
+    failure = ModelFailed(words="busy", then="retry", after=timedelta(seconds=30))
+    await go_on(store, await take(store), failure)
+    await ask(store, "bob")
+    await store.close()
+
+    earlier = FakeClock(clock.now() - timedelta(days=1))
+    store = await engine.open(tmp_path / "data", earlier, Limits())
+    try:
+        claims = [*await store.claim("w", RULES, 10), *await store.claim("w", RULES, 10)]  # the first may only find out
+        assert [claim.agent_id for claim in claims] == ["bob"]
+        await earlier.advance(seconds=29)
+        assert list(await store.claim("w", RULES, 10)) == []
+        await earlier.advance(seconds=1)
+        assert "ada" in [claim.agent_id for claim in await store.claim("w", RULES, 10)]
+        assert [violation async for violation in store.violations()] == []
+    finally:
+        await store.close()
+
+
+async def test_the_claim_of_a_worker_that_is_gone_ends_though_the_clock_was_set_back(
+    engine: Engine, tmp_path: Path, clock: FakeClock
+) -> None:
+    store = await engine.open(tmp_path / "data", clock, Limits())
+    await store.add_agents(PEOPLE)
+    await ask(store)
+    await take(store)
+    with engine.behind(tmp_path / "data") as db:  # a lease that ends tomorrow, by the clock of today
+        db.execute("UPDATE agents SET runnable_at = ? WHERE id = 'ada'", (to_ms(clock.now()) + 86_400_000,))
+    try:
+        assert list(await store.claim("w2", RULES, 10)) == []
+        await clock.advance(hours=1)
+        assert [claim.agent_id for claim in await store.claim("w2", RULES, 10)] == ["ada"]
+    finally:
+        await store.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from coterie.agent.tool_output import message_of
 from coterie.agent.tools import Tool, tool_of
 from coterie.errors import Problem
 from coterie.ids import id_for
@@ -45,12 +46,11 @@ def load_owner_tools(folder: Path, taken: Collection[str] = ()) -> OwnerTools:
         place = str(file.relative_to(folder))
         try:
             module = import_tool_file(f"{package}.{_TOP if file.parent == folder else file.stem}", file)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # whatever the file does, SystemExit too, is its own problem
+            tools = _tools_in(module)
+        except BaseException as error:  # a file that raises SystemExit or KeyboardInterrupt must not end the server
             problems.append(_problem(file, place, error))
             continue
-        problems += _collect(_tools_in(module), place, found, taken)
+        problems += _collect(tools, place, found, taken)
     return OwnerTools(tuple(tool for tool, _ in found.values()), tuple(problems))
 
 
@@ -109,7 +109,7 @@ def _collect(
 
 def _problem(file: Path, place: str, error: BaseException) -> Problem:
     line = _line(file, error)
-    words = error.msg if isinstance(error, SyntaxError) else str(error)
+    words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else message_of(error)
     sentence = f"{type(error).__name__}: {one_line(clean(words), 300)}" if words else type(error).__name__
     return Problem(f"{place}: line {line}" if line else place, f"cannot be loaded: {sentence}")
 

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 from coterie.agent.llm_handler import LlmHandler
 from coterie.agent.turn import Rules
@@ -14,6 +15,7 @@ from coterie.clock import Clock
 from coterie.disk import Disk
 from coterie.errors import StoreError
 from coterie.logctx import turn_context
+from coterie.supervision import Shutdown, supervise
 from coterie.turns import Claim, TurnStore
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 SWEEP = timedelta(seconds=1)
 """A retry that falls due, or a wake-up that got lost, is found within this."""
 AT_ONCE = 256
+RELEASE_TRIES = 3
+"""A failed release leaves turns to the next start, or to the end of the lease, and counts as a crash."""
 
 
 class Scheduler:
@@ -38,18 +42,22 @@ class Scheduler:
         """Agents may be claimed in our name that nobody works on."""
         self._dropped: set[asyncio.Task[None]] = set()
         """Turns that others may have taken over meanwhile; where nobody has, they are let go in order."""
-        self._ending = False
+        self._ending, self._stopping = False, asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._complaint: str | None = None
 
     def adopt(self, rules: Rules) -> None:
         self.rules = rules
 
     def start(self) -> None:
         self._store.attend(self)
-        self._loop = asyncio.create_task(self._claim_for_ever(), name="coterie-scheduler")
+        claiming = supervise("looking for work", self._claim_for_ever, self._clock, stopping=self._stopping)
+        self._loop = asyncio.create_task(claiming, name="coterie-scheduler")
 
     async def stop_claiming(self) -> None:
+        """Once is enough."""
         self._ending = True
+        self._stopping.set()
         self._places.close()
         self._wake.set()
         if self._loop:
@@ -57,15 +65,26 @@ class Scheduler:
 
     async def finish(self, drain: timedelta) -> None:
         """Let turns go on for `drain`, then leave them as they are: the next start resumes them."""
+        shutdown = Shutdown()
+        # Otherwise a turn that is released below could be claimed here once more.
+        await shutdown.step("claim no more turns", self.stop_claiming)
         if self._turns:
-            await asyncio.wait(self._turns, timeout=drain.total_seconds())
+            await shutdown.step("drain", partial(asyncio.wait, {*self._turns}, timeout=drain.total_seconds()))
         for turn in self._turns:
             turn.cancel()
-        await asyncio.gather(*self._turns, return_exceptions=True)
-        try:
-            await self._store.release(self.worker, failed=False)
-        except StoreError as error:
-            log.warning("what was cut off counts as a crash at the next start: %s", error)
+        if self._turns:
+            await shutdown.step("end turns", partial(asyncio.wait, {*self._turns}))
+        await shutdown.step("release turns", self._release_all)
+        shutdown.finish()
+
+    async def _release_all(self) -> None:
+        for left in reversed(range(RELEASE_TRIES)):
+            try:
+                await self._store.release(self.worker, failed=False)
+                return
+            except StoreError as error:
+                if not left:
+                    log.warning("what was cut off counts as a crash at the next start: %s", error)
 
     # What the store does with us
 
@@ -108,7 +127,9 @@ class Scheduler:
                 await self._let_go()
             claims = await self._store.claim(self.worker, self.rules, room) if room else []
         except StoreError as error:
-            log.error("cannot look for work for now: %s", error)
+            if self._complaint != str(error):  # once, and not every second
+                log.error("cannot look for work for now: %s", error)
+            self._complaint = str(error)
             return False
         except Exception:  # whatever it is, the next round may pass; without rounds no agent ever works
             log.exception("looking for work failed; trying again")
@@ -116,6 +137,7 @@ class Scheduler:
             return False
         finally:
             self._places.give_back(room - len(claims))
+        self._complaint = None
         self.take(claims)
         self._places.held = len(claims) == room
         return bool(room) and len(claims) == room

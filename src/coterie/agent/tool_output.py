@@ -24,18 +24,19 @@ class NoResult(CoterieError):
 
 def encode(value: object) -> str | bytes | ToolResult:
     """Text and bytes as they are, all else as JSON; `NoResult` when it is none."""
-    match value:
-        case str() | ToolResult():
-            return value
-        case bytes() | bytearray() | memoryview():
-            return bytes(value)
     try:
+        match value:
+            case str() | ToolResult():
+                return value
+            case bytes() | bytearray() | memoryview():
+                return bytes(value)
         return json.dumps(msgspec.to_builtins(value, str_keys=True), ensure_ascii=False, allow_nan=False)
     except RecursionError as error:
         raise NoResult("it returned something that contains itself, or is nested too deeply for JSON") from error
-    except Exception as error:  # the value is the owner's, and may hold code of its own
-        what = "NaN or an infinity" if "float" in str(error) else f"a {type(value).__name__} ({error})"
-        raise NoResult(f"it returned {what}, which JSON cannot carry") from error
+    except BaseException as error:  # the value is the owner's, and its own code may raise anything, SystemExit too
+        words = message_of(error)
+        what = "NaN or an infinity" if "float" in words else f"a {type(value).__name__} ({words})"
+        raise NoResult(f"it returned {what}, which JSON cannot carry") from None
 
 
 async def fit(tool: Tool, encoded: str | bytes | ToolResult, ctx: ToolContext) -> ToolResult:
@@ -57,14 +58,18 @@ async def fit(tool: Tool, encoded: str | bytes | ToolResult, ctx: ToolContext) -
 
 def raised(name: str, error: BaseException) -> ToolResult:
     """What a model is told of an exception."""
-    if isinstance(error, Refused):
+    if isinstance(error, Refused) and hasattr(error, "code"):
         return failed(error.code, error.message)
-    try:
-        words = str(error)
-    except Exception:  # an exception's own words can fail too
-        words = ""
-    kind = type(error).__name__
+    words, kind = message_of(error), type(error).__name__
     return failed("tool_failed", f"{name} failed: {clean(f'{kind}: {words}' if words else kind)[:MAX_ERROR]}")
+
+
+def message_of(error: BaseException) -> str:
+    """Its message; empty when the exception's own code fails. Such code may raise anything, SystemExit too."""
+    try:
+        return str(error)
+    except BaseException:
+        return ""
 
 
 async def _fit_bytes(name: str, data: bytes, ctx: ToolContext) -> ToolResult:

@@ -132,7 +132,9 @@ class Toolbox:
             frames = "".join(traceback.format_tb(error.cause.__traceback__, limit=-_MAX_FRAMES))
             log.warning("%s\n%s", result.text, frames)
             return result
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # SystemExit out of an owner's class would end the event loop
             log.exception("the tool %s could not be run", name)
             return self._redacted(raised(name, error))
 
@@ -155,7 +157,12 @@ class Toolbox:
     async def _run(
         self, tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext, seconds: float
     ) -> str | bytes | ToolResult:
-        accepted = tool.accept(arguments, ctx)
+        try:
+            accepted = tool.accept(arguments, ctx)
+        except BadArguments:
+            raise
+        except BaseException as error:  # parameters may be of the owner's classes, whose code may raise anything
+            raise _Raised(error) from None
         match tool.run:
             case OnLoop(function):
                 return encode(await self._within_time(asyncio.ensure_future(_guarded(function(**accepted))), seconds))

@@ -55,13 +55,15 @@ def check(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
 
 
 def _report(folder: Path) -> Report:
-    from coterie.inspection import engine_version, engine_warnings, owner, require_society
+    from coterie.inspection import engine_version, engine_warnings, owner, require_society, stored_problems
 
     place = require_society(folder)
     report = Report(engine="sqlite", engine_version=engine_version(), owner=owner(place))
     report.warnings += engine_warnings()
     config = _read_toml(folder, report)
     _read_services(folder, report, config)
+    if report.engine == "sqlite":
+        report.problems += stored_problems(place)
     return report
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from coterie.errors import CoterieError, StoreOwned
 from coterie.folder import SocietyFolder
 from coterie.inspection import owner
 from coterie.runtime import Society
+from coterie.supervision import Shutdown
 from coterie.web.access import Access, check_token, keep_token
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
@@ -74,11 +76,18 @@ class FrontDoor:
     async def close(self, society: Society) -> int:
         """Take no more requests, stop the society, let the last listeners know, close. How many went out early."""
         self._app.state.health.draining = True
-        take_address_back(self._data)
-        early = await society.stop(self._say_goodbye)
-        await self._server.stop()
+        shutdown = Shutdown()
+        await shutdown.step("remove the address", self._take_address_back)
+        early = await shutdown.step("stop the society", lambda: society.stop(self._say_goodbye)) or 0
+        await shutdown.step("stop the web server", self._server.stop)
+        shutdown.finish()
         return early
 
+    async def _take_address_back(self) -> None:
+        take_address_back(self._data)
+
     async def _say_goodbye(self, early: int) -> None:
+        shutdown = Shutdown()
         for last_words in self._app.state.on_shutdown:
-            await last_words(early)
+            await shutdown.step("tell the listeners", partial(last_words, early))
+        shutdown.finish()

@@ -61,10 +61,14 @@ async def run(wanted: Wanted) -> int:
     except BaseException:
         await society.abandon()
         raise
-    if not wishes.stop.done():
-        await greet(society)
-        await _announce(society, folder, is_new, front)
-        await _first_of(wishes.stop, society.broken, front.ended)
+    try:
+        if not wishes.stop.done():
+            await greet(society)
+            await _announce(society, folder, is_new, front)
+            await _first_of(wishes.stop, society.broken, front.ended)
+    except BaseException:  # such as a standard output that nobody reads: the society is stopped in order
+        await _stop(society, front.close(society), folder, wishes)
+        raise
     if society.broken.done():
         _give_up(society)
     return await _stop(society, front.close(society), folder, wishes)
@@ -80,14 +84,18 @@ async def work(folder: Path) -> int:
             " or run coterie serve"
         )
     society = await _started(folder, wishes)
-    if not wishes.stop.done():
-        info = society.store.info
-        say(f"Coterie {__version__} works for the society in {folder}")
-        say(f"  store    {info.engine} {info.version}")
-        say(f"  models   {_models(society)}")
-        say(f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}")
-        sys.stdout.flush()
-        await _first_of(wishes.stop, society.broken)
+    try:
+        if not wishes.stop.done():
+            info = society.store.info
+            say(f"Coterie {__version__} works for the society in {folder}")
+            say(f"  store    {info.engine} {info.version}")
+            say(f"  models   {_models(society)}")
+            say(f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}")
+            sys.stdout.flush()
+            await _first_of(wishes.stop, society.broken)
+    except BaseException:
+        await _stop(society, society.stop(), folder, wishes)
+        raise
     if society.broken.done():
         _give_up(society)
     return await _stop(society, society.stop(), folder, wishes)

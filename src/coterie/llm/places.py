@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from coterie.clock import Clock
 from coterie.errors import StoreError
+from coterie.supervision import supervise
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,8 @@ class Queue:
     def _ask(self) -> None:
         self._wake.set()
         if self._keeper is None or self._keeper.done():
-            self._keeper = asyncio.create_task(self._keep(), name=f"coterie-places-{self._service}")
+            keeping = supervise(f"sharing the service {self._service}", self._keep, self._clock, first_pause=LOOK)
+            self._keeper = asyncio.create_task(keeping, name=f"coterie-places-{self._service}")
 
     async def _keep(self) -> None:
         """As long as we have places or want some."""

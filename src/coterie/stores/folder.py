@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import io
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -58,6 +59,7 @@ class FolderBytes:
         temporary = self._incoming / new_id()
         digest, size, head = hashlib.sha256(), 0, b""
         try:
+            # Unbuffered: closing a buffered file writes again, and would raise the error of a full disk a second time.
             with await _on_disk(_create, temporary) as file:
                 async for chunk in chunks:
                     size += len(chunk)
@@ -68,11 +70,12 @@ class FolderBytes:
                     if len(head) < HEAD_BYTES:
                         head += chunk[: HEAD_BYTES - len(head)]
                     await _on_disk(_take, file, digest, chunk)
-                await _on_disk(_flush, file)
+                await _on_disk(os.fsync, file.fileno())
             hit("artifact.before_rename")
             await _on_disk(_settle, temporary, self._path(digest.hexdigest()))
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # an error of the upload is the one to report
+                temporary.unlink(missing_ok=True)
         return StoredBytes(sha256=digest.hexdigest(), size=size, head=head)
 
     async def open(self, sha256: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
@@ -143,11 +146,13 @@ def place_bytes(folder: Path, sha256: str, pieces: Iterator[bytes]) -> list[Path
     known = final.exists()
     try:
         with _create(temporary) as file:
-            file.writelines(pieces)
-            _flush(file)
+            for piece in pieces:
+                _write(file, piece)
+            os.fsync(file.fileno())
         _settle(temporary, final)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return [] if known else [final]
 
 
@@ -167,14 +172,15 @@ async def _on_disk(work: Callable[..., T], *arguments: object) -> T:
         ) from error
 
 
-def _take(file: BinaryIO, digest: hashlib._Hash, chunk: bytes) -> None:
+def _take(file: io.FileIO, digest: hashlib._Hash, chunk: bytes) -> None:
     digest.update(chunk)
-    file.write(chunk)
+    _write(file, chunk)
 
 
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _write(file: io.FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _settle(temporary: Path, final: Path) -> None:
@@ -189,6 +195,6 @@ def _settle(temporary: Path, final: Path) -> None:
             os.close(handle)
 
 
-def _create(path: Path) -> BinaryIO:
+def _create(path: Path) -> io.FileIO:
     """A new file that only its owner can read."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+    return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

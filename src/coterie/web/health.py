@@ -26,7 +26,10 @@ class Health:
         if self.draining:
             return "stopping", "the society is stopping"
         if not self._store.healthy:
-            return "store_unavailable", "what is written does not get through to the disk: the log says why"
+            sentence = "what is written does not get through to the disk: the log says why"
+            return "store_unavailable", self._store.trouble or sentence
+        if missing := self._disk.missing:
+            return "store_unavailable", missing
         if self._disk.is_full():
             return "store_full", self._disk.sentence
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -79,6 +80,7 @@ def install(app: FastAPI) -> None:
     for kind, tell in ((Refused, _refused), (StoreError, _store_error), (RequestValidationError, _invalid)):
         app.add_exception_handler(kind, tell)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(OSError, _os_error)
 
 
 async def _refused(_: Request, error: Any) -> Response:
@@ -89,6 +91,13 @@ async def _store_error(_: Request, error: Any) -> Response:
     if not isinstance(error, StoreUnavailable):
         return unexpected(error)
     return problem(507 if error.full else 503, "store_full" if error.full else "store_unavailable", str(error))
+
+
+async def _os_error(_: Request, error: Any) -> Response:
+    """A file that a route writes itself, such as llmservices.json."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    return problem(507, "store_full", "the disk is full: free some space; nothing was changed")
 
 
 async def _invalid(_: Request, error: Any) -> Response:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from coterie.clock import Clock, to_wire
-from coterie.errors import Lagged, StoreError
+from coterie.errors import Lagged
 from coterie.live import Draft, Live
 from coterie.runtime import Society
+from coterie.supervision import supervise
 from coterie.web.listener import Listener, Write
 from coterie.web.telling import Teller, frame
-
-log = logging.getLogger(__name__)
 
 PING = timedelta(seconds=15)
 GATHER = timedelta(milliseconds=45)
@@ -126,11 +124,11 @@ class Hub:
         async with self._beginning:
             if not self._runs("log"):
                 self._seen = await self._society.store.last_event()
-                self._run("log", self._read_log())
+                self._run("log", self._read_log)
             if not self._runs("ping"):
-                self._run("ping", self._ping())
+                self._run("ping", self._ping)
             if not self._runs("drafts"):
-                self._run("drafts", self._tell_drafts())
+                self._run("drafts", self._tell_drafts)
 
     async def _place(self, last_event_id: str | None) -> tuple[int, str | None]:
         """From where the client goes on; and when that is not where it was, why."""
@@ -171,9 +169,6 @@ class Hub:
                 continue  # the log has it all
             except StopAsyncIteration:
                 return
-            except StoreError as error:
-                log.warning("cannot read what the clients should be told, trying again: %s", error)
-                await self._clock.sleep(RETRY)
 
     async def _pass_on(self, events: Sequence[Any]) -> None:
         if not any(guest.live for guest in self._guests):
@@ -241,8 +236,9 @@ class Hub:
     def _runs(self, name: str) -> bool:
         return name in self._tasks and not self._tasks[name].done()
 
-    def _run(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[name] = asyncio.create_task(work, name=f"coterie-stream-{name}")
+    def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        supervised = supervise(f"the event stream ({name})", work, self._clock, first_pause=RETRY)
+        self._tasks[name] = asyncio.create_task(supervised, name=f"coterie-stream-{name}")
 
 
 def _rounds(frames: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from coterie.artifacts import HEAD_BYTES, StoredBytes
-from coterie.errors import Refused
+from coterie.errors import Refused, StoreError
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.stores.postgres.connection import PgConnection
@@ -65,7 +66,8 @@ class DatabaseBytes:
             hit("artifact.before_rename")
             await self._do(_SETTLE, digest.hexdigest(), size, upload)
         finally:
-            await self._do("DELETE FROM blobs WHERE sha256 = ?", upload)
+            with contextlib.suppress(StoreError):  # an error of the upload is the one to report; tidying finds the rest
+                await self._do("DELETE FROM blobs WHERE sha256 = ?", upload)
         return StoredBytes(sha256=digest.hexdigest(), size=size, head=head)
 
     async def open(self, sha256: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:

@@ -31,6 +31,7 @@ from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.post import Post
+from coterie.supervision import Shutdown
 from coterie.text import one_line
 from coterie.turns import Taker
 
@@ -127,9 +128,16 @@ class Database(SqlDatabase):
             self._taker.drop()
 
     async def close(self) -> None:
-        await self._writer.close()
-        if self._leases and self._listening:
-            await asyncio.gather(self._listening.close(), self._leases.close())
+        shutdown = Shutdown()
+        await shutdown.step("end the writer", self._writer.close)
+        if self._listening:
+            await shutdown.step("stop listening", self._listening.close)
+        if self._leases:
+            await shutdown.step("give up the lease", self._leases.close)
+        await shutdown.step("close the readers", self._close_readers)
+        shutdown.finish()
+
+    async def _close_readers(self) -> None:
         self._readers.shutdown()
         self._connections.close()
 

@@ -84,7 +84,11 @@ class Leases:
     def _keep(self) -> None:
         while not self._ending.is_set():
             self._due.clear()
-            self._beat()
+            try:
+                self._beat()
+            except Exception:  # without this thread the process loses all its claims
+                log.exception("claims could not be renewed")
+                self._hang_up()
             self._due.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10))
         self._leave()
 
@@ -114,11 +118,14 @@ class Leases:
         if left <= 0 and not self._unsure:
             self._unsure = True
             log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
-            self._on_unsure()
+            try:
+                self._on_unsure()
+            except Exception:
+                log.exception("claims could not be dropped")
         self._watch = self._loop.call_later(max(left, self.lease / 20), self._look_at_the_time)
 
     def _leave(self) -> None:
-        with contextlib.suppress(psycopg.Error):
+        with contextlib.suppress(psycopg.Error, OSError):
             db = self._connected()
             db.execute(_GONE, (self.process,))
             db.execute(_LONG_GONE, (int(self.lease * 1000 * 10),))

@@ -97,6 +97,9 @@ class Listening:
             except (psycopg.Error, OSError) as error:
                 log.info("nothing is heard from other processes for now: %s", meaning(error))
                 self._ending.wait(AGAIN)
+            except Exception:  # without this thread nothing is heard until the next start
+                log.exception("listening to other processes failed and is tried again")
+                self._ending.wait(AGAIN)
 
     def _listen(self) -> None:
         with contextlib.closing(connect(self._url)) as raw:

@@ -10,9 +10,11 @@ from coterie.text import one_line
 # Serialization, deadlock, lock not to be had, statement cancelled, server going down or coming up, too many
 # connections, read-only after a failover, a transaction that was idle for too long; class 08 is the connection itself.
 _PASSING = {"40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03", "53300", "25006", "25P02", "25P03"}
-_FULL = {"53100", "53200"}
 UNDONE = {"40001", "40P01"}
 """Serialization failure and deadlock: the transaction lost against another one."""
+_FULL = {"53100"}
+_FULL_WORDS = ("No space left on device", "Disk quota exceeded")
+"""Of the server's operating system: some of its errors carry no code for a full disk."""
 _OWN = (psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError)
 
 
@@ -51,8 +53,10 @@ def meaning(error: Exception) -> StoreError:
         return error
     words = one_line(str(error)) or type(error).__name__
     code = getattr(error, "sqlstate", None) or ""
-    if code in _FULL:
+    if code in _FULL or (isinstance(error, psycopg.Error) and any(each in words for each in _FULL_WORDS)):
         return StoreUnavailable("the database's disk is full: free some space; nothing was lost", full=True)
+    if code.startswith("53") and code not in _PASSING:
+        return StoreUnavailable(f"the database is short of resources ({words}): nothing was written")
     if passes(error):
         return StoreUnavailable(f"the database cannot be reached for the moment ({words}): it is tried again")
     return StoreError(f"the database refused ({words})")

@@ -41,6 +41,11 @@ class SqlDatabase(ABC):
     @abstractmethod
     def healthy(self) -> bool: ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why writes do not get through, in one sentence, as far as it is known without trying."""
+        return None
+
     async def is_last(self) -> bool:
         """Whether no other process runs this society."""
         return True

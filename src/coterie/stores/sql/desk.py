@@ -302,8 +302,10 @@ class TurnDesk:
         if become.state == "idle" and row.waiting:
             # It came in this very transaction, from another agent whose turn ended in it.
             row.state, row.runnable_at = "ready", self._post.now
+        row.retry_ms = None
         if become.state == "wait_retry":
             row.retries += 1
+            row.retry_ms = become.after // _MS if become.after is not None else None
         row.why = become.why or None
         self._post.tell("agent.state", self._agent)
         if become.why:

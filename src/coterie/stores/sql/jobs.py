@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 BATCH = 256
 """Jobs in one commit at most: bounds how long the first of them waits for the last."""
@@ -70,7 +73,10 @@ def settle(batch: list[Job]) -> None:
     for job in batch:
         written = job.result if job.failed is None else None
         if job.settled:
-            job.settled(written and written.attended)
+            try:
+                job.settled(written and written.attended)
+            except Exception:  # the other callers of this batch still get their answers
+                log.exception("the outcome of a transaction could not be passed on")
         if job.answer.done():  # its caller was cancelled
             continue
         if written is None:

@@ -37,6 +37,7 @@ class Mailbox(Struct):
     since: int | None
     history_version: int
     """Changes with every change of what `history.view` returns for the agent; it never goes back."""
+    retry_ms: int | None = None
 
     def deliver(self, size: int, now: int, sender: str = "") -> int:
         """One more message waits; the place it got. It wakes an agent that has nothing better to do."""

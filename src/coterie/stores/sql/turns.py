@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -19,6 +20,8 @@ from coterie.stores.sql.post import Post
 from coterie.text import clean
 from coterie.turns import Claim, Taker
 
+log = logging.getLogger(__name__)
+
 # A crash cuts off every turn under way, but one of them at most is to blame. Those that two crashes found at the same
 # step are suspects: they go on one at a time, and who has got a step further is cleared. So a turn that kills the
 # runtime each time takes nobody else's along with it.
@@ -26,6 +29,17 @@ _SUSPECT = f"state IN ('llm', 'tools') AND worker IS NOT NULL AND crash_step = s
 _ON_TRIAL = (
     "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > ?1)"
     f" AND crash_step = step_no AND crashes = {CRASHES - 1}"
+)
+LONGEST_RETRY = 600_000
+"""Milliseconds: the longest wait that a service may ask for. For waits of a version that did not note the length."""
+LONGEST_LEASE = 3_600_000
+"""Milliseconds: the most that `store.lease_seconds` allows."""
+# A wait is a length, but what is stored is its end. When the clock is set back, the end is further away than the wait
+# is long. One second of tolerance: another process may have written a moment after our transaction began.
+_OVERLONG = (
+    "runnable_at > ?1 + 1000 AND (state NOT IN ('llm', 'tools', 'wait_retry')"
+    f" OR (state = 'wait_retry' AND runnable_at > ?1 + coalesce(retry_ms, {LONGEST_RETRY}))"
+    f" OR (state IN ('llm', 'tools') AND runnable_at > ?1 + {LONGEST_LEASE}))"
 )
 # Whoever was paused between two steps rests where it is; a turn that was under way ends first.
 _RESTS = "hold = 1 AND state NOT IN ('llm', 'tools')"
@@ -44,10 +58,16 @@ def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> 
         " /*+ FOR UPDATE SKIP LOCKED */",
         (post.now, 1),
     )
-    # Both are looked at when both are asked: that is one round trip where there are any.
+    overlong = db.execute(
+        f"SELECT id FROM agents WHERE {_OVERLONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */", (post.now,)
+    )
+    # All are looked at when all are asked: that is one round trip where there are any.
     free = [agent_id for (agent_id,) in found]
     on_trial = [agent_id for (agent_id,) in suspects][: limit - len(free)]
-    post.foresee([*free, *on_trial])
+    waiting = [agent_id for (agent_id,) in overlong]
+    post.foresee([*free, *on_trial, *waiting])
+    for agent_id in waiting:
+        _shorten(post, agent_id)
     claims = [_claim_one(db, post, agent_id, worker, rules) for agent_id in free]
     claims += [
         msgspec.structs.replace(_claim_one(db, post, agent_id, worker, rules), on_trial=True) for agent_id in on_trial
@@ -55,6 +75,19 @@ def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> 
     if claims:
         hit("turn.claimed")
     return claims
+
+
+def _shorten(post: Post, agent_id: str) -> None:
+    mailbox = post.mailbox(agent_id)
+    match mailbox.state:
+        case "wait_retry":
+            length = mailbox.retry_ms if mailbox.retry_ms is not None else LONGEST_RETRY
+        case "llm" | "tools":
+            length = LONGEST_LEASE
+        case _:
+            length = 0
+    mailbox.runnable_at = post.now + length
+    log.warning("%s waited for a time further away than its wait is long: the clock was set back", agent_id)
 
 
 def claim_ready(db: Connection, post: Post, agent_id: str, taker: Taker) -> Claim:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +30,8 @@ sqlite3.register_adapter(type(None), {None: None}.get)
 sqlite3.register_adapter(bool, int)
 
 _FULL = {sqlite3.SQLITE_FULL}
+_WRITES = {sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMOPEN}
+"""Errors of writes and not of flushes. SQLite reports a reached quota like this, and undoes the transaction."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _BROKEN = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
@@ -70,12 +74,12 @@ DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 """The second where damage has reached the words of the first."""
 
 
-def translate(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
-    """What a database error means for the caller."""
+def translate(error: sqlite3.Error | UnicodeDecodeError, folder: Path | None = None) -> StoreError:
+    """What a database error means for the caller. `folder`: of the database, to tell a quota from a broken disk."""
     if isinstance(error, UnicodeDecodeError):
         return StoreBroken("the database is damaged: restore a backup with coterie restore FILE")
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in _FULL:
+    if code in _FULL or (getattr(error, "sqlite_errorcode", 0) in _WRITES and folder and not has_room(folder)):
         return StoreUnavailable(
             "the disk is full: free some space; nothing was lost and no restart is needed", full=True
         )
@@ -88,6 +92,17 @@ def translate(error: sqlite3.Error | UnicodeDecodeError) -> StoreError:
     if "decode to UTF-8" in str(error):  # one value is damaged; whoever does not need it goes on
         return StoreError("the database is damaged: restore a backup with coterie restore FILE")
     return StoreError(f"the database refused ({error})")
+
+
+def has_room(folder: Path) -> bool:
+    """False if the disk or the quota has no room for another file of 64 KB in `folder`."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(bytes(64 << 10))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+    return True
 
 
 def check_filesystem(folder: Path) -> None:

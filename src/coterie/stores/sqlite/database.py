@@ -34,9 +34,11 @@ from coterie.stores.sqlite.connections import (
     open_writer,
     translate,
 )
+from coterie.stores.sqlite.files import LAST_EVENT, CommitFile, OpenFiles, lost_commits
 from coterie.stores.sqlite.lock import FolderLock
 from coterie.stores.sqlite.migrate import check_version, migrate
 from coterie.stores.sqlite.writer import Writer
+from coterie.supervision import Shutdown
 from coterie.text import one_line
 
 T = TypeVar("T")
@@ -61,15 +63,32 @@ class Database(SqlDatabase):
         self.info = info
         self._path, self._clock, self.limits = path, clock, limits
         self._db, self._lock = db, lock
+        self._ended_in_order = False
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
         self._reading: list[sqlite3.Connection] = []
+        self._spare: list[sqlite3.Connection] = []
+        """Opened, and not yet used by a thread."""
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
         self._ledger: OneWriter | None = None
         self._writer: Writer | None = None
+        self._files: OpenFiles | None = None
+        self._commits: CommitFile | None = None
         if db:
             self._ledger = OneWriter(db, to_ms(info.last_seen))
-            self._writer = Writer(db, self._on_broken, self._ledger.read_anew, flushes=durability == "full")
+            flushes = durability == "full"
+            self._files = OpenFiles(path)
+            last = db.execute(LAST_EVENT).fetchone()[0] or 0
+            self._commits = CommitFile(path.parent, info.log_id, last, flushed=flushes)
+            self._writer = Writer(
+                db,
+                self._on_broken,
+                self._ledger.read_anew,
+                folder=path.parent,
+                files=self._files,
+                commits=self._commits,
+                flushes=flushes,
+            )
 
     @classmethod
     async def open(
@@ -84,7 +103,13 @@ class Database(SqlDatabase):
         except BaseException:
             lock.release()
             raise
-        return cls(folder / DATABASE, db, info, clock, limits or Limits(), lock, durability)
+        opened = cls(folder / DATABASE, db, info, clock, limits or Limits(), lock, durability)
+        try:
+            await asyncio.to_thread(opened._open_readers)
+        except DATABASE_ERRORS as error:
+            await opened._let_go()
+            raise _unusable(error) from error
+        return opened
 
     @classmethod
     async def open_read_only(cls, folder: Path, clock: Clock) -> Self:
@@ -104,28 +129,46 @@ class Database(SqlDatabase):
 
     @property
     def healthy(self) -> bool:
-        return self._writer is not None and self._writer.healthy and not self.broken.done()
+        writes = self._writer is not None and self._writer.healthy and not self.broken.done()
+        return writes and self.trouble is None
+
+    @property
+    def trouble(self) -> str | None:
+        return self._files.problem() if self._files else None
 
     async def close(self) -> None:
         try:
             if self._writer and not self.broken.done():
                 await self._write(_end_boot)
+                self._ended_in_order = True
         except StoreError as error:
             log.warning("the orderly end could not be noted (%s): the next start checks the database", error)
         finally:
             await self._let_go()
 
     async def _let_go(self) -> None:
+        shutdown = Shutdown()
         if self._writer:
-            await self._writer.close()
-        self._readers.shutdown()
-        for connection in self._reading:
-            connection.close()
-        if self._db:
-            self._db.close()
+            await shutdown.step("end the writer", self._writer.close)
+        await shutdown.step("close the readers", self._close_readers)
+        await shutdown.step("close the database", self._close_file)
         if self._lock:
             self._lock.release()
             self._lock = None
+        shutdown.finish()
+
+    async def _close_readers(self) -> None:
+        self._readers.shutdown()
+        for connection in (*self._reading, *self._spare):
+            connection.close()
+
+    async def _close_file(self) -> None:
+        if self._db:
+            self._db.close()
+        if self._commits:
+            # Another program that reads the database keeps the log alive, and with it commits that only the log has.
+            moved = not self._path.with_name(f"{DATABASE}-wal").exists()
+            self._commits.close(remove=self._ended_in_order and moved)
 
     def _write(
         self,
@@ -176,9 +219,15 @@ class Database(SqlDatabase):
         """This thread's own connection."""
         db: sqlite3.Connection | None = getattr(self._local, "db", None)
         if db is None:
-            db = self._local.db = open_reader(self._path)
+            db = self._local.db = self._spare.pop() if self._spare else open_reader(self._path)
             self._reading.append(db)
         return db
+
+    def _open_readers(self) -> None:
+        """One for each thread, before anything can happen to the files: what is stored stays readable."""
+        for _ in range(READERS):
+            self._spare.append(open_reader(self._path))
+            self._spare[-1].execute("SELECT count(*) FROM sqlite_schema").fetchone()
 
     def _on_broken(self, error: StoreBroken) -> None:
         if not self.broken.done():
@@ -200,6 +249,9 @@ def _in_one_moment(db: sqlite3.Connection, run: Callable[[sqlite3.Connection], T
 
 
 def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, StoreInfo]:
+    # Before anything is written: the log that was deleted can still be put back.
+    if loss := lost_commits(path):
+        raise StoreUnusable(loss)
     try:
         db = open_writer(path, durability)
     except DATABASE_ERRORS as error:

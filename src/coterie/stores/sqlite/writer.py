@@ -16,6 +16,7 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
@@ -23,6 +24,7 @@ from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.attendance import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
 from coterie.stores.sqlite.connections import translate
+from coterie.stores.sqlite.files import LAST_EVENT, CommitFile, OpenFiles
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +41,17 @@ class Writer:
         on_broken: Callable[[StoreBroken], None],
         on_undone: Callable[[], None],
         *,
+        folder: Path | None = None,
+        files: OpenFiles | None = None,
+        commits: CommitFile | None = None,
         flushes: bool = True,
     ) -> None:
-        """`on_undone`: what was written is not so any more. `flushes`: whether a commit waits for the disk."""
+        """`on_undone`: what was written is not so any more. `flushes`: whether a commit waits for the disk.
+
+        `folder`: of the database, to tell a full disk from a broken one. `files`: looked at around every commit, which
+        is refused when one is gone. `commits`: told of every commit.
+        """
+        self._folder, self._files, self._committed = folder, files, commits
         self._db, self._on_broken, self._on_undone, self._flushes = db, on_broken, on_undone, flushes
         self._handed_over = 0
         """Jobs that the thread has and that are not settled yet."""
@@ -118,17 +128,34 @@ class Writer:
         if self._broken:  # these were handed in before anyone knew
             fail(batch, self._broken)
             return
+        if self._refuse(batch):
+            return
         try:
             self._begin()
             for job in batch:
                 self._run(job, alone=len(batch) == 1)
+            last = self._db.execute(LAST_EVENT).fetchone()[0] if self._committed else None
             hit("commit.before")
             self._db.execute("COMMIT")
             hit("commit.after")
             self._commits += 1
             self.healthy = True
+            if self._committed and last:
+                self._committed.note(last)
+            self._refuse(batch)
         except (sqlite3.Error, FailpointHit) as error:
             self._roll_back(batch, error)
+        except Exception as error:  # without this thread every later write would wait for ever
+            log.exception("the store's writer failed")
+            self._roll_back(batch, StoreBroken(f"the store's writer failed ({type(error).__name__}): start again"))
+
+    def _refuse(self, batch: list[Job]) -> bool:
+        """Fail all of it if the database is no longer in its place: what is written then is in a deleted file."""
+        if not (self._files and (problem := self._files.problem())):
+            return False
+        fail(batch, StoreUnavailable(problem))
+        self.healthy = False
+        return True
 
     def _begin(self) -> None:
         for left in reversed(range(BUSY_TRIES)):
@@ -171,7 +198,7 @@ class Writer:
             self._db.execute("BEGIN")
 
     def _roll_back(self, batch: list[Job], error: Exception) -> None:
-        meaning = translate(error) if isinstance(error, sqlite3.Error) else error
+        meaning = translate(error, self._folder) if isinstance(error, sqlite3.Error) else error
         self._on_undone()
         try:
             if self._db.in_transaction:

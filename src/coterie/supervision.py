@@ -1,0 +1,82 @@
+"""Background loops that survive errors, and shutdown steps that all run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from coterie.clock import Clock
+from coterie.errors import StoreError
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE = timedelta(seconds=1)
+LONGEST_PAUSE = timedelta(seconds=10)
+
+
+async def supervise(
+    name: str,
+    work: Callable[[], Awaitable[object]],
+    clock: Clock,
+    *,
+    stopping: asyncio.Event | None = None,
+    first_pause: timedelta = FIRST_PAUSE,
+) -> None:
+    """Run `work` until it returns; log an exception, wait, and run it again.
+
+    The pause doubles from `first_pause` up to ten seconds. It starts again at `first_pause` after a run longer than
+    ten seconds. `stopping`: when it is set, an error ends the loop instead of a new run. Cancellation passes through.
+    """
+    never = asyncio.Event()
+    pause = first_pause
+    while True:
+        began = clock.monotonic()
+        try:
+            await work()
+            return
+        except StoreError as error:
+            log.error("%s failed and is tried again in %g s: %s", name, pause.total_seconds(), error)
+        except Exception:
+            log.exception("%s failed and is tried again in %g s", name, pause.total_seconds())
+        if clock.monotonic() - began > LONGEST_PAUSE.total_seconds():
+            pause = first_pause
+        if await clock.wait(stopping or never, pause):
+            return
+        pause = max(first_pause, min(2 * pause, LONGEST_PAUSE))
+
+
+class Shutdown:
+    """Runs the steps of a stop, each whatever the steps before it did. `finish` raises the first error.
+
+    A cancellation counts as an error: the step it interrupts ends, the remaining steps still run.
+    """
+
+    def __init__(self) -> None:
+        self._first: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._first is not None
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self._first, asyncio.CancelledError)
+
+    async def step(self, name: str, work: Callable[[], Awaitable[T]]) -> T | None:
+        """The result of `work`; None if it failed."""
+        try:
+            return await work()
+        except asyncio.CancelledError as error:
+            self._first = error  # the caller asked for it, so the caller must see it
+        except BaseException as error:
+            self._first = self._first or error
+            log.error("while stopping, this step failed: %s", name, exc_info=error)
+        return None
+
+    def finish(self) -> None:
+        if self._first is not None:
+            raise self._first

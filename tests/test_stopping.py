@@ -1,0 +1,227 @@
+"""Errors of the store in background work, and in each step of a stop: turns are handed over and the store closes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie.agent.mcp import McpServers
+from coterie.agent.toolbox import Toolbox
+from coterie.bus import MessageBus
+from coterie.crew import Crew
+from coterie.errors import StoreUnavailable
+from coterie.library import Library
+from coterie.llm.models import Models
+from coterie.runtime import Society
+from coterie.stores.sql.store import SqlStore
+from coterie.testing import FakeClock, ModelServer
+from coterie.testing.replies import Says
+from tests.engines import Engine, Postgres
+
+LOST = StoreUnavailable("the database went away for a moment")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ModelServer]:
+    async with ModelServer() as server:
+        yield server
+
+
+@pytest.fixture
+def home(tmp_path: Path, server: ModelServer, engine: Engine) -> Path:
+    url = f'[store]\nurl = "{engine.url(tmp_path)}"\n' if isinstance(engine, Postgres) else ""
+    (tmp_path / "coterie.toml").write_text(f"{url}[shutdown]\ndrain_seconds = 0\n[agents.ada]\n")
+    services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
+    (tmp_path / "llmservices.json").write_text(json.dumps({"services": services}))
+    return tmp_path
+
+
+def claims(engine: Engine, home: Path) -> list[tuple[Any, ...]]:
+    """State, worker and counted crashes of Ada, as the database has them."""
+    folder = home if engine.name == "postgres" else home / "data"
+    with engine.behind(folder) as db:
+        return [tuple(row) for row in db.execute("SELECT state, worker, crashes FROM agents WHERE id = 'ada'")]
+
+
+async def next_answer(society: Society) -> str:
+    async with asyncio.timeout(20):
+        return str((await anext(society.inbox())).payload["text"])
+
+
+async def test_after_a_store_error_the_cleaner_cleans_again_and_a_stop_hands_turns_over(
+    home: Path, engine: Engine, server: ModelServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tidied: list[str] = []
+
+    async def tidy(_: Library, __: object) -> None:
+        tidied.append("tried")
+        if len(tidied) < 3:
+            raise LOST
+
+    monkeypatch.setattr(Library, "tidy", tidy)
+    held = asyncio.Event()
+    server.script(Says("here"), Says("never said", gate=held), Says("after the restart"))
+    society = await Society.start(home, clock=clock)
+    await clock.advance(hours=1)
+    await society.send(to="ada", text="are you there?")
+    assert await next_answer(society) == "here"
+    await clock.advance(hours=1)
+    assert len(tidied) >= 3, "it went on after two errors"
+
+    await society.send(to="ada", text="a long question")
+    await server.asked(2)
+    await society.stop()
+
+    assert claims(engine, home) == [("llm", None, 0)]
+    held.set()
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    async def failing(*_: object, **__: object) -> Any:
+        raise error
+
+    return failing
+
+
+STEPS: dict[str, tuple[type, str]] = {
+    "end the cleaner": (Society, "_end_tidying"),
+    "claim no more": (Crew, "stop_claiming"),
+    "see whether others run": (SqlStore, "is_last"),
+    "stop deliveries": (MessageBus, "stop"),
+    "give up deliveries": (MessageBus, "abandon"),
+    "count delayed messages": (SqlStore, "delayed_count"),
+    "close MCP servers": (McpServers, "close"),
+    "stop tools": (Toolbox, "close"),
+    "close models": (Models, "close"),
+    "leave the others": (Society, "_hear_no_more"),
+}
+
+
+@pytest.mark.parametrize("stop", [Society.stop, Society.abandon])
+@pytest.mark.parametrize("step", STEPS)
+async def test_whatever_step_of_a_stop_fails_the_turn_is_handed_over_and_the_store_closed(
+    step: str,
+    stop: Callable[[Society], Any],
+    home: Path,
+    engine: Engine,
+    server: ModelServer,
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = asyncio.Event()
+    server.script(Says("never said", gate=held), Says("after the restart"))
+    society = await Society.start(home, clock=clock)
+    await society.send(to="ada", text="a question")
+    await server.asked(1)
+    error = OSError(f"cannot {step}")
+    with monkeypatch.context() as patch:
+        patch.setattr(*STEPS[step], fails(error))
+        try:
+            await stop(society)
+        except OSError as raised:
+            assert raised is error
+
+    assert claims(engine, home) == [("llm", None, 0)]
+    held.set()
+    async with Society.open(home, clock=clock) as again:
+        assert await next_answer(again) == "after the restart"
+
+
+async def test_the_first_error_of_a_stop_is_raised_after_the_last_step_and_the_others_are_logged(
+    home: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    society = await Society.start(home, clock=clock)
+    first, second = OSError("first"), ValueError("second")
+    with monkeypatch.context() as patch:
+        patch.setattr(MessageBus, "stop", fails(first))
+        patch.setattr(Models, "close", fails(second))
+        with pytest.raises(OSError, match="first"):
+            await society.stop()
+    told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert told[:2] == ["first", "second"]
+    async with Society.open(home, clock=clock):
+        pass
+
+
+async def test_a_cancelled_stop_still_hands_turns_over_and_closes_the_store(
+    home: Path, engine: Engine, server: ModelServer, clock: FakeClock
+) -> None:
+    (home / "coterie.toml").write_text((home / "coterie.toml").read_text().replace("drain_seconds = 0", ""))
+    held = asyncio.Event()
+    server.script(Says("never said", gate=held))
+    society = await Society.start(home, clock=clock)
+    await society.send(to="ada", text="a question")
+    await server.asked(1)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await society.stop()
+
+    assert claims(engine, home) == [("llm", None, 0)]
+    held.set()
+    async with Society.open(home, clock=clock, work=False):
+        pass
+
+
+async def test_turns_are_released_though_the_store_fails_once(
+    home: Path, engine: Engine, server: ModelServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = asyncio.Event()
+    server.script(Says("never said", gate=held))
+    society = await Society.start(home, clock=clock)
+    await society.send(to="ada", text="a question")
+    await server.asked(1)
+    release, failures = SqlStore.release, [LOST]
+
+    async def once(self: SqlStore, *args: Any, **options: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await release(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqlStore, "release", once)
+        await society.stop()
+
+    assert claims(engine, home) == [("llm", None, 0)]
+    held.set()
+
+
+async def test_watchers_hear_of_events_again_after_an_unexpected_error(
+    home: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Society.open(home, clock=clock, work=False) as society:
+        events, failures = type(society.store).events, [RuntimeError("a bug")]
+
+        async def once(self: SqlStore, *args: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await events(self, *args)
+
+        async with society.bus.watch() as watcher:
+            monkeypatch.setattr(type(society.store), "events", once)
+            await society.send(to="ada", text="hello")
+            await clock.advance(seconds=3)
+            async with asyncio.timeout(20):
+                assert (await anext(watcher)).kind
+    assert any(record.levelno == logging.ERROR and "event log" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_server_that_cannot_announce_itself_stops_the_society_in_order(
+    home: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coterie.cli import serving
+
+    monkeypatch.setattr(serving, "greet", fails(BrokenPipeError("nobody reads")))
+    with pytest.raises(BrokenPipeError):
+        await serving.run(serving.Wanted(folder=home))
+    if engine.name == "sqlite":
+        with engine.behind(home / "data") as db:
+            assert db.execute("SELECT value FROM meta WHERE key = 'clean'").fetchone()[0] == "1"
+    async with Society.open(home, work=False):
+        pass
