@@ -30,7 +30,7 @@ PATIENCE = 20
 async def front(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[tuple[FastAPI, int]]:
     sockets = listen("127.0.0.1", 0)
     app = build_app(society, access, where=addresses("127.0.0.1", port_of(sockets)), clock=clock)
-    server = WebServer(app, sockets)
+    server = WebServer(app, sockets, clock=clock)
     await server.start()
     yield app, port_of(sockets)
     await server.stop()

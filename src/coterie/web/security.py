@@ -19,6 +19,7 @@ from coterie.rates import Rates
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses
 from coterie.web.client_address import ClientAddresses, budget_of
+from coterie.web.connections import KNOWN
 from coterie.web.health import Health
 from coterie.web.meter import HttpMeter
 from coterie.web.problems import Rejected, as_response, unexpected
@@ -114,6 +115,8 @@ class Gate:
         if self._health.draining and path not in HEALTH:
             raise Rejected(503, "stopping", "the society is stopping: try again shortly", headers=_CLOSE)
         who = self._who(scope["headers"])
+        if connection := scope.get("extensions", {}).get(KNOWN):
+            connection["set"](who is not None)
         budget = budget_of(scope)
         is_public = path in PUBLIC or path.startswith("/static/")
         # The secret is compared first: what others did from the same address cannot refuse a right one.
