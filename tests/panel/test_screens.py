@@ -156,7 +156,9 @@ async def test_a_key_goes_in_and_never_comes_out(panel: Room) -> None:
 
 async def test_a_new_address_asks_for_the_key_again(panel: Room) -> None:
     async with ModelServer(models={"m2"}) as elsewhere:
-        await panel.society.setup.put("second", {"baseURL": panel.server.base_url, "model": "m2"}, "sk-canary-0123456789")
+        await panel.society.setup.put(
+            "second", {"baseURL": panel.server.base_url, "model": "m2"}, "sk-canary-0123456789"
+        )
         page = await panel.open("#/setup")
         await page.locator('[data-service="second"]').get_by_role("button", name="Edit").click()
         form = page.locator(".service-form")
