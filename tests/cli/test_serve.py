@@ -161,7 +161,7 @@ def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) ->
 def test_half_sent_requests_beyond_the_soft_limit_of_files_do_not_silence_the_owner(folder: Path) -> None:
     soft = ["sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh"]
     with Serving(folder, prefix=soft) as society, contextlib.ExitStack() as half_sent:
-        running = json.loads((folder / "data" / "address.json").read_text())
+        running = json.loads((folder / "data" / "server.json").read_text())
         port = int(running["url"].rpartition(":")[2])
         for _ in range(400):
             connection = half_sent.enter_context(socket.create_connection(("127.0.0.1", port)))

@@ -98,7 +98,7 @@ HALF = {
     "nothing": "",
     "half a request line": "GET /hea",
     "half of the headers": "GET /healthz HTTP/1.1\r\nHost: HERE\r\nX: ",
-    "half a body": "POST /session HTTP/1.1\r\nHost: HERE\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+    "half a body": CHUNKED.replace("Transfer-Encoding: chunked", "Content-Length: 99") + "{",
     "half a chunk": CHUNKED + "5\r\n{",
     "half a body that is refused": "POST /api/v1/messages HTTP/1.1\r\nHost: HERE\r\nContent-Length: 99\r\n\r\n{",
     "a body that no route reads": "GET /healthz HTTP/1.1\r\nHost: HERE\r\nContent-Length: 99\r\n\r\n{",
@@ -191,11 +191,11 @@ async def test_a_body_that_drips_ends_and_an_upload_that_goes_on_does_not(server
         f"Content-Length: {len(begin) + 8 * 8192 + len(end)}\r\n"
         f"Content-Type: multipart/form-data; boundary=b\r\n\r\n{begin}"
     )
-    for round in range(8):
+    for turn in range(8):
         upload.writer.write(b"y" * 8192)
-        if round < 1:
+        if turn < 1:
             drip.writer.write(b"100\r\n" + b" " * 256 + b"\r\n")
-        if round < 3:
+        if turn < 3:
             flow.writer.write(b"1400\r\n" + b" " * 5120 + b"\r\n")
         await server.serves_the_owner()
         await clock.advance(seconds=25)
@@ -235,6 +235,7 @@ def endless(begin: str, piece: bytes) -> tuple[str, bytes]:
 
 
 GET = "GET /healthz HTTP/1.1\r\nHost: HERE\r\n"
+REFUSED = "POST /api/v1/messages HTTP/1.1\r\nHost: HERE\r\n"
 ENDLESS = {
     "one header": endless(GET + "X: ", b"x"),
     "headers": endless(GET, b"X: y\r\n"),
@@ -249,7 +250,7 @@ ENDLESS = {
     "trailers where no body is read": endless(GET + "Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: ", b"x"),
     "a body where none is read": endless(GET + "Content-Length: 99999999999\r\n\r\n", b"x"),
     "chunks where no body is read": endless(GET + "Transfer-Encoding: chunked\r\n\r\n", b"400\r\n" + KB + b"\r\n"),
-    "a body after its refusal": endless("POST /api/v1/messages HTTP/1.1\r\nHost: HERE\r\nContent-Length: 99999999999\r\n\r\n", b"x"),
+    "a body after its refusal": endless(REFUSED + "Content-Length: 99999999999\r\n\r\n", b"x"),
     "bytes after the last request": endless(GET + "Connection: close\r\n\r\n", b"x"),
     "requests in one go": endless("", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n"),
 }  # fmt: skip
