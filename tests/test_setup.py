@@ -339,3 +339,63 @@ async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
         "capabilities": {"input": ["text", "vision"], "output": ["text", "tool_calling"]},
     }
     assert ids(society) == ["tour", "tour-sees"]
+
+
+# A key belongs to an address
+
+
+@pytest.mark.parametrize("change", ["address", "address sent back as listed", "provider", "own reference"])
+async def test_a_key_is_asked_for_again_when_the_address_changes_and_is_not_sent_there(
+    society: Society, server: ModelServer, tmp_path: Path, change: str
+) -> None:
+    async with ModelServer(models={"m"}) as elsewhere:
+        await society.setup.put("main", entry(server), KEY)
+        before = (tmp_path / "llmservices.json").read_bytes()
+        fields: dict[str, Any] = {"baseURL": elsewhere.base_url}
+        if change == "address sent back as listed":
+            fields = society.setup.view("main").to_wire() | fields
+        elif change == "provider":
+            fields = {"provider": "tour"}
+        elif change == "own reference":
+            fields["apiKey"] = "${MAIN_API_KEY}"
+        for call in (society.setup.test_entry, society.setup.put):
+            with pytest.raises(Refused, match="enter the key again") as refusal:
+                await call("main", fields)
+            assert refusal.value.code == "service_invalid"
+        assert elsewhere.requests == [] and (tmp_path / "llmservices.json").read_bytes() == before
+        assert secrets(tmp_path) == {"MAIN_API_KEY": KEY}
+
+
+async def test_a_changed_address_gets_the_key_that_is_entered_with_it_or_none(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    async with ModelServer(models={"m"}) as elsewhere:
+        await society.setup.put("main", entry(server), KEY)
+        assert (await society.setup.test_entry("main", {"baseURL": elsewhere.base_url}, OTHER)).ok
+        assert elsewhere.requests[-1].headers["authorization"] == f"Bearer {OTHER}"
+        await society.setup.put("main", {"baseURL": elsewhere.base_url}, "")
+        assert "apiKey" not in written(tmp_path)["services"][0] and secrets(tmp_path) == {}
+        assert (await society.setup.test("main")).ok
+        assert "authorization" not in elsewhere.requests[-1].headers
+
+
+async def test_a_stored_key_is_not_sent_to_the_address_of_another_service(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    async with ModelServer(models={"m"}) as elsewhere:
+        await society.setup.put("main", entry(server), KEY)
+        fields = entry(elsewhere, apiKey="${MAIN_API_KEY}")
+        assert await code(society.setup.test_entry("copy", fields)) == "service_invalid"
+        assert await code(society.setup.put("copy", fields)) == "service_invalid"
+        assert elsewhere.requests == []
+        # At the same address both may use it.
+        assert (await society.setup.test_entry("copy", entry(server, apiKey="${MAIN_API_KEY}"))).ok
+
+
+@pytest.mark.parametrize("same", ["{}/", " {} ", "{}"])
+async def test_an_address_that_is_only_written_differently_keeps_its_key(
+    society: Society, server: ModelServer, tmp_path: Path, same: str
+) -> None:
+    await society.setup.put("main", entry(server), KEY)
+    view = await society.setup.put("main", {"baseURL": same.format(server.base_url.upper().replace("/V1", "/v1"))})
+    assert view.entry.api_key is not None and view.entry.api_key.reveal() == KEY

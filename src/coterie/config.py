@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +51,15 @@ def _strings(value: Any) -> str | None:
     return "expected a list of strings"
 
 
+def _networks(value: Any) -> str | None:
+    try:
+        if isinstance(value, list) and all(isinstance(item, str) and ip_network(item, strict=False) for item in value):
+            return None
+    except ValueError:
+        pass
+    return 'expected a list of addresses or networks such as "127.0.0.1" or "10.0.0.0/8"'
+
+
 def _table_of_strings(value: Any) -> str | None:
     if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
         return None
@@ -75,6 +85,8 @@ class Server:
     port: int = _setting(8642, _whole(1, 65535))
     public_url: str = _setting("", _text)
     allowed_hosts: tuple[str, ...] = _setting((), _strings)
+    trusted_proxies: tuple[str, ...] = _setting((), _networks)
+    """Peers whose X-Forwarded-For or Forwarded header names the client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,13 +24,6 @@ class Rates:
         self._keep(client, left - 1.0, now)
         return 0.0
 
-    def wait(self, client: str) -> float:
-        """What `take` would say, with nothing taken."""
-        if client not in self._left:
-            return 0.0
-        _, left = self._look(client)
-        return 0.0 if left >= 1.0 else (1.0 - left) / self._per_second
-
     def _look(self, client: str) -> tuple[float, float]:
         now = self._clock.monotonic()
         left, seen = self._left.get(client, (self._burst, now))

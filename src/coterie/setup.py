@@ -22,7 +22,7 @@ from coterie.llm.registry import Services, read_file
 from coterie.llm.secrets import SecretsFile, keys_from
 from coterie.llm.service import LLMService, UnknownService
 from coterie.llm.service_entry import ServiceEntry
-from coterie.llm.services_edit import ServicesText, as_written
+from coterie.llm.services_edit import Destination, ServicesText, as_written, reference
 from coterie.llm.services_file import FILE, read_services
 from coterie.llm.trial import Trial, try_out
 from coterie.llm.trials import Trials
@@ -98,6 +98,7 @@ class Setup:
         """The service is as `fields` say, in the file and at work. Fields that are not named stay as they are.
 
         `key`: goes into data/secrets.json, the file gets a reference to it; empty: it needs none; None: as it was.
+        A key that was entered for one address is not sent to another: with a new address, `key` must be given.
         `Refused("service_invalid")` says what is wrong with it, and then nothing was written.
         """
         async with self._changing:
@@ -171,11 +172,25 @@ class Setup:
         name = self._name_for(service_id, text, key.strip()) if key else None
         if key is not None:
             written["apiKey"] = f"${{{name}}}" if name else None
+        before = text.destination(service_id)
+        stored_for = self._stored_for(written.get("apiKey"), text)
         text.put(service_id, written)
+        now = text.destination(service_id)
+        is_kept = before is not None and "apiKey" not in written and (text.entry(service_id) or {}).get("apiKey")
+        if key is None and ((is_kept and now != before) or (stored_for is not None and now not in stored_for)):
+            words = "key: it was entered for another address; enter the key again, or an empty one if none is needed"
+            raise Refused("service_invalid", words)
         fresh = name if name != old else None
         value = (key or "").strip()
         entry = self._read_back(text, service_id, {name: value} if name else {})
         return _Draft(text=text, entry=entry, name=fresh, key=value, old=old)
+
+    def _stored_for(self, told: object, text: ServicesText) -> set[Destination] | None:
+        """Where the stored key that `told` refers to may be sent; None if it is not one of data/secrets.json."""
+        name = reference(told)
+        if name is None or name not in self._secrets.read()[0]:
+            return None
+        return text.destinations_of_key(name)
 
     def _name_for(self, service_id: str, text: ServicesText, key: str) -> str:
         """Its old name for the key it has; else one that means nothing to anybody yet, here or in the environment."""

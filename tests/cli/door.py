@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -54,12 +54,13 @@ def coterie_process(*args: str | Path, env: Mapping[str, str] | None = None) -> 
 class Serving(AbstractContextManager["Serving"]):
     """`coterie serve` as a process, ready when entered; killed on the way out if it still runs."""
 
-    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
+    def __init__(self, folder: Path, patience: float = PATIENCE, *, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: a command that runs the one behind it."""
         self.banner: list[str] = []
         self.log: list[dict[str, Any]] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "coterie", "serve", str(folder)],
+            [*prefix, sys.executable, "-m", "coterie", "serve", str(folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

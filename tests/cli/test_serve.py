@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -154,6 +155,23 @@ def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) ->
     assert society.log[-1]["level"] == "critical"
     assert "check the disk, then start again" in society.log[-1]["message"]
     assert len(delayed(folder)) == 1
+
+
+@pytest.mark.slow
+def test_half_sent_requests_beyond_the_soft_limit_of_files_do_not_silence_the_owner(folder: Path) -> None:
+    soft = ["sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh"]
+    with Serving(folder, prefix=soft) as society, contextlib.ExitStack() as half_sent:
+        running = json.loads((folder / "data" / "server.json").read_text())
+        port = int(running["url"].rpartition(":")[2])
+        for _ in range(400):
+            connection = half_sent.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.send(b"POST /session HTTP/1.1\r\nContent-Length: 9\r\n")
+        began = time.monotonic()
+        assert coterie("agents", "--dir", folder, "--json").code == 0
+        print(f"owner served in {time.monotonic() - began:.2f} s")
+        if hasattr(resource, "prlimit"):
+            now, hard = resource.prlimit(society.pid, resource.RLIMIT_NOFILE)
+            assert now == hard
 
 
 @pytest.mark.slow

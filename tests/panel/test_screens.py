@@ -6,7 +6,7 @@ import re
 
 from playwright.async_api import Page, expect
 
-from coterie.testing import Calls, Says, Status
+from coterie.testing import Calls, ModelServer, Says, Status
 from tests.panel import ui
 from tests.panel.room import PHONE, Room, eventually, options_of
 from tests.panel.test_conversation import PNG
@@ -152,6 +152,28 @@ async def test_a_key_goes_in_and_never_comes_out(panel: Room) -> None:
     await card.get_by_role("button", name="Delete").click()
     await page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     await expect(card).to_have_count(0)
+
+
+async def test_a_new_address_asks_for_the_key_again(panel: Room) -> None:
+    async with ModelServer(models={"m2"}) as elsewhere:
+        await panel.society.setup.put(
+            "second", {"baseURL": panel.server.base_url, "model": "m2"}, "sk-canary-0123456789"
+        )
+        page = await panel.open("#/setup")
+        await page.locator('[data-service="second"]').get_by_role("button", name="Edit").click()
+        form = page.locator(".service-form")
+        await expect(form).to_contain_text("leave empty to keep it")
+        await form.get_by_label("Base URL").fill(elsewhere.base_url)
+        await expect(form).to_contain_text("enter the key again")
+        await form.get_by_role("button", name="Test").click()
+        await expect(form.locator(".outcome")).to_contain_text("It answered in")
+        assert "authorization" not in elsewhere.requests[-1].headers
+        await form.get_by_label("Key").fill("sk-of-the-new-address")
+        await form.get_by_role("button", name="Save").click()
+        await expect(form).to_have_count(0)
+        entry = panel.society.setup.view("second").entry
+        assert entry.api_key is not None and entry.api_key.reveal() == "sk-of-the-new-address"
+        assert entry.base_url == elsewhere.base_url
 
 
 async def test_the_tours_guide_comes_and_goes(panel: Room) -> None:

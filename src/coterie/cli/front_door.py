@@ -22,7 +22,7 @@ from coterie.supervision import Shutdown
 from coterie.web.access import Access, check_token, keep_token
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
-from coterie.web.server import WebServer, close, listen, port_of
+from coterie.web.server import WebServer, close, listen, port_of, raise_file_limit
 from coterie.web.session import link
 
 
@@ -61,7 +61,14 @@ class FrontDoor:
         token = keep_token(self._data, self._token)
         self._access = Access(token, society.store.info.log_id, clock, secure=self.where.secure)
         self._app = build_app(society, self._access, where=self.where, clock=clock)
-        self._server = WebServer(self._app, self._sockets, access_log=debugging())
+        raise_file_limit()
+        self._server = WebServer(
+            self._app,
+            self._sockets,
+            access_log=debugging(),
+            clock=clock,
+            trusted_proxies=society.config.server.trusted_proxies,
+        )
         await self._server.start()
         leave_address(self._data, Address(url=self.where.local, pid=os.getpid(), token=self._token))
 

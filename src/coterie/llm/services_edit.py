@@ -13,6 +13,8 @@ from coterie.llm.services_file import FILE, parse
 # What a listing adds to an entry; a page that sends an entry back as it got it does not mean to write these.
 _ONLY_SHOWN = ("problems", "trial", "usedBy", "tour")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+Destination = tuple[str, str]
+"""Provider and address: what decides who gets the key."""
 _ASSUMED = {"input": ["text"], "output": ["text"]}
 
 
@@ -65,6 +67,16 @@ class ServicesText:
     def names_in_use(self) -> set[str]:
         return {name for item in self._services if isinstance(item, dict) and (name := reference(item.get("apiKey")))}
 
+    def destination(self, service_id: str) -> Destination | None:
+        """Where requests of the service go; None if there is no such entry."""
+        entry = self.entry(service_id)
+        return None if entry is None else destination(entry)
+
+    def destinations_of_key(self, name: str) -> set[Destination]:
+        """Where the key of that name is sent."""
+        entries = [item for item in self._services if isinstance(item, dict)]
+        return {destination(item) for item in entries if reference(item.get("apiKey")) == name}
+
     def data(self) -> bytes:
         try:
             text = json.dumps(self._top, ensure_ascii=False, indent=2, allow_nan=False)
@@ -72,6 +84,14 @@ class ServicesText:
             raise _unusable("", "holds a number too large to be written again") from None
         # Half of a character can be written in JSON, but only as an escape.
         return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
+def destination(entry: Mapping[str, Any]) -> Destination:
+    """Provider and address of an entry, the same however they are written."""
+    provider, url = (str(entry.get(name) or "").strip() for name in ("provider", "baseURL"))
+    scheme, mark, rest = url.rstrip("/").partition("://")
+    host, slash, path = rest.partition("/")
+    return provider.lower() or "openai", f"{scheme.lower()}{mark}{host.lower()}{slash}{path}"
 
 
 def reference(value: object) -> str | None:

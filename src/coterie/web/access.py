@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 from pathlib import Path
 
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 FILE = "token"
 SECRET_BYTES = 24
 """192 random bits, in a token as in a link."""
+SHORT = 16
+"""Characters. A right token always passes, so only its length protects it from being guessed."""
 CODE_SECONDS = 600.0
 CODES = 64
 """Links open at a time; a further one ends the oldest."""
@@ -55,6 +58,10 @@ class Access:
         self._codes[_digest(code)] = self._clock.monotonic() + CODE_SECONDS
         return code
 
+    def has_code(self, code: str) -> bool:
+        """True while `redeem` would accept the code."""
+        return self._codes.get(_digest(code), -math.inf) >= self._clock.monotonic()
+
     def redeem(self, code: str) -> str | None:
         """The `Set-Cookie` line for whoever brings a code that is still good; None for anybody else."""
         # Looked up by its hash: how long that takes says nothing about the codes there are.
@@ -72,6 +79,8 @@ def _digest(code: str) -> bytes:
 def keep_token(data: Path, given: str | None) -> str:
     """The token that was `given`, else the one kept in the folder `data`, made there when missing."""
     if given is not None:
+        if len(given) < SHORT:
+            log.warning("the token has %d characters: choose %d or more that nobody can guess", len(given), SHORT)
         return check_token(given, "--token or COTERIE_TOKEN")
     path = data / FILE
     try:

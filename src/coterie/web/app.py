@@ -12,6 +12,7 @@ from coterie.runtime import Society
 from coterie.web import health, metrics, page, problems, session
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses, addresses
+from coterie.web.client_address import ClientAddresses
 from coterie.web.meter import HttpMeter
 from coterie.web.routes import ROUTERS
 from coterie.web.security import Gate
@@ -65,5 +66,6 @@ def build_app(
         health=state.health,
         meter=state.meter,
         disk=society.disk,
+        clients=ClientAddresses(server.trusted_proxies),
     )
     return app

@@ -6,8 +6,9 @@ Plain ASGI around the whole application, so that no route can forget any of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
+from urllib.parse import parse_qs
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,8 @@ from coterie.disk import Disk
 from coterie.rates import Rates
 from coterie.web.access import Access
 from coterie.web.addresses import Addresses
+from coterie.web.client_address import ClientAddresses, budget_of
+from coterie.web.connections import KNOWN
 from coterie.web.health import Health
 from coterie.web.meter import HttpMeter
 from coterie.web.problems import Rejected, as_response, unexpected
@@ -40,12 +43,15 @@ HEADERS = (
 """On every answer; one that a route sets itself stands."""
 OURS = frozenset(name for name, _ in HEADERS)
 HEALTH = frozenset({"/healthz", "/readyz"})
-PUBLIC = HEALTH | {"/", "/session"}
+SESSION = "/session"
+PUBLIC = HEALTH | {"/", SESSION}
 UPLOADS = "/api/v1/artifacts"
 EVENTS = "/api/v1/events"
 INPUT = frozenset({UPLOADS, "/api/v1/messages"})
 """What comes in from outside and stays."""
 BODY_BYTES = 2 << 20
+SESSION_BYTES = 4 << 10
+"""The body of a request that anybody may send: one code."""
 RATE = 20_000.0
 """Requests a second, and at once, of one client who has the token: more than the society can answer."""
 STRANGERS_RATE, STRANGERS_BURST = 200.0, 1_000.0
@@ -63,9 +69,11 @@ class Gate:
         health: Health,
         meter: HttpMeter,
         disk: Disk,
+        clients: ClientAddresses | None = None,
     ) -> None:
         self._app, self._access, self._where, self._health = app, access, where, health
         self._clock, self._meter, self._disk = clock, meter, disk
+        self._clients = clients or ClientAddresses()
         self._rates = Rates(clock, burst=RATE, per_second=RATE)
         self._strangers = Rates(clock, burst=STRANGERS_BURST, per_second=STRANGERS_RATE)
 
@@ -103,12 +111,22 @@ class Gate:
         headers = dict(scope["headers"])
         path, method = scope["path"], scope["method"]
         self._check_host(scope, headers)
-        client = scope["client"][0] if scope["client"] else ""
+        self._clients.resolve(scope)
         if self._health.draining and path not in HEALTH:
             raise Rejected(503, "stopping", "the society is stopping: try again shortly", headers=_CLOSE)
-        who = self._who(headers, client)
-        _hold_back((self._rates if who else self._strangers).take(client))
-        if who is None and path not in PUBLIC and not path.startswith("/static/"):
+        who = self._who(scope["headers"])
+        if connection := scope.get("extensions", {}).get(KNOWN):
+            connection["set"](who is not None)
+        budget = budget_of(scope)
+        is_public = path in PUBLIC or path.startswith("/static/")
+        # The secret is compared first: what others did from the same address cannot refuse a right one.
+        if who:
+            _hold_back(self._rates.take(budget))
+        elif not is_public and self._brings_secret(headers):
+            _hold_back(self._access.guesses.take(budget))
+        if not who and not self._may_bring_code(scope):
+            _hold_back(self._strangers.take(budget))
+        if not who and not is_public:
             sentence = "this needs the token of the society: data/token has it, coterie open makes a link for a browser"
             raise Rejected(401, "unauthorized", sentence, headers={"WWW-Authenticate": "Bearer"})
         if (method not in ("GET", "HEAD") or path == EVENTS) and self._is_foreign(headers, method, who):
@@ -126,31 +144,38 @@ class Gate:
         sentence = "this server is not asked for under that name: add it to server.allowed_hosts in coterie.toml"
         raise Rejected(421, "unknown_host", sentence)
 
-    def _who(self, headers: dict[bytes, bytes], client: str) -> Who | None:
-        """Who brings the right secret, and how; None for anybody else."""
-        bearer = headers.get(b"authorization")
-        cookie = self._cookie(headers) if bearer is None else None
-        if bearer is None and cookie is None:
-            return None
-        _hold_back(self._access.guesses.wait(client))
-        if bearer is not None:
-            scheme, _, token = bearer.partition(b" ")
-            if scheme.lower() == b"bearer" and self._access.knows_token(token.strip()):
-                return "bearer"
-        elif cookie is not None and self._access.knows_cookie(cookie):
-            return "cookie"
-        self._access.guesses.take(client)
-        return None
+    def _who(self, headers: Iterable[tuple[bytes, bytes]]) -> Who | None:
+        """How the right secret was brought; None without one."""
+        by_cookie = False
+        for name, value in headers:
+            if name == b"authorization":
+                scheme, _, token = value.partition(b" ")
+                if scheme.lower() == b"bearer" and self._access.knows_token(token.strip()):
+                    return "bearer"
+            elif name == b"cookie":
+                # Each of that name: a server on another port of the same host can set a second one.
+                by_cookie = by_cookie or any(map(self._access.knows_cookie, self._cookies(value)))
+        return "cookie" if by_cookie else None
 
-    def _cookie(self, headers: dict[bytes, bytes]) -> bytes | None:
-        if b"cookie" not in headers:
-            return None
+    def _cookies(self, line: bytes) -> Iterator[bytes]:
+        """The values of our cookie in a `Cookie` header."""
         wanted = self._access.cookie_name.encode()
-        for pair in headers[b"cookie"].split(b";"):
+        for pair in line.split(b";"):
             name, _, value = pair.strip().partition(b"=")
             if name == wanted:
-                return value
-        return None
+                yield value
+
+    def _brings_secret(self, headers: dict[bytes, bytes]) -> bool:
+        return b"authorization" in headers or any(True for _ in self._cookies(headers.get(b"cookie", b"")))
+
+    def _may_bring_code(self, scope: Scope) -> bool:
+        """True for a request whose one-time code is right, or can only be read from its body."""
+        if scope["method"] == "POST" and scope["path"] == SESSION:
+            return True
+        if scope["path"] != "/" or b"code=" not in scope["query_string"]:
+            return False
+        codes = parse_qs(scope["query_string"].decode("latin-1")).get("code", [])
+        return any(map(self._access.has_code, codes))
 
     def _is_foreign(self, headers: dict[bytes, bytes], method: str, who: Who | None) -> bool:
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
@@ -192,25 +217,26 @@ def _checked_body(headers: dict[bytes, bytes], path: str, method: str, receive: 
         raise Rejected(415, "unsupported_media_type", f"the body must be {wanted.decode()}")
     if uploads:
         return receive  # its own limit is kept where it is read
-    if length > BODY_BYTES:
-        raise too_large()
-    return _counted(receive) if chunked else receive
+    limit = SESSION_BYTES if path == SESSION else BODY_BYTES
+    if length > limit:
+        raise too_large(limit)
+    return _counted(receive, limit) if chunked else receive
 
 
-def too_large() -> Rejected:
-    sentence = f"the body is larger than {BODY_BYTES:,} bytes, the most allowed: upload files to {UPLOADS}"
+def too_large(limit: int) -> Rejected:
+    sentence = f"the body is larger than {limit:,} bytes, the most allowed: upload files to {UPLOADS}"
     return Rejected(413, "body_too_large", sentence)
 
 
-def _counted(receive: Receive) -> Receive:
+def _counted(receive: Receive, limit: int) -> Receive:
     size = 0
 
     async def counted() -> Message:
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))
-        if size > BODY_BYTES:
-            raise too_large()
+        if size > limit:
+            raise too_large(limit)
         return message
 
     return counted

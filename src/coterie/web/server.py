@@ -5,25 +5,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
+import resource
 import socket
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from coterie.clock import Clock, SystemClock
 from coterie.errors import CoterieError
+from coterie.web.client_address import ClientAddresses
+from coterie.web.connections import STRANGERS, Connections, LimitedProtocol, ServerConfig, watch
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+ACCEPTED_AT_ONCE = 16
+"""New connections in one round of the event loop. In the few rounds until a new connection has been read and checked,
+far fewer than the limit of strangers can come, so the owner's is never the oldest of them."""
+CHECK = timedelta(seconds=1)
+MOST_FILES = 1 << 20
+"""Where the system sets no hard limit."""
 IDLE_SECONDS = 75
 """How long a connection is kept for the next request."""
-HEAD_BYTES = 64 << 10
-"""Request line and headers."""
-HEAD_SECONDS = 15
-HANG_UP = "coterie.hang_up"
-"""What a route finds among the extensions of its request to end a connection that nobody reads from."""
 LINGER_SECONDS = 2
 """What answers are still under way may take so long at the end."""
+
+
+def raise_file_limit() -> None:
+    """Set the soft limit of open files to the hard one: every connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:
+        log.warning("the limit of open files stays at %d: %s", soft, error)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -81,16 +101,31 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 class WebServer:
     """Serves an app on sockets that are bound already, in the loop that runs."""
 
-    def __init__(self, app: Any, sockets: Sequence[socket.socket], *, access_log: bool = False) -> None:
-        config = uvicorn.Config(
+    def __init__(
+        self,
+        app: Any,
+        sockets: Sequence[socket.socket],
+        *,
+        access_log: bool = False,
+        clock: Clock | None = None,
+        trusted_proxies: Sequence[str] = (),
+    ) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.connections = Connections(
+            clock or SystemClock(),
+            strangers=min(STRANGERS, max(1, files // 4)),
+            is_proxy=ClientAddresses(trusted_proxies).trusts,
+        )
+        config = ServerConfig(
             app,
-            http=Protocol,
+            self.connections,
+            http=LimitedProtocol,
             ws="none",
             log_config=None,
             access_log=access_log,
             proxy_headers=False,
             server_header=False,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=LINGER_SECONDS,
         )
@@ -100,6 +135,7 @@ class WebServer:
 
     async def start(self) -> None:
         """Requests are answered when it returns."""
+        self._watch = asyncio.create_task(watch(self.connections, CHECK), name="coterie-web-deadlines")
         self.ended = asyncio.create_task(self._server.serve(self._sockets), name="coterie-web")
         up = asyncio.create_task(self._server.up.wait())
         await asyncio.wait({up, self.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +145,10 @@ class WebServer:
 
     async def stop(self) -> None:
         self._server.should_exit = True
-        await self.ended
+        try:
+            await self.ended
+        finally:
+            self._watch.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -119,47 +158,12 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # asyncio uses one number for both, and the system should let more of them wait than we take at once.
+        for each in sockets or ():
+            each.listen(BACKLOG)
         self.up.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the society's: it has more to end than a server."""
         yield
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's own, with a limit on what comes before the body: it would gather headers without end."""
-
-    _head: int | None = 0
-    _hurry: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._hurry = self.loop.call_later(HEAD_SECONDS, transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._calm_down()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        if self._head is not None:
-            self._head += len(data)
-            if self._head > HEAD_BYTES and self._head - len(data) > 0:
-                self.send_400_response("The headers are too long.")
-                return
-        super().data_received(data)
-
-    def on_message_begin(self) -> None:
-        self._head = self._head or 0
-        super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: {"now": self.transport.abort}}
-
-    def on_headers_complete(self) -> None:
-        self._head = None
-        self._calm_down()
-        super().on_headers_complete()
-
-    def _calm_down(self) -> None:
-        if self._hurry:
-            self._hurry.cancel()
-            self._hurry = None

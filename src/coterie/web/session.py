@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from coterie.web.access import Access
+from coterie.web.client_address import budget_of
 from coterie.web.dependencies import AccessDep
 from coterie.web.problems import problem
 
@@ -37,14 +38,12 @@ def link(url: str, access: Access) -> str:
 
 
 def exchange(request: Request, access: Access, code: str) -> Response:
-    """To the page with its cookie; or no, and not too often."""
-    client = request.client.host if request.client else ""
-    if wait := access.guesses.wait(client):
+    """Redirect to the page with its cookie if the code is right; wrong codes are counted and slowed."""
+    # The code comes first: nobody who sends wrong ones can refuse a right one.
+    if cookie := access.redeem(code):
+        return RedirectResponse("/", 303, {"Set-Cookie": cookie})
+    if wait := access.guesses.take(budget_of(request.scope)):
         headers = {"Retry-After": str(math.ceil(wait))}
         return problem(429, "too_many_requests", f"too many attempts: wait {math.ceil(wait)} s", headers=headers)
-    cookie = access.redeem(code)
-    if cookie is None:
-        access.guesses.take(client)
-        sentence = "this link was used already or is too old: make a new one with coterie open"
-        return problem(401, "code_invalid", sentence, headers={"WWW-Authenticate": "Bearer"})
-    return RedirectResponse("/", 303, {"Set-Cookie": cookie})
+    sentence = "this link was used already or is too old: make a new one with coterie open"
+    return problem(401, "code_invalid", sentence, headers={"WWW-Authenticate": "Bearer"})

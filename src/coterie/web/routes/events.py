@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.web.answers import COMMON
-from coterie.web.server import HANG_UP
+from coterie.web.connections import HANG_UP
 from coterie.web.stream import Hub
 
 router = APIRouter(tags=["events"], responses=COMMON)

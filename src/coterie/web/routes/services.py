@@ -47,7 +47,8 @@ async def services(society: SocietyDep, probe: bool = False) -> Response:
 async def put(service_id: str, society: SocietyDep, fields: dict[str, Any] = Body(...)) -> Response:  # noqa: B008
     """The fields of llmservices.json; those left out stay as they are.
 
-    A key in `key` is kept in data/secrets.json, and never comes out again.
+    A key in `key` is kept in data/secrets.json, and never comes out again. It belongs to the address it was entered
+    for: a change of `baseURL` or `provider` needs `key` again, empty if the new address needs none.
     """
     key = fields.pop("key", None)
     if key is not None and not isinstance(key, str):

@@ -20,6 +20,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const key = h('input', { type: 'password', autocomplete: 'new-password', spellcheck: 'false', 'data-testid': 'service-key' });
   const abilities = h('fieldset', { class: 'abilities' });
   const outcome = h('p', { class: 'outcome', role: 'status' });
+  const moved = () => known && from.apiKey && base.value.trim() !== from.baseURL;
   let apiKey = known ? undefined : from.apiKey;
   const can = { input: new Set(), output: new Set() };
 
@@ -45,12 +46,15 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     if (offer?.models?.length && !model.value) model.value = offer.models[0];
   };
   const fields = () => {
-    const told = { name: name.value || id.value, provider: 'openai', baseURL: base.value.trim(), model: model.value.trim() };
+    const told = { name: name.value || id.value, provider: from.provider ?? 'openai', baseURL: base.value.trim(), model: model.value.trim() };
     told.capabilities = { input: [...can.input], output: [...can.output] };
-    if (key.value) told.key = key.value;
+    if (key.value || moved()) told.key = key.value;
     else if (apiKey) told.apiKey = apiKey;
     return told;
   };
+  const hint = () => moved() ? t('keyAgain') : known && from.apiKey ? t('keyKept', { key: from.apiKey }) : apiKey ? t('keyFromEnvironment', { name: apiKey.slice(2, -1) }) : t('keyWriteOnly');
+  const keyField = field(t('key'), key, hint());
+  base.oninput = () => (keyField.lastChild.textContent = hint());
   const path = () => `/services/${encodeURIComponent(id.value.trim())}`;
   const trial = async () => fill(outcome, outcomeOf(await post(`${path()}/test`, fields(), 60_000)));
   const test = button({ class: 'plain-btn', text: t('test'), onclick: () => form.reportValidity() && busy(test, trial) });
@@ -68,7 +72,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     field(t('baseURL'), base),
     field(t('model'), model),
     models,
-    field(t('key'), key, known && from.apiKey ? t('keyKept', { key: from.apiKey }) : apiKey ? t('keyFromEnvironment', { name: apiKey.slice(2, -1) }) : t('keyWriteOnly')),
+    keyField,
     abilities,
     outcome,
     h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
