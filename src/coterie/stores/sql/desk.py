@@ -52,6 +52,7 @@ from coterie.stores.sql.answers import answer
 from coterie.stores.sql.approvals import question, question_id
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.history import mark_of
 from coterie.stores.sql.mail import Mail
 from coterie.stores.sql.post import Post
 from coterie.turns import Asked, Claim, HistoryRow, StaleOwner
@@ -362,6 +363,7 @@ class TurnDesk:
                 text=content or "",
                 calls=tuple(calls),
                 call_id=call_id,
+                mark=mark_of(message, self._post.secret),
             )
         )
         self.row.next_hist_seq += 1
