@@ -12,12 +12,22 @@ from coterie.stores.sql.rows import to_payload
 from coterie.turns import Asked
 
 _COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
+# A turn that ended with words has answered its messages. The rows of a turn stand together, so the next turn's first
+# message bounds the search.
+_ANSWERED = """
+SELECT q.seq, EXISTS (
+    SELECT 1 FROM history a WHERE a.agent_id = q.agent_id AND a.turn_no = q.turn_no AND a.seq > q.seq
+       AND a.seq < (SELECT n.seq FROM history n WHERE n.agent_id = q.agent_id AND n.turn_no > q.turn_no
+                       AND n.message_id IS NOT NULL ORDER BY n.turn_no, n.seq LIMIT 1)
+       AND a.role = 'assistant' AND a.calls IS NULL)
+  FROM history q WHERE q.message_id = ?
+"""
 
 
 def answer(
     db: Connection, post: Post, agent_id: str, turn_no: int, reply: Reply, *, only: Asked | None, spoke: bool
 ) -> tuple[str, ...]:
-    """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said; what was sent.
+    """Send `reply` to each asker of the turn, once, as the answer to their newest unanswered message; what was sent.
 
     `only`: nobody else has asked. `spoke`: the turn may have sent somebody the same words itself.
     """
@@ -43,17 +53,39 @@ def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, 
 
 
 def askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
-    """Who asked, with the newest message each is waiting for an answer to."""
+    """Who asked, each with the message that the answer replies to: the newest one that is not answered yet.
+
+    A message of this turn is newer than any that a late answer of another agent leads back to.
+    """
     rows = db.execute(
         f"SELECT {_COLUMNS} FROM history h JOIN messages m ON m.id = h.message_id"
         " WHERE h.agent_id = ? AND h.turn_no = ? AND h.message_id IS NOT NULL ORDER BY h.seq",
         (agent_id, turn_no),
     ).fetchall()
-    asked: dict[str, Asked] = {}
-    for row in rows:
-        if behind := _asker_behind(db, agent_id, Asked(*row)):
-            asked[behind.sender] = behind
-    return {asker: message for asker, message in asked.items() if asker not in (agent_id, SYSTEM)}
+    asked: dict[str, dict[str, Asked]] = {}
+    direct: dict[str, Asked] = {}
+    for message in (Asked(*row) for row in rows):
+        if behind := _asker_behind(db, agent_id, message):
+            asked.setdefault(behind.sender, {})[behind.id] = behind
+            if behind is message:
+                direct[behind.sender] = message
+    return {
+        asker: direct.get(asker) or _newest_unanswered(db, [*messages.values()])
+        for asker, messages in asked.items()
+        if asker not in (agent_id, SYSTEM)
+    }
+
+
+def _newest_unanswered(db: Connection, messages: list[Asked]) -> Asked:
+    """Of messages of earlier turns. If all are answered, the newest: its sender was told to wait, perhaps."""
+    if len(messages) == 1:
+        return messages[0]
+
+    def rank(message: Asked) -> tuple[bool, int]:
+        row = db.execute(_ANSWERED, (message.id,)).fetchone()
+        return (not row[1], row[0]) if row else (False, 0)
+
+    return max(messages, key=rank)
 
 
 def _asker_behind(db: Connection, agent_id: str, message: Asked) -> Asked | None:
