@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.agent.compaction import DIGEST, cut, digest
+from coterie.agent.compaction import DIGEST, cut, digest, estimated, weight
 from coterie.clock import EPOCH
+from coterie.llm.chat import Request, SystemSaid
 from coterie.testing.replies import tokens
 from coterie.testing.wire import Received
 from coterie.turns import HistoryRow
@@ -26,6 +27,12 @@ def test_the_cut_falls_where_a_message_begins_and_never_inside_a_group() -> None
 def test_a_digest_is_bounded_and_keeps_the_newest() -> None:
     made = digest([row(seq, "user", 500) for seq in range(1, 200)])
     assert len(made) <= DIGEST + 1
+
+
+def test_an_estimate_grows_with_what_was_sent_and_said() -> None:
+    short, long = (Request(said=(SystemSaid("x" * size),)) for size in (30, 3_000))
+    assert 0 < weight(short) < weight(long)
+    assert estimated(short, "four words of text").output_tokens > estimated(short, "").output_tokens == 0
 
 
 def is_summary(request: Received) -> bool:

@@ -5,12 +5,15 @@ The cut falls between groups, never inside one. What is left out of the view sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from coterie.agent.context import envelope
 from coterie.llm.adapter import on_one_line
-from coterie.llm.chat import Request, SystemSaid, Text, UserSaid
+from coterie.llm.chat import Answer, Request, SystemSaid, Text, Usage, UserSaid
 from coterie.text import shortened
 from coterie.turns import HistoryRow
 
@@ -74,6 +77,29 @@ def weight(request: Request) -> int:
     """About how many tokens it is."""
     size = sum(len(repr(one)) for one in request.said) + sum(len(repr(tool)) for tool in request.tools)
     return size // BYTES_PER_TOKEN
+
+
+def counted(request: Request, answer: Answer) -> Answer:
+    """`answer` with estimates in place of the token counts that its service did not report."""
+    reported = answer.usage
+    silent = not answer.text and not answer.calls
+    if reported.input_tokens and (reported.output_tokens or silent):
+        return answer
+    words = answer.text + "".join(f"{call.name}{call.raw or dict(call.arguments)}" for call in answer.calls)
+    estimate = estimated(request, words)
+    return replace(
+        answer,
+        usage=Usage(
+            input_tokens=reported.input_tokens or estimate.input_tokens,
+            output_tokens=reported.output_tokens or estimate.output_tokens,
+            estimated=True,
+        ),
+    )
+
+
+def estimated(request: Request, words: str) -> Usage:
+    """What a request and the words said to it may have cost."""
+    return Usage(input_tokens=weight(request), output_tokens=math.ceil(len(words) / BYTES_PER_TOKEN), estimated=True)
 
 
 def _line(row: HistoryRow, width: int | None = None) -> str:

@@ -149,6 +149,9 @@ class Stopped(Struct, frozen=True):
     """A person, or a parent, wants the turn to end now."""
 
     said_so_far: str = ""
+    usage: Usage = Usage()
+    """What the request that was cut off may have cost."""
+    service: str = ""
 
 
 class ModelFailed(Struct, frozen=True, kw_only=True):
@@ -159,6 +162,9 @@ class ModelFailed(Struct, frozen=True, kw_only=True):
     after: timedelta = timedelta(0)
     category: str = "server"
     """What kind of trouble it is, for programs."""
+    usage: Usage = Usage()
+    """What the request may have cost though no answer came of it; nothing if it was refused or never sent."""
+    service: str = ""
 
 
 class Poisoned(Struct, frozen=True):
