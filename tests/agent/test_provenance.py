@@ -209,4 +209,3 @@ async def test_a_frame_costs_less_than_before(tmp_path: Path) -> None:
         await here.heard(1)
         text = str(here.server.requests[0].body["messages"][1]["content"])
         assert len(text) < 150  # with the message's id twice it were 200
-

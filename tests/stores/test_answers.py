@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from coterie.agent.turn import Answered
 from coterie.agents import Agent
+from coterie.artifacts import Artifact
 from coterie.drafts import seal
-from coterie.store import Page
+from coterie.store import Page, Retention
+from coterie.testing import FakeClock
 
 from .steps import (
     RULES,
@@ -89,6 +92,37 @@ async def test_an_answer_to_somebody_terminated_is_a_dead_letter(store: Society)
     await go_on(store, claim, says("too late"))
     (dead,) = await store.messages(Page(), state="dead")
     assert (dead.payload["text"], dead.reason) == ("too late", "recipient_terminated")
+
+
+async def test_a_text_that_no_message_can_carry_ends_its_turn_all_the_same(store: Society) -> None:
+    asked = await ask(store)
+    await go_on(store, await take(store), says("字" * 1_000_000))
+    ((_, text, in_reply_to),) = await got(store, "user")
+    assert in_reply_to == asked and text.startswith("字字字") and "1,000,000" in text
+    assert await state(store) == "idle"
+
+
+async def test_a_dead_letter_keeps_the_files_that_it_carries(store: Society, clock: FakeClock) -> None:
+    kept = await store.add_artifact(
+        Artifact(
+            ref="r",
+            filename="answer.md",
+            type="file",
+            mime_type="text/markdown",
+            size=1,
+            sha256="0" * 64,
+            created_at=clock.now(),
+        )
+    )
+    await ask(store, sender="bob")
+    claim = await take(store)
+    await store.terminate("bob")
+    await go_on(store, claim, Answered(text="too late", attachments=(kept.to_wire(),)))
+    await clock.advance(days=3)
+    await store.prune(Retention())
+    (dead,) = await store.messages(Page(), state="dead")
+    assert dead.payload["attachments"][0]["artifactRef"] == kept.ref
+    assert kept.ref in await store.artifacts([kept.ref])
 
 
 # Which message an answer is the reply to: each asker's newest one that this agent has not answered yet

@@ -21,6 +21,10 @@ BYTES_PER_TOKEN = 3
 """A guess on the safe side: English has four, Chinese about two and a half."""
 DIGEST = 8_000
 """Characters of the digest that stands in where no model can make a summary."""
+SUMMARY = 16_000
+"""Characters of one summary, whatever the model was asked for: it stands in every later request."""
+SUMMARIES = 2 * SUMMARY
+"""Characters of all summaries together."""
 DIGEST_OF_ONE = 200
 """Characters of one text in the digest."""
 ASK = """\
@@ -64,6 +68,12 @@ def digest(rows: Sequence[HistoryRow]) -> str:
             break
         kept.append(line)
     return "\n".join(reversed(kept))
+
+
+def joined(earlier: str, text: str) -> str:
+    """Both summaries as one of bounded length; the oldest part is left out first."""
+    whole = f"{earlier}\n\n{shortened(text, SUMMARY)}".strip()
+    return whole if len(whole) <= SUMMARIES else "…" + whole[-SUMMARIES:]
 
 
 def fits(request: Request, window: int | None) -> bool:

@@ -12,10 +12,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from coterie.agent.long_answer import SHOWN, shortened
 from coterie.clock import to_wire
+from coterie.drafts import MAX_PAYLOAD_BYTES
 from coterie.llm.adapter import on_one_line
-from coterie.llm.chat import AssistantSaid, Attachment, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
+from coterie.llm.chat import (
+    AssistantSaid,
+    Attachment,
+    Call,
+    Request,
+    Said,
+    SystemSaid,
+    Text,
+    ToolSaid,
+    ToolSpec,
+    UserSaid,
+)
 from coterie.messages import PERSON, SYSTEM, Message
 from coterie.turns import HistoryRow
 
@@ -34,12 +48,25 @@ def said(row: HistoryRow) -> Said:
     """One row of the history, as the model is shown it."""
     match row.role:
         case "assistant":
-            return AssistantSaid(row.text, tuple(row.calls))
+            return AssistantSaid(_bounded(row.text), tuple(map(_bounded_call, row.calls)))
         case "tool":
             return ToolSaid(row.call_id or "", row.text)
     if row.hidden or row.message is None:
         return UserSaid((Text(SET_ASIDE),))
     return UserSaid(letter(row.message, row.mark))
+
+
+def _bounded(text: str) -> str:
+    """The model's own words. The history keeps all of them; a request shows the beginning of what is too long."""
+    return shortened(text, "The rest is not shown again.") if len(text) > MAX_PAYLOAD_BYTES else text
+
+
+def _bounded_call(call: Call) -> Call:
+    arguments = _encode(call.arguments)
+    if len(arguments) <= MAX_PAYLOAD_BYTES:
+        return call
+    head = arguments[:SHOWN].decode(errors="ignore")
+    return replace(call, arguments={"shortened": True, "size": len(arguments), "head": head})
 
 
 def letter(message: Message, mark: str) -> tuple[Text | Attachment, ...]:

@@ -14,13 +14,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 
-from coterie.agent.compaction import counted, cut, digest, estimated, fits, summary_request, weight
+from coterie.agent.compaction import counted, cut, digest, estimated, fits, joined, summary_request, weight
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
 from coterie.agent.failures import told, without_service
+from coterie.agent.long_answer import Keep, fit_answer
 from coterie.agent.memory import Memory
 from coterie.agent.profile import Profile
 from coterie.agent.prompt import Prompts
@@ -103,11 +105,13 @@ class LlmHandler:
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
         recall: Recall | None = None,
+        keep: Keep | None = None,
     ) -> None:
         """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
 
-        `recall`: brings the directory up to date with the store.
+        `recall`: brings the directory up to date with the store. `keep`: stores answers too long for a message.
         """
+        self._keep = keep
         self._recall = recall or _nothing_new
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
@@ -192,7 +196,8 @@ class LlmHandler:
                 work.performing = False
         work.stopping = False
         service, usage = _unreported(work)
-        return Outcome(event=Stopped("".join(work.said), usage=usage, service=service))
+        said, attachments = await self._fitted(claim, "".join(work.said))
+        return Outcome(event=Stopped(said, usage=usage, service=service, attachments=attachments))
 
     async def _do(self, claim: Claim, work: Work) -> Outcome:
         try:
@@ -239,12 +244,24 @@ class LlmHandler:
             service, usage = _unreported(work)
             words = "something went wrong inside the runtime; the log has the details"
             return ModelFailed(words=words, then="give_up", usage=usage, service=service)
+        # Text beside calls goes to nobody, so it need not fit a message.
+        text, attachments = (answer.text, ()) if answer.calls else await self._fitted(claim, answer.text)
         return Answered(
-            text=answer.text,
+            text=text,
             calls=tuple(self._planned(call, profile) for call in answer.calls),
             usage=answer.usage,
             service=answer.service,
+            attachments=attachments,
         )
+
+    async def _fitted(self, claim: Claim, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """The text as a message can carry it, with the whole attached where that is too long."""
+        while True:
+            try:
+                return await fit_answer(text, self._keep)
+            except StoreUnavailable as error:
+                log.warning("%s waits for the store: %s", claim.agent_id, error)
+                await self._clock.sleep(PATIENCE)
 
     async def _answer_once_stored(self, claim: Claim, profile: Profile, work: Work) -> Answer:
         """A store that cannot be reached for the moment is no reason to give up: it is waited for."""
@@ -306,7 +323,7 @@ class LlmHandler:
             text = digest(older)
             asked, usage = _unreported(work, error)
             answer = Answer(text="", usage=usage, service=asked) if usage.input_tokens else None
-        await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip(), answer)
+        await self._store.summarise(claim, upto, joined(view.summary, text), answer)
         self._memory.forget(claim.agent_id)
         log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
         return True

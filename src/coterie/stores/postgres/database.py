@@ -157,7 +157,9 @@ class Database(SqlDatabase):
         return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
 
     def _begin(self, db: PgConnection, touches: Iterable[str], messages: int) -> BatchLedger:
-        return BatchLedger(db, touches, self._lease // _MS, self._herald, self._time, messages=messages, secret=self.info.secret)
+        return BatchLedger(
+            db, touches, self._lease // _MS, self._herald, self._time, messages=messages, secret=self.info.secret
+        )
 
     async def _now(self) -> int:
         if self._time:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from coterie.agent.long_answer import shortened
 from coterie.agent.turn import Reply
 from coterie.drafts import seal
 from coterie.errors import Refused
@@ -38,12 +41,19 @@ def answer(
         if reply.trouble:
             sent.append(_send(post, SYSTEM, asked, {"text": reply.text, "problem": {"agent": agent_id}}))
         elif not (spoke and _told_already(db, agent_id, asked.sender, turn_no, reply.text)):
-            sent.append(_send(post, agent_id, asked, {"text": reply.text}, stopped=reply.stopped))
+            files = {"attachments": [*reply.attachments]} if reply.attachments else {}
+            sent.append(_send(post, agent_id, asked, {"text": reply.text, **files}, stopped=reply.stopped))
     return tuple(sent)
 
 
 def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, stopped: bool = False) -> str:
-    envelope = seal(sender=sender, to=asked.sender, payload=payload, in_reply_to=asked.id, cause=asked.id)
+    address: dict[str, Any] = {"sender": sender, "to": asked.sender, "in_reply_to": asked.id, "cause": asked.id}
+    try:
+        envelope = seal(**address, payload=payload)
+    except Refused as refusal:
+        # A turn must end whatever the text is. Where it comes from the handler, it fits already.
+        cut = shortened(str(payload["text"]), f"A message cannot carry the rest: {refusal.message[:200]}")
+        envelope = seal(**address, payload={"text": cut})
     try:
         post.accept(envelope, hops=asked.hops + 1, reply_checked=True, automatic=True, stopped=stopped)
     except Refused as refusal:

@@ -183,8 +183,13 @@ class Post:
         """An answer that its recipient cannot get is stored as dead from the start, and its sender is told."""
         if self._mailboxes.get(envelope.to) is None:
             return  # nobody to keep it for
+        seq = self._ledger.next_message()
+        # A dead letter keeps its files, since it can be sent again.
+        kept = "SELECT 1 FROM artifacts WHERE ref = ?"
+        refs = [ref for ref in dict.fromkeys(envelope.attachments) if self._db.execute(kept, (ref,)).fetchone()]
+        self._attachments += ((ref, seq) for ref in refs)
         self._new.append(
-            [self._ledger.next_message(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
+            [seq, envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
              None, None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
              envelope.payload_json, envelope.thread, envelope.question, None, None]
         )  # fmt: skip
