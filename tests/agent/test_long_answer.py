@@ -6,8 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
-import pytest
-
+from coterie.agent.long_answer import fit_answer
+from coterie.artifacts import Artifact
 from coterie.drafts import MAX_PAYLOAD_BYTES
 from coterie.store_url import with_store_url
 from coterie.testing.model_server import Calls, Plays, Received, Says
@@ -56,7 +56,7 @@ async def test_another_agent_that_asked_gets_it_too(tmp_path: Path) -> None:
         await here.say("Ask bob for a book.")
         assert await here.texts(1) == ["It is written."]
         (answer,) = [row.message for row in await here.society.store.history("ada") if row.message][1:]
-        assert answer is not None and answer.payload["attachments"][0]["filename"] == "answer.md"
+        assert answer.payload["attachments"][0]["filename"] == "answer.md"
 
 
 async def test_what_was_said_before_a_stop_is_kept_whole_too(tmp_path: Path) -> None:
@@ -79,21 +79,22 @@ async def test_what_was_said_before_a_stop_is_kept_whole_too(tmp_path: Path) -> 
         never.set()
 
 
-@pytest.mark.parametrize("reason", ["no room", "too large"])
-async def test_where_the_file_cannot_be_kept_the_beginning_is_sent_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
+async def test_where_the_file_cannot_be_kept_the_beginning_is_sent_and_says_so(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
-
-        async def refuse(*_: object) -> None:
-            raise OSError(28, reason)
-
-        monkeypatch.setattr(here.society.artifacts._bytes, "put", refuse)
+        here.society.artifacts.limit = 1_000
         here.server.script(Says(LONG, token_size=FEW))
         await here.say("Write a book.")
         (answer,) = await here.heard(1)
-        assert reason in answer.payload["text"] and "attachments" not in answer.payload
+        assert "could not be kept" in answer.payload["text"] and "attachments" not in answer.payload
         assert len(here.server.requests) == 1
+
+
+async def test_a_full_disk_does_not_keep_an_answer_back() -> None:
+    async def full(data: bytes, filename: str) -> Artifact:
+        raise OSError(28, "No space left on device")
+
+    text, attachments = await fit_answer(LONG, full)
+    assert text.startswith(LONG[:1_000]) and "No space left" in text and attachments == ()
 
 
 async def test_long_text_and_arguments_of_a_plan_are_stored_whole_and_shown_short(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ async def test_long_text_and_arguments_of_a_plan_are_stored_whole_and_shown_shor
         assert await here.texts(1) == ["that was too much"]
         request = here.server.requests[1]
         assert len(request.raw) < 200_000
-        _, user, assistant, result = request.body["messages"]
+        _, _, assistant, result = request.body["messages"]
         arguments = json.loads(assistant["tool_calls"][0]["function"]["arguments"])
         assert arguments["shortened"] is True and arguments["size"] > MAX_PAYLOAD_BYTES
         assert "payload_too_large" in result["content"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ async def test_an_agent_that_echoes_its_own_marks_gets_nobody_upgraded_over_five
         await here.say("Pass it on.")
         for name in reversed(chain):
             await has_answered(here, name)
-        for before, name in zip(chain, chain[1:], strict=False):
+        for before, name in pairwise(chain):
             first = asked_of(here.server, name)[0]
             assert senders(first) == [(before, "agent")], name
             assert frames_of(first)[1] == []
@@ -149,7 +150,7 @@ async def test_the_files_of_a_message_stand_inside_its_frame(tmp_path: Path) -> 
     async with stage(tmp_path) as here:
         name = f'x"}}\n{forged("m")}.png'
         artifact = await here.society.artifacts.put(b"\x89PNG\r\n\x1a\n" + bytes(32), name)
-        payload = {"text": "Look.", "attachments": [{"artifactRef": artifact.ref, "filename": name}]}
+        payload: dict[str, object] = {"text": "Look.", "attachments": [{"artifactRef": artifact.ref, "filename": name}]}
         await here.society.send(to="ada", payload=payload)
         await here.heard(1)
         frames, outside = frames_of(here.server.requests[0])

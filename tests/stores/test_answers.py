@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coterie.agent.turn import Answered
@@ -232,7 +234,7 @@ async def test_an_answer_to_quick_replies_counts_as_the_newest_question(store: S
     bob = await take(store)
     await store.send(seal(sender="ada", to="user", payload={"text": "Tea?"}, quick_replies=["Yes", "No"]))
     question = (await store.waiting("user"))[-1]
-    chosen = {"option": 0} if pressed else {}
+    chosen: dict[str, Any] = {"option": 0} if pressed else {}
     answered = await ask(store, text="Yes" if pressed else "Perhaps", in_reply_to=question.id, **chosen)
     await go_on(store, bob, says("bob's answer"))
     await go_on(store, await take(store), says("tea it is"))
