@@ -116,6 +116,7 @@ class Crew:
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
             recall=self._registrar.recall,
+            keep=artifacts.put,
         )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id(), disk=disk)
 

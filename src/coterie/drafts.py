@@ -36,7 +36,8 @@ def seal(
 ) -> Envelope:
     """The draft as an envelope ready to be stored; `Refused` when anything about it is wrong.
 
-    Sealing again with the same `client_id` gives the same message, which the store accepts once.
+    Sealing again with the same `client_id` gives the same message, which the store accepts once. The store derives the
+    public id of such a message with the society's secret; the receipt has it.
     """
     if not isinstance(to, str) or not to:
         raise Refused("unknown_recipient", f"to must be the id of an agent or a person, got {_shown(to)}")
@@ -53,6 +54,7 @@ def seal(
         payload_json=encode_payload(checked),
         delay=check_delay(delay_ms),
         retried=bool(client_id),
+        keyed=bool(client_id),
         in_reply_to=_check_reply(in_reply_to),
         option=_check_option(option, in_reply_to),
         cause=cause,

@@ -12,7 +12,7 @@ from coterie.artifacts import Artifact, Bytes, tidy_filename
 from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.filetype import sniff
-from coterie.ids import id_for, new_id
+from coterie.ids import keyed_id, new_id
 from coterie.store import Pruned, Retention, Store
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Library:
         type_, mime_type = sniff(stored.head)
         return await self._store.add_artifact(
             Artifact(
-                ref=new_id() if key is None else id_for("artifact", key),
+                ref=new_id() if key is None else keyed_id(self._store.info.secret, "artifact", key),
                 filename=tidy_filename(filename),
                 type=type_,
                 mime_type=mime_type,

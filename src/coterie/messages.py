@@ -33,6 +33,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     delay: timedelta = timedelta(0)
     retried: bool = False
     """The id stands for the sender's own name for this message, so the store may hold it already."""
+    keyed: bool = False
+    """The id is a hash of the sender's own key. The store hashes it again with the society's secret."""
     in_reply_to: str | None = None
     option: int | None = None
     """Which quick reply of `in_reply_to` this is, counted from 0."""

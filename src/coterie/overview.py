@@ -90,6 +90,8 @@ class Usage:
     """Requests whose answer was withdrawn by an interruption."""
     input_tokens: int
     output_tokens: int
+    estimated_tokens: int
+    """How many of both are our own estimate: the service did not report them, or the answer was cut off."""
 
 
 class Overview(Protocol):

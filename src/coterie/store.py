@@ -89,6 +89,8 @@ class StoreInfo:
     unclean: bool = False
     """The last owner did not close it."""
     warnings: Sequence[str] = field(default_factory=tuple)
+    secret: bytes = field(default=b"", repr=False)
+    """The society's secret, which ids are hashed with. Never shown, logged or sent."""
 
 
 class Store(Protocol):

@@ -15,6 +15,11 @@ def clean(text: str) -> str:
     return _UNSTORABLE.sub("\ufffd", text)
 
 
+def shortened(text: str, width: int) -> str:
+    """`text`, or its first characters and "…" where it has more than `width`."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 def nearest(word: str, known: frozenset[str] | set[str]) -> str | None:
     """The known word that `word` was probably meant to be."""
     from difflib import get_close_matches  # needed only when something is wrong

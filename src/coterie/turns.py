@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +12,7 @@ import msgspec
 
 from coterie.agent.turn import Ask, Event, Plan, PlannedCall, Rest, Rules, Run
 from coterie.errors import StoreError
+from coterie.ids import MARK_BYTES
 from coterie.llm.chat import Answer, Call
 from coterie.messages import Envelope, Message
 
@@ -31,6 +33,8 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     calls: Sequence[Call] = ()
     call_id: str | None = None
     hidden: bool = False
+    mark: str = msgspec.field(default_factory=lambda: os.urandom(MARK_BYTES).hex())
+    """Encloses the message in a request. The store derives it from the society's secret, so it is always the same."""
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +123,15 @@ async def stage(
     agents: str = "[agents.ada]\n[agents.bob]\n",
     clock: Clock | None = None,
     window: int | None = None,
+    unknown_keys: Set[str] = frozenset(),
     **entry: Any,
 ) -> AsyncIterator[Stage]:
-    """`window`: how many tokens the model takes; `entry`: more of its entry in llmservices.json."""
+    """`window`: how many tokens the model takes; `entry`: more of its entry in llmservices.json.
+
+    `unknown_keys`: of a request, those that the service refuses. Without `stream_options` it reports no usage.
+    """
     Bell.reset()
-    async with ModelServer(context_tokens=window) as server:
+    async with ModelServer(context_tokens=window, unknown_keys=unknown_keys) as server:
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"} | entry]
         (folder / "coterie.toml").write_text(agents)
         (folder / "llmservices.json").write_text(json.dumps({"services": services}))

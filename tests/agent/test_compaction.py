@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.agent.compaction import DIGEST, cut, digest, summary_request
+from coterie.agent.compaction import DIGEST, cut, digest, estimated, summary_request, weight
 from coterie.agent.context import SET_ASIDE
 from coterie.clock import EPOCH
+from coterie.llm.chat import Request, SystemSaid
 from coterie.messages import Message
 from coterie.testing.replies import tokens
 from coterie.testing.wire import Received
@@ -37,6 +38,12 @@ def test_a_message_that_was_set_aside_is_in_no_summary() -> None:
     hidden = HistoryRow(seq=1, turn_no=1, role="user", message=message, hidden=True)
     assert "deadly" not in digest([hidden]) + repr(summary_request([hidden]))
     assert SET_ASIDE in digest([hidden]) and SET_ASIDE in repr(summary_request([hidden]))
+
+
+def test_an_estimate_grows_with_what_was_sent_and_said() -> None:
+    short, long = (Request(said=(SystemSaid("x" * size),)) for size in (30, 3_000))
+    assert 0 < weight(short) < weight(long)
+    assert estimated(short, "four words of text").output_tokens > estimated(short, "").output_tokens == 0
 
 
 def is_summary(request: Received) -> bool:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from coterie.store import Page
+from typing import Any
+
+import pytest
+
+from coterie.agent.turn import Answered
+from coterie.agents import Agent
+from coterie.artifacts import Artifact
+from coterie.drafts import seal
+from coterie.store import Page, Retention
+from coterie.testing import FakeClock
 
 from .steps import (
+    RULES,
     Society,
     ask,
     go_on,
@@ -84,3 +94,148 @@ async def test_an_answer_to_somebody_terminated_is_a_dead_letter(store: Society)
     await go_on(store, claim, says("too late"))
     (dead,) = await store.messages(Page(), state="dead")
     assert (dead.payload["text"], dead.reason) == ("too late", "recipient_terminated")
+
+
+async def test_a_text_that_no_message_can_carry_ends_its_turn_all_the_same(store: Society) -> None:
+    asked = await ask(store)
+    await go_on(store, await take(store), says("字" * 1_000_000))
+    ((_, text, in_reply_to),) = await got(store, "user")
+    assert in_reply_to == asked and text.startswith("字字字") and "1,000,000" in text
+    assert await state(store) == "idle"
+
+
+async def test_a_dead_letter_keeps_the_files_that_it_carries(store: Society, clock: FakeClock) -> None:
+    kept = await store.add_artifact(
+        Artifact(
+            ref="r",
+            filename="answer.md",
+            type="file",
+            mime_type="text/markdown",
+            size=1,
+            sha256="0" * 64,
+            created_at=clock.now(),
+        )
+    )
+    await ask(store, sender="bob")
+    claim = await take(store)
+    await store.terminate("bob")
+    await go_on(store, claim, Answered(text="too late", attachments=(kept.to_wire(),)))
+    await clock.advance(days=3)
+    await store.prune(Retention())
+    (dead,) = await store.messages(Page(), state="dead")
+    assert dead.payload["attachments"][0]["artifactRef"] == kept.ref
+    assert kept.ref in await store.artifacts([kept.ref])
+
+
+# Which message an answer is the reply to: each asker's newest one that this agent has not answered yet
+
+
+@pytest.fixture
+async def crowd(store: Society) -> Society:
+    await store.add_agents([Agent(id="cyd", name="Cyd")])
+    return store
+
+
+async def asks_bob(store: Society, text: str = "", *, question: str = "q?") -> None:
+    """Ada's turn: it asks bob and ends with `text`. Bob's answer comes later."""
+    claim = await run_send(store, await go_on(store, await take(store), says("", message_to("bob", question))))
+    await go_on(store, claim, says(text))
+
+
+async def replies(store: Society, recipient: str) -> list[tuple[str, str | None]]:
+    return [(text, in_reply_to) for sender, text, in_reply_to in await got(store, recipient) if sender == "ada"]
+
+
+@pytest.mark.parametrize("interim", ["", "I have asked bob."])
+@pytest.mark.parametrize("late_answer_first", [True, False])
+async def test_a_new_question_beside_a_late_answer_is_the_one_replied_to(
+    store: Society, interim: str, late_answer_first: bool
+) -> None:
+    first = await ask(store, text="ask bob")
+    await asks_bob(store, interim)
+    bob = await take(store)
+    if late_answer_first:
+        await go_on(store, bob, says("bob's answer"))
+    second = await ask(store, text="what else?")
+    if not late_answer_first:
+        await go_on(store, bob, says("bob's answer"))
+    await go_on(store, await take(store), says("for the new question"))
+    before = [(interim, first)] if interim else []
+    assert await replies(store, "user") == [*before, ("for the new question", second)]
+
+
+async def test_a_late_answer_alone_leads_to_whoever_made_the_agent_ask_though_told_to_wait(store: Society) -> None:
+    first = await ask(store, text="ask bob")
+    await asks_bob(store, "I have asked bob.")
+    await go_on(store, await take(store), says("bob's answer"))
+    await go_on(store, await take(store), says("bob says so"))
+    assert await replies(store, "user") == [("I have asked bob.", first), ("bob says so", first)]
+
+
+async def test_a_late_answer_that_interjects_does_not_turn_the_reply_back(crowd: Society) -> None:
+    first = await ask(crowd, text="ask bob")
+    await asks_bob(crowd, "I have asked bob.")
+    bob = await take(crowd)
+    second = await ask(crowd, text="look")
+    claim = await go_on(crowd, await take(crowd, "w2"), says("", message_to("cyd", "look")))
+    await go_on(crowd, bob, says("bob's answer"))
+    claim = await run_send(crowd, claim)
+    assert [row.role for row in claim.added or ()] == ["assistant", "tool", "user"]
+    await go_on(crowd, claim, says("both"))
+    assert await replies(crowd, "user") == [("I have asked bob.", first), ("both", second)]
+
+
+async def test_two_askers_each_get_it_for_their_own_newest_question(crowd: Society) -> None:
+    await ask(crowd, text="ask bob", sender="cyd")
+    await asks_bob(crowd, "I have asked bob.")
+    at_work = {claim.agent_id: claim for claim in await crowd.claim("w", RULES, 9)}
+    assert {*at_work} == {"bob", "cyd"}
+    persons = await ask(crowd, text="and me?")
+    cyds = await ask(crowd, text="and?", sender="cyd")
+    await go_on(crowd, at_work["bob"], says("bob's answer"))
+    await go_on(crowd, await take(crowd), says("for both"))
+    assert await replies(crowd, "user") == [("for both", persons)]
+    assert await replies(crowd, "cyd") == [("for both", cyds)]
+
+
+async def test_an_older_question_that_got_nothing_goes_before_a_newer_one_that_was_answered(crowd: Society) -> None:
+    first = await ask(crowd, text="ask bob")
+    await asks_bob(crowd, "")
+    bob = await take(crowd, "w2")
+    second = await ask(crowd, text="ask cyd")
+    claim = await go_on(crowd, await take(crowd), says("", message_to("cyd", "q?")))
+    await go_on(crowd, await run_send(crowd, claim), says("I have asked cyd."))
+    cyd = await take(crowd, "w3")
+    # Nobody takes ada up before both late answers are there, so one turn has them both.
+    await go_on(crowd, bob, says("bob's answer"))
+    await go_on(crowd, cyd, says("cyd's answer"))
+    await go_on(crowd, await take(crowd), says("both answered"))
+    assert await replies(crowd, "user") == [("I have asked cyd.", second), ("both answered", first)]
+
+
+async def test_chained_requests_unwind_to_the_newest_question_of_each_asker(crowd: Society) -> None:
+    """The person asks ada, ada asks bob, bob asks cyd; the person asks ada again before all of that comes back."""
+    await ask(crowd, text="ask bob")
+    await asks_bob(crowd, "I have asked bob.")
+    claim = await go_on(crowd, await take(crowd), says("", message_to("cyd", "q?")))
+    await go_on(crowd, await run_send(crowd, claim), says(""))
+    await go_on(crowd, await take(crowd), says("cyd's answer"))
+    bob = await take(crowd)
+    second = await ask(crowd, text="well?")
+    await go_on(crowd, bob, says("bob's answer"))
+    await go_on(crowd, await take(crowd), says("at last"))
+    assert (await replies(crowd, "user"))[-1] == ("at last", second)
+
+
+@pytest.mark.parametrize("pressed", [True, False])
+async def test_an_answer_to_quick_replies_counts_as_the_newest_question(store: Society, pressed: bool) -> None:
+    await ask(store, text="ask bob")
+    await asks_bob(store, "I have asked bob.")
+    bob = await take(store)
+    await store.send(seal(sender="ada", to="user", payload={"text": "Tea?"}, quick_replies=["Yes", "No"]))
+    question = (await store.waiting("user"))[-1]
+    chosen: dict[str, Any] = {"option": 0} if pressed else {}
+    answered = await ask(store, text="Yes" if pressed else "Perhaps", in_reply_to=question.id, **chosen)
+    await go_on(store, bob, says("bob's answer"))
+    await go_on(store, await take(store), says("tea it is"))
+    assert (await replies(store, "user"))[-1] == ("tea it is", answered)

@@ -14,11 +14,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
-from coterie.agent.compaction import cut, digest, fits, summary_request, weight
+import msgspec
+
+from coterie.agent.compaction import counted, cut, digest, estimated, fits, joined, summary_request, weight
 from coterie.agent.context import build_request
 from coterie.agent.directory import Directory
 from coterie.agent.failures import told, without_service
+from coterie.agent.long_answer import Keep, fit_answer
 from coterie.agent.memory import Memory
 from coterie.agent.profile import Profile
 from coterie.agent.prompt import Prompts
@@ -32,9 +36,9 @@ from coterie.errors import Refused, StoreUnavailable
 from coterie.failpoints import hit
 from coterie.live import Live
 from coterie.live import Outcome as Ending
-from coterie.llm.chat import Answer, Call, Request
+from coterie.llm.chat import Answer, Call, Request, Usage
 from coterie.llm.models import Models
-from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
+from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient, UnknownService
 from coterie.logctx import turn_context
 from coterie.messages import Envelope
 from coterie.rates import Rates
@@ -75,6 +79,8 @@ class Work:
     """It is in the middle of an effect, which a stop may cut off; what it writes down is never cut off."""
     said: list[str] = field(default_factory=list)
     """What the model has said so far."""
+    asking: tuple[str, Request] | None = None
+    """The service and the request that no answer has come to yet."""
     stopping: bool = False
     prompt: str = ""
     """Made once a turn."""
@@ -99,11 +105,13 @@ class LlmHandler:
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
         recall: Recall | None = None,
+        keep: Keep | None = None,
     ) -> None:
         """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
 
-        `recall`: brings the directory up to date with the store.
+        `recall`: brings the directory up to date with the store. `keep`: stores answers too long for a message.
         """
+        self._keep = keep
         self._recall = recall or _nothing_new
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
@@ -176,7 +184,7 @@ class LlmHandler:
 
     async def _perform(self, claim: Claim, work: Work) -> Outcome:
         """The effect, which a stop can end, and nothing else."""
-        work.said = []
+        work.said, work.asking = [], None
         if not work.stopping:
             work.performing = True
             try:
@@ -187,7 +195,9 @@ class LlmHandler:
             finally:
                 work.performing = False
         work.stopping = False
-        return Outcome(event=Stopped("".join(work.said)))
+        service, usage = _unreported(work)
+        said, attachments = await self._fitted(claim, "".join(work.said))
+        return Outcome(event=Stopped(said, usage=usage, service=service, attachments=attachments))
 
     async def _do(self, claim: Claim, work: Work) -> Outcome:
         try:
@@ -223,19 +233,35 @@ class LlmHandler:
             raise  # somebody else asks now
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
-            return told(error, claim.retries, random.random())
+            failed = told(error, claim.retries, random.random())
+            service, usage = _unreported(work, error)
+            return msgspec.structs.replace(failed, usage=usage, service=service)
         except UnknownService as error:
             return without_service(error, mended=claim.agent_id in self._directory)
         except Exception:
             # Whatever it is, it must not leave the agent at work for ever.
             log.exception("%s cannot ask its model", claim.agent_id)
-            return ModelFailed(words="something went wrong inside the runtime; the log has the details", then="give_up")
+            service, usage = _unreported(work)
+            words = "something went wrong inside the runtime; the log has the details"
+            return ModelFailed(words=words, then="give_up", usage=usage, service=service)
+        # Text beside calls goes to nobody, so it need not fit a message.
+        text, attachments = (answer.text, ()) if answer.calls else await self._fitted(claim, answer.text)
         return Answered(
-            text=answer.text,
+            text=text,
             calls=tuple(self._planned(call, profile) for call in answer.calls),
             usage=answer.usage,
             service=answer.service,
+            attachments=attachments,
         )
+
+    async def _fitted(self, claim: Claim, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """The text as a message can carry it, with the whole attached where that is too long."""
+        while True:
+            try:
+                return await fit_answer(text, self._keep)
+            except StoreUnavailable as error:
+                log.warning("%s waits for the store: %s", claim.agent_id, error)
+                await self._clock.sleep(PATIENCE)
 
     async def _answer_once_stored(self, claim: Claim, profile: Profile, work: Work) -> Answer:
         """A store that cannot be reached for the moment is no reason to give up: it is waited for."""
@@ -257,23 +283,28 @@ class LlmHandler:
         try:
             return await self._ask_model(service.id, request, claim, work)
         except TooLong:
+            work.asking = None  # it was refused, so it cost nothing
             if not (compacted := await self._compact(claim, service.id, work)):
                 raise
             claim = compacted
         return await self._ask_model(service.id, await self._request(claim, profile, work), claim, work)
 
-    async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work | None = None) -> Answer:
-        """`work`: whoever watches is told what is said meanwhile. Without it we ask for ourselves."""
+    async def _ask_model(
+        self, service: str, request: Request, claim: Claim, work: Work, *, aloud: bool = True
+    ) -> Answer:
+        """`aloud`: whoever watches is told what is said meanwhile."""
         answer: Answer | None = None
+        work.asking = (service, request)
         async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
                     answer = piece  # there is none behind it, and to let them end is cheaper than to cut them off
-                elif work:
+                elif aloud:
                     work.said.append(piece.text)
                     self._live.say(claim.agent_id, _draft(claim), piece.text)
         assert answer is not None  # noqa: S101 - the door to models ends with an answer or an error
-        return answer
+        work.asking = None
+        return counted(request, answer)
 
     async def _request(self, claim: Claim, profile: Profile, work: Work) -> Request:
         """Built from the history version of `claim`; `StaleOwner` when the claim no longer holds."""
@@ -290,12 +321,14 @@ class LlmHandler:
             return None
         older, answer = [row for row in view.rows if row.seq <= upto], None
         try:
-            answer = await self._ask_model(service, summary_request(older), claim)
+            answer = await self._ask_model(service, summary_request(older), claim, work, aloud=False)
             text = answer.text.strip() or digest(older)
         except ServiceError as error:
             log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
             text = digest(older)
-        compacted = await self._store.summarise(claim, upto, f"{view.summary}\n\n{text}".strip(), answer)
+            asked, usage = _unreported(work, error)
+            answer = Answer(text="", usage=usage, service=asked) if usage.input_tokens else None
+        compacted = await self._store.summarise(claim, upto, joined(view.summary, text), answer)
         log.info("%s: the history up to row %d is shown as a summary from now on", claim.agent_id, upto)
         return compacted
 
@@ -340,6 +373,20 @@ class LlmHandler:
         if wait:
             words = f"you send {envelope.to!r} too many messages: wait {math.ceil(wait)} s, or say more in one"
             raise Refused("too_many_messages", words)
+
+
+def _unreported(work: Work, error: ServiceError | None = None) -> tuple[str, Usage]:
+    """The service and the estimated cost of a request that ended without an answer; `error`: how. None: by a stop."""
+    asking, work.asking = work.asking, None
+    match error:
+        case None | Malformed() | Transient(why="late" | "cut"):
+            sent = True
+        case _:
+            sent = bool(work.said)  # else it was refused, or never reached the service
+    if asking is None or not sent:
+        return "", Usage()
+    service, request = asking
+    return service, estimated(request, "".join(work.said))
 
 
 def _draft(claim: Claim) -> str:

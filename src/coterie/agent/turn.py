@@ -22,7 +22,7 @@ How an interruption is handled, in the words of the requirements:
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -125,6 +125,8 @@ class Answered(Struct, frozen=True, kw_only=True):
     calls: tuple[PlannedCall, ...] = ()
     usage: Usage = Usage()
     service: str = ""
+    attachments: tuple[dict[str, Any], ...] = ()
+    """Files that go with the text to whoever asked."""
 
 
 class Ran(Struct, frozen=True, kw_only=True):
@@ -149,6 +151,10 @@ class Stopped(Struct, frozen=True):
     """A person, or a parent, wants the turn to end now."""
 
     said_so_far: str = ""
+    usage: Usage = Usage()
+    """What the request that was cut off may have cost."""
+    service: str = ""
+    attachments: tuple[dict[str, Any], ...] = ()
 
 
 class ModelFailed(Struct, frozen=True, kw_only=True):
@@ -159,6 +165,9 @@ class ModelFailed(Struct, frozen=True, kw_only=True):
     after: timedelta = timedelta(0)
     category: str = "server"
     """What kind of trouble it is, for programs."""
+    usage: Usage = Usage()
+    """What the request may have cost though no answer came of it; nothing if it was refused or never sent."""
+    service: str = ""
 
 
 class Poisoned(Struct, frozen=True):
@@ -226,6 +235,7 @@ class Reply(Struct, frozen=True):
     stopped: bool = False
     trouble: bool = False
     """It tells of a failure, and comes from the runtime."""
+    attachments: tuple[dict[str, Any], ...] = ()
 
 
 class AskApproval(Struct, frozen=True):
@@ -288,7 +298,7 @@ class Step(Struct, frozen=True):
 def reduce(turn: Turn, event: Event) -> Step:
     match event:
         case Answered(calls=()):
-            return _finish(turn, Say(event.text), Reply(event.text))
+            return _finish(turn, Say(event.text), Reply(event.text, attachments=event.attachments))
         case Answered():
             return _begin_plan(turn, Plan(text=event.text, calls=event.calls))
         case Ran(index=index):
@@ -297,8 +307,8 @@ def reduce(turn: Turn, event: Event) -> Step:
             return _judged(turn, approved)
         case Resumed():
             return _resume(turn)
-        case Stopped(said_so_far=text):
-            return _stop(turn, text)
+        case Stopped():
+            return _stop(turn, event)
         case Poisoned(words=words):
             return _abort(turn, words)
         case ModelFailed():
@@ -403,11 +413,11 @@ def _resume(turn: Turn) -> Step:
     return Step((Become(state="tools"),), Run(index))
 
 
-def _stop(turn: Turn, said_so_far: str) -> Step:
+def _stop(turn: Turn, stopped: Stopped) -> Step:
     if turn.plan is not None:
         return _finish(turn, CloseGroup(turn.plan.closed(STOPPED)))
-    if said_so_far:
-        return _finish(turn, Say(said_so_far), Reply(said_so_far, stopped=True))
+    if text := stopped.said_so_far:
+        return _finish(turn, Say(text), Reply(text, stopped=True, attachments=stopped.attachments))
     return _finish(turn)
 
 

@@ -82,7 +82,10 @@ class Request(Struct, frozen=True, kw_only=True):
 
 class Usage(Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
+    """0: the service did not report them."""
     output_tokens: int = 0
+    estimated: bool = False
+    """At least one of the counts is our own estimate."""
 
 
 class Delta(Struct, frozen=True):

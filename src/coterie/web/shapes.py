@@ -165,6 +165,8 @@ class UsageRow(Shape):
     withdrawn: int
     input_tokens: int
     output_tokens: int
+    estimated_tokens: int
+    """Of both; the rest was reported by the service."""
 
 
 class Usage(Shape):

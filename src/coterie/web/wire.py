@@ -159,6 +159,7 @@ def usage(one: Usage) -> dict[str, Any]:
         "withdrawn": one.withdrawn,
         "inputTokens": one.input_tokens,
         "outputTokens": one.output_tokens,
+        "estimatedTokens": one.estimated_tokens,
     }
 
 

@@ -181,7 +181,7 @@ async def test_calls_of_the_past_are_told_in_words_where_no_tools_are_offered(
     assert messages == [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": 'I look.\n\n[called look_up with {"city":"Oslo"}]'},
-        {"role": "user", "content": "[look_up answered: cold]\n\nThanks"},
+        {"role": "user", "content": '{"toolResult": {"tool": "look_up", "result": "cold"}}\n\nThanks'},
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from coterie.llm.adapter import on_one_line
 from coterie.llm.chat import (
     AssistantSaid,
     Attachment,
@@ -140,7 +141,9 @@ def _without_calls(said: Iterable[Said]) -> Iterator[Said]:
                 called.update((call.id, call.name) for call in calls)
                 yield AssistantSaid(_joined((text, *(f"[called {c.name} with {_arguments(c)}]" for c in calls))))
             case ToolSaid(call_id, text):
-                yield UserSaid((Text(f"[{called.get(call_id, 'a tool')} answered: {text}]"),))
+                # One JSON line: a result must not be able to open the frame of a message.
+                told = {"tool": called.get(call_id, "unknown"), "result": text}
+                yield UserSaid((Text(on_one_line({"toolResult": told})),))
             case _:
                 yield one
 

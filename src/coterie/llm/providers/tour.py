@@ -235,4 +235,4 @@ def _described(said: UserSaid) -> dict[str, Any] | None:
 def _text(said: UserSaid) -> str:
     """What was said, without the runtime's frame and descriptions of what came with it."""
     texts = (part.text for part in said.parts if isinstance(part, Text) and not _attachment(part.text))
-    return "\n".join(_FRAME.sub("", text) for text in texts)
+    return "\n".join(filter(None, (_FRAME.sub("", text) for text in texts)))

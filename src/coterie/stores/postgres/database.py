@@ -31,6 +31,7 @@ from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.post import Post
+from coterie.stores.sql.secret import make_secret, read_secret
 from coterie.supervision import Shutdown
 from coterie.text import one_line
 from coterie.turns import Taker
@@ -164,7 +165,9 @@ class Database(SqlDatabase):
         return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
 
     def _begin(self, db: PgConnection, touches: Iterable[str], messages: int) -> BatchLedger:
-        return BatchLedger(db, touches, self._lease // _MS, self._herald, self._time, messages=messages)
+        return BatchLedger(
+            db, touches, self._lease // _MS, self._herald, self._time, messages=messages, secret=self.info.secret
+        )
 
     async def _now(self) -> int:
         if self._time:
@@ -204,10 +207,12 @@ def _open(url: str, *, looking: bool = False) -> StoreInfo:
                 migrate(raw)
             raw.execute("INSERT INTO meta VALUES ('log_id', %s) ON CONFLICT DO NOTHING", (new_id(),))
             row: Any = raw.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
+            secret = read_secret(PgConnection(raw)) if looking else make_secret(PgConnection(raw))
             version = raw.info.parameter_status("server_version") or ""
     except psycopg.Error as error:
         raise _unusable(error) from error
-    return StoreInfo(engine="postgresql", version=version, log_id=row[0], last_seen=from_ms(row[1]))
+    last_seen = from_ms(row[1])
+    return StoreInfo(engine="postgresql", version=version, log_id=row[0], last_seen=last_seen, secret=secret)
 
 
 def _unusable(error: psycopg.Error) -> StoreError:

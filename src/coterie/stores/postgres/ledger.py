@@ -17,6 +17,7 @@ from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.trouble import Contended
 from coterie.stores.sql.ledger import WAITING, Mark, Noted
 from coterie.stores.sql.mailbox import COLUMNS, READ
+from coterie.stores.sql.secret import read_secret
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
@@ -91,8 +92,13 @@ class BatchLedger:
         clock: Callable[[], int] | None = None,
         *,
         messages: int = 0,
+        secret: bytes = b"",
     ) -> None:
-        """`clock`: in place of the database's own. `messages`: as many are expected to those it touches."""
+        """`clock`: in place of the database's own. `messages`: as many are expected to those it touches.
+
+        `secret`: the society's, if it is known already.
+        """
+        self._secret = secret
         self._db, self.lease, self._herald, self._clock = db, lease, herald, clock
         self._numbers: list[int] = []
         self._ahead: list[int] = []
@@ -146,6 +152,11 @@ class BatchLedger:
         self._mail.clear()
 
     # What the post office asks for
+
+    @property
+    def secret(self) -> bytes:
+        self._secret = self._secret or read_secret(self._db)
+        return self._secret
 
     def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
         if (row := self._rows.pop(agent_id, None)) is not None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from coterie.agent.long_answer import shortened
 from coterie.agent.turn import Reply
 from coterie.drafts import seal
 from coterie.errors import Refused
@@ -12,12 +15,22 @@ from coterie.stores.sql.rows import to_payload
 from coterie.turns import Asked
 
 _COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
+# A turn that ended with words has answered its messages. The rows of a turn stand together, so the next turn's first
+# message bounds the search.
+_ANSWERED = """
+SELECT q.seq, EXISTS (
+    SELECT 1 FROM history a WHERE a.agent_id = q.agent_id AND a.turn_no = q.turn_no AND a.seq > q.seq
+       AND a.seq < (SELECT n.seq FROM history n WHERE n.agent_id = q.agent_id AND n.turn_no > q.turn_no
+                       AND n.message_id IS NOT NULL ORDER BY n.turn_no, n.seq LIMIT 1)
+       AND a.role = 'assistant' AND a.calls IS NULL)
+  FROM history q WHERE q.message_id = ?
+"""
 
 
 def answer(
     db: Connection, post: Post, agent_id: str, turn_no: int, reply: Reply, *, only: Asked | None, spoke: bool
 ) -> tuple[str, ...]:
-    """Send `reply` to each asker of the turn, once, as the answer to the newest thing they said; what was sent.
+    """Send `reply` to each asker of the turn, once, as the answer to their newest unanswered message; what was sent.
 
     `only`: nobody else has asked. `spoke`: the turn may have sent somebody the same words itself.
     """
@@ -28,12 +41,19 @@ def answer(
         if reply.trouble:
             sent.append(_send(post, SYSTEM, asked, {"text": reply.text, "problem": {"agent": agent_id}}))
         elif not (spoke and _told_already(db, agent_id, asked.sender, turn_no, reply.text)):
-            sent.append(_send(post, agent_id, asked, {"text": reply.text}, stopped=reply.stopped))
+            files = {"attachments": [*reply.attachments]} if reply.attachments else {}
+            sent.append(_send(post, agent_id, asked, {"text": reply.text, **files}, stopped=reply.stopped))
     return tuple(sent)
 
 
 def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, stopped: bool = False) -> str:
-    envelope = seal(sender=sender, to=asked.sender, payload=payload, in_reply_to=asked.id, cause=asked.id)
+    address: dict[str, Any] = {"sender": sender, "to": asked.sender, "in_reply_to": asked.id, "cause": asked.id}
+    try:
+        envelope = seal(**address, payload=payload)
+    except Refused as refusal:
+        # A turn must end whatever the text is. Where it comes from the handler, it fits already.
+        cut = shortened(str(payload["text"]), f"A message cannot carry the rest: {refusal.message[:200]}")
+        envelope = seal(**address, payload={"text": cut})
     try:
         post.accept(envelope, hops=asked.hops + 1, reply_checked=True, automatic=True, stopped=stopped)
     except Refused as refusal:
@@ -43,17 +63,39 @@ def _send(post: Post, sender: str, asked: Asked, payload: dict[str, object], *, 
 
 
 def askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, Asked]:
-    """Who asked, with the newest message each is waiting for an answer to."""
+    """Who asked, each with the message that the answer replies to: the newest one that is not answered yet.
+
+    A message of this turn is newer than any that a late answer of another agent leads back to.
+    """
     rows = db.execute(
         f"SELECT {_COLUMNS} FROM history h JOIN messages m ON m.id = h.message_id"
         " WHERE h.agent_id = ? AND h.turn_no = ? AND h.message_id IS NOT NULL ORDER BY h.seq",
         (agent_id, turn_no),
     ).fetchall()
-    asked: dict[str, Asked] = {}
-    for row in rows:
-        if behind := _asker_behind(db, agent_id, Asked(*row)):
-            asked[behind.sender] = behind
-    return {asker: message for asker, message in asked.items() if asker not in (agent_id, SYSTEM)}
+    asked: dict[str, dict[str, Asked]] = {}
+    direct: dict[str, Asked] = {}
+    for message in (Asked(*row) for row in rows):
+        if behind := _asker_behind(db, agent_id, message):
+            asked.setdefault(behind.sender, {})[behind.id] = behind
+            if behind is message:
+                direct[behind.sender] = message
+    return {
+        asker: direct.get(asker) or _newest_unanswered(db, [*messages.values()])
+        for asker, messages in asked.items()
+        if asker not in (agent_id, SYSTEM)
+    }
+
+
+def _newest_unanswered(db: Connection, messages: list[Asked]) -> Asked:
+    """Of messages of earlier turns. If all are answered, the newest: its sender was told to wait, perhaps."""
+    if len(messages) == 1:
+        return messages[0]
+
+    def rank(message: Asked) -> tuple[bool, int]:
+        row = db.execute(_ANSWERED, (message.id,)).fetchone()
+        return (not row[1], row[0]) if row else (False, 0)
+
+    return max(messages, key=rank)
 
 
 def _asker_behind(db: Connection, agent_id: str, message: Asked) -> Asked | None:

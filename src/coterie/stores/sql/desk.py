@@ -52,6 +52,7 @@ from coterie.stores.sql.answers import answer
 from coterie.stores.sql.approvals import question, question_id
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.history import mark_of
 from coterie.stores.sql.mail import Mail
 from coterie.stores.sql.post import Post
 from coterie.turns import Asked, Claim, HistoryRow, StaleOwner
@@ -149,6 +150,8 @@ class TurnDesk:
             self.row.retries = 0
             withdrawn = any(isinstance(write, DropPlan) for write in step.writes)
             self.note_usage(event.service, event.usage, "withdrawn" if withdrawn else "used")
+        elif isinstance(event, ModelFailed | Stopped) and event.usage.input_tokens:
+            self.note_usage(event.service, event.usage, "used")
         elif isinstance(event, ModelFailed):
             self.give_back()
         for write in step.writes:
@@ -328,12 +331,14 @@ class TurnDesk:
     def note_usage(self, service: str, usage: Usage, outcome: Literal["used", "withdrawn"]) -> None:
         """What this step costs; it takes the place of what was set aside for it."""
         self._db.execute(
-            "INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE"
+            "INSERT INTO llm_calls"
+            " (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE"
             " SET service = excluded.service, input_tokens = excluded.input_tokens,"
-            " output_tokens = excluded.output_tokens, outcome = excluded.outcome, at = excluded.at",
+            " output_tokens = excluded.output_tokens, outcome = excluded.outcome, at = excluded.at,"
+            " estimated = excluded.estimated",
             (self._agent, self.row.turn_no, self.row.step_no, service, usage.input_tokens, usage.output_tokens,
-             outcome, self._post.stamp),
+             outcome, self._post.stamp, int(usage.estimated)),
         )  # fmt: skip
 
     def give_back(self) -> None:
@@ -365,6 +370,7 @@ class TurnDesk:
                 text=content or "",
                 calls=tuple(calls),
                 call_id=call_id,
+                mark=mark_of(message, self._post.secret),
             )
         )
         self.row.next_hist_seq += 1

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.rows import MESSAGE
+from coterie.stores.sql.secret import read_secret
 
 EVENTS = "events (at, kind, subject, data)"
 _PENDING = "FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq"
@@ -26,6 +27,11 @@ what waits."""
 
 
 class Ledger(Protocol):
+    @property
+    def secret(self) -> bytes:
+        """The society's secret."""
+        ...
+
     @property
     def stamp(self) -> int:
         """What is written down as the time: never earlier than what stands before it in any mailbox opened so far."""
@@ -77,6 +83,13 @@ class OneWriter:
         self.rows: dict[str, tuple[Any, ...]] = {}
         """Agents as they stand in the database."""
         self._version: object = None
+        self._secret = b""
+
+    @property
+    def secret(self) -> bytes:
+        # The row is made when the store is opened and never changes, so it can be remembered.
+        self._secret = self._secret or read_secret(self._db)
+        return self._secret
 
     def begin(self, now: int) -> None:
         """A transaction of ours."""

@@ -19,6 +19,7 @@ from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
+from coterie.ids import keyed_id
 from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Message, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sql.bulk import insert
@@ -78,6 +79,11 @@ class Post:
         """What is written down as the time: `now`, but never earlier than anything stamped before."""
         return self._ledger.stamp
 
+    @property
+    def secret(self) -> bytes:
+        """The society's secret; see `coterie.stores.sql.secret`."""
+        return self._ledger.secret
+
     def accept_all(self, envelopes: Sequence[Envelope]) -> list[Receipt | Refused]:
         """Each of them taken in, or why not."""
         self._ledger.reserve(len(envelopes))
@@ -93,7 +99,10 @@ class Post:
         self, envelope: Envelope, *, hops: int | None = None, reply_checked: bool = False, **marks: Any
     ) -> Receipt:
         """Take in one message, or raise `Refused`. `marks` are columns that only the runtime may set."""
-        if envelope.retried and (known := self._known(envelope)):
+        given = envelope.id
+        if envelope.keyed:
+            envelope = msgspec.structs.replace(envelope, id=keyed_id(self._ledger.secret, given))
+        if envelope.retried and (known := self._known(envelope, given)):
             return known
         mailbox = self._check_recipient(envelope)
         if hops is None:
@@ -174,8 +183,13 @@ class Post:
         """An answer that its recipient cannot get is stored as dead from the start, and its sender is told."""
         if self._mailboxes.get(envelope.to) is None:
             return  # nobody to keep it for
+        seq = self._ledger.next_message()
+        # A dead letter keeps its files, since it can be sent again.
+        kept = "SELECT 1 FROM artifacts WHERE ref = ?"
+        refs = [ref for ref in dict.fromkeys(envelope.attachments) if self._db.execute(kept, (ref,)).fetchone()]
+        self._attachments += ((ref, seq) for ref in refs)
         self._new.append(
-            [self._ledger.next_message(), envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
+            [seq, envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
              None, None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
              envelope.payload_json, envelope.thread, envelope.question, None, None]
         )  # fmt: skip
@@ -257,13 +271,16 @@ class Post:
             )
         self._dead.clear()
 
-    def _known(self, envelope: Envelope) -> Receipt | None:
+    def _known(self, envelope: Envelope, given: str) -> Receipt | None:
+        """`given`: the id before it was keyed. Version 0.1 stored messages under it."""
         message_id = envelope.id
         self._mailboxes.get(envelope.to)  # whoever sends the same elsewhere has done so, or waits behind us
         if receipt := self._receipts.get(message_id):
             return receipt
-        row = self._db.execute("SELECT queued, deliver_at FROM messages WHERE id = ?", (message_id,)).fetchone()
-        return row and _receipt(message_id, bool(row[0]), row[1])
+        row = self._db.execute(
+            "SELECT id, queued, deliver_at FROM messages WHERE id = ? OR id = ?", (message_id, given)
+        ).fetchone()
+        return row and _receipt(row[0], bool(row[1]), row[2])
 
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
         mailbox, limits = self._mailboxes.get(envelope.to), self._limits

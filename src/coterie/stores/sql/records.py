@@ -27,7 +27,8 @@ SELECT call_id, name, arguments, state, result, started_at, ended_at FROM calls
 """
 _USAGE = """
 SELECT at / 86400000 AS day, agent_id, service, count(*), count(*) FILTER (WHERE outcome = 'withdrawn'),
-       sum(input_tokens), sum(output_tokens)
+       sum(input_tokens), sum(output_tokens),
+       coalesce(sum(input_tokens + output_tokens) FILTER (WHERE estimated = 1), 0)
   FROM llm_calls WHERE at >= ? GROUP BY day, agent_id, service ORDER BY day DESC, agent_id, service
 """
 MAX_WORDS, MAX_WORD = 16, 200
@@ -51,8 +52,11 @@ def usage(db: Connection, since: int) -> list[Usage]:
             withdrawn=withdrawn,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
+            estimated_tokens=estimated_tokens,
         )
-        for day, agent_id, service, requests, withdrawn, input_tokens, output_tokens in db.execute(_USAGE, (since,))
+        for day, agent_id, service, requests, withdrawn, input_tokens, output_tokens, estimated_tokens in db.execute(
+            _USAGE, (since,)
+        )
     ]
 
 

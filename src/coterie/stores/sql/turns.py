@@ -141,11 +141,11 @@ def summarise(db: Connection, post: Post, claim: Claim, upto: int, text: str, an
     if answer:
         db.execute(
             "INSERT INTO llm_calls"
-            " (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at)"
-            " SELECT ?1, ?2, ?3, 1 + coalesce(max(call_no), 0), ?4, ?5, ?6, 'used', ?7 FROM llm_calls"
+            " (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at, estimated)"
+            " SELECT ?1, ?2, ?3, 1 + coalesce(max(call_no), 0), ?4, ?5, ?6, 'used', ?7, ?8 FROM llm_calls"
             " WHERE agent_id = ?1 AND turn_no = ?2 AND step_no = ?3",
             (claim.agent_id, claim.turn_no, claim.step_no, answer.service, answer.usage.input_tokens,
-             answer.usage.output_tokens, post.stamp),
+             answer.usage.output_tokens, post.stamp, int(answer.usage.estimated)),
         )  # fmt: skip
     return msgspec.structs.replace(claim, history_version=desk.row.history_version)
 
@@ -156,5 +156,5 @@ def set_aside(db: Connection, post: Post, claim: Claim, service: str, tokens: in
     desk.give_back()
     if tokens_since(db, since) >= limit:
         return False
-    desk.note_usage(service, Usage(input_tokens=tokens), "used")
+    desk.note_usage(service, Usage(input_tokens=tokens, estimated=True), "used")
     return True

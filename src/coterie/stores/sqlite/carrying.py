@@ -68,6 +68,7 @@ class SqliteTarget:
                 migrate(db)
                 db.execute("PRAGMA foreign_keys = ON")
                 db.execute("BEGIN IMMEDIATE")
+                db.execute("DELETE FROM meta")  # the rows of the source take their place, its secret among them
                 yield cls(db, artifacts)
                 db.execute("COMMIT")
         except DATABASE_ERRORS as error:

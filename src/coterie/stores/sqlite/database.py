@@ -24,6 +24,7 @@ from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.ledger import OneWriter
 from coterie.stores.sql.post import Post
+from coterie.stores.sql.secret import make_secret, read_secret
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.connections import (
     ADVISED,
@@ -120,11 +121,11 @@ class Database(SqlDatabase):
         try:
             db = open_reader(path)
             check_version(db)
-            log_id = transitions.get_meta(db, "log_id") or ""
+            log_id, secret = transitions.get_meta(db, "log_id") or "", read_secret(db)
             db.close()
         except DATABASE_ERRORS as error:
             raise _unusable(error) from error
-        info = StoreInfo(engine="sqlite", version=sqlite3.sqlite_version, log_id=log_id)
+        info = StoreInfo(engine="sqlite", version=sqlite3.sqlite_version, log_id=log_id, secret=secret)
         return cls(path, None, info, clock, Limits())
 
     @property
@@ -265,6 +266,7 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
         hit("open.checked")
         boot.begin_boot(db)
         log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
+        secret = make_secret(db)
         last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
     except DATABASE_ERRORS as error:
         db.close()
@@ -279,6 +281,7 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
         last_seen=from_ms(last[0]) if last else EPOCH,
         unclean=unclean,
         warnings=_warnings(),
+        secret=secret,
     )
     return db, info
 

@@ -1,0 +1,128 @@
+"""An answer too long for a message reaches whoever asked: its beginning as text, the whole as a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from coterie.agent.long_answer import fit_answer
+from coterie.artifacts import Artifact
+from coterie.drafts import MAX_PAYLOAD_BYTES
+from coterie.store_url import with_store_url
+from coterie.testing.model_server import Calls, Plays, Received, Says
+from coterie.testing.replies import chunk
+from coterie.testing.wire import Wire
+from tests.agent.stage import each, stage
+from tests.engines import Engine, Postgres
+
+LONG = "A whole book, 一本书, word for word. " * 60_000
+"""More than two megabytes, with characters of one and of three bytes."""
+FEW = 100_000
+"""Characters in a piece of a stream: words would take a while."""
+
+
+def society(engine: Engine, folder: Path) -> str:
+    """The configuration of a society with two agents on that engine."""
+    agents = "[agents.ada]\n[agents.bob]\n"
+    return with_store_url(agents, engine.url(folder / "data")) if isinstance(engine, Postgres) else agents
+
+
+async def test_the_person_gets_the_beginning_and_the_whole_as_a_file(engine: Engine, tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=society(engine, tmp_path)) as here:
+        here.server.script(Says(LONG, token_size=FEW), "short again")
+        asked = await here.say("Write a book.")
+        (answer,) = await here.heard(1)
+        text = answer.payload["text"]
+        assert (answer.sender, answer.in_reply_to) == ("ada", asked)
+        assert text.startswith(LONG[:1_000]) and f"{len(LONG):,}" in text and len(text) < 100_000
+        (file,) = answer.payload["attachments"]
+        assert (file["filename"], file["size"]) == ("answer.md", len(LONG.encode()))
+        assert file["artifactRef"] in text
+        assert await here.society.artifacts.read(file["artifactRef"]) == LONG.encode()
+        assert len(here.server.requests) == 1  # it was asked for once
+        # The talk goes on, and the next request shows no more than what was sent.
+        await here.say("Thanks.")
+        assert (await here.texts(2))[1] == "short again"
+        assert len(here.server.requests[1].raw) < 200_000
+        assert here.roles_asked(1) == ["user", "assistant", "user"]
+        assert [role for role, _ in await here.history()] == ["user", "assistant", "user", "assistant"]
+
+
+async def test_another_agent_that_asked_gets_it_too(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        ask = Says(calls=(Calls("send_message", {"to": "bob", "payload": {"text": "Write a book."}}),))
+        here.server.default = each(ada=[ask, Says(""), Says("It is written.")], bob=[Says(LONG, token_size=FEW)])
+        await here.say("Ask bob for a book.")
+        assert await here.texts(1) == ["It is written."]
+        (answer,) = [row.message for row in await here.society.store.history("ada") if row.message][1:]
+        assert answer.payload["attachments"][0]["filename"] == "answer.md"
+
+
+async def test_what_was_said_before_a_stop_is_kept_whole_too(tmp_path: Path) -> None:
+    never, all_said = asyncio.Event(), asyncio.Event()
+
+    async def goes_silent(wire: Wire) -> None:
+        await wire.begin()
+        await wire.event(chunk({"role": "assistant", "content": LONG}))
+        await never.wait()
+
+    async with stage(tmp_path) as here:
+        here.server.script(Plays(goes_silent))
+        here.society.live.listen(lambda draft: all_said.set() if len(draft.text) == len(LONG) else None)
+        await here.say("Write a book.")
+        await all_said.wait()
+        assert here.society.stop_turn("ada")
+        (answer,) = await here.heard(1)
+        (file,) = answer.payload["attachments"]
+        assert answer.stopped and file["size"] == len(LONG.encode())
+        never.set()
+
+
+async def test_where_the_file_cannot_be_kept_the_beginning_is_sent_and_says_so(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.society.artifacts.limit = 1_000
+        here.server.script(Says(LONG, token_size=FEW))
+        await here.say("Write a book.")
+        (answer,) = await here.heard(1)
+        assert "could not be kept" in answer.payload["text"] and "attachments" not in answer.payload
+        assert len(here.server.requests) == 1
+
+
+async def test_a_full_disk_does_not_keep_an_answer_back() -> None:
+    async def full(data: bytes, filename: str) -> Artifact:
+        raise OSError(28, "No space left on device")
+
+    text, attachments = await fit_answer(LONG, full)
+    assert text.startswith(LONG[:1_000]) and "No space left" in text and attachments == ()
+
+
+async def test_long_text_and_arguments_of_a_plan_are_stored_whole_and_shown_short(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        call = Calls("send_message", {"to": "bob", "payload": {"text": LONG}})
+        here.server.script(Says(LONG, calls=(call,), token_size=FEW), "that was too much")
+        await here.say("Send bob a book.")
+        assert await here.texts(1) == ["that was too much"]
+        request = here.server.requests[1]
+        assert len(request.raw) < 200_000
+        _, _, assistant, result = request.body["messages"]
+        arguments = json.loads(assistant["tool_calls"][0]["function"]["arguments"])
+        assert arguments["shortened"] is True and arguments["size"] > MAX_PAYLOAD_BYTES
+        assert "payload_too_large" in result["content"]
+        (plan,) = [row for row in await here.society.store.history("ada") if row.calls]
+        assert plan.text == LONG and plan.calls[0].arguments["payload"]["text"] == LONG
+
+
+async def test_a_summary_that_is_too_long_is_cut(tmp_path: Path) -> None:
+    def answer(request: Received) -> Says:
+        summary = str(request.body["messages"][0]["content"]).startswith("Summarise")
+        return Says(LONG, token_size=FEW) if summary else Says("yes")
+
+    async with stage(tmp_path, contextTokens=20_000) as here:
+        here.server.default = answer
+        for n in range(1, 6):
+            await here.say(f"{n} " + "x" * 12_000)
+            await here.heard(n)
+        assert any("Summarise" in str(one.body["messages"][0]) for one in here.server.requests)
+        assert len((await here.society.store.view("ada")).summary) < 40_000
+        assert len(here.server.requests[-1].raw) < 200_000
