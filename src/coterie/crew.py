@@ -115,6 +115,7 @@ class Crew:
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
             recall=self._registrar.recall,
+            paused=lambda: store.seen_paused,
         )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id(), disk=disk)
 
@@ -138,9 +139,13 @@ class Crew:
             try:
                 async with self._bus.watch() as watcher:
                     await self._registrar.recall()
+                    if await self._store.society_paused():
+                        self.defer_queued()
                     async for event in watcher:
                         if event.kind in ("agent.upsert", "agent.removed"):
                             await self._registrar.recall()
+                        elif event.kind == "society.state" and await self._store.society_paused():
+                            self.defer_queued()
                     return
             except Lagged:
                 continue
@@ -181,6 +186,10 @@ class Crew:
             return True
         self.directory.profile(agent_id)
         return False
+
+    def defer_queued(self) -> None:
+        """The society was paused: turns that wait for their model service stop here."""
+        self._handler.defer_queued()
 
     async def adopt(self, services: Services, config: Config | None = None) -> Sequence[Problem]:
         """From now on it is as the owner's files say. Agents that were blocked for want of just that go on."""

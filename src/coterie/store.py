@@ -124,6 +124,20 @@ class Store(Protocol):
         """A paused agent takes up its mail; a blocked one tries again."""
         ...
 
+    async def pause_all(self) -> None:
+        """Nothing begins after this returns, on any process: no turn, no model call, no tool.
+
+        It counts for agents that are made later, too. What is inside a model call or a tool ends that step; the turn
+        goes on with the next one after `resume_all`.
+        """
+        ...
+
+    async def resume_all(self) -> None:
+        """The society goes on. Agents that were paused individually stay paused; blocked ones try again."""
+        ...
+
+    async def society_paused(self) -> bool: ...
+
     async def stop(self, agent_id: str) -> bool:
         """A turn that nobody works on, because it waits for a retry or for the person's word, ends; its mail begins
         the next. False when there is none."""

@@ -25,7 +25,7 @@ from coterie.agent.prompt import Prompts
 from coterie.agent.send_message import SEND_MESSAGE, seal_call
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.turn import Answered, Ask, Event, ModelFailed, PlannedCall, Ran, Rest, Rules, Run, Stopped
+from coterie.agent.turn import Answered, Ask, Deferred, Event, ModelFailed, PlannedCall, Ran, Rest, Rules, Run, Stopped
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.errors import Refused, StoreUnavailable
@@ -34,7 +34,7 @@ from coterie.live import Live
 from coterie.live import Outcome as Ending
 from coterie.llm.chat import Answer, Call, Request
 from coterie.llm.models import Models
-from coterie.llm.service import ServiceError, Terminal, TooLong, UnknownService
+from coterie.llm.service import ServiceError, SocietyPaused, Terminal, TooLong, UnknownService
 from coterie.logctx import turn_context
 from coterie.messages import Envelope
 from coterie.rates import Rates
@@ -76,12 +76,20 @@ class Work:
     said: list[str] = field(default_factory=list)
     """What the model has said so far."""
     stopping: bool = False
+    queued: bool = False
+    """It waits until its model service has room; the request has not begun."""
+    deferring: bool = False
+    """The society was paused while it was queued."""
     prompt: str = ""
     """Made once a turn."""
 
     def was_stopped(self) -> bool:
         """Whether the cancellation that arrives is the stop's. Whoever else wants the task to end gets their way."""
         return self.stopping and not self.task.uncancel()
+
+    def was_deferred(self) -> bool:
+        """The same for a pause of the society."""
+        return self.deferring and not self.task.uncancel()
 
 
 class LlmHandler:
@@ -99,11 +107,14 @@ class LlmHandler:
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
         recall: Recall | None = None,
+        paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
 
-        `recall`: brings the directory up to date with the store.
+        `recall`: brings the directory up to date with the store. `paused`: whether the society is, as far as this
+        process knows.
         """
+        self._paused = paused
         self._recall = recall or _nothing_new
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
@@ -174,6 +185,13 @@ class LlmHandler:
         work.stopping = True
         return True
 
+    def defer_queued(self) -> None:
+        """The society was paused: turns that wait for their model service give way; nobody has been asked yet."""
+        for work in self._work.values():
+            if work.queued and work.performing and not work.stopping and not work.deferring:
+                work.deferring = True
+                work.task.cancel()
+
     async def _perform(self, claim: Claim, work: Work) -> Outcome:
         """The effect, which a stop can end, and nothing else."""
         work.said = []
@@ -182,10 +200,12 @@ class LlmHandler:
             try:
                 return await self._do(claim, work)
             except asyncio.CancelledError:
+                if work.was_deferred():
+                    return Outcome(event=Deferred())
                 if not work.was_stopped():
                     raise
             finally:
-                work.performing = False
+                work.performing = work.queued = work.deferring = False
         work.stopping = False
         return Outcome(event=Stopped("".join(work.said)))
 
@@ -221,6 +241,8 @@ class LlmHandler:
             answer = await self._answer_once_stored(claim, profile, work)
         except StaleOwner:
             raise  # somebody else asks now
+        except SocietyPaused:
+            return Deferred()
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             return told(error, claim.retries, random.random())
@@ -263,7 +285,17 @@ class LlmHandler:
     async def _ask_model(self, service: str, request: Request, claim: Claim, work: Work | None = None) -> Answer:
         """`work`: whoever watches is told what is said meanwhile. Without it we ask for ourselves."""
         answer: Answer | None = None
-        async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
+        asking = self._work.get(claim.agent_id)
+
+        def begins() -> None:
+            if self._paused():
+                raise SocietyPaused("the society is paused")
+            if asking:
+                asking.queued = False
+
+        if asking:
+            asking.queued = True
+        async with aclosing(self._models.ask(service, request, reader=claim.agent_id, begins=begins)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
                     answer = piece  # there is none behind it, and to let them end is cheaper than to cut them off

@@ -22,6 +22,11 @@ from coterie.errors import CoterieError, Refused
 from coterie.llm.chat import Answer, Delta, Request
 from coterie.text import one_line
 
+
+class SocietyPaused(CoterieError):
+    """The whole society is paused: the request was not begun."""
+
+
 Direction = Literal["input", "output"]
 Passing = Literal["unreachable", "late", "busy", "cut"]
 """What may pass by itself: no connection, no answer in time, a service that says "not now", half an answer."""

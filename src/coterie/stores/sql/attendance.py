@@ -33,7 +33,8 @@ class Attendance:
     def serve(self, db: Connection, post: Post) -> None:
         """Claim those that a turn can begin for; the others are left to the scheduler. Before `post` is closed."""
         woken = post.woken()
-        ready = [] if self._failed else [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
+        nobody = self._failed or post.society_paused
+        ready = [] if nobody else [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
         self._look = self._look or post.frees or len(ready) < len(woken)
         if not ready:
             return

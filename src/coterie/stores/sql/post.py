@@ -78,6 +78,14 @@ class Post:
         """What is written down as the time: `now`, but never earlier than anything stamped before."""
         return self._ledger.stamp
 
+    @property
+    def society_paused(self) -> bool:
+        """Nobody may begin anything."""
+        return self._ledger.society_paused()
+
+    def pause_society(self, paused: bool) -> None:
+        self._ledger.pause_society(paused)
+
     def accept_all(self, envelopes: Sequence[Envelope]) -> list[Receipt | Refused]:
         """Each of them taken in, or why not."""
         self._ledger.reserve(len(envelopes))

@@ -20,7 +20,16 @@ MESSAGE = (
 """The payload as it lies there: what is no text any more must not keep the others from being read."""
 M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(",")).replace("m.CAST(", "CAST(m.")
 """The same where messages are joined as `m`."""
-AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
+SHOWN_STATE = """
+CASE WHEN (SELECT paused FROM log) = 1 AND kind = 'agent'
+          AND (state IN ('idle', 'ready', 'wait_retry')
+               OR (state IN ('llm', 'tools') AND (worker IS NULL OR runnable_at = 0)))
+     THEN 'paused' ELSE state END
+"""
+"""The state of an agent as people see it: while the society is paused, those nobody works on are paused."""
+AGENT = (
+    f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
+)
 AGENTS = """
 (SELECT a.*, c.name AS tool, c.idx + 1 AS call_no,
         (SELECT count(*) FROM calls n

@@ -26,6 +26,7 @@ from coterie.stores.sql import history, threads, transitions, turns
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
 from coterie.stores.sql.overview import SqlOverview
+from coterie.stores.sql.ledger import PAUSED
 from coterie.stores.sql.post import Post
 from coterie.stores.sql.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
 from coterie.stores.sql.statistics import statistics
@@ -57,6 +58,18 @@ class SqlStore(SqlOverview):
 
     async def resume(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.resume(db, post, agent_id), touches=[agent_id])
+
+    async def pause_all(self) -> None:
+        await self._post(transitions.pause_all)
+        self.seen_paused = True
+
+    async def resume_all(self) -> None:
+        await self._post(transitions.resume_all)
+        self.seen_paused = False
+
+    async def society_paused(self) -> bool:
+        self.seen_paused = bool((await self._query(PAUSED))[0][0])
+        return self.seen_paused
 
     async def stop(self, agent_id: str) -> bool:
         return await self._post(lambda db, post: transitions.stop(db, post, agent_id), touches=[agent_id])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from coterie.agent.turn import Rules
-from coterie.agents import Agent
+from coterie.agents import HELD, Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
 from coterie.errors import Refused
@@ -80,8 +80,31 @@ def resume(db: Connection, post: Post, agent_id: str) -> None:
     post.tell("agent.state", agent_id)
 
 
+def pause_all(db: Connection, post: Post) -> None:
+    """One fact for the whole society: it counts for agents that do not exist yet, too."""
+    post.pause_society(True)
+    _tell_of_everybody(db, post)
+
+
+def resume_all(db: Connection, post: Post) -> None:
+    """Who was paused individually stays so; blocked agents try again."""
+    post.pause_society(False)
+    unblock(post, [agent_id for (agent_id,) in db.execute("SELECT id FROM agents WHERE state = 'blocked' ORDER BY id")])
+    post.frees = True
+    _tell_of_everybody(db, post)
+
+
+def _tell_of_everybody(db: Connection, post: Post) -> None:
+    post.tell("society.state", "society", {"paused": post.society_paused})
+    living = "SELECT id FROM agents WHERE kind = 'agent' AND state <> 'terminated' ORDER BY id"
+    for (agent_id,) in db.execute(living):
+        post.tell("agent.state", agent_id)
+
+
 def stop(db: Connection, post: Post, agent_id: str) -> bool:
-    if _agents_mailbox(post, agent_id).state not in ("wait_retry", "wait_approval"):
+    mailbox = _agents_mailbox(post, agent_id)
+    suspended = mailbox.state in HELD and mailbox.worker is None and post.society_paused
+    if mailbox.state not in ("wait_retry", "wait_approval") and not suspended:
         return False
     TurnDesk(db, post, agent_id, Rules()).halt()
     return True
