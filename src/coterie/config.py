@@ -117,6 +117,8 @@ class AgentEntry:
     prompt: str = _setting("", _text)
     prompt_file: str | None = _setting(None, _text)
     tools: tuple[str, ...] = _setting(("*",), _strings)
+    services: tuple[str, ...] = _setting((), _strings)
+    """What agents that it makes may think with, besides its own service."""
     parent: str | None = _setting(None, _text)
 
 

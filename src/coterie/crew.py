@@ -336,5 +336,6 @@ def _profile(entry: AgentEntry, place: SocietyFolder) -> Profile:
         service=entry.service,
         prompt=prompt,
         tools=entry.tools,
+        services=entry.services,
         parent=entry.parent,
     )

@@ -33,6 +33,8 @@ class Snapshot:
     """Everything as it was at event `seq`, each list cut at `SHOWN` with its full count beside it."""
 
     seq: int
+    paused: bool
+    """The whole society is."""
     agents: Sequence[Agent]
     agent_count: int
     threads: Sequence[Thread]

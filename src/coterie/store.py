@@ -17,7 +17,7 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import EPOCH
 from coterie.events import Event
-from coterie.messages import Envelope, Message, Receipt, State
+from coterie.messages import PERSON, Envelope, Message, Receipt, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,14 @@ class Pruned:
     events: int = 0
     bytes_to_delete: Sequence[str] = ()
     """Content hashes that no artifact names any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    profile: str
+    """As JSON."""
+    maker: str | None
+    """Whose it is. None: it was made before this was kept; it counts as the owner's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +159,11 @@ class Store(Protocol):
         """Those of them that are blocked, and not paused, try again; the ids of those that do."""
         ...
 
-    async def put_role(self, name: str, profile: str) -> None:
-        """Agents can be made after this pattern; a role of that name is replaced."""
+    async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
+        """Agents can be made after this pattern. Its maker may replace it; `Refused("role_taken")` for anybody else."""
         ...
 
-    async def roles(self) -> Mapping[str, str]: ...
+    async def roles(self) -> Mapping[str, Role]: ...
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]: ...
 

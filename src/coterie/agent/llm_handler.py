@@ -308,7 +308,7 @@ class LlmHandler:
     async def _request(self, profile: Profile, work: Work) -> Request:
         shown = self._memory.recall(profile.id) or self._memory.keep(profile.id, await self._store.view(profile.id))
         work.prompt = work.prompt or self._prompts.of(profile)
-        return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(profile.tools))
+        return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(self._tools(profile)))
 
     async def _compact(self, claim: Claim, service: str, work: Work) -> bool:
         """Whether there was something to leave out."""
@@ -338,8 +338,12 @@ class LlmHandler:
 
     # The tools
 
+    def _tools(self, profile: Profile) -> tuple[tuple[str, ...], ...]:
+        """What it may use at this moment: rights can change between the offer of a tool and its call."""
+        return self._directory.tools_of(profile.id)
+
     def _planned(self, call: Call, profile: Profile) -> PlannedCall:
-        tool = self._toolbox.find(call.name, profile.tools)
+        tool = self._toolbox.find(call.name, self._tools(profile))
         if tool is None:  # send_message, and names that mean nothing: neither has an effect outside the store
             return PlannedCall(call=call, effect="idempotent")
         return PlannedCall(call=call, effect=tool.effect, gated=tool.approval)
@@ -352,7 +356,7 @@ class LlmHandler:
         if call.name == SEND_MESSAGE.name:
             return await self._send(claim, index, call, key)
         context = self._context(profile, key, claim.cause)
-        result = await self._toolbox.call(call.name, call.arguments, context, patterns=profile.tools)
+        result = await self._toolbox.call(call.name, call.arguments, context, patterns=self._tools(profile))
         return Outcome(event=Ran(index=index, ok=result.ok, result=result.text))
 
     async def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:

@@ -83,6 +83,21 @@ class UnknownService(Refused):
         super().__init__("unknown_service", sentence)
 
 
+class ServiceNotAllowed(UnknownService):
+    """The service exists, but is not among the rights of the agent that made this one."""
+
+    def __init__(self, service_id: str, maker: str, *, gone: bool = False) -> None:
+        """`gone`: the maker is not described any more, so nobody knows its rights."""
+        self.service_id = service_id
+        words = (
+            f"{one_line(maker)}, which made this agent, is no longer described in coterie.toml: put it back"
+            if gone
+            else f'{one_line(maker)} may not use the service "{one_line(service_id)}": leave it out, or add it to'
+            " `services` of the agent in coterie.toml"
+        )
+        Refused.__init__(self, "service_not_allowed", words)
+
+
 class ServiceError(CoterieError):
     """One sentence that says what is wrong and where to mend it. Never holds a key."""
 

@@ -21,7 +21,7 @@ from coterie.invariants import INVARIANTS, broken
 from coterie.llm.chat import Answer
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.statistics import Statistics
-from coterie.store import Page, Promotion, Pruned, Retention
+from coterie.store import Page, Promotion, Pruned, Retention, Role
 from coterie.stores.sql import history, threads, transitions, turns
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
@@ -80,11 +80,12 @@ class SqlStore(SqlOverview):
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
         return await self._post(lambda _, post: transitions.unblock(post, agent_ids), touches=agent_ids)
 
-    async def put_role(self, name: str, profile: str) -> None:
-        await self._post(lambda db, _: transitions.put_role(db, name, profile))
+    async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
+        await self._post(lambda db, _: transitions.put_role(db, name, profile, maker))
 
-    async def roles(self) -> Mapping[str, str]:
-        return dict(await self._query("SELECT name, profile FROM roles ORDER BY name"))
+    async def roles(self) -> Mapping[str, Role]:
+        rows = await self._query("SELECT name, profile, maker FROM roles ORDER BY name")
+        return {name: Role(profile, maker) for name, profile, maker in rows}
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
         rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id > ? ORDER BY id LIMIT ?", after, limit)

@@ -36,11 +36,14 @@ def add_agents(db: Connection, post: Post, agents: Sequence[Agent]) -> None:
         post.tell("agent.upsert", agent.id)
 
 
-def put_role(db: Connection, name: str, profile: str) -> None:
-    db.execute(
-        "INSERT INTO roles (name, profile) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET profile = excluded.profile",
-        (name, profile),
+def put_role(db: Connection, name: str, profile: str, maker: str) -> None:
+    written = db.execute(
+        "INSERT INTO roles (name, profile, maker) VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE"
+        " SET profile = excluded.profile WHERE roles.maker = excluded.maker",
+        (name, profile, maker),
     )
+    if written.rowcount == 0:
+        raise Refused("role_taken", f"the role {name!r} belongs to somebody else: choose another name")
 
 
 def terminate(db: Connection, post: Post, agent_id: str) -> None:
