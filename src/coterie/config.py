@@ -110,6 +110,12 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    shared: bool = _setting(False, _is(bool, "true or false"))
+    """Every agent may read every file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEntry:
     id: str
     name: str = _setting("", _text)
@@ -142,6 +148,7 @@ class Config:
     shutdown: Shutdown = Shutdown()
     interruption: Interruption = Interruption()
     limits: Bounds = Bounds()
+    artifacts: Artifacts = Artifacts()
     agents: tuple[AgentEntry, ...] = (ASSISTANT,)
     mcp: tuple[McpEntry, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -154,6 +161,7 @@ _SECTIONS: dict[str, type] = {
     "shutdown": Shutdown,
     "interruption": Interruption,
     "limits": Bounds,
+    "artifacts": Artifacts,
 }
 
 

@@ -31,7 +31,7 @@ from coterie.disk import Disk
 from coterie.errors import Lagged, Problem, Refused, StoreError
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
-from coterie.library import Library
+from coterie.library import AgentLibrary, Library
 from coterie.live import Live
 from coterie.llm.adapter import ContentAdapter
 from coterie.llm.models import Models
@@ -294,7 +294,7 @@ class Crew:
             capabilities=self.directory.capabilities_of(profile.id),
             router=self.router,
             send=send,
-            artifacts=self._artifacts,
+            artifacts=AgentLibrary(self._artifacts, profile.id, shared=self._store.limits.shared_artifacts),
             idempotency_key=key,
         )
 

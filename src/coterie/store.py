@@ -26,6 +26,8 @@ class Limits:
     mailbox: int = 10_000
     """Messages that may wait for one agent."""
     mailbox_bytes: int = 64 << 20
+    shared_artifacts: bool = False
+    """Agents may read and forward every artifact, not only those that are theirs or reached them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +239,19 @@ class Store(Protocol):
 
     # Artifacts
 
-    async def add_artifact(self, artifact: Artifact) -> Artifact:
-        """Its bytes are durable already. Again under the same ref: the first one stands."""
+    async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
+        """Its bytes are durable already. Again under the same ref: the first one stands.
+
+        `maker`: the agent that made it. None: the person did.
+        """
         ...
 
-    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]: ...
+    async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
+        """Those of `refs` that there are. With `reader`: those that this agent made, or took in a message."""
+        ...
 
-    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
-        """Newest first."""
+    async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
+        """Newest first. With `reader`: those that this agent made, or took in a message."""
         ...
 
     # The log, and care

@@ -41,6 +41,20 @@ AGENTS = """
 """
 """The table with, beside each agent, the call that runs or waits for the person's word: there is one at most."""
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
+READABLE = """
+(maker = ? OR EXISTS (SELECT 1 FROM attachments t JOIN messages m ON m.seq = t.message_seq
+                       WHERE t.artifact_ref = artifacts.ref AND m.recipient = ? AND m.state = 'taken'))
+"""
+"""Whether an agent, named twice, may read a row of `artifacts`: it made the file, or took a message that carries it."""
+# Each half by an index of its own: what the agent made, and what its mailbox carries.
+LATEST_READABLE = f"""
+SELECT {ARTIFACT} FROM artifacts WHERE ref IN (
+    SELECT ref FROM artifacts WHERE maker = ?1
+     UNION
+    SELECT t.artifact_ref FROM messages m JOIN attachments t ON t.message_seq = m.seq
+     WHERE m.recipient = ?1 AND m.in_seq IS NOT NULL AND m.state = 'taken')
+ ORDER BY created_at DESC, ref DESC LIMIT ?2
+"""
 
 DAMAGED = "[This message is damaged: what it said is lost.]"
 log = logging.getLogger(__name__)

@@ -28,7 +28,18 @@ from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
 from coterie.stores.sql.overview import SqlOverview
 from coterie.stores.sql.ledger import PAUSED
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sql.rows import (
+    AGENT,
+    AGENTS,
+    ARTIFACT,
+    LATEST_READABLE,
+    MESSAGE,
+    READABLE,
+    find_message,
+    to_agent,
+    to_artifact,
+    to_message,
+)
 from coterie.stores.sql.statistics import statistics
 from coterie.turns import Claim, HistoryRow, StaleOwner, View
 from coterie.workers import Worker
@@ -241,18 +252,21 @@ class SqlStore(SqlOverview):
 
     # Artifacts
 
-    async def add_artifact(self, artifact: Artifact) -> Artifact:
-        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact))
+    async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
+        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact, maker))
 
-    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]:
+    async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
         if not refs:
             return {}
         marks = ", ".join("?" * len(refs))
-        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+        readable, readers = ("", ()) if reader is None else (f" AND {READABLE}", (reader, reader))
+        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks}){readable}", *refs, *readers)
         return {row[0]: to_artifact(row) for row in rows}
 
-    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
-        return await self.artifacts_before(None, limit)
+    async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
+        if reader is None:
+            return await self.artifacts_before(None, limit)
+        return [to_artifact(row) for row in await self._query(LATEST_READABLE, reader, limit)]
 
     async def named_bytes(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
         """Content hash and size of what artifacts name, in that order, behind `after`."""

@@ -205,10 +205,10 @@ def forget(db: Connection, post: Post, message_id: str) -> None:
     post.tell("message.updated", letter.id)
 
 
-def add_artifact(db: Connection, post: Post, artifact: Artifact) -> Artifact:
+def add_artifact(db: Connection, post: Post, artifact: Artifact, maker: str | None) -> Artifact:
     db.execute(
-        "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
+        "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at, maker)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
         (
             artifact.ref,
             artifact.filename,
@@ -217,6 +217,7 @@ def add_artifact(db: Connection, post: Post, artifact: Artifact) -> Artifact:
             artifact.size,
             artifact.sha256,
             post.stamp,
+            maker,
         ),
     )
     post.tell("artifact.created", artifact.ref)
