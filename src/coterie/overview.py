@@ -33,8 +33,6 @@ class Snapshot:
     """Everything as it was at event `seq`, each list cut at `SHOWN` with its full count beside it."""
 
     seq: int
-    paused: bool
-    """The whole society is."""
     agents: Sequence[Agent]
     agent_count: int
     threads: Sequence[Thread]
@@ -48,6 +46,8 @@ class Snapshot:
     open_questions: Sequence[Message]
     """Newest first."""
     question_count: int
+    paused: bool = False
+    """The whole society is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ async def test_agents_stored_before_makers_were_kept_are_bound_by_their_parents(
     old = {"id": "old", "name": "Old", "service": None, "prompt": "", "tools": ["*"], "parent": "ada", "role": "r"}
     by_owner = old | {"id": "own", "role": None}
     for profile in (old, by_owner):
-        agent = Agent(id=profile["id"], name="x", parent="ada", profile=json.dumps(profile | {"made_by": "k"}))
+        agent = Agent(id=str(profile["id"]), name="x", parent="ada", profile=json.dumps(profile | {"made_by": "k"}))
         await store.add_agents([agent])
     await registrar.recall()
     assert directory.tools_of("old") == (("*",), ("a*", "create_role"))

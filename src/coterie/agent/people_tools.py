@@ -15,7 +15,8 @@ def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
         name: Annotated[str, "a-z, 0-9, _ and -"],
         prompt: Annotated[str, "What an agent of this role is told about itself."],
         tools: Annotated[
-            list[str] | None, "Names or patterns of the tools it may use; those you have when left out, none when empty."
+            list[str] | None,
+            "Names or patterns of the tools it may use; those you have when left out, none when empty.",
         ] = None,
         service: Annotated[str | None, "The id of a model service that you may use; your own when left out."] = None,
         *,

@@ -12,8 +12,8 @@ from coterie.agent.profile import Profile
 from coterie.agents import ID, Agent
 from coterie.errors import Refused
 from coterie.ids import id_for, new_id
-from coterie.messages import PERSON, RESERVED
 from coterie.llm.service import ServiceNotAllowed
+from coterie.messages import PERSON, RESERVED
 from coterie.store import Store
 from coterie.text import clean, nearest, one_line
 

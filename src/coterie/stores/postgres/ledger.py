@@ -105,7 +105,7 @@ class BatchLedger:
         """What jobs of this batch were told about the pause of the society when they asked first."""
         self._becomes: bool | None = None
         """What a job of this batch wants it to be."""
-        self._undo_pause = (self._paused, self._decided_on, self._becomes)
+        self._undo_pause: tuple[bool, bool | None, bool | None] = (False, None, None)
         """The three values above, as they were before the current job."""
         self.leaves_work = False
         """Somebody has something to do whom nobody was found for here."""
@@ -255,9 +255,7 @@ class BatchLedger:
         numbered = json_rows(_NOTED, ((place, *event) for place, event in enumerate(self._events, 1)))
         count = len(self._events)
         news = self._herald.news(self.leaves_work)
-        logged = self._db.execute(
-            _LOG, (count, self.stamp, self._decided_on, self._becomes, count, *news, numbered)
-        )
+        logged = self._db.execute(_LOG, (count, self.stamp, self._decided_on, self._becomes, count, *news, numbered))
         return self._transaction or str(logged.fetchone()[0])
 
     def _close_untold(self) -> str | None:

@@ -25,8 +25,8 @@ from coterie.store import Page, Promotion, Pruned, Retention, Role
 from coterie.stores.sql import history, threads, transitions, turns
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
-from coterie.stores.sql.overview import SqlOverview
 from coterie.stores.sql.ledger import PAUSED
+from coterie.stores.sql.overview import SqlOverview
 from coterie.stores.sql.post import Post
 from coterie.stores.sql.rows import (
     AGENT,
@@ -259,8 +259,11 @@ class SqlStore(SqlOverview):
         if not refs:
             return {}
         marks = ", ".join("?" * len(refs))
-        readable, readers = ("", ()) if reader is None else (f" AND {READABLE}", (reader, reader))
-        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks}){readable}", *refs, *readers)
+        if reader is None:
+            rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+        else:
+            sql = f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks}) AND {READABLE}"
+            rows = await self._query(sql, *refs, reader, reader)
         return {row[0]: to_artifact(row) for row in rows}
 
     async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
