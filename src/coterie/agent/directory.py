@@ -88,7 +88,7 @@ class Directory:
     # Rights: those of an agent that an agent made are never more than its maker's, whenever they are looked at
 
     def tools_of(self, agent_id: str) -> tuple[tuple[str, ...], ...]:
-        """Lists of patterns: its own and those of its makers. It may use a tool that matches a pattern of every list."""
+        """Lists of patterns: its own and those of its makers. It may use a tool that every list has a pattern for."""
         line = self._line(agent_id)
         return tuple(dict.fromkeys(one.tools for one in line)) if line else ((),)
 
