@@ -122,6 +122,12 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    shared: bool = _setting(False, _is(bool, "true or false"))
+    """Every agent may read every file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEntry:
     id: str
     name: str = _setting("", _text)
@@ -129,6 +135,8 @@ class AgentEntry:
     prompt: str = _setting("", _text)
     prompt_file: str | None = _setting(None, _text)
     tools: tuple[str, ...] = _setting(("*",), _strings)
+    services: tuple[str, ...] = _setting((), _strings)
+    """What agents that it makes may think with, besides its own service."""
     parent: str | None = _setting(None, _text)
 
 
@@ -152,6 +160,7 @@ class Config:
     shutdown: Shutdown = Shutdown()
     interruption: Interruption = Interruption()
     limits: Bounds = Bounds()
+    artifacts: Artifacts = Artifacts()
     agents: tuple[AgentEntry, ...] = (ASSISTANT,)
     mcp: tuple[McpEntry, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -164,6 +173,7 @@ _SECTIONS: dict[str, type] = {
     "shutdown": Shutdown,
     "interruption": Interruption,
     "limits": Bounds,
+    "artifacts": Artifacts,
 }
 
 

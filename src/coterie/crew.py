@@ -32,7 +32,7 @@ from coterie.disk import Disk
 from coterie.errors import Lagged, Problem, Refused
 from coterie.folder import SocietyFolder
 from coterie.ids import new_id
-from coterie.library import Library
+from coterie.library import AgentLibrary, Library
 from coterie.live import Live
 from coterie.llm.adapter import ContentAdapter
 from coterie.llm.models import Models
@@ -117,6 +117,7 @@ class Crew:
             tracing=self._tracing,
             recall=self._registrar.recall,
             keep=artifacts.put,
+            paused=lambda: store.seen_paused,
         )
         self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id(), disk=disk)
 
@@ -142,9 +143,13 @@ class Crew:
             try:
                 async with self._bus.watch() as watcher:
                     await self._registrar.recall()
+                    if await self._store.society_paused():
+                        self.defer_queued()
                     async for event in watcher:
                         if event.kind in ("agent.upsert", "agent.removed"):
                             await self._registrar.recall()
+                        elif event.kind == "society.state" and await self._store.society_paused():
+                            self.defer_queued()
                     return
             except Lagged:
                 continue
@@ -184,6 +189,10 @@ class Crew:
             return True
         self.directory.profile(agent_id)
         return False
+
+    def defer_queued(self) -> None:
+        """The society was paused: turns that wait for their model service stop here."""
+        self._handler.defer_queued()
 
     async def adopt(self, services: Services, config: Config | None = None) -> Sequence[Problem]:
         """From now on it is as the owner's files say. Agents that were blocked for want of just that go on."""
@@ -290,7 +299,7 @@ class Crew:
             capabilities=self.directory.capabilities_of(profile.id),
             router=self.router,
             send=send,
-            artifacts=self._artifacts,
+            artifacts=AgentLibrary(self._artifacts, profile.id, shared=self._store.limits.shared_artifacts),
             idempotency_key=key,
         )
 
@@ -332,5 +341,6 @@ def _profile(entry: AgentEntry, place: SocietyFolder) -> Profile:
         service=entry.service,
         prompt=prompt,
         tools=entry.tools,
+        services=entry.services,
         parent=entry.parent,
     )

@@ -24,6 +24,7 @@ EventKind = Literal[
     "read",
     "problem",
     "thread.cleared",
+    "society.state",
 ]
 
 

@@ -46,6 +46,8 @@ class Snapshot:
     open_questions: Sequence[Message]
     """Newest first."""
     question_count: int
+    paused: bool = False
+    """The whole society is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

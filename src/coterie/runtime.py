@@ -274,6 +274,21 @@ class Society:
         await self.store.resume(agent_id)
         self.bus.stored(None)
 
+    async def pause_all(self) -> None:
+        """Nothing begins from now on, on any process: no turn, no model call, no tool; not for new agents either.
+
+        What is inside a model call or a tool ends that step, and the turn goes on after `resume_all`.
+        """
+        await self.store.pause_all()
+        if self._crew:
+            self._crew.defer_queued()
+        self.bus.stored(None)
+
+    async def resume_all(self) -> None:
+        """The society goes on. Agents that were paused individually stay paused; blocked ones try again."""
+        await self.store.resume_all()
+        self.bus.stored(None)
+
     @property
     def setup(self) -> Setup:
         """Services added, changed, tried out and removed while the society runs."""

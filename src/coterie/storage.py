@@ -35,7 +35,9 @@ def check_package(store: Storage) -> None:
 
 
 def limits_of(config: Config) -> Limits:
-    return Limits(max_hops=config.limits.max_hops, mailbox=config.limits.mailbox)
+    return Limits(
+        max_hops=config.limits.max_hops, mailbox=config.limits.mailbox, shared_artifacts=config.artifacts.shared
+    )
 
 
 def filled_by(place: SocietyFolder, config: Config) -> Path | None:

@@ -17,7 +17,7 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import EPOCH
 from coterie.events import Event
-from coterie.messages import Envelope, Message, Receipt, State
+from coterie.messages import PERSON, Envelope, Message, Receipt, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class Limits:
     mailbox: int = 10_000
     """Messages that may wait for one agent."""
     mailbox_bytes: int = 64 << 20
+    shared_artifacts: bool = False
+    """Agents may read and forward every artifact, not only those that are theirs or reached them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,14 @@ class Pruned:
     events: int = 0
     bytes_to_delete: Sequence[str] = ()
     """Content hashes that no artifact names any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    profile: str
+    """As JSON."""
+    maker: str | None
+    """Whose it is. None: it was made before this was kept; it counts as the owner's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +141,20 @@ class Store(Protocol):
         """A paused agent takes up its mail; a blocked one tries again."""
         ...
 
+    async def pause_all(self) -> None:
+        """Nothing begins after this returns, on any process: no turn, no model call, no tool.
+
+        It counts for agents that are made later, too. What is inside a model call or a tool ends that step; the turn
+        goes on with the next one after `resume_all`.
+        """
+        ...
+
+    async def resume_all(self) -> None:
+        """The society goes on. Agents that were paused individually stay paused; blocked ones try again."""
+        ...
+
+    async def society_paused(self) -> bool: ...
+
     async def stop(self, agent_id: str) -> bool:
         """A turn that nobody works on, because it waits for a retry or for the person's word, ends; its mail begins
         the next. False when there is none."""
@@ -144,11 +168,11 @@ class Store(Protocol):
         """Those of them that are blocked, and not paused, try again; the ids of those that do."""
         ...
 
-    async def put_role(self, name: str, profile: str) -> None:
-        """Agents can be made after this pattern; a role of that name is replaced."""
+    async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
+        """Agents can be made after this pattern. Its maker may replace it; `Refused("role_taken")` for anybody else."""
         ...
 
-    async def roles(self) -> Mapping[str, str]: ...
+    async def roles(self) -> Mapping[str, Role]: ...
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]: ...
 
@@ -222,14 +246,19 @@ class Store(Protocol):
 
     # Artifacts
 
-    async def add_artifact(self, artifact: Artifact) -> Artifact:
-        """Its bytes are durable already. Again under the same ref: the first one stands."""
+    async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
+        """Its bytes are durable already. Again under the same ref: the first one stands.
+
+        `maker`: the agent that made it. None: the person did.
+        """
         ...
 
-    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]: ...
+    async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
+        """Those of `refs` that there are. With `reader`: those that this agent made, or took in a message."""
+        ...
 
-    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
-        """Newest first."""
+    async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
+        """Newest first. With `reader`: those that this agent made, or took in a message."""
         ...
 
     # The log, and care

@@ -228,7 +228,7 @@ async def test_a_file_that_an_agent_forwards_is_described_by_its_bytes(tmp_path:
             ),
             "sent",
         )
-        await here.say("Where are my notes?")
+        await here.say("Send me back my notes", attachments=[kept.ref])
         forwarded, _ = await here.heard(2)
         assert forwarded.payload["attachments"] == [kept.to_wire()]
         results = [text for role, text in await here.history() if role == "tool"]

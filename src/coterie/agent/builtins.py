@@ -105,7 +105,7 @@ def artifact_tools() -> tuple[Tool, ...]:
         *,
         ctx: ToolContext,
     ) -> dict[str, Any] | ToolResult:
-        """Read a text file, 64 KiB a call. Pictures, sound and other files cannot be read this way."""
+        """Read a text file that you made or were sent, 64 KiB a call. Pictures, sound and others cannot be read so."""
         artifact = await ctx.artifacts.describe(artifactRef)
         if not artifact.mime_type.startswith("text/") and artifact.mime_type != _EMPTY:
             return failed("not_text", f"{artifact.filename} is {artifact.mime_type}: only text can be read this way")
@@ -119,7 +119,7 @@ def artifact_tools() -> tuple[Tool, ...]:
 
     @tool(effect="pure")
     async def list_artifacts(*, ctx: ToolContext) -> dict[str, Any]:
-        """List the newest files that were kept, by anybody."""
+        """List the newest files that you may read: those you made, and those that messages brought you."""
         return {"artifacts": [artifact.to_wire() for artifact in await ctx.artifacts.latest(MAX_LISTED)]}
 
     put, read, listing = _declared(put_artifact, read_artifact, list_artifacts)

@@ -29,7 +29,7 @@ from coterie.agent.prompt import Prompts
 from coterie.agent.send_message import SEND_MESSAGE, seal_call
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.turn import Answered, Ask, Event, ModelFailed, PlannedCall, Ran, Rest, Rules, Run, Stopped
+from coterie.agent.turn import Answered, Ask, Deferred, Event, ModelFailed, PlannedCall, Ran, Rest, Rules, Run, Stopped
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.errors import Refused, StoreUnavailable
@@ -38,7 +38,7 @@ from coterie.live import Live
 from coterie.live import Outcome as Ending
 from coterie.llm.chat import Answer, Call, Request, Usage
 from coterie.llm.models import Models
-from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient, UnknownService
+from coterie.llm.service import Malformed, ServiceError, SocietyPaused, Terminal, TooLong, Transient, UnknownService
 from coterie.logctx import turn_context
 from coterie.messages import Envelope
 from coterie.rates import Rates
@@ -82,12 +82,20 @@ class Work:
     asking: tuple[str, Request] | None = None
     """The service and the request that no answer has come to yet."""
     stopping: bool = False
+    queued: bool = False
+    """It waits until its model service has room; the request has not begun."""
+    deferring: bool = False
+    """The society was paused while it was queued."""
     prompt: str = ""
     """Made once a turn."""
 
     def was_stopped(self) -> bool:
         """Whether the cancellation that arrives is the stop's. Whoever else wants the task to end gets their way."""
         return self.stopping and not self.task.uncancel()
+
+    def was_deferred(self) -> bool:
+        """The same for a pause of the society."""
+        return self.deferring and not self.task.uncancel()
 
 
 class LlmHandler:
@@ -106,12 +114,14 @@ class LlmHandler:
         tracing: Tracing | None = None,
         recall: Recall | None = None,
         keep: Keep | None = None,
+        paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
 
         `recall`: brings the directory up to date with the store. `keep`: stores answers too long for a message.
+        `paused`: whether the society is, as far as this process knows.
         """
-        self._keep = keep
+        self._keep, self._paused = keep, paused
         self._recall = recall or _nothing_new
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
@@ -182,6 +192,13 @@ class LlmHandler:
         work.stopping = True
         return True
 
+    def defer_queued(self) -> None:
+        """The society was paused: turns that wait for their model service give way; nobody has been asked yet."""
+        for work in self._work.values():
+            if work.queued and work.performing and not work.stopping and not work.deferring:
+                work.deferring = True
+                work.task.cancel()
+
     async def _perform(self, claim: Claim, work: Work) -> Outcome:
         """The effect, which a stop can end, and nothing else."""
         work.said, work.asking = [], None
@@ -190,10 +207,12 @@ class LlmHandler:
             try:
                 return await self._do(claim, work)
             except asyncio.CancelledError:
+                if work.was_deferred():
+                    return Outcome(event=Deferred())
                 if not work.was_stopped():
                     raise
             finally:
-                work.performing = False
+                work.performing = work.queued = work.deferring = False
         work.stopping = False
         service, usage = _unreported(work)
         said, attachments = await self._fitted(claim, "".join(work.said))
@@ -231,6 +250,8 @@ class LlmHandler:
             answer = await self._answer_once_stored(claim, profile, work)
         except StaleOwner:
             raise  # somebody else asks now
+        except SocietyPaused:
+            return Deferred()
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             failed = told(error, claim.retries, random.random())
@@ -294,8 +315,14 @@ class LlmHandler:
     ) -> Answer:
         """`aloud`: whoever watches is told what is said meanwhile."""
         answer: Answer | None = None
-        work.asking = (service, request)
-        async with aclosing(self._models.ask(service, request, reader=claim.agent_id)) as pieces:
+
+        def begins() -> None:
+            if self._paused():
+                raise SocietyPaused("the society is paused")
+            work.queued, work.asking = False, (service, request)
+
+        work.queued = True
+        async with aclosing(self._models.ask(service, request, reader=claim.agent_id, begins=begins)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
                     answer = piece  # there is none behind it, and to let them end is cheaper than to cut them off
@@ -312,7 +339,7 @@ class LlmHandler:
         if shown is None:
             shown = self._memory.keep(claim.agent_id, await self._store.view(claim.agent_id, claim))
         work.prompt = work.prompt or self._prompts.of(profile)
-        return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(profile.tools))
+        return build_request(work.prompt, shown.summary, shown.said, self._toolbox.offered(self._tools(profile)))
 
     async def _compact(self, claim: Claim, service: str, work: Work) -> Claim | None:
         """The claim with the new history version; None when there is nothing to leave out."""
@@ -343,8 +370,12 @@ class LlmHandler:
 
     # The tools
 
+    def _tools(self, profile: Profile) -> tuple[tuple[str, ...], ...]:
+        """What it may use at this moment: rights can change between the offer of a tool and its call."""
+        return self._directory.tools_of(profile.id)
+
     def _planned(self, call: Call, profile: Profile) -> PlannedCall:
-        tool = self._toolbox.find(call.name, profile.tools)
+        tool = self._toolbox.find(call.name, self._tools(profile))
         if tool is None:  # send_message, and names that mean nothing: neither has an effect outside the store
             return PlannedCall(call=call, effect="idempotent")
         return PlannedCall(call=call, effect=tool.effect, gated=tool.approval)
@@ -357,7 +388,7 @@ class LlmHandler:
         if call.name == SEND_MESSAGE.name:
             return await self._send(claim, index, call, key)
         context = self._context(profile, key, claim.cause)
-        result = await self._toolbox.call(call.name, call.arguments, context, patterns=profile.tools)
+        result = await self._toolbox.call(call.name, call.arguments, context, patterns=self._tools(profile))
         return Outcome(event=Ran(index=index, ok=result.ok, result=result.text))
 
     async def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:

@@ -14,11 +14,16 @@ def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
     async def create_role(
         name: Annotated[str, "a-z, 0-9, _ and -"],
         prompt: Annotated[str, "What an agent of this role is told about itself."],
-        tools: Annotated[list[str] | None, "Names or patterns of the tools it may use; all when left out."] = None,
-        service: Annotated[str | None, "The id of a model service; the first one when left out."] = None,
+        tools: Annotated[
+            list[str] | None,
+            "Names or patterns of the tools it may use; those you have when left out, none when empty.",
+        ] = None,
+        service: Annotated[str | None, "The id of a model service that you may use; your own when left out."] = None,
+        *,
+        ctx: ToolContext,
     ) -> dict[str, Any]:
-        """Describe a kind of agent, to be made with spawn_agent."""
-        await registrar.create_role(name, prompt, tools or ["*"], service)
+        """Describe a kind of agent, to be made with spawn_agent. It has at most the tools that you have."""
+        await registrar.create_role(name, prompt, tools, service, maker=ctx.agent_id)
         return {"role": name}
 
     @tool(effect="idempotent")

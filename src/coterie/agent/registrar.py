@@ -12,6 +12,7 @@ from coterie.agent.profile import Profile
 from coterie.agents import ID, Agent
 from coterie.errors import Refused
 from coterie.ids import id_for, new_id
+from coterie.llm.service import ServiceNotAllowed
 from coterie.messages import PERSON, RESERVED
 from coterie.store import Store
 from coterie.text import clean, nearest, one_line
@@ -31,7 +32,8 @@ class Registrar:
 
     async def recall(self) -> None:
         """Those made at run time before the last stop are in the directory again, those that were ended are not."""
-        async for agent in self._all():
+        # Read first, then added without a pause: an agent is never known here before its maker.
+        for agent in [agent async for agent in self._all()]:
             if agent.state == "terminated":
                 self._directory.remove(agent.id)
             elif agent.profile:
@@ -48,13 +50,26 @@ class Registrar:
             after = page[-1].id
 
     async def create_role(
-        self, name: str, prompt: str, tools: Sequence[str] = ("*",), service: str | None = None
+        self,
+        name: str,
+        prompt: str,
+        tools: Sequence[str] | None = None,
+        service: str | None = None,
+        maker: str = PERSON,
     ) -> None:
+        """`tools` None: all that whoever makes an agent of it may use; empty: none. `Refused("role_taken")`: it is
+        somebody else's."""
         if not ID.fullmatch(name):
             raise Refused("payload_invalid", f"a role's name is a-z, 0-9, _ and -, got {one_line(name, 40)!r}")
+        self._check_service(maker, service)
+        allowed = ("*",) if tools is None else tuple(clean(one) for one in tools)
+        role = Profile(id=name, name=name, prompt=clean(prompt), tools=allowed, service=service)
+        await self._store.put_role(name, json.dumps(asdict(role)), maker)
+
+    def _check_service(self, maker: str, service: str | None) -> None:
         self._directory.check_service(service)
-        role = Profile(id=name, name=name, prompt=clean(prompt), tools=tuple(tools), service=service)
-        await self._store.put_role(name, json.dumps(asdict(role)))
+        if service is not None and maker != PERSON and not self._directory.may_use(maker, service):
+            raise ServiceNotAllowed(service, maker)
 
     async def spawn(
         self,
@@ -66,12 +81,14 @@ class Registrar:
         key: str,
     ) -> Profile:
         """A new agent after `role`. Spawned again under the same `key`, it is the same one."""
-        pattern = await self._role(role)
+        pattern = await self._role(role, parent)
+        self._check_service(parent, pattern.service)
         made = replace(
             pattern,
             id=id or f"{role[:50]}-{id_for('agent', key)[:6]}",
             name=clean(name or pattern.name),
             parent=None if parent == PERSON else parent,
+            maker=None if parent == PERSON else parent,
             role=role,
             made_by=key,
         )
@@ -92,7 +109,10 @@ class Registrar:
         tools: Sequence[str] | None,
         parent: str | None,
     ) -> Profile:
-        """An agent made by the person, without a role."""
+        """An agent made by the person, without a role.
+
+        `tools` None: all; below a parent, what the parent may use. A list is the person's word and counts as it is.
+        """
         self._directory.check_service(service)
         parent = None if parent == PERSON else parent
         if parent is not None:
@@ -106,6 +126,7 @@ class Registrar:
             prompt=clean(prompt),
             tools=("*",) if tools is None else tuple(clean(one) for one in tools),
             parent=parent,
+            maker=parent if tools is None else None,
             made_by=key,
         )
         async with self._making:
@@ -137,8 +158,14 @@ class Registrar:
             # The owner's file describes it no more; it can be ended all the same.
             return stored.parent
 
-    async def _role(self, role: str) -> Profile:
-        roles = await self._store.roles()
+    async def _role(self, role: str, spawner: str) -> Profile:
+        """One that the spawner may use: of the owner, its own, or of an agent that it comes from."""
+        roles = {
+            name: stored.profile
+            for name, stored in (await self._store.roles()).items()
+            if stored.maker in (None, PERSON) or spawner == PERSON
+            or self._directory.descends_from(spawner, stored.maker)
+        }  # fmt: skip
         if role not in roles:
             meant = nearest(role, set(roles))
             hint = f", did you mean {meant!r}?" if meant else ": make it first with create_role"
@@ -190,4 +217,7 @@ def _agent(profile: Profile) -> Agent:
 
 def _profile(written: str) -> Profile:
     fields = json.loads(written)
-    return Profile(**fields | {"tools": tuple(fields["tools"])})
+    if "maker" not in fields:
+        # Stored before makers were: who was made after a role was made by its parent.
+        fields["maker"] = fields.get("parent") if fields.get("role") else None
+    return Profile(**fields | {"tools": tuple(fields["tools"]), "services": tuple(fields.get("services", ()))})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from coterie.library import Library
+from coterie.library import AgentLibrary, Library
 from coterie.llm.router import CapabilityRouter
 from coterie.llm.service import Capabilities
 from coterie.messages import Payload, Receipt
@@ -27,6 +27,7 @@ class ToolContext:
     router: CapabilityRouter
     """How attachments would reach a service."""
     send: Send
-    artifacts: Library
+    artifacts: Library | AgentLibrary
+    """The files that the agent may read; what is put there is the agent's."""
     idempotency_key: str
     """The same when this very call runs again after a crash."""

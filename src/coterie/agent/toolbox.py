@@ -27,6 +27,8 @@ from coterie.text import nearest, one_line
 
 log = logging.getLogger(__name__)
 
+Patterns = Sequence[str | tuple[str, ...]]
+"""Patterns of tool names, of which one must match; or several such lists, each of which must have one that matches."""
 Said = TypeVar("Said", str | bytes | ToolResult, ToolResult)
 
 DEADLINE = timedelta(seconds=120)
@@ -49,8 +51,8 @@ class Toolbox:
         """Keys that no model needs to see, and no log: taken out of whatever tools say."""
         self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
         self._tools: dict[str, Tool] = {}
-        self._reach: dict[tuple[str, ...], dict[str, Tool]] = {}
-        self._offers: dict[tuple[str, ...], tuple[ToolSpec, ...]] = {}
+        self._reach: dict[Patterns, dict[str, Tool]] = {}
+        self._offers: dict[Patterns, tuple[ToolSpec, ...]] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._sort()
 
@@ -61,14 +63,14 @@ class Toolbox:
         self._sources[source] = tuple(tools)
         return [problem for problem in self._sort() if problem.place == source]
 
-    def find(self, name: str, patterns: Sequence[str]) -> Tool | None:
+    def find(self, name: str, patterns: Patterns) -> Tool | None:
         return self._within(patterns).get(name)
 
-    def specs(self, patterns: Sequence[str]) -> tuple[ToolSpec, ...]:
+    def specs(self, patterns: Patterns) -> tuple[ToolSpec, ...]:
         """What an agent with that list can be offered."""
         return tuple(tool.spec for tool in self._within(patterns).values())
 
-    def offered(self, patterns: tuple[str, ...]) -> tuple[ToolSpec, ...]:
+    def offered(self, patterns: tuple[str | tuple[str, ...], ...]) -> tuple[ToolSpec, ...]:
         """All that its model is told of: the same, and `send_message`, which the runtime does itself."""
         if patterns not in self._offers:
             self._offers[patterns] = (SEND_MESSAGE, *self.specs(patterns))
@@ -84,11 +86,15 @@ class Toolbox:
         self._offers.clear()
         return problems
 
-    def _within(self, patterns: Sequence[str]) -> dict[str, Tool]:
+    def _within(self, patterns: Patterns) -> dict[str, Tool]:
         key = tuple(patterns)
         if key not in self._reach:
+            own = tuple(one for one in key if isinstance(one, str))
+            lists = [one for one in key if not isinstance(one, str)]
+            if own or not lists:
+                lists.append(own)
             self._reach[key] = {
-                name: tool for name, tool in self._tools.items() if any(fnmatchcase(name, pattern) for pattern in key)
+                name: tool for name, tool in self._tools.items() if all(_matches(name, patterns) for patterns in lists)
             }
         return self._reach[key]
 
@@ -106,7 +112,7 @@ class Toolbox:
         ctx: ToolContext,
         deadline: timedelta | None = None,
         *,
-        patterns: Sequence[str],
+        patterns: Patterns,
     ) -> ToolResult:
         """Always a result, whatever the tool does; only the cancellation of the calling task passes through.
 
@@ -255,6 +261,10 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(run,), name="coterie-tool", daemon=True).start()
     return future
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _unknown(name: str, reached: Mapping[str, Tool]) -> ToolResult:

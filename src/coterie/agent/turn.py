@@ -113,6 +113,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     rules: Rules = Rules()
     hold: bool = False
     """The person wants the agent to rest when this turn is over, whatever waits."""
+    society_paused: bool = False
+    """The person has paused the whole society: no model call and no tool begins, not even in this turn."""
 
 
 # What can happen
@@ -180,7 +182,11 @@ class Dismissed(Struct, frozen=True):
     """The agent is terminated in the middle of this turn."""
 
 
-Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned | Dismissed
+class Deferred(Struct, frozen=True):
+    """The model was not asked, because the society was paused first."""
+
+
+Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned | Dismissed | Deferred
 
 
 # What follows
@@ -253,6 +259,8 @@ class Become(Struct, frozen=True, kw_only=True):
     after: timedelta | None = None
     why: str = ""
     category: str = ""
+    suspended: bool = False
+    """Nobody works on the turn until the society is resumed; then it goes on with its next step."""
 
 
 class Count(Struct, frozen=True, kw_only=True):
@@ -296,6 +304,23 @@ class Step(Struct, frozen=True):
 
 
 def reduce(turn: Turn, event: Event) -> Step:
+    step = _decide(turn, event)
+    if turn.society_paused and not isinstance(step.effect, Rest):
+        return _suspend(step)
+    return step
+
+
+def _suspend(step: Step) -> Step:
+    """The same decision without its effect: what is written stays, and the call that was to start stays planned."""
+    state: Literal["tools", "llm"] = "tools" if isinstance(step.effect, Run) else "llm"
+    kept = [
+        write for write in step.writes
+        if not isinstance(write, Become) and not (isinstance(write, Change) and write.state == "started")
+    ]  # fmt: skip
+    return Step((*kept, Become(state=state, after=timedelta(0), suspended=True)), Rest())
+
+
+def _decide(turn: Turn, event: Event) -> Step:
     match event:
         case Answered(calls=()):
             return _finish(turn, Say(event.text), Reply(event.text, attachments=event.attachments))
@@ -307,6 +332,8 @@ def reduce(turn: Turn, event: Event) -> Step:
             return _judged(turn, approved)
         case Resumed():
             return _resume(turn)
+        case Deferred():
+            return Step((Become(state="llm"),), Ask())
         case Stopped():
             return _stop(turn, event)
         case Poisoned(words=words):
@@ -394,7 +421,7 @@ def _void(turn: Turn, plan: Plan) -> Step:
 
 def _finish(turn: Turn, *last: Write) -> Step:
     """The turn is over. Whoever asked has the answer before the mail that came meanwhile begins the next."""
-    if turn.mail and not turn.hold:
+    if turn.mail and not turn.hold and not turn.society_paused:
         return Step((*last, NextTurn(), TakeMail(), Become(state="llm")), Ask())
     return Step((*last, Become(state="paused" if turn.hold else "idle")), Rest())
 

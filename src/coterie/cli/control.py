@@ -62,8 +62,18 @@ def _tell(order: Order, agent_id: str | None, everybody: bool, folder: Path, tok
         states = [{"id": one, "state": state} for one, (state, _) in told.items()]
         say_json({"items": states} if everybody else states[0])
         return
-    for one, (_, at_work) in told.items():
-        say(f"{one} was doing nothing." if order == "stop" and not at_work else f"{one} {_DONE[order]}.")
+    for one, (state, at_work) in told.items():
+        say(f"{one} {_what_became(order, state, at_work, everybody)}.")
+
+
+def _what_became(order: Order, state: str, at_work: bool, everybody: bool) -> str:
+    if order == "stop" and not at_work:
+        return "was doing nothing"
+    if everybody and order == "pause" and state == "active":
+        return "ends its step, then pauses; its mail waits"
+    if everybody and order == "resume" and state == "paused":
+        return "stays paused: it was paused by itself"
+    return _DONE[order]
 
 
 async def _give(order: Order, agent_id: str | None, folder: Path, token: str | None) -> dict[str, Told]:
@@ -72,11 +82,25 @@ async def _give(order: Order, agent_id: str | None, folder: Path, token: str | N
     from coterie.inspection import Inspection
     from coterie.runtime import Society
 
+    whole = agent_id is None and order != "stop"
     if client := find_server(folder, token):
         async with client, Inspection.open(folder) as stored:
+            if whole:
+                await client.post(f"/{order}")
+                return await _states(stored.store)
             return await _each(stored.store, agent_id, lambda one: _ask_server(client, stored.store, order, one))
     async with Society.visit(folder) as society:
+        if whole:
+            await (society.pause_all() if order == "pause" else society.resume_all())
+            return await _states(society.store)
         return await _each(society.store, agent_id, lambda one: _order(society, order, one))
+
+
+async def _states(store: Store) -> dict[str, Told]:
+    """Of everybody, after an order to the whole society."""
+    from coterie.web import wire
+
+    return {one.id: (str(wire.state(one)["state"]), False) for one in await _everybody(store)}
 
 
 async def _each(store: Store, agent_id: str | None, tell: Callable[[str], Awaitable[Told]]) -> dict[str, Told]:
@@ -86,17 +110,17 @@ async def _each(store: Store, agent_id: str | None, tell: Callable[[str], Awaita
         return {agent_id: await tell(agent_id)}
     told: dict[str, Told] = {}
     # Those who still work may make others meanwhile.
-    while left := [one for one in await _everybody(store) if one not in told]:
+    while left := [one.id for one in await _everybody(store) if one.id not in told]:
         for some in (left[at : at + AT_ONCE] for at in range(0, len(left), AT_ONCE)):
             told |= zip(some, await asyncio.gather(*map(tell, some)), strict=True)
     return told
 
 
-async def _everybody(store: Store) -> list[str]:
+async def _everybody(store: Store) -> list[Agent]:
     agents: list[Agent] = []
     while page := await store.agents(agents[-1].id if agents else ""):
         agents += page
-    return [agent.id for agent in agents if agent.kind == "agent" and agent.state != "terminated"]
+    return [agent for agent in agents if agent.kind == "agent" and agent.state != "terminated"]
 
 
 async def _ask_server(client: Client, stored: Store, order: Order, agent_id: str) -> Told:

@@ -46,12 +46,15 @@ class Models:
         self._edition = services.edition
         """The one whose changes are dealt with."""
 
-    async def ask(self, service_id: str, request: Request, *, reader: str) -> Stream:
+    async def ask(
+        self, service_id: str, request: Request, *, reader: str, begins: Callable[[], None] | None = None
+    ) -> Stream:
         """Text as it comes, then one `Answer`; or the `ServiceError` that the caller is to act on.
 
         A service that cannot answer (wrong key, model or quota, a refused request, an open circuit) is replaced by its
         `fallback`s in their order. Nobody is replaced after the first piece of text: half an answer of one model is
         never followed by the answer of another. When all of them fail, the error is that of the first.
+        `begins` is called right before a service is really asked, behind its queue; what it raises prevents that.
         """
         first = self._services.entry(service_id)
         failure: ServiceError | None = None
@@ -62,7 +65,7 @@ class Models:
                 fitted = await self._router.fit(request, entry, reader=reader)
                 spoken = False
                 try:
-                    async with aclosing(self._speak(entry, fitted)) as pieces:
+                    async with aclosing(self._speak(entry, fitted, begins)) as pieces:
                         async for piece in pieces:
                             spoken = True
                             yield piece
@@ -94,7 +97,7 @@ class Models:
         if self._places:
             await self._places.close()
 
-    async def _speak(self, entry: ServiceEntry, request: Request) -> Stream:
+    async def _speak(self, entry: ServiceEntry, request: Request, begins: Callable[[], None] | None) -> Stream:
         if entry.missing_key:
             raise Terminal(_no_key(entry), category="auth")
         line = self._line(entry)
@@ -103,6 +106,8 @@ class Models:
             self._check(entry, line.breaker)
             async with line.slots:
                 self._check(entry, line.breaker)  # it may have opened while we stood in the queue
+                if begins:
+                    begins()
                 probe, pieces = line.breaker.enter(), line.service.generate(request)
                 try:
                     async for piece in pieces:

@@ -22,6 +22,11 @@ from coterie.errors import CoterieError, Refused
 from coterie.llm.chat import Answer, Delta, Request
 from coterie.text import one_line
 
+
+class SocietyPaused(CoterieError):
+    """The whole society is paused: the request was not begun."""
+
+
 Direction = Literal["input", "output"]
 Passing = Literal["unreachable", "late", "busy", "cut"]
 """What may pass by itself: no connection, no answer in time, a service that says "not now", half an answer."""
@@ -76,6 +81,21 @@ class UnknownService(Refused):
         there = ", ".join(known) or "none"
         sentence = f'no service "{one_line(service_id)}" is configured (llmservices.json has: {there})'
         super().__init__("unknown_service", sentence)
+
+
+class ServiceNotAllowed(UnknownService):
+    """The service exists, but is not among the rights of the agent that made this one."""
+
+    def __init__(self, service_id: str, maker: str, *, gone: bool = False) -> None:
+        """`gone`: the maker is not described any more, so nobody knows its rights."""
+        self.service_id = service_id
+        words = (
+            f"{one_line(maker)}, which made this agent, is no longer described in coterie.toml: put it back"
+            if gone
+            else f'{one_line(maker)} may not use the service "{one_line(service_id)}": leave it out, or add it to'
+            " `services` of the agent in coterie.toml"
+        )
+        Refused.__init__(self, "service_not_allowed", words)
 
 
 class ServiceError(CoterieError):

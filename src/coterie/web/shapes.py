@@ -103,10 +103,15 @@ class Thread(Shape):
     first_unread: str | None
 
 
+class SocietyState(Shape):
+    paused: bool = Field(description="The whole society is paused: nothing begins.")
+
+
 class Snapshot(Shape):
     epoch: str
     seq: int
     server_time: str
+    paused: bool = Field(description="The whole society is paused: nothing begins.")
     agents: list[Agent]
     agent_count: int
     threads: list[Thread]

@@ -121,6 +121,8 @@ class _Known:
                 return {"thread": subject}
             case "problem":
                 return {"agent": subject}
+            case "society.state":
+                return {}
 
     def _message(self, message_id: str) -> dict[str, Any]:
         message = self._messages.get(message_id)

@@ -165,9 +165,11 @@ class Database(SqlDatabase):
         return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
 
     def _begin(self, db: PgConnection, touches: Iterable[str], messages: int) -> BatchLedger:
-        return BatchLedger(
+        ledger = BatchLedger(
             db, touches, self._lease // _MS, self._herald, self._time, messages=messages, secret=self.info.secret
         )
+        self.seen_paused = ledger.began_paused
+        return ledger
 
     async def _now(self) -> int:
         if self._time:

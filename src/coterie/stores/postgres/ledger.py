@@ -14,17 +14,22 @@ from coterie.ids import new_id
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
 from coterie.stores.postgres.dialect import json_rows
 from coterie.stores.postgres.listening import Herald
-from coterie.stores.postgres.trouble import Contended
+from coterie.stores.postgres.trouble import Contended, PausedMeanwhile
 from coterie.stores.sql.ledger import WAITING, Mark, Noted
 from coterie.stores.sql.mailbox import COLUMNS, READ
 from coterie.stores.sql.secret import read_secret
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
+# The first value: what this batch was decided on, or NULL. The second: what is to be, or NULL for no change.
+# A batch that was decided on the wrong value fails here, because the column is NOT NULL. It locks the row that every
+# writing batch locks last, so it costs nothing more, and batches and pauses are committed one after the other.
+_PAUSED = "paused = CASE WHEN paused = coalesce(?::int, paused) THEN coalesce(?::int, paused) END"
 # Numbered and written in one round trip; whoever listens is told when it is committed.
-_LOG = """
+_LOG = f"""
 WITH numbered AS (
-    UPDATE log SET last = last + ?, last_at = greatest(last_at, ?) RETURNING last - ? AS before, pg_notify(?, ?)::text)
+    UPDATE log SET last = last + ?, last_at = greatest(last_at, ?), {_PAUSED}
+    RETURNING last - ? AS before, pg_notify(?, ?)::text)
 INSERT INTO events (seq, at, kind, subject, data)
 SELECT before + place, at, kind, subject, data
   FROM numbered, json_to_recordset(?) AS noted (place BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
@@ -41,7 +46,7 @@ SELECT a.id, mail.* FROM agents a, LATERAL ({_ITS_MAIL}) AS mail
 _STATE, _TAKEN, _NEXT, _WAITING = map(COLUMNS.index, ("state", "taken_seq", "next_in_seq", "waiting"))
 _NOTED = ("place", "at", "kind", "subject", "data")
 _TRANSACTION = "pg_current_xact_id_if_assigned()::text"
-_TIME = f"SELECT {CLOCK}, last_at, {_TRANSACTION} FROM log"
+_TIME = f"SELECT {CLOCK}, last_at, paused, {_TRANSACTION} FROM log"
 _NOW = f"SELECT {CLOCK}, {_TRANSACTION}"
 _TELL = "SELECT pg_notify(?, ?)"
 _MARK = f"""
@@ -78,6 +83,8 @@ class JobMark:
 
     events: int
     leaves_work: bool
+    pause: tuple[bool, bool | None, bool | None]
+    """What was known, told and wanted of the pause of the society."""
 
 
 class BatchLedger:
@@ -109,6 +116,11 @@ class BatchLedger:
         """Of those for whom something waits, as they were when they were locked."""
         self._mail: dict[str, tuple[Mark, list[Any]]] = {}
         self._transaction: str | None = None
+        self._paused = False
+        self._decided_on: bool | None = None
+        """What jobs of this batch were told about the pause of the society when they asked first."""
+        self._becomes: bool | None = None
+        """What a job of this batch wants it to be."""
         self.leaves_work = False
         """Somebody has something to do whom nobody was found for here."""
         self.now = self.stamp = 0
@@ -126,7 +138,8 @@ class BatchLedger:
         while answer.nextset():
             if answer.description:
                 found.append(answer.fetchall())
-        (now, last_at, self._transaction), *_ = found.pop()
+        (now, last_at, paused, self._transaction), *_ = found.pop()
+        self._paused = self.began_paused = bool(paused)
         if messages:
             self._ahead = sorted((number for (number,) in found.pop()), reverse=True)
         self._hold(chain.from_iterable(found))
@@ -137,12 +150,13 @@ class BatchLedger:
 
     def next_job(self) -> JobMark:
         self._numbers.clear()  # a number given out late would stand behind messages that are older
-        return JobMark(len(self._events), self.leaves_work)
+        return JobMark(len(self._events), self.leaves_work, (self._paused, self._decided_on, self._becomes))
 
     def forget(self, mark: JobMark) -> None:
         """What was gathered since `mark` did not happen."""
         del self._events[mark.events :]
         self.leaves_work = mark.leaves_work
+        self._paused, self._decided_on, self._becomes = mark.pause
         self.read_anew()
 
     def read_anew(self) -> None:
@@ -232,9 +246,22 @@ class BatchLedger:
     def log(self, events: Sequence[Noted]) -> None:
         self._events += events
 
+    def society_paused(self) -> bool:
+        if self._decided_on is None and self._becomes is None:
+            self._decided_on = self._paused
+        return self._paused
+
+    def pause_society(self, paused: bool) -> None:
+        # Written with the log, last of all: whoever holds that row must not wait for an agent's.
+        self._paused = self._becomes = paused
+
     def close(self) -> Written | None:
         """Write the log, last of all; how to find out later whether it was committed, if it has written anything."""
-        if (transaction := self._close()) is None:
+        try:
+            transaction = self._close()
+        except psycopg.errors.NotNullViolation as error:
+            raise PausedMeanwhile from error
+        if transaction is None:
             return None
         written = Written(transaction, self._herald.process, new_id())
         self._db.execute(_MARK, (written.process, written.batch))
@@ -245,10 +272,13 @@ class BatchLedger:
             return self._close_untold()
         numbered = json_rows(_NOTED, ((place, *event) for place, event in enumerate(self._events, 1)))
         count = len(self._events)
-        logged = self._db.execute(_LOG, (count, self.stamp, count, *self._herald.news(self.leaves_work), numbered))
+        news = self._herald.news(self.leaves_work)
+        logged = self._db.execute(_LOG, (count, self.stamp, self._decided_on, self._becomes, count, *news, numbered))
         return self._transaction or str(logged.fetchone()[0])
 
     def _close_untold(self) -> str | None:
+        if self._decided_on is not None or self._becomes is not None:
+            self._db.execute(f"UPDATE log SET {_PAUSED}", (self._decided_on, self._becomes))
         if self.leaves_work:
             self._db.execute(_TELL, self._herald.news(self.leaves_work))
         if self._transaction is None:

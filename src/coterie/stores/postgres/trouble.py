@@ -26,6 +26,10 @@ class Contended(psycopg.OperationalError):
         self.agent_id = agent_id
 
 
+class PausedMeanwhile(psycopg.OperationalError):
+    """The society was paused or resumed after this batch had looked: run the batch again."""
+
+
 class Doubtful(psycopg.OperationalError):
     """One of several statements is wrong, and whose it is cannot be told: begin again, one at a time."""
 

@@ -48,7 +48,9 @@ class Attendance:
     def serve(self, db: Connection, post: Post) -> Attended:
         """Claim those that a turn can begin for; the others are left to the scheduler. Before `post` is closed."""
         woken = post.woken()
-        ready = [] if self._gave_up else [agent_id for agent_id, state in woken if state == "ready"]
+        ready = [agent_id for agent_id, state in woken if state == "ready"]
+        if ready and (self._gave_up or post.society_paused):
+            ready = []
         ready = ready[: self._places(len(ready))]
         look = post.frees or len(ready) < len(woken)
         try:

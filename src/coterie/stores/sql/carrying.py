@@ -83,6 +83,8 @@ def carry(source: Source, target: Target, tell: Tell) -> Carried:
 def carry_rows(source: Source, target: Target, tell: Tell = lambda _: None) -> Mapping[str, int]:
     """Everything but bytes; how many rows each table has."""
     rows = {table: _carry_table(source, target.db, table, tell) for table in TABLES}
+    for ((paused,),) in source.rows("log", "paused"):
+        target.db.execute("UPDATE log SET paused = ?", (paused,))
     for table in NUMBERED:
         target.set_last_number(table, source.last_number(table))
     target.settle()

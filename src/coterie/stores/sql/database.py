@@ -30,6 +30,9 @@ class SqlDatabase(ABC):
     """Called on the event loop with what somebody whispered, we ourselves included."""
     room: Callable[[], None] = staticmethod(lambda: None)
     """Called on the event loop when somebody wants a place at a model service, or has given one back."""
+    seen_paused: bool = False
+    """Whether the society was paused when this process last looked. A hint for what was decided before: a decision
+    itself asks the database, in its own transaction."""
     tally: Tally
     _clock: Clock
     _taker: Taker | None = None

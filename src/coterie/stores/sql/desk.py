@@ -18,6 +18,7 @@ from coterie.agent.turn import (
     Change,
     CloseGroup,
     Count,
+    Deferred,
     Dismissed,
     DropPlan,
     Event,
@@ -152,7 +153,7 @@ class TurnDesk:
             self.note_usage(event.service, event.usage, "withdrawn" if withdrawn else "used")
         elif isinstance(event, ModelFailed | Stopped) and event.usage.input_tokens:
             self.note_usage(event.service, event.usage, "used")
-        elif isinstance(event, ModelFailed):
+        elif isinstance(event, ModelFailed | Deferred):
             self.give_back()
         for write in step.writes:
             self._write(write)
@@ -170,6 +171,7 @@ class TurnDesk:
             rounds=self.row.rounds,
             rules=self._rules,
             hold=bool(self.row.hold),
+            society_paused=self._post.society_paused,
         )
 
     def _recall(self) -> None:
@@ -302,6 +304,8 @@ class TurnDesk:
         row = self.row
         row.state = become.state
         row.runnable_at = self._post.now + become.after // _MS if become.after is not None else None
+        if become.suspended:
+            row.worker = None  # as after an orderly release: the next claim is no recovery from a crash
         if become.state == "idle" and row.waiting:
             # It came in this very transaction, from another agent whose turn ended in it.
             row.state, row.runnable_at = "ready", self._post.now

@@ -70,6 +70,15 @@ class Ledger(Protocol):
 
     def log(self, events: Sequence[Noted]) -> None: ...
 
+    def society_paused(self) -> bool:
+        """Whether the whole society is paused. If that changes before this transaction commits, it is run again."""
+        ...
+
+    def pause_society(self, paused: bool) -> None: ...
+
+
+PAUSED = "SELECT paused FROM log"
+
 
 class OneWriter:
     """Where nobody else writes, everything is known beforehand. One of these lasts as long as the writer."""
@@ -84,6 +93,8 @@ class OneWriter:
         """Agents as they stand in the database."""
         self._version: object = None
         self._secret = b""
+        self._paused: bool | None = None
+        """As the database has it. None: not read yet. Kept and dropped together with `rows`."""
 
     @property
     def secret(self) -> bytes:
@@ -118,6 +129,16 @@ class OneWriter:
 
     def read_anew(self) -> None:
         self.rows.clear()
+        self._paused = None
+
+    def society_paused(self) -> bool:
+        if self._paused is None:
+            self._paused = bool(self._db.execute(PAUSED).fetchone()[0])
+        return self._paused
+
+    def pause_society(self, paused: bool) -> None:
+        self._db.execute("UPDATE log SET paused = ?", (paused,))
+        self._paused = paused
 
     def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
         return self._db.execute(WAITING if whole else _GLANCED, (agent_id, mark[0])).fetchall()

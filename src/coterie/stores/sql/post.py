@@ -20,14 +20,14 @@ from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
 from coterie.ids import keyed_id
-from coterie.messages import NEW_CHAIN_AFTER, PERSON, SYSTEM, Envelope, Message, Receipt
+from coterie.messages import NEW_CHAIN_AFTER, PERSON, RESERVED, SYSTEM, Envelope, Message, Receipt
 from coterie.store import Delivery, Limits
 from coterie.stores.sql.bulk import insert
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.ledger import Ledger
 from coterie.stores.sql.mailbox import Mailbox, Mailboxes
 from coterie.stores.sql.questions import Questions
-from coterie.stores.sql.rows import to_message
+from coterie.stores.sql.rows import READABLE, to_message
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, taken_at, queued, hops,"
@@ -84,6 +84,14 @@ class Post:
         """The society's secret; see `coterie.stores.sql.secret`."""
         return self._ledger.secret
 
+    @property
+    def society_paused(self) -> bool:
+        """Nobody may begin anything."""
+        return self._ledger.society_paused()
+
+    def pause_society(self, paused: bool) -> None:
+        self._ledger.pause_society(paused)
+
     def accept_all(self, envelopes: Sequence[Envelope]) -> list[Receipt | Refused]:
         """Each of them taken in, or why not."""
         self._ledger.reserve(len(envelopes))
@@ -110,7 +118,8 @@ class Post:
         self._check_hops(hops)
         answers = () if reply_checked else self._questions.to_answer(envelope)
         for ref in envelope.attachments:
-            self._check_artifact(ref)
+            # The person may send a dead letter again that was in order when it was first sent.
+            self._check_artifact(ref, PERSON if "replay_of" in marks else envelope.sender)
         seq = self._ledger.next_message()
         receipt = self._put(seq, envelope, mailbox, hops, **marks)
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
@@ -309,8 +318,13 @@ class Post:
                 " or start afresh with a message delayed by a minute or more",
             )
 
-    def _check_artifact(self, ref: str) -> None:
-        if not self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,)).fetchone():
+    def _check_artifact(self, ref: str, sender: str) -> None:
+        """A file that its sender may not read does not exist for it: the same error tells it nothing."""
+        if sender in RESERVED or self._limits.shared_artifacts:
+            found = self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,))
+        else:
+            found = self._db.execute(f"SELECT 1 FROM artifacts WHERE ref = ? AND {READABLE}", (ref, sender, sender))
+        if not found.fetchone():
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
 
 

@@ -20,7 +20,16 @@ MESSAGE = (
 """The payload as it lies there: what is no text any more must not keep the others from being read."""
 M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(",")).replace("m.CAST(", "CAST(m.")
 """The same where messages are joined as `m`."""
-AGENT = "id, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
+SHOWN_STATE = """
+CASE WHEN (SELECT paused FROM log) = 1 AND kind = 'agent'
+          AND (state IN ('idle', 'ready', 'wait_retry')
+               OR (state IN ('llm', 'tools') AND (worker IS NULL OR runnable_at = 0)))
+     THEN 'paused' ELSE state END
+"""
+"""The state of an agent as people see it: while the society is paused, those nobody works on are paused."""
+AGENT = (
+    f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
+)
 AGENTS = """
 (SELECT a.*, c.name AS tool, c.idx + 1 AS call_no,
         (SELECT count(*) FROM calls n
@@ -32,6 +41,20 @@ AGENTS = """
 """
 """The table with, beside each agent, the call that runs or waits for the person's word: there is one at most."""
 ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
+READABLE = """
+(maker = ? OR EXISTS (SELECT 1 FROM attachments t JOIN messages m ON m.seq = t.message_seq
+                       WHERE t.artifact_ref = artifacts.ref AND m.recipient = ? AND m.state = 'taken'))
+"""
+"""Whether an agent, named twice, may read a row of `artifacts`: it made the file, or took a message that carries it."""
+# Each half by an index of its own: what the agent made, and what its mailbox carries.
+LATEST_READABLE = f"""
+SELECT {ARTIFACT} FROM artifacts WHERE ref IN (
+    SELECT ref FROM artifacts WHERE maker = ?1
+     UNION
+    SELECT t.artifact_ref FROM messages m JOIN attachments t ON t.message_seq = m.seq
+     WHERE m.recipient = ?1 AND m.in_seq IS NOT NULL AND m.state = 'taken')
+ ORDER BY created_at DESC, ref DESC LIMIT ?2
+"""
 
 DAMAGED = "[This message is damaged: what it said is lost.]"
 log = logging.getLogger(__name__)

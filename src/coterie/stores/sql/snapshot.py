@@ -6,6 +6,7 @@ from coterie.agents import Agent
 from coterie.messages import Message
 from coterie.overview import SHOWN, Snapshot, Thread
 from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.ledger import PAUSED
 from coterie.stores.sql.rows import AGENT, AGENTS, M_MESSAGE, MESSAGE, to_agent, to_message
 from coterie.stores.sql.threads import count_open_questions, open_questions
 
@@ -42,6 +43,7 @@ def snapshot(db: Connection) -> Snapshot:
     (thread_count,) = db.execute(_THREAD_COUNT).fetchone()
     return Snapshot(
         seq=seq,
+        paused=bool(db.execute(PAUSED).fetchone()[0]),
         agents=_agents(db),
         agent_count=agent_count,
         threads=_threads(db),

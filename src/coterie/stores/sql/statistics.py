@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coterie.statistics import Statistics
 from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import SHOWN_STATE
 
 
 def statistics(db: Connection, after: int) -> Statistics:
@@ -23,5 +24,7 @@ def statistics(db: Connection, after: int) -> Statistics:
         waiting=int(waiting),
         fullest=fullest,
         delayed=int(delayed),
-        agents=dict(db.execute("SELECT state, count(*) FROM agents WHERE kind = 'agent' GROUP BY state").fetchall()),
+        agents=dict(
+            db.execute(f"SELECT {SHOWN_STATE}, count(*) FROM agents WHERE kind = 'agent' GROUP BY 1").fetchall()
+        ),
     )

@@ -21,13 +21,25 @@ from coterie.invariants import INVARIANTS, broken
 from coterie.llm.chat import Answer
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.statistics import Statistics
-from coterie.store import Page, Promotion, Pruned, Retention
+from coterie.store import Page, Promotion, Pruned, Retention, Role
 from coterie.stores.sql import history, threads, transitions, turns
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
+from coterie.stores.sql.ledger import PAUSED
 from coterie.stores.sql.overview import SqlOverview
 from coterie.stores.sql.post import Post
-from coterie.stores.sql.rows import AGENT, AGENTS, ARTIFACT, MESSAGE, find_message, to_agent, to_artifact, to_message
+from coterie.stores.sql.rows import (
+    AGENT,
+    AGENTS,
+    ARTIFACT,
+    LATEST_READABLE,
+    MESSAGE,
+    READABLE,
+    find_message,
+    to_agent,
+    to_artifact,
+    to_message,
+)
 from coterie.stores.sql.statistics import statistics
 from coterie.turns import Claim, HistoryRow, StaleOwner, View
 from coterie.workers import Worker
@@ -58,6 +70,18 @@ class SqlStore(SqlOverview):
     async def resume(self, agent_id: str) -> None:
         await self._post(lambda db, post: transitions.resume(db, post, agent_id), touches=[agent_id])
 
+    async def pause_all(self) -> None:
+        await self._post(transitions.pause_all)
+        self.seen_paused = True
+
+    async def resume_all(self) -> None:
+        await self._post(transitions.resume_all)
+        self.seen_paused = False
+
+    async def society_paused(self) -> bool:
+        self.seen_paused = bool((await self._query(PAUSED))[0][0])
+        return self.seen_paused
+
     async def stop(self, agent_id: str) -> bool:
         return await self._post(lambda db, post: transitions.stop(db, post, agent_id), touches=[agent_id])
 
@@ -67,11 +91,12 @@ class SqlStore(SqlOverview):
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
         return await self._post(lambda _, post: transitions.unblock(post, agent_ids), touches=agent_ids)
 
-    async def put_role(self, name: str, profile: str) -> None:
-        await self._post(lambda db, _: transitions.put_role(db, name, profile))
+    async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
+        await self._post(lambda db, _: transitions.put_role(db, name, profile, maker))
 
-    async def roles(self) -> Mapping[str, str]:
-        return dict(await self._query("SELECT name, profile FROM roles ORDER BY name"))
+    async def roles(self) -> Mapping[str, Role]:
+        rows = await self._query("SELECT name, profile, maker FROM roles ORDER BY name")
+        return {name: Role(profile, maker) for name, profile, maker in rows}
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
         rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id > ? ORDER BY id LIMIT ?", after, limit)
@@ -231,18 +256,24 @@ class SqlStore(SqlOverview):
 
     # Artifacts
 
-    async def add_artifact(self, artifact: Artifact) -> Artifact:
-        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact))
+    async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
+        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact, maker))
 
-    async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]:
+    async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
         if not refs:
             return {}
         marks = ", ".join("?" * len(refs))
-        rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+        if reader is None:
+            rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+        else:
+            sql = f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks}) AND {READABLE}"
+            rows = await self._query(sql, *refs, reader, reader)
         return {row[0]: to_artifact(row) for row in rows}
 
-    async def latest_artifacts(self, limit: int = 50) -> Sequence[Artifact]:
-        return await self.artifacts_before(None, limit)
+    async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
+        if reader is None:
+            return await self.artifacts_before(None, limit)
+        return [to_artifact(row) for row in await self._query(LATEST_READABLE, reader, limit)]
 
     async def named_bytes(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
         """Content hash and size of what artifacts name, in that order, behind `after`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from coterie.agent.turn import Rules
-from coterie.agents import Agent
+from coterie.agents import HELD, Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
 from coterie.errors import Refused
@@ -40,11 +40,14 @@ def add_agents(db: Connection, post: Post, agents: Sequence[Agent]) -> None:
         post.tell("agent.upsert", agent.id)
 
 
-def put_role(db: Connection, name: str, profile: str) -> None:
-    db.execute(
-        "INSERT INTO roles (name, profile) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET profile = excluded.profile",
-        (name, profile),
+def put_role(db: Connection, name: str, profile: str, maker: str) -> None:
+    written = db.execute(
+        "INSERT INTO roles (name, profile, maker) VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE"
+        " SET profile = excluded.profile WHERE roles.maker = excluded.maker",
+        (name, profile, maker),
     )
+    if written.rowcount == 0:
+        raise Refused("role_taken", f"the role {name!r} belongs to somebody else: choose another name")
 
 
 def terminate(db: Connection, post: Post, agent_id: str) -> None:
@@ -84,8 +87,31 @@ def resume(db: Connection, post: Post, agent_id: str) -> None:
     post.tell("agent.state", agent_id)
 
 
+def pause_all(db: Connection, post: Post) -> None:
+    """One fact for the whole society: it counts for agents that do not exist yet, too."""
+    post.pause_society(True)
+    _tell_of_everybody(db, post)
+
+
+def resume_all(db: Connection, post: Post) -> None:
+    """Who was paused individually stays so; blocked agents try again."""
+    post.pause_society(False)
+    unblock(post, [agent_id for (agent_id,) in db.execute("SELECT id FROM agents WHERE state = 'blocked' ORDER BY id")])
+    post.frees = True
+    _tell_of_everybody(db, post)
+
+
+def _tell_of_everybody(db: Connection, post: Post) -> None:
+    post.tell("society.state", "society", {"paused": post.society_paused})
+    living = "SELECT id FROM agents WHERE kind = 'agent' AND state <> 'terminated' ORDER BY id"
+    for (agent_id,) in db.execute(living):
+        post.tell("agent.state", agent_id)
+
+
 def stop(db: Connection, post: Post, agent_id: str) -> bool:
-    if _agents_mailbox(post, agent_id).state not in ("wait_retry", "wait_approval"):
+    mailbox = _agents_mailbox(post, agent_id)
+    suspended = mailbox.state in HELD and mailbox.worker is None and post.society_paused
+    if mailbox.state not in ("wait_retry", "wait_approval") and not suspended:
         return False
     TurnDesk(db, post, agent_id, Rules()).halt()
     return True
@@ -183,10 +209,10 @@ def forget(db: Connection, post: Post, message_id: str) -> None:
     post.tell("message.updated", letter.id)
 
 
-def add_artifact(db: Connection, post: Post, artifact: Artifact) -> Artifact:
+def add_artifact(db: Connection, post: Post, artifact: Artifact, maker: str | None) -> Artifact:
     db.execute(
-        "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
+        "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at, maker)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
         (
             artifact.ref,
             artifact.filename,
@@ -195,6 +221,7 @@ def add_artifact(db: Connection, post: Post, artifact: Artifact) -> Artifact:
             artifact.size,
             artifact.sha256,
             post.stamp,
+            maker,
         ),
     )
     post.tell("artifact.created", artifact.ref)

@@ -46,6 +46,8 @@ _RESTS = "hold = 1 AND state NOT IN ('llm', 'tools')"
 
 
 def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
+    if post.society_paused:
+        return []
     found = db.execute(
         f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) AND NOT ({_RESTS})"
         " ORDER BY runnable_at LIMIT ?"

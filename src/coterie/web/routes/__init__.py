@@ -14,6 +14,7 @@ from coterie.web.routes import (
     overview,
     services,
     snapshot,
+    society,
     threads,
 )
 
@@ -27,6 +28,7 @@ ROUTERS: list[APIRouter] = [
     overview.router,
     dead_letters.router,
     services.router,
+    society.router,
     artifacts.router,
 ]
 """Mounted under /api/v1, in this order: what is asked for most stands first."""

@@ -24,6 +24,7 @@ async def snapshot(society: SocietyDep, clock: ClockDep) -> Response:
             "epoch": epoch_of(society.store.info.log_id),
             "seq": seen.seq,
             "serverTime": to_wire(clock.now()),
+            "paused": seen.paused,
             "agents": [wire.agent(society, one, unread.get(one.id, 0)) for one in seen.agents],
             "agentCount": seen.agent_count,
             "threads": [wire.thread(one) for one in seen.threads],

@@ -1,0 +1,191 @@
+"""What an agent may do, and that agents it makes may do no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coterie import Society
+from coterie.agent.directory import Directory
+from coterie.agent.profile import Profile
+from coterie.agent.registrar import Registrar
+from coterie.agents import Agent
+from coterie.errors import Refused
+from coterie.llm.registry import Services
+from coterie.llm.service_entry import ServiceEntry
+from coterie.store import Store
+from coterie.stores.sql.store import SqlStore
+from coterie.testing import Calls, Says
+from coterie.testing.model_server import Received
+from tests.agent.stage import Bell, Stage, each, stage
+from tests.llm.room import Room
+
+MAKER = '[agents.ada]\ntools = ["look", "create_role", "spawn_agent"]\n[agents.bob]\n'
+
+
+def offered(request: Received) -> set[str]:
+    return {tool["function"]["name"] for tool in request.body["tools"]}
+
+
+def asked_by(here: Stage, agent: str) -> list[Received]:
+    return [one for one in here.server.requests if f"(id: {agent})" in one.body["messages"][0]["content"]]
+
+
+def results(request: Received) -> list[str]:
+    return [message["content"] for message in request.body["messages"] if message["role"] == "tool"]
+
+
+async def test_a_child_is_offered_and_runs_no_tool_that_its_maker_may_not(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=MAKER) as here:
+        role = Calls("create_role", {"name": "all", "prompt": "x", "tools": ["*"]})
+        spawn = Calls("spawn_agent", {"role": "all", "id": "kid", "task": "go"})
+        tries = Says(calls=(Calls("ring", {"name": "forbidden"}), Calls("look", {"name": "allowed"})))
+        here.server.default = each(ada=[Says(calls=(role, spawn)), "made", "heard"], kid=[tries, "done"])
+        await here.say("go")
+        await here.texts(2)
+        first, second = asked_by(here, "kid")
+        assert offered(first) == {"send_message", "look", "create_role", "spawn_agent"}
+        assert Bell.rings == ["allowed"]
+        assert "unknown_tool" in results(second)[0]
+
+
+async def test_an_empty_list_of_tools_is_none(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="[agents.ada]\n[agents.eve]\ntools = []\n") as here:
+        role = Calls("create_role", {"name": "mute", "prompt": "x", "tools": []})
+        spawn = Calls("spawn_agent", {"role": "mute", "id": "kid", "task": "go"})
+        here.server.default = each(
+            ada=[Says(calls=(role, spawn)), "made", "heard"], kid=["done"], eve=["hello"], web=["hello"]
+        )
+        await here.society.create_agent(id="web", prompt="x", tools=[])
+        await here.say("go")
+        await here.say("go", to="eve")
+        await here.say("go", to="web")
+        await here.texts(4)
+        assert {name: offered(asked_by(here, name)[0]) for name in ("kid", "eve", "web")} == {
+            name: {"send_message"} for name in ("kid", "eve", "web")
+        }
+
+
+async def test_a_childs_rights_follow_its_makers_over_reload_and_restart(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents='[agents.ada]\ntools = ["look", "ring", "create_role", "spawn_agent"]\n') as here:
+        role = Calls("create_role", {"name": "any", "prompt": "x"})
+        spawn = Calls("spawn_agent", {"role": "any", "id": "kid"})
+        ring = Says(calls=(Calls("ring", {"name": "ding"}),))
+        here.server.default = each(ada=[Says(calls=(role, spawn)), "made"], kid=[ring, "one", "two"])
+        await here.say("go")
+        await here.texts(1)
+        await here.say("ring", to="kid")
+        await here.texts(2)
+        assert Bell.rings == ["ding"]
+
+        (tmp_path / "coterie.toml").write_text('[agents.ada]\ntools = ["look"]\n')
+        await here.society.reload()
+        await here.say("again", to="kid")
+        await here.texts(3)
+        assert offered(asked_by(here, "kid")[-1]) == {"send_message", "look"}
+
+        await here.society.stop()
+        (tmp_path / "coterie.toml").write_text("[agents.bob]\n")
+        async with Society.open(tmp_path) as again:
+            here.society = again
+            await here.say("alone", to="kid")
+            assert "ada, which made this agent, is no longer described" in (await here.texts(4))[-1]
+            assert len(asked_by(here, "kid")) == 3
+
+
+async def test_a_right_that_is_taken_away_between_offer_and_call_does_not_count(tmp_path: Path) -> None:
+    agents = '[agents.ada]\ntools = ["look", "ring", "create_role", "spawn_agent"]\n'
+    async with stage(tmp_path, agents=agents) as here:
+        Bell.may_end.clear()
+        role = Calls("create_role", {"name": "any", "prompt": "x"})
+        spawn = Calls("spawn_agent", {"role": "any", "id": "kid"})
+        both = Says(calls=(Calls("look", {"name": "first"}), Calls("ring", {"name": "second"})))
+        here.server.default = each(ada=[Says(calls=(role, spawn)), "made"], kid=[both, "done"])
+        await here.say("go")
+        await here.texts(1)
+        await here.say("both", to="kid")
+        await Bell.rang.wait()
+        (tmp_path / "coterie.toml").write_text('[agents.ada]\ntools = ["look"]\n')
+        await here.society.reload()
+        Bell.may_end.set()
+        await here.texts(2)
+        assert Bell.rings == ["first"]
+
+
+# Roles and services
+
+
+ENTRIES = [ServiceEntry(id=name, base_url="http://127.0.0.1:9", model="m") for name in ("main", "dear", "cheap")]
+
+
+@pytest.fixture
+def directory() -> Directory:
+    people = [Profile(id="ada", tools=("a*", "create_role")), Profile(id="bob", service="cheap", services=("d*",))]
+    return Directory(Services(ENTRIES), Room().refusals, people)
+
+
+@pytest.fixture
+def registrar(store: Store, directory: Directory) -> Registrar:
+    return Registrar(store, directory)
+
+
+async def code(call: Any) -> str:
+    with pytest.raises(Refused) as refusal:
+        await call
+    return refusal.value.code
+
+
+async def test_a_role_belongs_to_its_maker(registrar: Registrar, store: Store) -> None:
+    await registrar.create_role("scout", "ada's", maker="ada")
+    assert await code(registrar.create_role("scout", "bob's", maker="bob")) == "role_taken"
+    await registrar.create_role("scout", "ada's second", maker="ada")
+    await registrar.create_role("guard", "the owner's")
+    assert await code(registrar.create_role("guard", "bob's", maker="bob")) == "role_taken"
+    assert {name: json.loads(one.profile)["prompt"] for name, one in (await store.roles()).items()} == {
+        "guard": "the owner's", "scout": "ada's second"
+    }  # fmt: skip
+
+
+async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(registrar: Registrar) -> None:
+    await registrar.create_role("scout", "x", maker="ada")
+    await registrar.create_role("guard", "x")
+    assert await code(registrar.spawn("bob", "scout", key="1")) == "unknown_agent"
+    child = await registrar.spawn("ada", "scout", key="2")
+    await registrar.spawn(child.id, "scout", key="3")
+    await registrar.spawn("bob", "guard", key="4")
+
+
+async def test_a_child_thinks_with_its_makers_service_or_one_that_its_maker_may_use(
+    registrar: Registrar, directory: Directory
+) -> None:
+    await registrar.create_role("plain", "x", maker="bob")
+    child = await registrar.spawn("bob", "plain", key="1")
+    assert directory.service_of(child.id).id == "cheap"
+    assert await code(registrar.create_role("bad", "x", service="main", maker="bob")) == "service_not_allowed"
+    assert await code(registrar.create_role("bad", "x", service="dear", maker="ada")) == "service_not_allowed"
+    await registrar.create_role("good", "x", service="dear", maker=child.id)
+    assert directory.service_of((await registrar.spawn(child.id, "good", key="2")).id).id == "dear"
+    await registrar.create_role("dear", "the owner's", service="dear")
+    assert await code(registrar.spawn("ada", "dear", key="3")) == "service_not_allowed"
+
+    directory.add(Profile(id="bob", service="cheap"))
+    good = next(one for one in directory.everybody() if one.role == "good")
+    with pytest.raises(Refused, match="may not use"):
+        directory.service_of(good.id)
+    assert good.id not in list(directory)
+
+
+async def test_agents_stored_before_makers_were_kept_are_bound_by_their_parents(
+    registrar: Registrar, directory: Directory, store: SqlStore
+) -> None:
+    old = {"id": "old", "name": "Old", "service": None, "prompt": "", "tools": ["*"], "parent": "ada", "role": "r"}
+    by_owner = old | {"id": "own", "role": None}
+    for profile in (old, by_owner):
+        agent = Agent(id=str(profile["id"]), name="x", parent="ada", profile=json.dumps(profile | {"made_by": "k"}))
+        await store.add_agents([agent])
+    await registrar.recall()
+    assert directory.tools_of("old") == (("*",), ("a*", "create_role"))
+    assert directory.tools_of("own") == (("*",),)
