@@ -33,6 +33,8 @@ class ToolResult:
     """For the model: plain text, or JSON."""
     artifact_ref: str | None = None
     """Where all of it is kept, when that is more than `text` says."""
+    unknown: bool = False
+    """The call began and its outcome was not learned: it may or may not have taken effect."""
 
 
 @dataclass(frozen=True, slots=True)
