@@ -128,6 +128,7 @@ class Crew:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
                 await self._tried_mcp.wait()
+        self._toolbox.watch_loop()
         self._scheduler.start()
         if is_shared(self._config):
             self._following = asyncio.create_task(self._follow_others(), name="coterie-roster")
