@@ -238,7 +238,12 @@ async def test_what_a_tool_is_given_works_from_its_loop(ctx: ToolContext, make_b
         opened = b"".join([piece async for piece in ctx.artifacts.open(kept.ref)])
         read = await ctx.artifacts.read(kept.ref)
         receipt = await ctx.send("bob", {"text": "hi"}, delay_ms=5)
-        return {"opened": opened.decode(), "read": read.decode(), "sent": receipt.message_id, "limit": ctx.artifacts.limit}
+        return {
+            "opened": opened.decode(),
+            "read": read.decode(),
+            "sent": receipt.message_id,
+            "limit": ctx.artifacts.limit,
+        }
 
     result = await call(make_box(use), "use", replace(ctx, send=send))
     told = {"opened": "one two", "read": "one two", "sent": "m1", "limit": ctx.artifacts.limit}
@@ -246,9 +251,7 @@ async def test_what_a_tool_is_given_works_from_its_loop(ctx: ToolContext, make_b
     assert sent == [("bob", {"text": "hi"}, {"delay_ms": 5})]
 
 
-async def test_a_refusal_reaches_the_tool_as_the_same_error(
-    ctx: ToolContext, make_box: Callable[..., Toolbox]
-) -> None:
+async def test_a_refusal_reaches_the_tool_as_the_same_error(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
     @tool
     async def look(*, ctx: ToolContext) -> None:
         await ctx.artifacts.describe("nothing")

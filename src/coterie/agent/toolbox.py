@@ -136,7 +136,9 @@ class Toolbox:
         except NoResult as error:
             return failed("no_result", f"{name}: {error}")
         except _Late as late:
-            log.warning("the tool %s, called by %s, did not end within %s; it was %s", name, ctx.agent_id, allowed, late)
+            log.warning(
+                "the tool %s, called by %s, did not end within %s; it was %s", name, ctx.agent_id, allowed, late
+            )
             words = f"{name} did not end within {allowed.total_seconds():g} s and was {late}"
             return _ended_without(tool, "tool_timeout", words)
         except _Raised as error:
