@@ -97,7 +97,8 @@ def odd() -> str:
 async def settle_in(witness: str) -> str:
     """Ignore SIGTERM and the end of standard input, and start a child that leaves the process group."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code = f"import signal, time; signal.signal(15, 1); f = open({witness!r}, 'w'); f.write('up'); f.flush(); time.sleep(600)"
+    code = "import signal, time; signal.signal(15, 1); "
+    code += f"f = open({witness!r}, 'w'); f.write('up'); f.flush(); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdin=subprocess.DEVNULL,
                      stdout=subprocess.DEVNULL)
     threading.Thread(target=time.sleep, args=(600,)).start()  # keeps this process when its input has ended

@@ -18,8 +18,8 @@ from coterie.agent.mcp import tool_name
 from coterie.agent.tools import NAME
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
-from tests.agent.test_toolbox import Witness
 from tests.agent.mcp_room import HttpServer, Room, as_child, error_of, until
+from tests.agent.test_toolbox import Witness
 from tests.engines import Engine
 
 pytestmark = pytest.mark.slow

@@ -375,7 +375,8 @@ FILE = ArgumentsFile("ref", "long-arguments.json", "text/plain", MAX_SHOWN, "00"
 
 
 def changed(**rules: Any) -> ToolChanged:
-    return ToolChanged(**{"index": 1, "effect": "unsafe", "gated": False} | rules)
+    known: dict[str, Any] = {"index": 1, "effect": "unsafe", "gated": False}
+    return ToolChanged(**known | rules)
 
 
 def test_a_call_whose_tool_came_under_approval_waits_for_the_person() -> None:

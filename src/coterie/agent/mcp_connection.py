@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coterie.agent.mcp_stderr import Stderr
@@ -172,7 +173,7 @@ class Connection:
 def _check_command(command: str, env: Mapping[str, str]) -> None:
     """`OSError` when there is no such program; found here, since the process that starts it could only exit."""
     if shutil.which(command, path=env.get("PATH") or os.environ.get("PATH")) is None:
-        number = errno.EACCES if os.path.exists(command) else errno.ENOENT
+        number = errno.EACCES if Path(command).exists() else errno.ENOENT
         raise OSError(number, os.strerror(number), command)
 
 

@@ -127,7 +127,7 @@ class ToolLoops:
         for loop in loops:
             loop.stop()
         if loops:
-            await asyncio.to_thread(lambda: [loop.thread.join(grace) for loop in loops])
+            await asyncio.gather(*(asyncio.to_thread(loop.thread.join, grace) for loop in loops))
 
     def _loop_for(self, tool: str) -> _ToolLoop:
         key = tool if tool in self._apart else _SHARED

@@ -182,11 +182,11 @@ class Toolbox:
                 accepted = tool.accept(arguments, ctx)
                 return encode(await self._within_time(asyncio.ensure_future(_guarded(function(**accepted))), seconds))
             # What the owner wrote stays off this loop: arguments and results may hold code of theirs, too.
-            case OnToolLoop(function):
+            case OnToolLoop() as apart:
                 bridged = across(ctx, asyncio.get_running_loop())
 
                 async def work() -> Encoded:
-                    return encode(await _guarded(function(**tool.accept(arguments, bridged))))
+                    return encode(await _guarded(apart.function(**tool.accept(arguments, bridged))))
 
                 call = self._loops.start(tool.name, ctx.agent_id, lambda: _kept_apart(work()))
                 return cast(Encoded, await self._within_time(call, seconds))

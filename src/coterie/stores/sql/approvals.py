@@ -37,13 +37,13 @@ def question(call: Call, file: ArgumentsFile | None = None) -> str:
         "mimeType": file.mime_type,
         "size": file.size,
     }
-    payload = {
+    long: dict[str, Any] = {
         "text": f"{text} Its arguments are {file.size:,} bytes long: the attached file has all of them.",
         "attachments": [attachment],
         "approval": asked | {"arguments": shown, "argumentsRef": file.artifact_ref, "argumentsSha256": file.sha256},
         "quickReplies": list(VERDICTS),
     }
-    return encode_payload(check_payload(payload))
+    return encode_payload(check_payload(long))
 
 
 def question_id(agent_id: str, call_id: str) -> str:
