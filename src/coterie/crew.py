@@ -132,6 +132,7 @@ class Crew:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
                 await self._tried_mcp.wait()
+        self._toolbox.watch_loop()
         self._scheduler.start()
         if is_shared(self._config):
             following = supervise("reading which agents other processes made", self._follow_others, self._clock)

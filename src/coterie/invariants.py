@@ -257,7 +257,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """
         SELECT q.id, q.answered_by
           FROM messages q LEFT JOIN messages m ON m.id = q.answered_by
-         WHERE q.answered_by IS NOT NULL
+         WHERE q.answered_by IS NOT NULL AND q.answered_by <> q.id
            AND (q.question = 0 OR m.sender <> 'user' OR m.recipient <> q.sender OR m.state = 'withdrawn'
                 OR (q.answered_option IS NOT NULL AND (m.option IS NULL OR m.option <> q.answered_option
                                                        OR m.in_reply_to <> q.id))

@@ -19,7 +19,7 @@ from coterie.config import McpEntry
 from coterie.testing import FakeClock
 
 SERVER = '''
-import asyncio, os, socket, sys
+import asyncio, os, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 
 import uvicorn
@@ -91,6 +91,18 @@ def die_once() -> str:
 @server.tool(name="odd name/with ünicode")
 def odd() -> str:
     return "odd"
+
+
+@server.tool()
+async def settle_in(witness: str) -> str:
+    """Ignore SIGTERM and the end of standard input, and start a child that leaves the process group."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = "import signal, time; signal.signal(15, 1); "
+    code += f"f = open({witness!r}, 'w'); f.write('up'); f.flush(); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdin=subprocess.DEVNULL,
+                     stdout=subprocess.DEVNULL)
+    threading.Thread(target=time.sleep, args=(600,)).start()  # keeps this process when its input has ended
+    return str(os.getpid())
 
 
 async def over_http(port: int) -> None:

@@ -37,23 +37,39 @@ async def dangerous(name: str) -> str:
 """
 
 
+class Signal(asyncio.Event):
+    """An event of the test's loop that tools, which run on another loop, can set and wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home = asyncio.get_running_loop()
+
+    async def set_and_wait_for(self, other: asyncio.Event) -> None:
+        """Set this one and wait for the other, from any loop."""
+
+        async def here() -> None:
+            self.set()
+            await other.wait()
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(here(), self._home))
+
+
 class Bell:
     """Which tools ran, and whether they may end."""
 
     rings: list[str]
-    rang: asyncio.Event
-    may_end: asyncio.Event
+    rang: Signal
+    may_end: Signal
 
     @classmethod
     def reset(cls) -> None:
-        cls.rings, cls.rang, cls.may_end = [], asyncio.Event(), asyncio.Event()
+        cls.rings, cls.rang, cls.may_end = [], Signal(), Signal()
         cls.may_end.set()
 
     @classmethod
     async def rung(cls, name: str) -> str:
         cls.rings.append(name)
-        cls.rang.set()
-        await cls.may_end.wait()
+        await cls.rang.set_and_wait_for(cls.may_end)
         return f"{name} rang"
 
 

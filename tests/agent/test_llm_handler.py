@@ -386,7 +386,9 @@ async def test_a_turn_that_waits_for_the_persons_word_can_be_stopped_and_nothing
         assert await here.society.stop_waiting("ada") is True
         await here.state("ada", "idle")
         (question,) = await here.heard()
-        await here.say(question.payload["quickReplies"][0], in_reply_to=question.id, option=0)
+        with pytest.raises(Refused, match="closed without an answer"):
+            await here.say(question.payload["quickReplies"][0], in_reply_to=question.id, option=0)
+        await here.say("never mind")
 
         assert (await here.texts(2))[1] == "as you wish"
         assert Bell.rings == []

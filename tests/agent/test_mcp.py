@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from coterie.agent.tools import NAME
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
 from tests.agent.mcp_room import HttpServer, Room, as_child, error_of, until
+from tests.agent.test_toolbox import Witness
 from tests.engines import Engine
 
 pytestmark = pytest.mark.slow
@@ -52,7 +55,9 @@ async def test_a_server_that_dies_during_an_unsafe_call_leaves_its_outcome_unkno
     room: Room, script: Path
 ) -> None:
     await room.add(as_child(script)).connect()
-    assert error_of(await room.call("demo__die")).startswith("mcp_lost: the MCP server demo went away during the call")
+    lost = await room.call("demo__die")
+    assert error_of(lost).startswith("mcp_lost: the MCP server demo went away during the call")
+    assert lost.unknown and json.loads(lost.text)["status"] == "unknown"
     assert (await room.call("demo__add", a=1, b=1)).text == "2"
     assert script.with_name("lives").read_text() == "died\n"
 
@@ -158,6 +163,78 @@ async def test_closing_ends_the_children(room: Room, script: Path) -> None:
     await servers.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+async def test_an_unsafe_call_that_takes_too_long_may_have_happened(room: Room, script: Path) -> None:
+    await room.add(as_child(script)).connect()
+    late = await room.call("demo__hang", deadline=timedelta(milliseconds=200))
+    assert error_of(late).startswith("tool_timeout") and "verify before repeating" in late.text
+    assert late.unknown and json.loads(late.text)["status"] == "unknown"
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> Iterator[Witness]:
+    made = Witness(tmp_path / "witness")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "lost"])
+async def test_a_server_that_ignores_everything_is_killed_with_all_that_it_started(
+    room: Room, script: Path, witness: Witness, how: str
+) -> None:
+    servers = room.add(as_child(script))
+    await servers.connect()
+    stubborn = int((await room.call("demo__settle_in", witness=witness.path)).text)
+    assert await witness.says() == b"up"
+    if how == "closed":
+        await servers.close()
+    else:
+        os.kill(stubborn, signal.SIGKILL)
+    assert await witness.says() == b""
+    await until(lambda: not is_alive(stubborn))
+
+
+RUNTIME = """
+import asyncio, os, sys
+from coterie.agent.mcp_connection import Connection
+from coterie.clock import SystemClock
+from coterie.config import McpEntry
+from datetime import timedelta
+
+async def main():
+    entry = McpEntry(id="demo", command=sys.executable, args=(sys.argv[1],))
+    connection = Connection(entry, SystemClock())
+    await connection.ready(timedelta(seconds=60))
+    said = await connection.call("settle_in", {"witness": sys.argv[2]})
+    print(said.content[0].text, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_server_does_not_outlive_a_runtime_that_was_killed(script: Path, witness: Witness) -> None:
+    command = [sys.executable, "-c", RUNTIME, str(script), witness.path]
+    runtime = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert runtime.stdout
+        stubborn = int(await asyncio.to_thread(runtime.stdout.readline))
+        assert await witness.says() == b"up"
+    finally:
+        runtime.kill()
+        runtime.communicate()
+    assert await witness.says() == b""
+    await until(lambda: not is_alive(stubborn))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie whose parent has gone is reaped by the system, at a time of its own.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_the_sdk_is_loaded_only_when_a_server_is() -> None:

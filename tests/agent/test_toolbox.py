@@ -322,7 +322,7 @@ async def test_an_async_tool_is_cancelled_at_its_deadline(ctx: ToolContext) -> N
 
     box = box_of(hang)
     result = await call(box, "hang", ctx, SOON)
-    assert error_of(result) == "tool_timeout: hang did not end within 0.15 s and was stopped"
+    assert error_of(result).startswith("tool_timeout: hang did not end within 0.15 s and was stopped")
     assert saw == ["cancelled"] and box.abandoned == 0
 
 
@@ -646,7 +646,7 @@ async def test_a_process_that_hangs_is_killed_at_its_deadline(
     """F41"""
     hanging = asyncio.create_task(call(processes, "hang", ctx, timedelta(seconds=3), witness=witness.path))
     assert await witness.says() == b"up"
-    assert error_of(await hanging) == "tool_timeout: hang did not end within 3 s and was killed"
+    assert error_of(await hanging).startswith("tool_timeout: hang did not end within 3 s and was killed. It may")
     assert await witness.says() == b"" and processes.abandoned == 0
 
 

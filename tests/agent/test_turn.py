@@ -15,11 +15,13 @@ from msgspec.structs import replace
 from coterie.agent import turn as turn_module
 from coterie.agent.turn import (
     DENIED,
+    MAX_SHOWN,
     NOT_EXECUTED,
     OVER,
     STOPPED,
     UNKNOWN,
     Answered,
+    ArgumentsFile,
     Ask,
     AskApproval,
     Become,
@@ -40,6 +42,7 @@ from coterie.agent.turn import (
     Poisoned,
     Quarantine,
     Ran,
+    Reclassify,
     Reply,
     Rest,
     Resumed,
@@ -49,6 +52,7 @@ from coterie.agent.turn import (
     Step,
     Stopped,
     TakeMail,
+    ToolChanged,
     Turn,
     Write,
     reduce,
@@ -332,7 +336,7 @@ def test_a_turn_found_without_a_plan_takes_its_mail_and_asks_the_model() -> None
 @pytest.mark.parametrize("effect", ["pure", "idempotent"])
 def test_a_call_that_may_run_twice_is_run_again(effect: Effect) -> None:
     found = Turn(plan=plan(DONE, replace(RUNNING, effect=effect), PLANNED))
-    assert reduce(found, Resumed()) == Step((Become(state="tools"),), Run(1))
+    assert reduce(found, Resumed()) == Step((Become(state="tools"),), Run(1, again=True))
 
 
 def test_an_unsafe_call_found_running_is_never_run_again_and_the_model_is_told() -> None:
@@ -362,6 +366,59 @@ def test_a_terminated_agent_leaves_no_open_group_takes_no_mail_and_its_askers_ar
     assert [state for state, _ in results(only(step, CloseGroup).plan)] == ["done", "unknown", "cancelled"]
     assert only(step, Reply).trouble and not has(step, TakeMail)
     assert (only(step, Become).state, step.effect) == ("terminated", Rest())
+
+
+# The tool's rules changed before the call ran
+
+LONG = Call(id="id-long", name="long", arguments={"text": "x" * MAX_SHOWN})
+FILE = ArgumentsFile("ref", "long-arguments.json", "text/plain", MAX_SHOWN, "00")
+
+
+def changed(**rules: Any) -> ToolChanged:
+    known: dict[str, Any] = {"index": 1, "effect": "unsafe", "gated": False}
+    return ToolChanged(**known | rules)
+
+
+def test_a_call_whose_tool_came_under_approval_waits_for_the_person() -> None:
+    step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED)), changed(gated=True))
+    assert only(step, Reclassify) == Reclassify(1, "unsafe", gated=True)
+    assert (only(step, Change), only(step, AskApproval)) == (Change(1, "gated"), AskApproval(1))
+    assert (only(step, Become).state, step.effect) == ("wait_approval", Rest())
+
+
+def test_a_call_that_the_person_approved_is_not_asked_about_again_when_its_effect_changes() -> None:
+    approved = call("second", state="started", gated=True, effect="pure")
+    step = reduce(Turn(plan=plan(DONE, approved)), changed(gated=True))
+    assert step == Step((Reclassify(1, "unsafe", gated=True), Become(state="tools")), Run(1))
+
+
+def test_a_call_that_may_have_run_under_the_old_rules_is_unknown_and_not_run_or_asked_about() -> None:
+    step = reduce(Turn(plan=plan(DONE, RUNNING)), changed(gated=True, again=True))
+    assert results(only(step, CloseGroup).plan)[1] == ("unknown", UNKNOWN)
+    assert step.effect == Ask()
+
+
+def test_a_message_that_came_meanwhile_cancels_the_call_that_did_not_run() -> None:
+    step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED), mail=(FROM_PERSON,)), changed(gated=True))
+    assert results(only(step, CloseGroup).plan)[1:] == [("cancelled", NOT_EXECUTED)] * 2
+    assert has(step, TakeMail) and step.effect == Ask()
+
+
+def test_arguments_too_long_for_a_question_go_to_the_handler_first_and_come_back_as_a_file() -> None:
+    long = PlannedCall(call=LONG, gated=True)
+    step = reduce(Turn(), answered(long))
+    assert only(step, Reclassify) == Reclassify(0, "unsafe", gated=False)
+    assert step.effect == Run(0) and not has(step, AskApproval)
+    started = replace(long, gated=False, state="started")
+    asked = reduce(Turn(plan=plan(started)), changed(index=0, gated=True, file=FILE))
+    assert only(asked, AskApproval) == AskApproval(0, FILE)
+    woken = reduce(Turn(plan=plan(replace(long, state="gated"))), Resumed())
+    assert woken == Step((Become(state="wait_approval"),), Rest())
+
+
+def test_a_call_whose_outcome_was_not_learned_is_unknown() -> None:
+    step = reduce(Turn(plan=plan(DONE, RUNNING)), Ran(index=1, ok=False, result="late", unknown=True))
+    assert results(only(step, CloseGroup).plan)[1] == ("unknown", "late")
 
 
 # Where it is decided
@@ -408,6 +465,11 @@ class Driven:
         self.said: list[str] = []
         self.dropped: list[Plan] = []
         self.runs: list[tuple[int, int]] = []
+        self.needs_approval: set[tuple[int, int]] = set()
+        """Calls whose tools came under approval when they were about to run."""
+        self.approved: set[tuple[int, int]] = set()
+        self.not_run: int | None = None
+        """The call that was marked as started and did not run, while the event that says so is handled."""
         self.plans = 0
 
     def possible(self) -> list[str]:
@@ -416,11 +478,17 @@ class Driven:
             case Ask():
                 return ["answer", "fail", *always]
             case Run():
-                return ["ran", *always]
+                return ["ran", "tool changed", *always]
         return ["wake", "judge"] if self.state == "wait_approval" else ["wake"]
 
     def happens(self, event: Event, mail: tuple[Letter, ...]) -> None:
         self.turn = replace(self.turn, mail=mail)
+        self.not_run = None
+        if isinstance(event, ToolChanged) and not event.again:
+            self.not_run = event.index
+            self.runs.remove((self.plans, event.index))
+            if event.gated:
+                self.needs_approval.add((self.plans, event.index))
         step = reduce(self.turn, event)
         for write in step.writes:
             self.write(write)
@@ -429,6 +497,10 @@ class Driven:
             assert self.turn.plan is not None
             one = self.turn.plan.calls[step.effect.index]
             assert one.state == "started"
+            this = (self.plans, step.effect.index)
+            if isinstance(event, Judged):
+                self.approved.add(this)
+            assert this not in self.needs_approval or this in self.approved, "a call was run without approval"
             if one.effect == "unsafe":
                 assert (self.plans, step.effect.index) not in self.runs, "an unsafe call was run twice"
             self.runs.append((self.plans, step.effect.index))
@@ -444,12 +516,16 @@ class Driven:
                 assert self.turn.plan is not None
                 assert self.turn.plan.calls[index].state not in OVER, "a call that was over changed"
                 self.turn = replace(self.turn, plan=self.turn.plan.having(index, state, result))
+            case Reclassify(index=index, effect=effect, gated=gated):
+                assert self.turn.plan is not None
+                self.turn = replace(self.turn, plan=self.turn.plan.reclassified(index, effect, gated))
             case CloseGroup(plan=closed):
                 assert self.turn.plan is not None
                 assert all(one.state in OVER and one.result for one in closed.calls)
-                for before, after in zip(self.turn.plan.calls, closed.calls, strict=True):
+                for index, (before, after) in enumerate(zip(self.turn.plan.calls, closed.calls, strict=True)):
                     assert before.state not in OVER or before == after, "a real result was replaced"
-                    assert after.state != "cancelled" or before.state != "started", "it ran, and is said not to have"
+                    ran = before.state == "started" and index != self.not_run
+                    assert after.state != "cancelled" or not ran, "it ran, and is said not to have"
                 self.turn = replace(self.turn, plan=None)
                 self.said.append("group")
             case DropPlan(plan=dropped):
@@ -490,6 +566,12 @@ def test_whatever_happens_in_any_order_every_group_is_closed_and_nothing_unsafe_
             case "ran":
                 assert isinstance(driven.effect, Run)
                 event = Ran(index=driven.effect.index, ok=data.draw(st.booleans()), result=f"result {number}")
+            case "tool changed":
+                assert isinstance(driven.effect, Run) and driven.turn.plan is not None
+                run = driven.effect
+                # A tool that was put under approval stays so for this run of the test, and so does its effect.
+                gated = driven.turn.plan.calls[run.index].gated or data.draw(st.booleans())
+                event = ToolChanged(index=run.index, effect="unsafe", gated=gated, again=run.again)
             case "judge":
                 event = Judged(data.draw(st.booleans()))
             case "stop":

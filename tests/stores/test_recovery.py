@@ -82,7 +82,7 @@ async def test_a_call_cut_off_is_run_again_under_the_same_key_when_it_may(restar
         before = await go_on(it.store, await take(it.store), says("", call(effect=effect), call()))
         await it.again()
         after = await take(it.store)
-        assert (after.effect, after.plan_key) == (Run(0), before.plan_key)
+        assert (after.effect, after.plan_key) == (Run(0, again=True), before.plan_key)
 
 
 async def test_an_unsafe_call_cut_off_is_unknown_and_never_run_again(restarted: Restarted) -> None:
@@ -100,7 +100,7 @@ async def test_results_known_before_the_crash_stay(restarted: Restarted) -> None
         await go_on(it.store, await take(it.store), says("", call("a"), call("b", "pure")), done(0, "known"))
         await it.again()
         claim = await take(it.store)
-        assert claim.effect == Run(1)
+        assert claim.effect == Run(1, again=True)
         await go_on(it.store, claim, done(1, "new"))
         assert (await told(it.store))[2:] == ["tool: known", "tool: new"]
 

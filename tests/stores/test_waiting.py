@@ -199,7 +199,10 @@ async def test_a_stop_of_a_turn_that_waits_leaves_the_mail_to_the_next(store: So
     question = await asked_for_approval(store, call("pay", gated=True))
     assert await store.stop("ada") is True
     assert (await told(store))[-1].startswith("tool: ") and await state(store) == "idle"
-    await answer(store, question, 0)  # too late: it is a message like any other
+    with pytest.raises(Refused) as late:
+        await answer(store, question, 0)
+    assert late.value.code == "already_answered"
+    await ask(store, text="go on")
     claim = await take(store)
     assert (claim.effect, claim.plan) == (Ask(), None)
     with pytest.raises(Refused) as refused:

@@ -29,10 +29,27 @@ from coterie.agent.prompt import Prompts
 from coterie.agent.send_message import SEND_MESSAGE, seal_call
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.turn import Answered, Ask, Deferred, Event, ModelFailed, PlannedCall, Ran, Rest, Rules, Run, Stopped
+from coterie.agent.tools import Tool, failed
+from coterie.agent.turn import (
+    UNKNOWN,
+    Answered,
+    ArgumentsFile,
+    Ask,
+    Deferred,
+    Effect,
+    Event,
+    ModelFailed,
+    PlannedCall,
+    Ran,
+    Rest,
+    Rules,
+    Run,
+    Stopped,
+    ToolChanged,
+)
 from coterie.bus import MessageBus
 from coterie.clock import Clock
-from coterie.errors import Refused, StoreUnavailable
+from coterie.errors import CoterieError, Refused, StoreUnavailable
 from coterie.failpoints import hit
 from coterie.live import Live
 from coterie.live import Outcome as Ending
@@ -231,7 +248,7 @@ class LlmHandler:
             return Outcome(event=event)
         assert isinstance(claim.effect, Run) and claim.call is not None  # noqa: S101
         hit("turn.calling")
-        running = self._run(claim, claim.effect.index, claim.call.call, profile)
+        running = self._run(claim, claim.effect, claim.call, profile)
         outcome = await self._tracing.tool(claim.call.call.name, claim.call.call.id, running, _went_well)
         hit("turn.ran")
         return outcome
@@ -376,20 +393,46 @@ class LlmHandler:
 
     def _planned(self, call: Call, profile: Profile) -> PlannedCall:
         tool = self._toolbox.find(call.name, self._tools(profile))
-        if tool is None:  # send_message, and names that mean nothing: neither has an effect outside the store
-            return PlannedCall(call=call, effect="idempotent")
+        if tool is None:  # send_message, or a name that means nothing, which has no effect at all
+            return PlannedCall(call=call, effect="idempotent" if call.name == SEND_MESSAGE.name else "pure")
         return PlannedCall(call=call, effect=tool.effect, gated=tool.approval)
 
-    async def _run(self, claim: Claim, index: int, call: Call, profile: Profile) -> Outcome:
-        key = claim.key(index)
+    async def _run(self, claim: Claim, run: Run, planned: PlannedCall, profile: Profile) -> Outcome:
+        index, call, key = run.index, planned.call, claim.key(run.index)
         if call.raw is not None:
             words = "the arguments are no JSON object; send the call again with valid arguments"
             return Outcome(event=Ran(index=index, ok=False, result=words))
         if call.name == SEND_MESSAGE.name:
             return await self._send(claim, index, call, key)
         context = self._context(profile, key, claim.cause)
-        result = await self._toolbox.call(call.name, call.arguments, context, patterns=self._tools(profile))
-        return Outcome(event=Ran(index=index, ok=result.ok, result=result.text))
+        # The rules that count are those of this moment: the owner may have changed them since the call was planned.
+        # Nothing is awaited between this look and the start of the tool.
+        allowed = self._tools(profile)
+        tool = self._toolbox.find(call.name, allowed)
+        if tool is None and run.again and planned.effect != "pure":
+            return Outcome(event=Ran(index=index, ok=False, result=UNKNOWN, unknown=True))
+        if tool is not None and not _holds(planned, tool):
+            return Outcome(event=await self._changed(run, planned, tool, context))
+        result = await self._toolbox.call(call.name, call.arguments, context, patterns=allowed)
+        return Outcome(event=Ran(index=index, ok=result.ok, result=result.text, unknown=result.unknown))
+
+    async def _changed(self, run: Run, planned: PlannedCall, tool: Tool, context: ToolContext) -> Event:
+        """What the turn is told instead of a result: the call did not run, since its tool has stricter rules now."""
+        call, file = planned.call, None
+        if tool.approval and not planned.gated and not run.again and not planned.fits_question:
+            try:
+                file = await _keep_arguments(call, context)
+            except (CoterieError, OSError) as error:
+                words = f"{call.name} was not run: its arguments are too long for the question whether it may run"
+                result = failed("approval_impossible", f"{words}, and could not be kept as a file: {error}")
+                return Ran(index=run.index, ok=False, result=result.text)
+        return ToolChanged(
+            index=run.index,
+            effect=max(planned.effect, tool.effect, key=_STRICTNESS.index),
+            gated=planned.gated or tool.approval,
+            again=run.again,
+            file=file,
+        )
 
     async def _send(self, claim: Claim, index: int, call: Call, key: str) -> Outcome:
         try:
@@ -418,6 +461,22 @@ def _unreported(work: Work, error: ServiceError | None = None) -> tuple[str, Usa
         return "", Usage()
     service, request = asking
     return service, estimated(request, "".join(work.said))
+
+
+_STRICTNESS: tuple[Effect, ...] = ("pure", "idempotent", "unsafe")
+
+
+def _holds(planned: PlannedCall, tool: Tool) -> bool:
+    """True if the call was planned under rules that are at least as strict as those of the tool now."""
+    asked = planned.gated or not tool.approval
+    return asked and _STRICTNESS.index(planned.effect) >= _STRICTNESS.index(tool.effect)
+
+
+async def _keep_arguments(call: Call, context: ToolContext) -> ArgumentsFile:
+    data = msgspec.json.encode(call.arguments)
+    key = f"{context.idempotency_key}/arguments"
+    kept = await context.artifacts.put(data, f"{call.name}-arguments.json", key=key)
+    return ArgumentsFile(kept.ref, kept.filename, kept.mime_type, kept.size, kept.sha256)
 
 
 def _draft(claim: Claim) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from coterie.agent.mcp_connection import Absent, Connection, Entry, words_of
 from coterie.agent.tool_context import ToolContext
-from coterie.agent.tools import Effect, OnLoop, Tool, ToolResult, failed
+from coterie.agent.tools import Effect, OnLoop, Tool, ToolResult, failed, unknown
 from coterie.clock import Clock
 from coterie.errors import CoterieError, Problem
 from coterie.ids import id_for
@@ -140,7 +140,7 @@ class McpServer:
         effect = _effect(offered)
 
         async def run(arguments: dict[str, Any], ctx: ToolContext) -> ToolResult:
-            return await self._call(offered.name, arguments, ctx, again=effect != "unsafe")
+            return await self._call(offered.name, arguments, ctx, effect, tries=1 if effect == "unsafe" else 2)
 
         return Tool(
             name=name,
@@ -154,8 +154,10 @@ class McpServer:
             run=OnLoop(run),
         )
 
-    async def _call(self, name: str, arguments: dict[str, Any], ctx: ToolContext, *, again: bool) -> ToolResult:
-        """`again`: it does no harm to ask once more when the connection is lost on the way."""
+    async def _call(
+        self, name: str, arguments: dict[str, Any], ctx: ToolContext, effect: Effect, *, tries: int
+    ) -> ToolResult:
+        """`tries`: how often to ask when the connection is lost on the way."""
         try:
             connection = await self._connected()
         except Absent as absent:
@@ -167,13 +169,10 @@ class McpServer:
                 return failed("mcp_error", f"the MCP server {self.id} says: {words_of(error, self._entry)}")
             connection.end()
             why = words_of(error, self._entry)
-            if again:
-                return await self._call(name, arguments, ctx, again=False)
-            return failed(
-                "mcp_lost",
-                f"the MCP server {self.id} went away during the call ({why}), so nobody knows whether it"
-                " took effect: verify before repeating it. The next call starts the server again",
-            )
+            if tries > 1:
+                return await self._call(name, arguments, ctx, effect, tries=tries - 1)
+            words = f"the MCP server {self.id} went away during the call ({why}); the next call starts it again"
+            return unknown("mcp_lost", words) if effect == "unsafe" else failed("mcp_lost", words)
         return await told(result, name, ctx)
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import logging
+import os
+import shutil
+import sys
 from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coterie.agent.mcp_stderr import Stderr
@@ -22,6 +27,7 @@ if TYPE_CHECKING:  # a second to import, needed only where servers are configure
 log = logging.getLogger(__name__)
 
 _MAX_PAGES = 100
+_KEEPER = "coterie.agent.mcp_keeper"
 _GONE = -32000
 """What the SDK reports when the connection ended before the answer; a server may mean anything else by it."""
 
@@ -126,9 +132,12 @@ class Connection:
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
         assert self._entry.command  # noqa: S101
-        started = StdioServerParameters(
-            command=self._entry.command, args=list(self._entry.args), env=dict(self._entry.env or {})
-        )
+        env = dict(self._entry.env or {})
+        _check_command(self._entry.command, env)
+        # The SDK ends a server that ignores everything but SIGKILL only while this process lives to do so, and never
+        # what left the server's process group.
+        keeper = ("-P", "-m", _KEEPER, str(os.getpid()), self._entry.command, *self._entry.args)
+        started = StdioServerParameters(command=sys.executable, args=list(keeper), env=env)
         said, heard = anyio.create_memory_object_stream[Any](0)
 
         async def pass_on() -> None:
@@ -159,6 +168,13 @@ class Connection:
             words = "the MCP server %s writes to its standard output what is no message: have it use its standard error"
             log.warning(words, self._entry.id)
         self._complained = True
+
+
+def _check_command(command: str, env: Mapping[str, str]) -> None:
+    """`OSError` when there is no such program; found here, since the process that starts it could only exit."""
+    if shutil.which(command, path=env.get("PATH") or os.environ.get("PATH")) is None:
+        number = errno.EACCES if Path(command).exists() else errno.ENOENT
+        raise OSError(number, os.strerror(number), command)
 
 
 def words_of(error: BaseException, entry: Entry) -> str:

@@ -11,14 +11,14 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from coterie.agent.tool_output import message_of
-from coterie.agent.tools import Tool, tool_of
+from coterie.agent.tools import OnLoop, OnToolLoop, Tool, tool_of
 from coterie.errors import Problem
 from coterie.ids import id_for
 from coterie.text import clean, one_line
@@ -51,7 +51,12 @@ def load_owner_tools(folder: Path, taken: Collection[str] = ()) -> OwnerTools:
             problems.append(_problem(file, place, error))
             continue
         problems += _collect(tools, place, found, taken)
-    return OwnerTools(tuple(tool for tool, _ in found.values()), tuple(problems))
+    return OwnerTools(tuple(_off_the_loop(tool) for tool, _ in found.values()), tuple(problems))
+
+
+def _off_the_loop(tool: Tool) -> Tool:
+    """The owner's code may block, so none of it runs on the event loop of the society."""
+    return replace(tool, run=OnToolLoop(tool.run.function)) if isinstance(tool.run, OnLoop) else tool
 
 
 def import_tool_file(module: str, file: Path) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,10 @@ MAX_ERROR = 4_000
 
 class NoResult(CoterieError):
     """A tool returned something that nothing can be made of."""
+
+
+class Died(NoResult):
+    """The process of a tool ended in the middle of the call."""
 
 
 def encode(value: object) -> str | bytes | ToolResult:
@@ -47,13 +52,13 @@ async def fit(tool: Tool, encoded: str | bytes | ToolResult, ctx: ToolContext) -
     # An empty tool message is refused by some services.
     text = clean(result.text) or '""'
     if len(text) <= tool.max_text // 4 or len(data := text.encode()) <= tool.max_text:
-        return ToolResult(ok=result.ok, text=text, artifact_ref=result.artifact_ref)
+        return replace(result, text=text)
     shown: dict[str, Any] = {"tooLong": True, "size": len(data), "head": text[:HEAD], "tail": text[-TAIL:]}
     try:
         artifact = await ctx.artifacts.put(data, f"{tool.name}.txt", key=ctx.idempotency_key)
     except (CoterieError, OSError) as error:
-        return _with(shown, {"notKept": clean(str(error))}, ok=result.ok)
-    return _with(shown, artifact.to_wire(), ok=result.ok)
+        return replace(_with(shown, {"notKept": clean(str(error))}, ok=result.ok), unknown=result.unknown)
+    return replace(_with(shown, artifact.to_wire(), ok=result.ok), unknown=result.unknown)
 
 
 def raised(name: str, error: BaseException) -> ToolResult:

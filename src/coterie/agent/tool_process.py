@@ -18,16 +18,16 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
 
 
 def main() -> NoReturn:
     parent = int(sys.argv[1])
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    alarm = _hear_signals()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    alarm = hear_signals()
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)  # it died before it could be watched
     request = json.loads(sys.stdin.buffer.readline())
@@ -36,11 +36,11 @@ def main() -> NoReturn:
         _work(request)
     os.close(1)
     status = _watch(worker, alarm)
-    _sweep()
+    kill_descendants()
     os._exit(status)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
@@ -48,7 +48,7 @@ def _prctl(option: int, value: int) -> None:
 # The keeper
 
 
-def _hear_signals() -> int:
+def hear_signals() -> int:
     """A pipe that tells of signals, so that one `select` waits for all there is."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
@@ -70,7 +70,7 @@ def _watch(worker: int, alarm: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-def _sweep() -> None:
+def kill_descendants() -> None:
     """Kill all that descends from here. Orphans become children of this process, so in the end all are seen."""
     if not _PROC.is_dir():
         os.killpg(0, signal.SIGKILL)  # without subreapers, those who stayed in the group are all that can be found
@@ -105,7 +105,7 @@ def _work(request: dict[str, Any]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answer_to = os.dup(1)
     os.dup2(2, 1)  # what the tool prints must not be taken for its result
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

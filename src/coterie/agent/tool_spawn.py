@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coterie.agent.tool_context import ToolContext
-from coterie.agent.tool_output import NoResult
+from coterie.agent.tool_output import Died, NoResult
 from coterie.agent.tools import InProcess, ToolResult
 
 MAX_OUTPUT = 64 << 20
@@ -57,7 +57,7 @@ async def _ask(
             raise NoResult(f"it returned {header['size']:,} bytes, the most is {MAX_OUTPUT:,}")
         payload = await process.stdout.readexactly(header["size"])
     except (asyncio.IncompleteReadError, ConnectionError):
-        raise NoResult(f"its process {_ending(await process.wait())} without a result") from None
+        raise Died(f"its process {_ending(await process.wait())} without a result") from None
     match header["kind"]:
         case "bytes":
             return payload

@@ -12,14 +12,15 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from coterie.agent.send_message import SEND_MESSAGE
 from coterie.agent.tool_context import ToolContext
-from coterie.agent.tool_output import NoResult, encode, fit, raised
+from coterie.agent.tool_loop import BLOCKED_AFTER, LoopCall, ToolLoops, across
+from coterie.agent.tool_output import Died, NoResult, encode, fit, raised
 from coterie.agent.tool_parameters import BadArguments
 from coterie.agent.tool_spawn import run_in_process
-from coterie.agent.tools import InProcess, InThread, OnLoop, Tool, ToolResult, failed
+from coterie.agent.tools import InProcess, InThread, OnLoop, OnToolLoop, Tool, ToolResult, failed, unknown
 from coterie.errors import Problem
 from coterie.llm.chat import ToolSpec
 from coterie.redaction import redact
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 Patterns = Sequence[str | tuple[str, ...]]
 """Patterns of tool names, of which one must match; or several such lists, each of which must have one that matches."""
+Encoded = str | bytes | ToolResult
 Said = TypeVar("Said", str | bytes | ToolResult, ToolResult)
 
 DEADLINE = timedelta(seconds=120)
@@ -43,8 +45,14 @@ _GRACE = 0.5
 
 class Toolbox:
     def __init__(
-        self, tools: Iterable[Tool] = (), *, deadline: timedelta = DEADLINE, max_abandoned: int = MAX_ABANDONED
+        self,
+        tools: Iterable[Tool] = (),
+        *,
+        deadline: timedelta = DEADLINE,
+        max_abandoned: int = MAX_ABANDONED,
+        blocked_after: timedelta = BLOCKED_AFTER,
     ) -> None:
+        """`blocked_after`: an event loop that runs nothing new for this long is blocked."""
         self.deadline, self._max_abandoned = deadline, max_abandoned
         """For a tool that names none of its own."""
         self.secrets: Sequence[str] = ()
@@ -54,6 +62,7 @@ class Toolbox:
         self._reach: dict[Patterns, dict[str, Tool]] = {}
         self._offers: dict[Patterns, tuple[ToolSpec, ...]] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
+        self._loops = ToolLoops(blocked_after)
         self._sort()
 
     # Which tools there are
@@ -128,11 +137,16 @@ class Toolbox:
             return await fit(tool, self._redacted(await self._run(tool, arguments, ctx, allowed.total_seconds())), ctx)
         except BadArguments as error:
             return failed("bad_arguments", f"{name} was not called: {error}")
+        except Died as error:
+            return _ended_without(tool, "no_result", f"{name}: {error}")
         except NoResult as error:
             return failed("no_result", f"{name}: {error}")
         except _Late as late:
-            log.warning("the tool %s did not end within %s; it was %s", name, allowed, late)
-            return failed("tool_timeout", f"{name} did not end within {allowed.total_seconds():g} s and was {late}")
+            log.warning(
+                "the tool %s, called by %s, did not end within %s; it was %s", name, ctx.agent_id, allowed, late
+            )
+            words = f"{name} did not end within {allowed.total_seconds():g} s and was {late}"
+            return _ended_without(tool, "tool_timeout", words)
         except _Raised as error:
             result = self._redacted(raised(name, error.cause))
             frames = "".join(traceback.format_tb(error.cause.__traceback__, limit=-_MAX_FRAMES))
@@ -152,6 +166,15 @@ class Toolbox:
                 return replace(said, text=redact(said.text, self.secrets))
         return said
 
+    @property
+    def blocked_loops(self) -> int:
+        """How often an async tool has blocked the event loop of the tools."""
+        return self._loops.blocked
+
+    def watch_loop(self) -> None:
+        """From now on it is logged when the running loop is blocked."""
+        self._loops.watch_running_loop()
+
     async def close(self) -> None:
         """Tell what was left behind to stop, once more. Threads cannot be told; they end with the process."""
         left = tuple(self._abandoned)
@@ -159,22 +182,35 @@ class Toolbox:
             call.cancel()
         if left:
             await asyncio.wait(left, timeout=_GRACE)
+        await self._loops.close(_GRACE)
 
-    async def _run(
-        self, tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext, seconds: float
-    ) -> str | bytes | ToolResult:
-        try:
-            accepted = tool.accept(arguments, ctx)
-        except BadArguments:
-            raise
-        except BaseException as error:  # parameters may be of the owner's classes, whose code may raise anything
-            raise _Raised(error) from None
+    async def _run(self, tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext, seconds: float) -> Encoded:
         match tool.run:
             case OnLoop(function):
+                accepted = _accepted(tool, arguments, ctx)
                 return encode(await self._within_time(asyncio.ensure_future(_guarded(function(**accepted))), seconds))
+            # What the owner wrote stays off this loop: arguments and results may hold code of theirs, too.
+            case OnToolLoop() as apart:
+                bridged = across(ctx, asyncio.get_running_loop())
+
+                async def work() -> Encoded:
+                    return encode(await _guarded(apart.function(**_accepted(tool, arguments, bridged))))
+
+                call = self._loops.start(tool.name, ctx.agent_id, lambda: _kept_apart(work()))
+                return cast(Encoded, await self._within_time(call, seconds))
             case InThread(function):
-                return encode(await self._within_time(_in_thread(lambda: function(**accepted)), seconds))
+
+                def run_in_thread() -> Encoded:
+                    accepted = _accepted(tool, arguments, ctx)
+                    try:
+                        value = function(**accepted)
+                    except BaseException as error:  # SystemExit is an answer like any other
+                        raise _Raised(error) from None
+                    return encode(value)
+
+                return cast(Encoded, await self._within_time(_in_thread(run_in_thread), seconds))
             case InProcess() as run:
+                await self._within_time(_in_thread(lambda: _accepted(tool, arguments, ctx)), seconds)
                 timer = asyncio.timeout(seconds)
                 try:
                     async with timer:
@@ -197,14 +233,14 @@ class Toolbox:
         if call.cancelled():
             raise NoResult("it was cancelled from within")
         if error := call.exception():
-            raise error if isinstance(error, _Raised) else _Raised(error)
+            raise error if isinstance(error, _OURS) else _Raised(error)
         return call.result()
 
     async def _stop(self, call: asyncio.Future[Any]) -> str:
         """Cancel it; what does not listen is left behind, and counted until it ends after all."""
         self._abandoned.add(call)
         call.add_done_callback(self._ended)
-        if isinstance(call, asyncio.Task):
+        if isinstance(call, asyncio.Task | LoopCall):
             call.cancel()
             await asyncio.wait({call}, timeout=_GRACE)
         return "stopped" if call.done() else "left behind, for it cannot be stopped"
@@ -227,12 +263,26 @@ class _Raised(Exception):
         super().__init__()
 
 
+_OURS = (_Raised, BadArguments, NoResult)
+"""What a call raises besides cancellations. The tool's own exceptions are all `_Raised`."""
+
+
 async def _guarded(work: Awaitable[object]) -> object:
     try:
         return await work
-    except (asyncio.CancelledError, GeneratorExit):
+    except (asyncio.CancelledError, GeneratorExit, _Raised):
         raise
     except BaseException as error:  # SystemExit in a task would end the event loop
+        raise _Raised(error) from None
+
+
+async def _kept_apart(work: Awaitable[object]) -> object:
+    """Arguments are made and results encoded beside the tool itself; what these raise must not end its loop either."""
+    try:
+        return await work
+    except (asyncio.CancelledError, GeneratorExit, *_OURS):
+        raise
+    except BaseException as error:
         raise _Raised(error) from None
 
 
@@ -247,7 +297,7 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
         if error is None:
             future.set_result(value)
         else:
-            future.set_exception(_Raised(error))
+            future.set_exception(error if isinstance(error, _OURS) else _Raised(error))
 
     def run() -> None:
         value, error = None, None
@@ -263,8 +313,22 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
     return future
 
 
+def _accepted(tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext) -> dict[str, Any]:
+    try:
+        return tool.accept(arguments, ctx)
+    except BadArguments:
+        raise
+    except BaseException as error:  # parameters may be of the owner's classes, whose code may raise anything
+        raise _Raised(error) from None
+
+
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _ended_without(tool: Tool, error: str, words: str) -> ToolResult:
+    """The call began and gave no result: of an unsafe one nobody knows whether it took effect."""
+    return unknown(error, words) if tool.effect == "unsafe" else failed(error, words)
 
 
 def _unknown(name: str, reached: Mapping[str, Tool]) -> ToolResult:

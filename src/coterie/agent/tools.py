@@ -33,11 +33,20 @@ class ToolResult:
     """For the model: plain text, or JSON."""
     artifact_ref: str | None = None
     """Where all of it is kept, when that is more than `text` says."""
+    unknown: bool = False
+    """The call began and its outcome was not learned: it may or may not have taken effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnLoop:
-    """An async function: awaited on the event loop."""
+    """An async function of ours, which never blocks: awaited on the event loop of the society."""
+
+    function: Callable[..., Awaitable[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class OnToolLoop:
+    """An async function of the owner's: it may block, so it is awaited on an event loop in another thread."""
 
     function: Callable[..., Awaitable[object]]
 
@@ -73,7 +82,7 @@ class Tool:
     """Bytes of a result that the model is shown; what is longer is kept as an artifact."""
     accept: Callable[[Mapping[str, Any], ToolContext], dict[str, Any]]
     """The model's arguments as the function's; `BadArguments` when they do not fit."""
-    run: OnLoop | InThread | InProcess
+    run: OnLoop | OnToolLoop | InThread | InProcess
 
 
 @overload
@@ -124,6 +133,13 @@ def tool_of(value: object) -> Tool | None:
 def parameters_of(function: Callable[..., object]) -> Parameters:
     """`BadTool` when they cannot be put to a model."""
     return read_parameters(function, read_docstring(function)[1])
+
+
+def unknown(error: str, message: str) -> ToolResult:
+    """The failure `error` of a call that may have taken effect all the same."""
+    words = f"{message}. It may or may not have happened: verify before repeating it"
+    text = msgspec.json.encode({"status": "unknown", "error": error, "message": words}).decode()
+    return ToolResult(ok=False, text=text, unknown=True)
 
 
 def failed(error: str, message: str) -> ToolResult:

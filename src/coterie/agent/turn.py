@@ -24,7 +24,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, json
 from msgspec.structs import replace
 
 from coterie.llm.chat import Call, Usage
@@ -40,6 +40,8 @@ UNKNOWN = (
     '{"status":"unknown","reason":"the runtime stopped while this call ran: it may or may not have happened,'
     ' verify before repeating it"}'
 )
+MAX_SHOWN = 256 << 10
+"""Bytes of arguments, as JSON, that a question about a call carries itself; longer ones are attached as a file."""
 
 
 # What is known when something happens. Structs and not dataclasses, because a dozen are made at every step.
@@ -59,9 +61,24 @@ class PlannedCall(Struct, frozen=True, kw_only=True):
     call: Call
     effect: Effect = "unsafe"
     gated: bool = False
-    """The person must approve it before it runs."""
+    """The person must approve it before it runs. A call that is gated and started was approved."""
     state: CallState = "planned"
     result: str = ""
+
+    @property
+    def fits_question(self) -> bool:
+        """True if the question about it can carry all of its arguments."""
+        return len(json.encode(self.call.arguments)) <= MAX_SHOWN
+
+
+class ArgumentsFile(Struct, frozen=True):
+    """An artifact that holds the whole arguments of a call as JSON."""
+
+    artifact_ref: str
+    filename: str
+    mime_type: str
+    size: int
+    sha256: str
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -72,6 +89,10 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def having(self, index: int, state: CallState, result: str = "") -> Plan:
         changed = replace(self.calls[index], state=state, result=result or self.calls[index].result)
+        return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
+
+    def reclassified(self, index: int, effect: Effect, gated: bool) -> Plan:
+        changed = replace(self.calls[index], effect=effect, gated=gated)
         return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
 
     def closed(self, result: str) -> Plan:
@@ -137,6 +158,20 @@ class Ran(Struct, frozen=True, kw_only=True):
     index: int
     ok: bool
     result: str
+    unknown: bool = False
+    """It began, and its outcome was not learned: it may or may not have happened."""
+
+
+class ToolChanged(Struct, frozen=True, kw_only=True):
+    """A call was about to run and its tool has stricter rules now than when the call was planned. It did not run."""
+
+    index: int
+    effect: Effect
+    gated: bool
+    again: bool = False
+    """An earlier owner of the turn had started the call: it may have run then."""
+    file: ArgumentsFile | None = None
+    """All of the arguments, when they are too long for the question itself."""
 
 
 class Resumed(Struct, frozen=True):
@@ -186,7 +221,7 @@ class Deferred(Struct, frozen=True):
     """The model was not asked, because the society was paused first."""
 
 
-Event = Answered | Ran | Resumed | Judged | Stopped | ModelFailed | Poisoned | Dismissed | Deferred
+Event = Answered | Ran | ToolChanged | Resumed | Judged | Stopped | ModelFailed | Poisoned | Dismissed | Deferred
 
 
 # What follows
@@ -226,6 +261,14 @@ class Change(Struct, frozen=True):
     result: str = ""
 
 
+class Reclassify(Struct, frozen=True):
+    """A call of the open plan gets the rules that its tool has now."""
+
+    index: int
+    effect: Effect
+    gated: bool
+
+
 class DropPlan(Struct, frozen=True):
     """A plan that never began is kept as a record, outside the prompt."""
 
@@ -248,6 +291,7 @@ class AskApproval(Struct, frozen=True):
     """The person is asked whether this call may run. Asking twice is asking once."""
 
     index: int
+    file: ArgumentsFile | None = None
 
 
 class Quarantine(Struct, frozen=True):
@@ -275,6 +319,7 @@ Write = (
     | CloseGroup
     | OpenPlan
     | Change
+    | Reclassify
     | DropPlan
     | Reply
     | AskApproval
@@ -292,6 +337,8 @@ class Run(Struct, frozen=True):
     """Run this call of the plan."""
 
     index: int
+    again: bool = False
+    """An earlier owner of the turn had started it."""
 
 
 class Rest(Struct, frozen=True):
@@ -327,7 +374,9 @@ def _decide(turn: Turn, event: Event) -> Step:
         case Answered():
             return _begin_plan(turn, Plan(text=event.text, calls=event.calls))
         case Ran(index=index):
-            return _go_on(turn, Change(index, "done" if event.ok else "failed", event.result))
+            return _go_on(turn, Change(index, _ended(event), event.result))
+        case ToolChanged():
+            return _changed(turn, event)
         case Judged(approved=approved):
             return _judged(turn, approved)
         case Resumed():
@@ -386,11 +435,43 @@ def _go_on(turn: Turn, change: Change) -> Step:
     return _start_next(plan, change)
 
 
+def _ended(ran: Ran) -> CallState:
+    if ran.unknown:
+        return "unknown"
+    return "done" if ran.ok else "failed"
+
+
+def _changed(turn: Turn, event: ToolChanged) -> Step:
+    """T4 once more: the call was marked as started under rules that do not hold any more."""
+    assert turn.plan is not None  # noqa: S101 - a call was to run, so there is a plan
+    index = event.index
+    if event.again:
+        # It may have run under the old rules. Running or denying it now could not undo that, so the model is told.
+        return _go_on(turn, Change(index, "unknown", UNKNOWN))
+    if interrupts(turn):
+        return _void(turn, turn.plan.having(index, "planned"))
+    rules = Reclassify(index, event.effect, event.gated)
+    if event.gated and not turn.plan.calls[index].gated:
+        return _ask(index, rules, file=event.file)
+    return Step((rules, Become(state="tools")), Run(index))
+
+
+def _ask(index: int, *before: Write, file: ArgumentsFile | None = None) -> Step:
+    return Step((*before, Change(index, "gated"), AskApproval(index, file), Become(state="wait_approval")), Rest())
+
+
 def _start_next(plan: Plan, *before: Write) -> Step:
     index = plan.next()
     assert index is not None  # noqa: S101
-    if plan.calls[index].gated:
-        return Step((*before, Change(index, "gated"), AskApproval(index), Become(state="wait_approval")), Rest())
+    call = plan.calls[index]
+    if call.gated and call.fits_question:
+        return _ask(index, *before)
+    if call.state == "gated":  # the question was sent, with a file, when the call got this state
+        return Step((*before, Become(state="wait_approval")), Rest())
+    if call.gated:
+        # Only the handler can put the arguments into a file. It does so when it is to run the call, and reports
+        # `ToolChanged`.
+        before = (*before, Reclassify(index, call.effect, gated=False))
     return Step((*before, Change(index, "started"), Become(state="tools")), Run(index))
 
 
@@ -437,7 +518,7 @@ def _resume(turn: Turn) -> Step:
     if turn.plan.calls[index].effect == "unsafe":
         # It may have happened. Running it again could make it happen twice, so the model is told, and decides.
         return _go_on(turn, Change(index, "unknown", UNKNOWN))
-    return Step((Become(state="tools"),), Run(index))
+    return Step((Become(state="tools"),), Run(index, again=True))
 
 
 def _stop(turn: Turn, stopped: Stopped) -> Step:

@@ -13,6 +13,7 @@ from coterie.agent.send_message import told
 from coterie.agent.turn import (
     NOT_EXECUTED,
     Answered,
+    ArgumentsFile,
     AskApproval,
     Become,
     Change,
@@ -30,6 +31,7 @@ from coterie.agent.turn import (
     Poisoned,
     Quarantine,
     Ran,
+    Reclassify,
     Reply,
     Resumed,
     Rules,
@@ -196,6 +198,9 @@ class TurnDesk:
             case Change(index=index, state=state, result=result):
                 assert self._plan is not None  # noqa: S101 - a call of the open plan
                 self._plan = self._plan.having(index, state, result)
+            case Reclassify(index=index, effect=effect, gated=gated):
+                assert self._plan is not None  # noqa: S101 - a call of the open plan
+                self._plan = self._plan.reclassified(index, effect, gated)
             case TakeMail():
                 self._take_mail()
             case OpenPlan(plan=plan):
@@ -212,8 +217,8 @@ class TurnDesk:
                 self._next_turn()
             case DropPlan(plan=plan, by=by):
                 self._drop(plan, by)
-            case AskApproval(index=index):
-                self._ask_approval(index)
+            case AskApproval(index=index, file=file):
+                self._ask_approval(index, file)
             case Quarantine():
                 self._quarantine()
 
@@ -272,8 +277,10 @@ class TurnDesk:
                 self._post.tell("tool.started", f"{self._agent}/{one.call.id}")
             elif was == "started" != one.state:
                 self._post.tell("tool.ended", f"{self._agent}/{one.call.id}")
+            elif was == "gated" != one.state:
+                self._post.close_question(question_id(self._agent, one.call.id))
 
-    def _ask_approval(self, index: int) -> None:
+    def _ask_approval(self, index: int, file: ArgumentsFile | None) -> None:
         assert self._plan is not None  # noqa: S101 - the plan was opened before
         call = self._plan.calls[index].call
         self._post.accept(
@@ -281,9 +288,10 @@ class TurnDesk:
                 id=question_id(self._agent, call.id),
                 sender=self._agent,
                 to=PERSON,
-                payload_json=question(call),
+                payload_json=question(call, file),
                 retried=True,
                 question=True,
+                attachments=(file.artifact_ref,) if file else (),
             )
         )
 

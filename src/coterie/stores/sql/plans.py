@@ -19,7 +19,7 @@ _CALLS = (
     " ended_at)"
 )
 _SAVE_CALL = """
-UPDATE calls SET state = ?, result = ?, started_at = coalesce(started_at, ?), ended_at = ?
+UPDATE calls SET state = ?, effect = ?, gated = ?, result = ?, started_at = coalesce(started_at, ?), ended_at = ?
  WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND idx = ?
 """
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
@@ -48,6 +48,19 @@ def read_open(db: Connection, agent_id: str) -> tuple[Key, Plan] | None:
     return key, Plan(text=text, calls=tuple(_call(*call) for call in calls))
 
 
+def call_state(db: Connection, agent_id: str, call_id: str) -> tuple[str, str]:
+    """The state and the result of a call; one whose rows are gone counts as cancelled."""
+    key = call_id.removeprefix("call_").split("_")
+    if len(key) == 3 and all(number.isascii() and number.isdecimal() and len(number) < 19 for number in key):
+        row = db.execute(
+            "SELECT state, result FROM calls WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND idx = ?",
+            (agent_id, *map(int, key)),
+        ).fetchone()
+        if row:
+            return row[0], row[1]
+    return "cancelled", ""
+
+
 def record(
     db: Connection, agent_id: str, key: Key, plan: Plan, outcome: str, stamp: int, by: str | None = None
 ) -> None:
@@ -74,7 +87,7 @@ def save_calls(db: Connection, agent_id: str, key: Key, before: Plan, after: Pla
         if one is not was and one != was:
             began = stamp if one.state == "started" else None
             ended = stamp if one.state in OVER else None
-            db.execute(_SAVE_CALL, (one.state, one.result, began, ended, agent_id, *key, idx))
+            db.execute(_SAVE_CALL, (one.state, one.effect, one.gated, one.result, began, ended, agent_id, *key, idx))
 
 
 def close(db: Connection, agent_id: str, by: str | None) -> None:

@@ -182,6 +182,11 @@ class Post:
         self._db.executemany(_DELIVER, moved)
         return delivered, dead
 
+    def close_question(self, question: str) -> None:
+        """No answer to it has an effect any more. One that was answered keeps its answer."""
+        if self._questions.close(question):
+            self.tell("quick_replies.changed", question)
+
     def bury(self, row: DueRow, reason: str) -> None:
         """The message is dead; its sender will be told, once for all that died in this transaction."""
         self._db.execute(_BURY, (reason, row.seq))

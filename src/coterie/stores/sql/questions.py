@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from coterie.agent.turn import DENIED
 from coterie.errors import Refused
-from coterie.messages import PERSON, Answer, Envelope
+from coterie.messages import PERSON, Answer, Envelope, Message
+from coterie.stores.sql import plans
+from coterie.stores.sql.approvals import question_id
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.rows import to_payload
 
@@ -20,6 +23,8 @@ SELECT id FROM messages
  WHERE sender = ? AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
 """
 _ANSWER = "UPDATE messages SET answered_by = ?, answered_option = ? WHERE id = ?"
+# A question that was closed without an answer names itself as its answer.
+_CLOSE = "UPDATE messages SET answered_by = id WHERE id = ? AND question = 1 AND answered_by IS NULL RETURNING sender"
 _REOPEN = "UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE answered_by = ? RETURNING seq, id"
 
 _decode = msgspec.json.decode
@@ -67,6 +72,14 @@ class Questions:
             else:
                 self._db.execute(_ANSWER, (envelope.id, envelope.option, question))
 
+    def close(self, question: str) -> bool:
+        """Close it without an answer; False when it is not open. Its row must be written."""
+        row = self._db.execute(_CLOSE, (question,)).fetchone()
+        if row is None:
+            return False
+        self._open.get(row[0], {}).pop(question, None)
+        return True
+
     def _aimed_at(self, envelope: Envelope, message_id: str) -> Sequence[str]:
         asked = self._find(message_id)
         if asked is None:
@@ -75,12 +88,21 @@ class Questions:
             _check_option(envelope, envelope.option, message_id, asked)
         if envelope.sender != PERSON or not asked.question or envelope.to != asked.sender:
             return ()
+        if envelope.option is None:
+            return () if asked.answered_by else (message_id,)  # words are never refused
+        standing = approval_stands(self._db, message_id, asked.sender, asked.payload_json)
+        if asked.answered_by is None and standing in ("judged", "void"):
+            raise Refused(
+                "already_answered",
+                "that approval is void: the call it is about does not wait for it any more",
+                answer=Answer(message_id, None).to_wire(),
+            )
         if asked.answered_by is None:
             return (message_id,)
-        if envelope.option is None:
-            return ()  # words are never refused
         winner = Answer(asked.answered_by, asked.answered_option)
-        raise Refused("already_answered", "that question was answered already", answer=winner.to_wire())
+        closed = asked.answered_by == message_id
+        words = "that question was closed without an answer" if closed else "that question was answered already"
+        raise Refused("already_answered", words, answer=winner.to_wire())
 
     def _find(self, message_id: str) -> _Asked | None:
         if message_id in self._fresh:
@@ -102,6 +124,30 @@ class Questions:
 def reopen(db: Connection, answer_id: str) -> list[str]:
     """The message that answered them is withdrawn; which questions are open again."""
     return [question for _, question in sorted(db.execute(_REOPEN, (answer_id,)))]
+
+
+Standing = Literal["waits", "judged", "void"]
+
+
+def approval_stands(db: Connection, question: str, agent_id: str, payload_json: str | bytes) -> Standing | None:
+    """Whether the call that the question is about waits for approval, was judged, or ended unjudged.
+
+    None when the message asks for no approval.
+    """
+    approval = to_payload(question, payload_json).get("approval")
+    call_id = approval.get("callId") if isinstance(approval, dict) else None
+    if not isinstance(call_id, str) or question_id(agent_id, call_id) != question:
+        return None  # an agent may put anything into its messages
+    state, result = plans.call_state(db, agent_id, call_id)
+    if state == "gated":
+        return "waits"
+    return "void" if state == "cancelled" and result != DENIED else "judged"
+
+
+def standing_of(db: Connection, answer: Message) -> Standing | None:
+    """How the approval that `answer` replies to stands; None when it replies to none."""
+    row = db.execute(_ASKED, (answer.in_reply_to,)).fetchone() if answer.option is not None else None
+    return approval_stands(db, answer.in_reply_to or "", row[0], row[1]) if row else None
 
 
 def _check_option(envelope: Envelope, option: int, message_id: str, asked: _Asked) -> None:

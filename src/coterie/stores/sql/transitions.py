@@ -18,7 +18,7 @@ from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.desk import TurnDesk
 from coterie.stores.sql.mailbox import Mailbox
 from coterie.stores.sql.post import DueRow, Post
-from coterie.stores.sql.questions import reopen
+from coterie.stores.sql.questions import reopen, standing_of
 from coterie.stores.sql.rows import ARTIFACT, find_message, to_artifact
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
@@ -158,6 +158,9 @@ def withdraw(db: Connection, post: Post, message_id: str, by: str) -> Message:
         return message
     if message.state not in ("delayed", "pending"):
         raise Refused("already_taken", "too late to withdraw: the message was taken already")
+    approval = standing_of(db, message)
+    if approval == "judged":
+        raise Refused("already_taken", "too late to withdraw: the call was approved or denied by this message already")
     mailbox = post.mailbox(message.to)
     if message.state == "delayed":
         mailbox.delayed -= 1
@@ -168,6 +171,8 @@ def withdraw(db: Connection, post: Post, message_id: str, by: str) -> Message:
     post.tell("delayed.withdrawn" if message.state == "delayed" else "message.updated", message.id)
     if message.sender == PERSON:
         for question in reopen(db, message.id):
+            if approval == "void":
+                post.close_question(question)
             post.tell("quick_replies.changed", question)
     return _again(db, message)
 
