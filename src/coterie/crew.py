@@ -20,6 +20,7 @@ from coterie.agent.profile import Profile
 from coterie.agent.registrar import Registrar
 from coterie.agent.scheduler import Scheduler
 from coterie.agent.send_message import SEND_MESSAGE
+from coterie.agent.slots import ServiceAdmission
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.turn import Rules
@@ -35,7 +36,7 @@ from coterie.library import Library
 from coterie.live import Live
 from coterie.llm.adapter import ContentAdapter
 from coterie.llm.models import Models
-from coterie.llm.places import SharedPlaces
+from coterie.llm.places import ServiceQueues
 from coterie.llm.providers.make import TOUR_ENTRIES, make_service
 from coterie.llm.refusals import Refusals
 from coterie.llm.registry import Services
@@ -88,7 +89,7 @@ class Crew:
             refusals,
             lambda entry: self._tracing.service(make_service(entry, clock), entry),
             clock,
-            SharedPlaces(store, clock) if is_shared(config) else None,
+            ServiceQueues(clock, store if is_shared(config) else None),
         )
         self._registrar = Registrar(store, self.directory)
         self._tour_seer = TourSeer(self._registrar, self.directory, self.services)
@@ -116,7 +117,9 @@ class Crew:
             tracing=self._tracing,
             recall=self._registrar.recall,
         )
-        self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id(), disk=disk)
+        admission = ServiceAdmission(self._models, self.directory)
+        self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission)
+        self._models.subscribe(self._scheduler.on_room)
 
     async def start(self) -> None:
         await self._registrar.recall()

@@ -33,7 +33,7 @@ class Attendance:
     def serve(self, db: Connection, post: Post) -> None:
         """Claim those that a turn can begin for; the others are left to the scheduler. Before `post` is closed."""
         woken = post.woken()
-        ready = [] if self._failed else [agent_id for agent_id, state in woken if state == "ready" and self._reserve()]
+        ready = [] if self._failed else [one for one, state in woken if state == "ready" and self._reserve(one, post)]
         self._look = self._look or post.frees or len(ready) < len(woken)
         if not ready:
             return
@@ -55,7 +55,7 @@ class Attendance:
         if self._look and written:
             self._taker.look()
 
-    def _reserve(self) -> bool:
-        reserved = self._taker.reserve()
+    def _reserve(self, agent_id: str, post: Post) -> bool:
+        reserved = self._taker.reserve(agent_id, post.mailbox(agent_id).person == 1)
         self._reserved += reserved
         return reserved

@@ -35,6 +35,8 @@ class Mailbox(Struct):
     crash_step: int
     crashes: int
     since: int | None
+    person: int
+    """1: the person wrote one of the messages of the turn, or of the mail that waits."""
 
     def deliver(self, size: int, now: int, sender: str = "") -> int:
         """One more message waits; the place it got. It wakes an agent that has nothing better to do."""
@@ -43,6 +45,8 @@ class Mailbox(Struct):
         self.waiting += 1
         self.waiting_bytes += size
         if self.kind == "agent":
+            # At rest nothing waits, so the mark is left over from the turn before.
+            self.person = int(sender == PERSON or (self.person == 1 and self.state != "idle"))
             if self.state == "idle":
                 self.state, self.runnable_at = "ready", now
             elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):
