@@ -21,6 +21,7 @@ from coterie.agent.profile import Profile
 from coterie.agent.registrar import Registrar
 from coterie.agent.scheduler import Scheduler
 from coterie.agent.send_message import SEND_MESSAGE
+from coterie.agent.slots import ServiceAdmission
 from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.turn import Rules
@@ -36,7 +37,7 @@ from coterie.library import AgentLibrary, Library
 from coterie.live import Live
 from coterie.llm.adapter import ContentAdapter
 from coterie.llm.models import Models
-from coterie.llm.places import SharedPlaces
+from coterie.llm.places import ServiceQueues
 from coterie.llm.providers.make import TOUR_ENTRIES, make_service
 from coterie.llm.refusals import Refusals
 from coterie.llm.registry import Services
@@ -89,7 +90,7 @@ class Crew:
             refusals,
             lambda entry: self._tracing.service(make_service(entry, clock), entry),
             clock,
-            SharedPlaces(store, clock) if is_shared(config) else None,
+            ServiceQueues(clock, store if is_shared(config) else None),
         )
         self._registrar = Registrar(store, self.directory)
         self._tour_seer = TourSeer(self._registrar, self.directory, self.services)
@@ -119,7 +120,9 @@ class Crew:
             keep=artifacts.put,
             paused=lambda: store.seen_paused,
         )
-        self._scheduler = Scheduler(store, self._handler, clock, rules, worker=new_id(), disk=disk)
+        admission = ServiceAdmission(self._models, self.directory)
+        self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission)
+        self._models.subscribe(self._scheduler.on_room)
 
     async def start(self) -> None:
         await self._registrar.recall()

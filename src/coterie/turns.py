@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Protocol
@@ -65,6 +65,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The call to run."""
     cause: str | None = None
     """The newest message of this turn."""
+    person: bool = False
+    """The person wrote one of the messages of this turn, or one that waits: its requests go first."""
     asked: Asked | None = None
     """The newest message of this turn, if the person sent all of them. None: who has asked is to be looked up."""
     spoke: bool = True
@@ -100,14 +102,32 @@ class View:
     """The `history_version` that the summary and the rows were read with."""
 
 
+Admits = Callable[[str, bool], bool]
+"""Whether a turn of this agent may begin; True as second argument: for a message of the person."""
+
+
+class Admission(Protocol):
+    """Decides which agents may be claimed."""
+
+    def begin_round(self) -> Admits | None:
+        """The rule for one look at all agents that have something to do. None: every agent may be claimed.
+
+        Called in the transaction that claims, and again when that transaction is run again.
+        """
+        ...
+
+
 class Taker(Protocol):
     """A worker that takes agents the moment they have something to do."""
 
     worker: str
     rules: Rules
 
-    def reserve(self) -> bool:
-        """Whether it takes one more; that place is then kept for it. Called from any thread."""
+    def reserve(self, agent_id: str, person: bool) -> bool:
+        """Whether it takes this agent; one slot is then kept for it. Called from any thread.
+
+        `person`: a message of the person waits for the agent.
+        """
         ...
 
     def give_back(self, places: int) -> None:
@@ -132,8 +152,13 @@ class TurnStore(Protocol):
         """From now on whoever gets mail is claimed for `taker`, while it has places, in the transaction of the mail."""
         ...
 
-    async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
+    async def claim(
+        self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
+    ) -> Sequence[Claim]:
         """Take up to `limit` agents that have something to do; from now on nobody else's step for them counts.
+
+        Agents with messages of the person come first, then those that waited longest. `others`: of all the rest, take
+        no more than so many. `admission`: take only agents that it admits.
 
         A ready agent's waiting mail is in its history when this returns.
         """

@@ -50,8 +50,8 @@ def live(
 def test_a_few_kills_of_three_workers_under_load_lose_nothing(
     fork_server: ForkServer, shared: Postgres, tmp_path: Path
 ) -> None:
-    report = live(fork_server, shared, tmp_path, "shared_kills", KILLS_A_LIFE, 1)
-    assert_seen(report, acknowledged=100, answers=25, closed_plans=5, withdrawn_plans=5)
+    enough = {"acknowledged": 100, "answers": 25, "closed_plans": 5, "withdrawn_plans": 5, "requests_compared": 100}
+    live(fork_server, shared, tmp_path, "shared_kills", KILLS_A_LIFE, 1, **enough)
 
 
 @pytest.mark.full

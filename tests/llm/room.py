@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -125,9 +126,22 @@ class Puppet:
         self.closed += 1
 
 
+class HurriedClock(FakeClock):
+    """Time goes on by itself while somebody sleeps, so it tells how long all sleeps together took."""
+
+    async def sleep(self, duration: timedelta) -> None:
+        self._now += duration
+
+
 class Room:
-    def __init__(self, *entries: ServiceEntry, agents: Mapping[str, str | None] | None = None) -> None:
-        self.clock = FakeClock()
+    def __init__(
+        self,
+        *entries: ServiceEntry,
+        agents: Mapping[str, str | None] | None = None,
+        clock: FakeClock | None = None,
+        **models: Any,
+    ) -> None:
+        self.clock = clock or FakeClock()
         self.services = Services(entries)
         self.refusals = Refusals(self.clock)
         profiles = [Profile(id=agent, service=service) for agent, service in (agents or {}).items()]
@@ -136,7 +150,7 @@ class Room:
         self.adapter = ContentAdapter(self.directory)
         self.router = CapabilityRouter(self.shelf, self.shelf.bytes, self.adapter, self.refusals)
         self.puppets: dict[str, Puppet] = {}
-        self.models = Models(self.services, self.router, self.refusals, self._make, self.clock)
+        self.models = Models(self.services, self.router, self.refusals, self._make, self.clock, **models)
         for entry in entries:
             self._make(entry)
 

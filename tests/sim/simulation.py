@@ -54,7 +54,7 @@ class Attendant:
     take: Callable[[Sequence[Claim]], None]
     rules: Rules = RULES
 
-    def reserve(self) -> bool:
+    def reserve(self, agent_id: str, person: bool) -> bool:
         return True
 
     def give_back(self, places: int) -> None: ...

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from coterie.clock import SystemClock
-from coterie.llm.places import Queue, Share, SharedPlaces, fair
+from coterie.llm.places import PERSONS_IN_A_ROW, Other, Queue, ServiceQueues, Share, fair
 from coterie.stores.postgres import PostgresStore
+from coterie.testing import FakeClock
 from tests.engines import Postgres
 
 LEASE = timedelta(seconds=2)
@@ -35,7 +36,25 @@ Opener = Callable[[], Awaitable[PostgresStore]]
 def test_a_free_place_is_for_whoever_has_the_fewest(
     limit: int, keeps: int, waiting: int, others: list[tuple[int, int]], granted: int
 ) -> None:
-    assert fair(limit, keeps, waiting, others).granted == granted
+    assert fair(limit, keeps, waiting, [Other(*one) for one in others]).granted == granted
+
+
+@pytest.mark.parametrize(
+    ("keeps", "urgent", "other", "granted"),
+    [
+        (0, 0, Other(3, 1, urgent=1), 0),  # the person's request goes first, though that process has more slots
+        (0, 1, Other(3, 1, urgent=1), 1),  # both have one: the process with fewer slots
+        (3, 1, Other(0, 5), 1),
+        (0, 0, Other(3, 1), 1),
+    ],
+)
+def test_a_free_slot_is_for_the_persons_request_first(keeps: int, urgent: int, other: Other, granted: int) -> None:
+    assert fair(4, keeps, 1, [other], urgent=urgent).granted == granted
+
+
+def test_a_process_that_gives_its_slot_back_does_not_take_it_again_while_another_waits() -> None:
+    assert fair(1, 0, 9, [Other(0, 1)], gave_back=True) == Share(0, wanted=True)
+    assert fair(1, 0, 9, [Other(0, 0)], gave_back=True) == Share(1)
 
 
 @pytest.fixture
@@ -73,7 +92,7 @@ class Model:
         self.has_served = asyncio.Event()
 
     async def ask(self, queue: Queue, who: int) -> None:
-        async with queue:
+        async with queue.slot():
             self.running += 1
             self.most = max(self.most, self.running)
             await asyncio.sleep(0.02)
@@ -83,7 +102,7 @@ class Model:
 
 
 async def test_three_processes_keep_to_one_limit_and_none_of_them_starves(process: Opener) -> None:
-    places = [SharedPlaces(await process(), SystemClock()) for _ in range(3)]
+    places = [ServiceQueues(SystemClock(), await process()) for _ in range(3)]
     model = Model()
     # The first is there before the others, and has four times as much to ask.
     asking = [asyncio.ensure_future(model.ask(places[0].at("main", 3), 0)) for _ in range(40)]
@@ -99,7 +118,7 @@ async def test_three_processes_keep_to_one_limit_and_none_of_them_starves(proces
 
 
 async def test_one_place_goes_round(process: Opener) -> None:
-    places = [SharedPlaces(await process(), SystemClock()) for _ in range(2)]
+    places = [ServiceQueues(SystemClock(), await process()) for _ in range(2)]
     model = Model()
     await asyncio.gather(*(model.ask(each.at("main", 1), who) for who, each in enumerate(places) for _ in range(5)))
     assert (model.most, model.served) == (1, {0: 5, 1: 5})
@@ -143,11 +162,11 @@ async def test_who_leaves_in_order_gives_its_places_back_at_once(
 
 
 async def test_a_caller_who_goes_away_leaves_no_place_taken_and_waits_for_none(process: Opener) -> None:
-    places, other = SharedPlaces(await process(), SystemClock()), await process()
+    places, other = ServiceQueues(SystemClock(), await process()), await process()
     queue, inside, leave = places.at("main", 1), asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        async with queue:
+        async with queue.slot():
             inside.set()
             await leave.wait()
 
@@ -161,9 +180,119 @@ async def test_a_caller_who_goes_away_leaves_no_place_taken_and_waits_for_none(p
     await _until(lambda: _is_wanted(other, False))
     leave.set()
     await holding
-    async with asyncio.timeout(5), queue:
-        assert queue._running == 1
+    async with asyncio.timeout(5), queue.slot():
+        assert queue.running == 1
     await places.close()
+
+
+# One queue, without a database
+
+
+class Recorder:
+    """Grants nothing beyond what a test sets, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.room: Callable[[], None] = lambda: None
+        self.grants = 0
+        self.told: list[tuple[int, int, int]] = []
+        """Slots kept, requests that wait, and how many of them are for the person."""
+
+    async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
+        self.told.append((keeps, waiting, urgent))
+        granted, self.grants = min(self.grants, waiting), 0
+        return Share(granted, wanted=True)
+
+
+async def _settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_other_processes_hear_at_once_that_a_caller_who_went_away_waits_no_more() -> None:
+    sharing = Recorder()
+    queues = ServiceQueues(FakeClock(), sharing)
+    queue = queues.at("main", 1)
+    waiting = [asyncio.create_task(_hold(queue, asyncio.Event(), person=person)) for person in (False, True)]
+    await _settle()
+    assert sharing.told[-1] == (0, 2, 1)
+
+    for count, one in zip((1, 0), reversed(waiting), strict=True):
+        one.cancel()
+        await _settle()
+        assert sharing.told[-1] == (0, count, 0)
+        assert queue.waiting == count
+    await queues.close()
+
+
+async def test_a_slot_granted_to_a_caller_who_goes_away_at_that_moment_is_not_lost() -> None:
+    sharing = Recorder()
+    queues = ServiceQueues(FakeClock(), sharing)
+    queue, leave = queues.at("main", 1), asyncio.Event()
+    gone = asyncio.create_task(_hold(queue, leave))
+    await _settle()
+    sharing.grants = 1
+    queue.look()
+    while queue.running == 0:
+        await asyncio.sleep(0)
+    gone.cancel()  # the slot is granted, and the caller has not taken its next step
+    await _settle()
+    assert (gone.cancelled(), queue.running, sharing.told[-1]) == (True, 0, (0, 0, 0))
+    await queues.close()
+
+
+async def _hold(queue: Queue, leave: asyncio.Event, *, person: bool = False) -> None:
+    async with queue.slot(person=person):
+        await leave.wait()
+
+
+async def _served(order: list[str], queue: Queue, name: str, *, person: bool = False) -> None:
+    async with queue.slot(person=person):
+        order.append(name)
+        await asyncio.sleep(0)
+
+
+async def test_the_persons_requests_go_first_and_agents_get_every_fifth_slot() -> None:
+    queue, order, leave = ServiceQueues(FakeClock()).at("main", 1), list[str](), asyncio.Event()
+    holding = asyncio.create_task(_hold(queue, leave))
+    await _settle()
+    agents = [asyncio.create_task(_served(order, queue, f"agent {n}")) for n in range(3)]
+    await _settle()
+    persons = [asyncio.create_task(_served(order, queue, f"person {n}", person=True)) for n in range(9)]
+    await _settle()
+    leave.set()
+    await asyncio.gather(holding, *agents, *persons)
+
+    assert PERSONS_IN_A_ROW == 4
+    first, second, last = order[:5], order[5:10], order[10:]
+    assert first == ["person 0", "person 1", "person 2", "person 3", "agent 0"]
+    assert second == ["person 4", "person 5", "person 6", "person 7", "agent 1"]
+    assert last == ["person 8", "agent 2"]
+
+
+async def test_a_limit_that_is_raised_lets_those_in_who_wait() -> None:
+    queues, leave = ServiceQueues(FakeClock()), asyncio.Event()
+    queue = queues.at("main", 1)
+    holding = [asyncio.create_task(_hold(queue, leave)) for _ in range(3)]
+    await _settle()
+    assert (queue.running, queue.waiting) == (1, 2)
+    queues.at("main", 2)
+    await _settle()
+    assert (queue.running, queue.waiting) == (2, 1)
+    leave.set()
+    await asyncio.gather(*holding)
+
+
+async def test_callers_who_go_away_give_back_exactly_what_they_held() -> None:
+    queue, leave = ServiceQueues(FakeClock()).at("main", 2), asyncio.Event()
+    tasks = [asyncio.create_task(_hold(queue, leave, person=n % 2 == 0)) for n in range(9)]
+    await _settle()
+    for one in tasks[:7]:  # two that hold a slot, and five that wait
+        one.cancel()
+    await _settle()
+    assert (queue.running, queue.waiting) == (2, 0)
+    leave.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (queue.running, queue.waiting) == (0, 0)
 
 
 async def _is_wanted(other: PostgresStore, wanted: bool = True) -> bool:

@@ -29,7 +29,7 @@ class Idle:
     def __init__(self, worker: str) -> None:
         self.worker = worker
 
-    def reserve(self) -> bool:
+    def reserve(self, agent_id: str, person: bool) -> bool:
         return False
 
     def give_back(self, places: int) -> None: ...

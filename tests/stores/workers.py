@@ -24,7 +24,7 @@ class ManualWorker:
         self.reserved = 0
         """Places that the store holds and has neither used nor given back."""
 
-    def reserve(self) -> bool:
+    def reserve(self, agent_id: str, person: bool) -> bool:
         self.reserved += 1
         return True
 

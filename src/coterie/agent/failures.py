@@ -39,7 +39,7 @@ def _category(error: ServiceError) -> str:
             return "auth"
         case Terminal(category="quota") | Local():
             return "rate_limit"
-        case Transient(retry_after=after) if after is not None:
+        case Transient(retry_after=after, why="busy") if after is not None:
             return "rate_limit"
         case Transient():
             return "network"

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -74,6 +74,14 @@ ContextMaker = Callable[[Profile, str, str | None], ToolContext]
 Recall = Callable[[], Awaitable[None]]
 
 
+class Slot(Protocol):
+    """The right of one turn to do something; see `agent/slots.py`."""
+
+    async def acquire(self, *, person: bool) -> None: ...
+
+    def release(self) -> None: ...
+
+
 async def _nothing_new() -> None:
     pass
 
@@ -94,6 +102,7 @@ class Work:
     task: asyncio.Task[None] = field(init=False)
     performing: bool = False
     """It is in the middle of an effect, which a stop may cut off; what it writes down is never cut off."""
+    slot: Slot | None = None
     said: list[str] = field(default_factory=list)
     """What the model has said so far."""
     asking: tuple[str, Request] | None = None
@@ -151,12 +160,13 @@ class LlmHandler:
         """Limits that count from the next step on."""
         self._rules, self._tokens_per_day = rules, tokens_per_day
 
-    def begin(self, claim: Claim) -> asyncio.Task[None]:
+    def begin(self, claim: Claim, slot: Slot | None = None) -> asyncio.Task[None]:
         """Work until there is nothing more to do for this agent, or somebody else has taken it over.
 
-        A stop finds the turn from this moment on, though the task has yet to take its first step.
+        A stop finds the turn from this moment on, though the task has yet to take its first step. `slot`: is given back
+        while the turn asks its model, and taken again before it runs a tool.
         """
-        work = self._work[claim.agent_id] = Work()
+        work = self._work[claim.agent_id] = Work(slot=slot)
         work.task = asyncio.create_task(self._go_on(claim, work), name=f"coterie-turn-{claim.agent_id}")
         work.task.add_done_callback(lambda _: self._leave(claim.agent_id, work))
         return work.task
@@ -241,6 +251,11 @@ class LlmHandler:
         except Refused:
             words = "I am no longer described in coterie.toml: put me back there, then resume me"
             return Outcome(event=ModelFailed(words=words, then="block"))
+        if work.slot:
+            if isinstance(claim.effect, Ask):
+                work.slot.release()
+            else:
+                await work.slot.acquire(person=claim.person)
         if isinstance(claim.effect, Ask):
             hit("turn.asking")
             event = await self._ask(claim, profile, work)
@@ -339,7 +354,8 @@ class LlmHandler:
             work.queued, work.asking = False, (service, request)
 
         work.queued = True
-        async with aclosing(self._models.ask(service, request, reader=claim.agent_id, begins=begins)) as pieces:
+        asking = self._models.ask(service, request, reader=claim.agent_id, person=claim.person, begins=begins)
+        async with aclosing(asking) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Answer):
                     answer = piece  # there is none behind it, and to let them end is cheaper than to cut them off

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
 from coterie.agent.llm_handler import LlmHandler
+from coterie.agent.slots import ServiceAdmission, Slot, Slots
 from coterie.agent.turn import Rules
 from coterie.clock import Clock
 from coterie.disk import Disk
@@ -22,22 +22,33 @@ log = logging.getLogger(__name__)
 
 SWEEP = timedelta(seconds=1)
 """A retry that falls due, or a wake-up that got lost, is found within this."""
-AT_ONCE = 256
 RELEASE_TRIES = 3
 """A failed release leaves turns to the next start, or to the end of the lease, and counts as a crash."""
+ROUND = 128
+"""Agents claimed in one transaction at most. Slots that a round sets aside are not there for turns that run tools."""
 
 
 class Scheduler:
     """A `Taker`: the store hands it whoever gets mail; it looks itself for those who are due for other reasons."""
 
     def __init__(
-        self, store: TurnStore, handler: LlmHandler, clock: Clock, rules: Rules, worker: str, disk: Disk
+        self,
+        store: TurnStore,
+        handler: LlmHandler,
+        clock: Clock,
+        rules: Rules,
+        worker: str,
+        disk: Disk,
+        admission: ServiceAdmission,
     ) -> None:
+        self._admission = admission
         self._store, self._handler, self._clock, self._disk = store, handler, clock, disk
         self.rules, self.worker = rules, worker
         self._wake = asyncio.Event()
         self._turns: dict[asyncio.Task[None], str] = {}
-        self._places = _Places(AT_ONCE)
+        self._slots = Slots()
+        self._held = {False: False, True: False}
+        """Agents wait for a slot already, without and with a message of the person: newcomers go behind them."""
         self._mislaid = False
         """Agents may be claimed in our name that nobody works on."""
         self._dropped: set[asyncio.Task[None]] = set()
@@ -58,7 +69,7 @@ class Scheduler:
         """Once is enough."""
         self._ending = True
         self._stopping.set()
-        self._places.close()
+        self._slots.close()
         self._wake.set()
         if self._loop:
             await self._loop
@@ -88,11 +99,13 @@ class Scheduler:
 
     # What the store does with us
 
-    def reserve(self) -> bool:
-        return not self._places.held and self._places.take(1) == 1
+    def reserve(self, agent_id: str, person: bool) -> bool:
+        if self._held[person] or not self._admission.admits(agent_id, person):
+            return False
+        return self._slots.take(1, person=person) == 1
 
     def give_back(self, places: int) -> None:
-        self._places.give_back(places)
+        self._slots.give_back(places)
 
     def take(self, claims: Sequence[Claim]) -> None:
         if self._ending:
@@ -109,6 +122,11 @@ class Scheduler:
     def look(self) -> None:
         self._wake.set()
 
+    def on_room(self, service: str, person: bool) -> None:
+        """Fewer turns wait for this service. Called on the event loop."""
+        if self._admission.is_awaited(service, person):
+            self._wake.set()
+
     # What it finds by itself
 
     async def _claim_for_ever(self) -> None:
@@ -119,13 +137,16 @@ class Scheduler:
 
     async def _claim_some(self) -> bool:
         """Whether there may be more."""
-        # On a full disk there is no place for anybody: who gets mail waits as if all were taken.
-        room = 0 if self._disk.is_full() else self._places.take(AT_ONCE)
+        # On a full disk there is no slot for anybody: who gets mail waits as if all were taken.
+        full = self._disk.is_full()
+        left = 0 if full else self._slots.free(person=False)
+        room = 0 if full else self._slots.take(ROUND, person=True)
+        others = min(room, left)
         claims: Sequence[Claim] = ()
         try:
             if self._mislaid or self._dropped:
                 await self._let_go()
-            claims = await self._store.claim(self.worker, self.rules, room) if room else []
+            claims = await self._claim(room, others) if room else []
         except StoreError as error:
             if self._complaint != str(error):  # once, and not every second
                 log.error("cannot look for work for now: %s", error)
@@ -136,11 +157,15 @@ class Scheduler:
             self._mislaid = True  # it may have been written all the same
             return False
         finally:
-            self._places.give_back(room - len(claims))
+            self._slots.give_back(room - len(claims))
         self._complaint = None
         self.take(claims)
-        self._places.held = len(claims) == room
-        return bool(room) and len(claims) == room
+        agents = sum(not claim.person for claim in claims)
+        self._held = {False: agents >= others, True: len(claims) == room}
+        return (0 < others <= agents) or 0 < room == len(claims)
+
+    async def _claim(self, room: int, others: int) -> Sequence[Claim]:
+        return await self._store.claim(self.worker, self.rules, room, others=others, admission=self._admission)
 
     async def _let_go(self) -> None:
         """Of what is in our name and nobody works on."""
@@ -151,43 +176,21 @@ class Scheduler:
         self._dropped.clear()
 
     def _begin(self, claim: Claim) -> None:
-        turn = self._handler.begin(claim)
+        slot = Slot(self._slots, self._on_release)
+        turn = self._handler.begin(claim, slot)
         self._turns[turn] = claim.agent_id
-        turn.add_done_callback(self._ended)
+        turn.add_done_callback(lambda ended: self._ended(ended, slot))
 
-    def _ended(self, turn: asyncio.Task[None]) -> None:
-        if self._places.held:
-            self._wake.set()  # others have waited for this place
+    def _on_release(self) -> None:
+        if any(self._held.values()):
+            self._wake.set()  # others have waited for this slot
+
+    def _ended(self, turn: asyncio.Task[None], slot: Slot) -> None:
         agent_id = self._turns.pop(turn)
-        self._places.give_back(1)
+        slot.release()
         if not turn.cancelled() and (error := turn.exception()):
             # The store still says that the agent is at work; so it is claimed anew, which counts as a crash.
             self._mislaid = True
             self._wake.set()
             with turn_context(agent=agent_id):
                 log.error("a turn ended in an error nobody planned for", exc_info=error)
-
-
-class _Places:
-    """How many more turns may run. The store's own thread takes some too."""
-
-    def __init__(self, count: int) -> None:
-        self.held = False
-        """Some wait for a place already: whoever comes now stands behind them."""
-        self._free = count
-        self._closed = False
-        self._lock = threading.Lock()
-
-    def take(self, wanted: int) -> int:
-        with self._lock:
-            taken = 0 if self._closed else min(wanted, self._free)
-            self._free -= taken
-            return taken
-
-    def give_back(self, count: int) -> None:
-        with self._lock:
-            self._free += count
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True

@@ -45,6 +45,17 @@ class Breaker:
             self._probe_at, self._probing = now + self._rest, False
             self._rest = min(self._longest, self._rest * 2)
 
+    def trip(self, now: float, *, at_least: float = 0.0) -> None:
+        """Open now, without waiting for more failures: another service answers meanwhile.
+
+        `at_least`: the service asked for so many seconds.
+        """
+        if self._probe_at is None:
+            self._probe_at = now + self._rest
+            self._rest = min(self._longest, self._rest * 2)
+        if not self._probing:
+            self._probe_at = max(self._probe_at, now + at_least)
+
     def left(self, *, probe: bool) -> None:
         """The request ended without saying anything about the service: its caller went away."""
         if probe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from collections.abc import AsyncIterator
@@ -27,6 +28,8 @@ from coterie.llm.service import ServiceError
 
 MAX_BYTES = 16_000_000
 _MAX_COMPLAINT = 64_000
+_COMPLAINT_SECONDS = 1.0
+"""For the text of a refusal. The status alone is enough to act on, and a fallback may wait."""
 _TWO_MINUTES = Deadlines.within(timedelta(minutes=2))
 
 
@@ -157,8 +160,8 @@ class _Body:
 async def _complaint(response: httpx.Response, asked: Asked, watch: Watch) -> Complaint:
     data = bytearray()
     # What a service adds to its refusal is welcome, but the refusal stands without it.
-    with suppress(ServiceError):
-        async with aclosing(_Body(response, asked, watch, _MAX_COMPLAINT)) as body:
+    with suppress(ServiceError, TimeoutError):
+        async with asyncio.timeout(_COMPLAINT_SECONDS), aclosing(_Body(response, asked, watch, _MAX_COMPLAINT)) as body:
             while chunk := await body.read():
                 data += chunk
     try:

@@ -106,8 +106,8 @@ class Database(SqlDatabase):
         if self._leases:
             self._leases.hold(taker.worker)
 
-    async def share(self, service: str, limit: int, keeps: int, waiting: int) -> Share:
-        return await self._read(lambda db: share(db, self._herald, self._lease, service, limit, keeps, waiting))
+    async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
+        return await self._read(lambda db: share(db, self._herald, self._lease, service, limit, keeps, waiting, urgent))
 
     async def whisper(self, words: Sequence[str]) -> None:
         await self._query(_WHISPER, self._herald.whispers, list(words))

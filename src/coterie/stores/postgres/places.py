@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from coterie.llm.places import Share, fair
+from coterie.llm.places import Other, Share, fair
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
 from coterie.stores.postgres.ledger import CLOCK
 from coterie.stores.postgres.listening import Herald
@@ -16,22 +16,29 @@ _MS = timedelta(milliseconds=1)
 _BEGIN = tuple(f"BEGIN; {TIMEOUTS} SET LOCAL synchronous_commit = off".split(";"))
 _ALONE = "SELECT pg_advisory_xact_lock(hashtextextended(?, 0))"
 _OTHERS = f"""
-SELECT r.kept, CASE WHEN r.asked_at > {CLOCK} - ?3 THEN r.waiting ELSE 0 END
+SELECT r.kept, CASE WHEN r.asked_at > {CLOCK} - ?3 THEN r.waiting ELSE 0 END, r.urgent
   FROM places r JOIN processes p ON p.id = r.process AND p.seen_at > {CLOCK} - ?4
  WHERE r.service = ?1 AND r.process <> ?2
 """
-_MINE = "SELECT kept, waiting FROM places WHERE service = ? AND process = ?"
+_MINE = "SELECT kept, waiting, urgent FROM places WHERE service = ? AND process = ?"
 _WRITE = f"""
-INSERT INTO places (service, process, kept, waiting, asked_at) VALUES (?, ?, ?, ?, {CLOCK})
+INSERT INTO places (service, process, kept, waiting, urgent, asked_at) VALUES (?, ?, ?, ?, ?, {CLOCK})
     ON CONFLICT (service, process) DO UPDATE
-   SET kept = excluded.kept, waiting = excluded.waiting, asked_at = excluded.asked_at
+   SET kept = excluded.kept, waiting = excluded.waiting, urgent = excluded.urgent, asked_at = excluded.asked_at
 """
 _LEAVE = "DELETE FROM places WHERE service = ? AND process = ?"
 _TELL = "SELECT pg_notify(?, ?)"
 
 
 def share(
-    db: PgConnection, herald: Herald, lease: timedelta, service: str, limit: int, keeps: int, waiting: int
+    db: PgConnection,
+    herald: Herald,
+    lease: timedelta,
+    service: str,
+    limit: int,
+    keeps: int,
+    waiting: int,
+    urgent: int,
 ) -> Share:
     """One transaction, in two round trips."""
     key, gathered, db.gathers = (service, herald.process), db.gathers, True
@@ -40,14 +47,15 @@ def share(
             db.execute(words)
         db.execute(_ALONE, (f"{herald.channel} {service}",))
         others = db.execute(_OTHERS, (*key, PATIENT // _MS, lease // _MS))
-        (kept, waited) = db.execute(_MINE, key).fetchone() or (0, 0)
-        found = fair(limit, keeps, waiting, others)
-        left = waiting - found.granted
+        kept, waited, hurried = db.execute(_MINE, key).fetchone() or (0, 0, 0)
+        rivals = [Other(*row) for row in others]
+        found = fair(limit, keeps, waiting, rivals, urgent=urgent, gave_back=keeps < kept)
+        left, pressing = waiting - found.granted, max(0, urgent - found.granted)
         if keeps or waiting:
-            db.execute(_WRITE, (*key, keeps + found.granted, left))
+            db.execute(_WRITE, (*key, keeps + found.granted, left, pressing))
         else:
             db.execute(_LEAVE, key)
-        if (found.wanted and keeps + found.granted < kept) or (left and not waited):
+        if (found.wanted and keeps + found.granted < kept) or (left and not waited) or (pressing and not hurried):
             db.execute(_TELL, herald.room())
         db.say("COMMIT")
     finally:

@@ -40,8 +40,8 @@ class Attendance:
 
     def __init__(self, taker: Taker) -> None:
         self._taker = taker
-        self._reserved = 0
-        """Places held for this job. A run that is undone leaves its places to the next run."""
+        self._reserved: set[str] = set()
+        """Agents that a slot is held for. A run that is undone leaves its slots to the next run."""
         self._gave_up = False
         """A claim failed: further runs store the mail and claim nobody."""
 
@@ -51,7 +51,7 @@ class Attendance:
         ready = [agent_id for agent_id, state in woken if state == "ready"]
         if ready and (self._gave_up or post.society_paused):
             ready = []
-        ready = ready[: self._places(len(ready))]
+        ready = [agent_id for agent_id in ready if self._reserve(agent_id, post)]
         look = post.frees or len(ready) < len(woken)
         try:
             return Attended([turns.claim_ready(db, post, agent_id, self._taker) for agent_id in ready], look)
@@ -66,14 +66,16 @@ class Attendance:
     def settle(self, attended: Attended | None) -> None:
         """`attended`: of the run that was committed. None: nothing was written. Called once, on the event loop."""
         attended = attended or Attended()
-        self._taker.give_back(self._reserved - len(attended.claims))
+        self._taker.give_back(len(self._reserved) - len(attended.claims))
         if attended.claims:
             self._taker.take(attended.claims)
         if attended.look:
             self._taker.look()
 
-    def _places(self, wanted: int) -> int:
-        """How many places this run may use, at most `wanted`."""
-        while self._reserved < wanted and self._taker.reserve():
-            self._reserved += 1
-        return min(wanted, self._reserved)
+    def _reserve(self, agent_id: str, post: Post) -> bool:
+        if agent_id in self._reserved:
+            return True
+        if not self._taker.reserve(agent_id, post.mailbox(agent_id).person == 1):
+            return False
+        self._reserved.add(agent_id)
+        return True

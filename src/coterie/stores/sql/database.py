@@ -59,9 +59,9 @@ class SqlDatabase(ABC):
         A word is not empty, and has fewer than 8,000 bytes.
         """
 
-    async def share(self, service: str, limit: int, keeps: int, waiting: int) -> Share:
+    async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
         """Where nobody else is, nobody else wants a place."""
-        return fair(limit, keeps, waiting, ())
+        return fair(limit, keeps, waiting, (), urgent=urgent)
 
     def attend(self, taker: Taker) -> None:
         self._taker = taker

@@ -226,10 +226,13 @@ class TurnDesk:
         self.row.turn_no += 1
         self.row.rounds = self.row.withdrawals = self.row.retries = 0
         self._cause, self._asked, self._spoke = None, None, False
+        self.row.person = 0
 
     def _take_mail(self) -> None:
         taken = self._mail.take()
         self._asked = _asked(taken) if self._cause is None or self._asked else None
+        if any(message.sender == PERSON for message in taken):
+            self.row.person = 1
         for message in taken:
             self._append("user", message=message)
             self._cause = message.id
@@ -414,6 +417,7 @@ class TurnDesk:
             plan_key=self._key,
             call=call,
             cause=self._cause,
+            person=self.row.person == 1,
             asked=self._asked,
             spoke=self._spoke,
             retries=self.row.retries,

@@ -37,6 +37,8 @@ class Mailbox(Struct):
     since: int | None
     history_version: int
     """Changes with every change of what `history.view` returns for the agent; it never goes back."""
+    person: int
+    """1: the person wrote one of the messages of the turn, or of the mail that waits."""
     retry_ms: int | None = None
 
     def deliver(self, size: int, now: int, sender: str = "") -> int:
@@ -46,6 +48,8 @@ class Mailbox(Struct):
         self.waiting += 1
         self.waiting_bytes += size
         if self.kind == "agent":
+            # At rest nothing waits, so the mark is left over from the turn before.
+            self.person = int(sender == PERSON or (self.person == 1 and self.state != "idle"))
             if self.state == "idle":
                 self.state, self.runnable_at = "ready", now
             elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):

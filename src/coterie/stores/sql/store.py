@@ -41,7 +41,7 @@ from coterie.stores.sql.rows import (
     to_message,
 )
 from coterie.stores.sql.statistics import statistics
-from coterie.turns import Claim, HistoryRow, StaleOwner, View
+from coterie.turns import Admission, Claim, HistoryRow, StaleOwner, View
 from coterie.workers import Worker
 
 T = TypeVar("T")
@@ -203,8 +203,12 @@ class SqlStore(SqlOverview):
 
     # Turns
 
-    async def claim(self, worker: str, rules: Rules, limit: int) -> Sequence[Claim]:
-        claims = await self._despite_damage(lambda db, post: turns.claim(db, post, worker, rules, limit))
+    async def claim(
+        self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
+    ) -> Sequence[Claim]:
+        claims = await self._despite_damage(
+            lambda db, post: turns.claim(db, post, worker, rules, limit, others=others, admission=admission)
+        )
         self.tally.takeovers += sum(claim.taken_over for claim in claims)
         return claims
 

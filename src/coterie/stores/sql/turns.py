@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -18,7 +18,7 @@ from coterie.stores.sql.desk import CRASHES, TurnDesk
 from coterie.stores.sql.history import tokens_since
 from coterie.stores.sql.post import Post
 from coterie.text import clean
-from coterie.turns import Claim, Taker
+from coterie.turns import Admission, Admits, Claim, Taker
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +45,30 @@ _OVERLONG = (
 _RESTS = "hold = 1 AND state NOT IN ('llm', 'tools')"
 
 
-def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> list[Claim]:
+_CAN_GO_ON = f"runnable_at <= ? AND NOT ({_SUSPECT}) AND NOT ({_RESTS})"
+_ORDER = "ORDER BY person DESC, runnable_at"
+
+
+def claim(
+    db: Connection,
+    post: Post,
+    worker: str,
+    rules: Rules,
+    limit: int,
+    *,
+    others: int | None = None,
+    admission: Admission | None = None,
+) -> list[Claim]:
     if post.society_paused:
         return []
-    found = db.execute(
-        f"SELECT id FROM agents WHERE runnable_at <= ? AND NOT ({_SUSPECT}) AND NOT ({_RESTS})"
-        " ORDER BY runnable_at LIMIT ?"
-        " /*+ FOR UPDATE SKIP LOCKED */",
-        (post.now, limit),
-    )
+    others = limit if others is None else others
+    if admits := admission.begin_round() if admission else None:
+        found = _lock_admitted(db, post.now, limit, others, admits)
+    else:
+        found = db.execute(
+            f"SELECT id, person FROM agents WHERE {_CAN_GO_ON} {_ORDER} LIMIT ? /*+ FOR UPDATE SKIP LOCKED */",
+            (post.now, limit),
+        )
     suspects = db.execute(
         f"SELECT id FROM agents WHERE runnable_at <= ?1 AND {_SUSPECT}"
         f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_ON_TRIAL}) ORDER BY runnable_at LIMIT ?2"
@@ -64,7 +79,7 @@ def claim(db: Connection, post: Post, worker: str, rules: Rules, limit: int) -> 
         f"SELECT id FROM agents WHERE {_OVERLONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */", (post.now,)
     )
     # All are looked at when all are asked: that is one round trip where there are any.
-    free = [agent_id for (agent_id,) in found]
+    free = _within(list(found), limit, others)
     on_trial = [agent_id for (agent_id,) in suspects][: limit - len(free)]
     waiting = [agent_id for (agent_id,) in overlong]
     post.foresee([*free, *on_trial, *waiting])
@@ -90,6 +105,30 @@ def _shorten(post: Post, agent_id: str) -> None:
             length = 0
     mailbox.runnable_at = post.now + length
     log.warning("%s waited for a time further away than its wait is long: the clock was set back", agent_id)
+
+
+def _lock_admitted(db: Connection, now: int, limit: int, others: int, admits: Admits) -> Iterable[tuple[str, int]]:
+    """Lock the agents that `admits` lets through. The others are looked at without a lock, since they may be many."""
+    runnable = db.execute(f"SELECT id, person FROM agents WHERE {_CAN_GO_ON} {_ORDER}", (now,))
+    admitted = _within(((one, person) for one, person in runnable if admits(one, person == 1)), limit, others)
+    if not admitted:
+        return ()
+    marks = ", ".join("?" * len(admitted))
+    return db.execute(
+        f"SELECT id, person FROM agents WHERE {_CAN_GO_ON} AND id IN ({marks}) {_ORDER} /*+ FOR UPDATE SKIP LOCKED */",
+        (now, *admitted),
+    )
+
+
+def _within(found: Iterable[tuple[str, int]], limit: int, others: int) -> list[str]:
+    """The first `limit` of them, but no more than `others` without a message of the person."""
+    taken: list[str] = []
+    for agent_id, person in found:
+        if len(taken) >= limit or (person != 1 and others <= 0):
+            break
+        others -= person != 1
+        taken.append(agent_id)
+    return taken
 
 
 def claim_ready(db: Connection, post: Post, agent_id: str, taker: Taker) -> Claim:
