@@ -78,9 +78,9 @@ async def test_each_try_to_read_a_message_is_a_transaction_of_its_own(
     tries: list[str] = []
     claim = turns.claim
 
-    def counted(*arguments: object) -> object:
+    def counted(*arguments: object, **more: object) -> object:
         tries.append("claim")
-        return claim(*arguments)  # type: ignore[arg-type]
+        return claim(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(turns, "claim", counted)
     vandal.spoil_payload(await ask(store))
