@@ -117,7 +117,7 @@ class Crew:
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
             recall=self._registrar.recall,
-            keep=artifacts.put,
+            keep=lambda agent_id: AgentLibrary(artifacts, agent_id).put,
             paused=lambda: store.seen_paused,
         )
         admission = ServiceAdmission(self._models, self.directory)

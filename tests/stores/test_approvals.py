@@ -207,7 +207,7 @@ async def keep(store: Society, filename: str, size: int) -> ArgumentsFile:
         sha256=sha256,
         created_at=datetime(2030, 1, 1, tzinfo=UTC),
     )
-    await store.add_artifact(artifact)
+    await store.add_artifact(artifact, maker="ada")
     return ArgumentsFile(artifact.ref, filename, artifact.mime_type, size, sha256)
 
 

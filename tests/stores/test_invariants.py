@@ -108,7 +108,7 @@ def db() -> Iterator[sqlite3.Connection]:
     asked = office.accept(seal(sender="bob", to="user", payload={"text": "Well?"}, quick_replies=["Yes"]))
     office.accept(seal(sender="user", to="bob", payload={"text": "Yes"}, in_reply_to=asked.message_id, option=0))
     office.close()
-    db.execute("INSERT INTO artifacts VALUES ('r', 'a.png', 'image', 'image/png', 1, '00', 0)")
+    db.execute("INSERT INTO artifacts VALUES ('r', 'a.png', 'image', 'image/png', 1, '00', 0, NULL)")
     db.execute("INSERT INTO attachments VALUES ('r', 1)")
     yield db
     db.close()

@@ -15,6 +15,7 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.drafts import seal
 from coterie.errors import Refused
+from coterie.ids import keyed_id
 from coterie.messages import Answer, Envelope
 from coterie.overview import Overview
 from coterie.store import Store
@@ -110,10 +111,11 @@ async def test_the_same_button_under_the_same_name_is_one_message_and_one_answer
 
 async def test_a_question_asked_and_answered_in_one_transaction_is_answered(store: Society) -> None:
     fresh, other = question(client_id="q"), question()
-    sends = [fresh, other, press(fresh.id), words(), press(fresh.id, 1)]
+    asked = keyed_id(store.info.secret, fresh.id)
+    sends = [fresh, other, press(asked), words(), press(asked, 1)]
     outcomes = await asyncio.gather(*(store.send(each) for each in sends), return_exceptions=True)
     assert isinstance(outcomes[-1], Refused) and outcomes[-1].code == "already_answered"
-    assert await answer(store, fresh.id) == Answer(sends[2].id, 0)
+    assert await answer(store, asked) == Answer(sends[2].id, 0)
     assert await answer(store, other.id) == Answer(sends[3].id, None)
 
 

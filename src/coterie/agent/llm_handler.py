@@ -139,12 +139,13 @@ class LlmHandler:
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
         recall: Recall | None = None,
-        keep: Keep | None = None,
+        keep: Callable[[str], Keep] | None = None,
         paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
 
-        `recall`: brings the directory up to date with the store. `keep`: stores answers too long for a message.
+        `recall`: brings the directory up to date with the store. `keep`: stores answers of an agent that are too
+        long for a message.
         `paused`: whether the society is, as far as this process knows.
         """
         self._keep, self._paused = keep, paused
@@ -311,7 +312,7 @@ class LlmHandler:
         """The text as a message can carry it, with the whole attached where that is too long."""
         while True:
             try:
-                return await fit_answer(text, self._keep)
+                return await fit_answer(text, self._keep and self._keep(claim.agent_id))
             except StoreUnavailable as error:
                 log.warning("%s waits for the store: %s", claim.agent_id, error)
                 await self._clock.sleep(PATIENCE)
