@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from coterie import Society
-from coterie.cli.greeting import NAME, greet
-from coterie.ids import id_for
+from coterie.cli.greeting import greet
 from coterie.messages import PERSON
 
 SERVICE = '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}]}'
@@ -29,7 +28,7 @@ async def test_a_guide_who_was_spoken_to_does_not_greet(tmp_path: Path) -> None:
         await society.send(to="assistant", text="I was first")
     async with Society.open(tmp_path) as society:
         await greet(society, {})
-        assert await society.store.message(id_for("message", "assistant", NAME)) is None
+        assert [message.sender for message in await society.store.thread("assistant")] == [PERSON]
 
 
 async def test_nobody_greets_where_a_model_is_set_up(tmp_path: Path) -> None:

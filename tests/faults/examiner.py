@@ -9,9 +9,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from coterie.ids import id_for
+from coterie.ids import id_for, keyed_id
 from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON
+from coterie.stores.sql.secret import read_secret
 
 from .witness import Note
 
@@ -21,6 +22,11 @@ CLOCKS_APART_MS = 2
 
 def open_database(folder: Path) -> contextlib.closing[sqlite3.Connection]:
     return contextlib.closing(sqlite3.connect(folder / "data" / "coterie.db"))
+
+
+def message_id(secret: bytes, sender: str, key: str) -> str:
+    """The id under which a message with a client id, or the message of a call, is stored."""
+    return keyed_id(secret, id_for("message", sender, key))
 
 
 def unsound(db: sqlite3.Connection) -> list[str]:
@@ -49,6 +55,7 @@ class Examination:
         with open_database(folder) as db:
             db.row_factory = sqlite3.Row
             self.problems += unsound(db)
+            self._secret = read_secret(db)
             self._rows = {row["id"]: row for row in db.execute("SELECT * FROM messages")}
             self._copies = Counter(row[0] for row in db.execute("SELECT json_extract(payload, '$.text') FROM messages"))
             self._deliveries = Counter(
@@ -81,7 +88,7 @@ class Examination:
     def _row_of(self, client_id: str) -> sqlite3.Row | None:
         if "anonymous" in self._wanted[client_id]:
             return next((row for row in self._rows.values() if json.loads(row["payload"])["text"] == client_id), None)
-        return self._rows.get(id_for("message", PERSON, client_id))
+        return self._rows.get(message_id(self._secret, PERSON, client_id))
 
     def _examine_row(self, client_id: str, row: sqlite3.Row) -> None:
         wanted = self._wanted[client_id]

@@ -26,6 +26,7 @@ import psycopg
 
 from coterie.agent.context import SET_ASIDE
 from coterie.agent.llm_handler import LlmHandler
+from coterie.llm.adapter import on_one_line
 from coterie.llm.chat import Answer, AssistantSaid, Delta, Request, Said, SystemSaid, Text, ToolSaid, UserSaid
 from coterie.llm.service import LLMService
 from coterie.turns import Claim
@@ -41,6 +42,8 @@ _ROWS = """
 SELECT h.role, h.content, h.calls, h.call_id, h.hidden, m.payload FROM history h
   LEFT JOIN messages m ON m.id = h.message_id WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq
 """
+_OWN_WORDS = re.compile(r'\{"from": ?"(you|tool)"')
+"""A line of a transcript that is no message."""
 Item = tuple[Any, ...]
 """One part of a conversation: who speaks, and what."""
 Query = Callable[..., list[Any]]
@@ -58,7 +61,7 @@ class Stored:
     @property
     def items(self) -> Sequence[Item]:
         """What the model is to be shown."""
-        return [("user", self.summary), *self.rows] if self.summary else self.rows
+        return [("user", on_one_line({"summary": self.summary})), *self.rows] if self.summary else self.rows
 
 
 class Rows(Protocol):
@@ -193,7 +196,7 @@ def _gaps(asked: Sequence[Item], stored: Stored) -> list[str]:
     """A request for a summary shows the beginning of the history, in order: every message of it, and no other."""
     lines = "\n".join(item[1] for item in asked).splitlines()
     # What an assistant sends stands in its call as well as in the message.
-    transcript = "\n".join(line for line in lines if not line.startswith(("assistant:", "tool:")))
+    transcript = "\n".join(line for line in lines if not _OWN_WORDS.match(line))
     said, place, complete = [item for item in stored.rows if item[0] == "user"], 0, True
     for _, text in said:
         found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search(transcript, place)

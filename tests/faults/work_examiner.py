@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from coterie.agent.turn import DENIED, NOT_EXECUTED
-from coterie.ids import id_for
 from coterie.messages import PERSON, SYSTEM
 from coterie.stores.sql.approvals import APPROVE, question_id
+from coterie.stores.sql.secret import read_secret
 
-from .examiner import Examination, open_database
+from .examiner import Examination, message_id, open_database
 from .mind import BLOCKING
 from .requests import seen_of_requests, wrong_requests
 from .witness import Note
@@ -139,12 +139,12 @@ def _tells_of_a_block(row: sqlite3.Row) -> bool:
 
 def wrong_letters(db: sqlite3.Connection) -> list[str]:
     """What an agent sends exists exactly when the result of the call does."""
-    sent = {row["id"] for row in db.execute("SELECT id FROM messages")}
+    sent, secret = {row["id"] for row in db.execute("SELECT id FROM messages")}, read_secret(db)
     return [
         f"{key} is {row['state']}, but its message is {'there' if row['state'] != 'done' else 'missing'}"
         for key, row in _calls(db).items()
         if row["name"] == "send_message"
-        and (id_for("message", row["agent_id"], key) in sent) != (row["state"] == "done")
+        and (message_id(secret, row["agent_id"], key) in sent) != (row["state"] == "done")
     ]
 
 
@@ -165,12 +165,26 @@ def wrong_answers(db: sqlite3.Connection) -> list[str]:
 
 
 def _turns(db: sqlite3.Connection, messages: dict[str, sqlite3.Row]) -> list[tuple[str, dict[str, str]]]:
-    """Each turn's agent, and the newest message of everybody who waits for what comes of it."""
-    turns: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
-    for row in db.execute("SELECT * FROM history WHERE message_id IS NOT NULL ORDER BY agent_id, seq"):
-        origin = _origin(row["agent_id"], messages[row["message_id"]], messages)
-        turns[row["agent_id"], row["turn_no"]].update({origin["sender"]: origin["id"]} if origin else {})
-    return [(agent, asked) for (agent, _), asked in turns.items()]
+    """Each turn's agent, and of everybody who waits for what comes of it the message that it answers."""
+    history = db.execute("SELECT * FROM history ORDER BY agent_id, seq").fetchall()
+    taken = {row["message_id"]: (row["agent_id"], row["turn_no"], row["seq"]) for row in history if row["message_id"]}
+    spoken: defaultdict[tuple[str, int], int] = defaultdict(int)
+    """The last row of each turn in which the agent said something without a call."""
+    for row in history:
+        if row["role"] == "assistant" and row["calls"] is None:
+            spoken[row["agent_id"], row["turn_no"]] = row["seq"]
+    turns: dict[tuple[str, int], dict[str, tuple[tuple[bool, bool, int], str]]] = defaultdict(dict)
+    for taken_id, (agent, turn_no, seq) in taken.items():
+        if (origin := _origin(agent, messages[taken_id], messages)) is None:
+            continue
+        is_own = origin["id"] == taken_id
+        _, asked_in, place = taken.get(origin["id"], (agent, 0, 0))
+        is_open = not is_own and spoken[agent, asked_in] < place
+        # A message of the turn itself, else an earlier one without an answer, else the newest.
+        candidate = ((is_own, is_open, seq if is_own else place), str(origin["id"]))
+        asked = turns[agent, turn_no]
+        asked[origin["sender"]] = max(candidate, asked.get(origin["sender"], candidate))
+    return [(agent, {who: message for who, (_, message) in asked.items()}) for (agent, _), asked in turns.items()]
 
 
 def _origin(agent: str, message: sqlite3.Row, messages: dict[str, sqlite3.Row]) -> sqlite3.Row | None:

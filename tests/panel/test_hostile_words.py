@@ -170,7 +170,8 @@ async def test_errors_are_only_ever_text(panel: Room) -> None:
 
 
 async def test_filenames_are_only_ever_text(panel: Room) -> None:
-    refs = [(await panel.society.artifacts.put(f"file {n}".encode(), one)).ref for n, one in enumerate(corpus())]
+    put = panel.society.artifacts.put
+    refs = [(await put(f"file {n}".encode(), one, maker="ada")).ref for n, one in enumerate(corpus())]
     for some in by(20, refs):
         await panel.tell("Files", attachments=[{"artifactRef": ref} for ref in some])
     page = await panel.open(context=await careful(panel))

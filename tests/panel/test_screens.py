@@ -102,7 +102,7 @@ async def test_files_are_listed_and_text_is_shown(panel: Room) -> None:
     page = await panel.open("#/artifacts")
     await expect(page.get_by_text("There are no files yet.")).to_be_visible()
     await panel.society.artifacts.put(b"a,b\n1,2\n", "table.csv")
-    picture = await panel.society.artifacts.put(PNG, "dot.png")
+    picture = await panel.society.artifacts.put(PNG, "dot.png", maker="ada")
     await panel.tell("Two files for you", attachments=[{"artifactRef": picture.ref}])
     await expect(page.locator(".file-link")).to_have_count(2)
     await page.locator(".file-link").filter(has_text="table.csv").click()

@@ -20,7 +20,7 @@ from coterie.stores.sql.post import Post
 from coterie.testing.clock import START
 from tests.engines import EMPTY
 
-from .world import AGENTS, LIMITS, World
+from .world import AGENTS, LIMITS, SECRET, World
 
 T = TypeVar("T")
 LEASE = timedelta(seconds=30) // timedelta(milliseconds=1)
@@ -37,6 +37,7 @@ class SharedWorld(World):
         migrate(raw)
         self.db: Any = PgConnection(raw)
         self.db.say(EMPTY)
+        self.db.execute("INSERT INTO meta (key, value) VALUES ('secret', ?)", (SECRET.decode(),))
         self.now = to_ms(START)
         people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
         self.post(lambda db, post: transitions.add_agents(db, post, people))

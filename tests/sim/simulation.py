@@ -14,12 +14,13 @@ from coterie.agent.memory import Memory
 from coterie.agent.turn import Answered, Ask, Event, Ran, Rest, Rules, Run, Stopped
 from coterie.drafts import seal
 from coterie.errors import Refused, StoreError
+from coterie.ids import keyed_id
 from coterie.messages import PERSON, Envelope
 from coterie.turns import Claim, StaleOwner
 
 from .mind import Mind
 from .oracle import Oracle, Violation, complaints
-from .world import AGENTS, RULES, World
+from .world import AGENTS, RULES, SECRET, World
 
 STEPS = 110
 WORKERS = 4
@@ -231,8 +232,9 @@ class Simulation:
         self.deferred.clear()
 
     def _acknowledge(self, envelope: Envelope) -> None:
-        if envelope.to in AGENTS and self.world.rows("SELECT 1 FROM messages WHERE id = ?", envelope.id):
-            self.oracle.acknowledged[envelope.id] = envelope.to
+        stored = keyed_id(SECRET, envelope.id) if envelope.keyed else envelope.id
+        if envelope.to in AGENTS and self.world.rows("SELECT 1 FROM messages WHERE id = ?", stored):
+            self.oracle.acknowledged[stored] = envelope.to
 
     def hire(self) -> None:
         if len(self._workers) < WORKERS:
@@ -332,8 +334,8 @@ class Simulation:
                 self.seen[refusal.code] += 1
                 return
             self._tell(f"{text} to {to}: {receipt.state}")
-        self.oracle.acknowledged[envelope.id] = to
-        self._withdrawable.append(envelope.id)
+            self.oracle.acknowledged[receipt.message_id] = to
+        self._withdrawable.append(keyed_id(SECRET, envelope.id))
 
     def withdraw(self) -> None:
         if self._withdrawable:

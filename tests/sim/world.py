@@ -31,6 +31,8 @@ T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
 RULES = Rules(max_withdrawals=2, max_rounds=8)
 LIMITS = Limits(max_hops=2, mailbox=12)
+SECRET = b"simulated"
+"""Of every simulated society, so that a seed decides the ids of messages too."""
 
 
 class World:
@@ -181,6 +183,7 @@ def _empty_society() -> bytes:
     """Made once and copied for every seed."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
+    db.execute("UPDATE meta SET value = ? WHERE key = 'secret'", (SECRET.decode(),))
     people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
     post = Post(db, now=to_ms(START), limits=LIMITS, ledger=OneWriter(db, to_ms(START)))
     transitions.add_agents(db, post, people)
