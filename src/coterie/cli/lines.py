@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from coterie.cli.conversation import Line
 from coterie.cli.screen import Screen, plain
 from coterie.messages import PERSON
@@ -16,12 +19,24 @@ def shown(line: Line, screen: Screen, *, named: bool = True) -> list[str]:
 
 
 def below(line: Line, screen: Screen) -> list[str]:
-    """What belongs to a message besides its text: files, that it was cut short, numbered quick replies."""
-    lines = [screen.dim(f"  [file {name}]") for name in line.files]
+    """What belongs to a message besides its text: arguments to approve, files, an early end, numbered quick replies."""
+    lines = [f"  {one}" for one in _arguments(line.wire["payload"].get("approval"))]
+    lines += [screen.dim(f"  [file {name}]") for name in line.files]
     if line.stopped:
         lines.append(screen.dim("  (stopped here)"))
     if line.options and line.to == PERSON:
         mark = " (answered)" if line.answered else ""
         lines += [f"  {screen.bold(f'{number})')} {plain(option)[0]}" for number, option in enumerate(line.options, 1)]
         lines[-1] += screen.dim(mark)
+    return lines
+
+
+def _arguments(approval: Any) -> list[str]:
+    """All arguments of the call that a question asks about: nobody should approve what is not shown."""
+    arguments = approval.get("arguments") if isinstance(approval, dict) else None
+    if not isinstance(arguments, dict):
+        return []
+    lines = []
+    for name, value in arguments.items():
+        lines += plain(f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
     return lines
