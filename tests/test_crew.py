@@ -13,6 +13,7 @@ from coterie.errors import CoterieError
 from coterie.testing import Calls, Says
 from coterie.testing.model_faults import stall
 from tests.agent.stage import stage
+from tests.faults.harness import patience
 
 
 async def refused(call: Any) -> tuple[str, int]:
@@ -85,7 +86,7 @@ async def test_ending_an_agent_ends_what_it_made_and_what_it_is_in_the_middle_of
             assert await refused(here.society.terminate_agent(gone)) == ("recipient_terminated", 410)
             assert await refused(here.society.send(to=gone, text="hello?")) == ("recipient_terminated", 410)
         assert list(here.society.agents) == ["bob"]
-        await asyncio.wait_for(here.society.stop(), 10)  # there is no turn left to wait for
+        await asyncio.wait_for(here.society.stop(), patience(10))  # there is no turn left to wait for
 
 
 async def test_after_a_restart_nobody_is_sent_to_an_agent_of_the_file_that_was_ended(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock, ModelServer
 from coterie.testing.replies import Says
 from tests.engines import Engine, Postgres
+from tests.faults.harness import patience
 
 LOST = StoreUnavailable("the database went away for a moment")
 
@@ -50,7 +51,7 @@ def claims(engine: Engine, home: Path) -> list[tuple[Any, ...]]:
 
 
 async def next_answer(society: Society) -> str:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(patience(20)):
         return str((await anext(society.inbox())).payload["text"])
 
 
@@ -207,7 +208,7 @@ async def test_watchers_hear_of_events_again_after_an_unexpected_error(
             monkeypatch.setattr(type(society.store), "events", once)
             await society.send(to="ada", text="hello")
             await clock.advance(seconds=3)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 assert (await anext(watcher)).kind
     assert any(record.levelno == logging.ERROR and "event log" in record.getMessage() for record in caplog.records)
 

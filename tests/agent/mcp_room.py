@@ -17,6 +17,7 @@ from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import ToolResult
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
+from tests.faults.harness import patience
 
 SERVER = '''
 import asyncio, os, signal, socket, subprocess, sys, threading, time
@@ -172,6 +173,6 @@ def error_of(result: ToolResult) -> str:
 
 async def until(true: Callable[[], bool]) -> None:
     """What happens to another process is seen here a moment later."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not true():
             await asyncio.sleep(0.01)

@@ -18,6 +18,7 @@ from coterie.agent.tools import tool, tool_of
 from coterie.errors import Refused
 from coterie.testing import ModelServer
 from coterie.testing.replies import Calls, Says
+from tests.faults.harness import patience
 
 EXITS = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
 
@@ -152,7 +153,7 @@ async def test_a_society_goes_on_with_both_kinds_of_tools(tmp_path: Path) -> Non
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
         (tmp_path / "llmservices.json").write_text(json.dumps({"services": services}))
         server.script(Says(calls=(Calls("hurt", {}),)), Says("I am still here"))
-        async with Society.open(tmp_path) as society, asyncio.timeout(20):
+        async with Society.open(tmp_path) as society, asyncio.timeout(patience(20)):
             await society.send(to="ada", text="go")
             assert (await anext(society.inbox())).payload["text"] == "I am still here"
             await society.reload()

@@ -23,6 +23,7 @@ from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import Tool, ToolResult, tool, tool_of
 from coterie.errors import Refused
+from tests.faults.harness import patience
 
 SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=30)
@@ -714,6 +715,6 @@ async def test_when_the_runtime_is_killed_its_tool_processes_and_their_daemons_d
 
 async def until(true: Callable[[], bool]) -> None:
     """What a thread has ended shows on the loop a moment later."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not true():
             await asyncio.sleep(0)

@@ -9,6 +9,7 @@ from coterie.cli.conversation import Line, Speech, Unread
 from coterie.cli.in_process import OwnConversation
 from coterie.errors import Refused
 from coterie.runtime import Society
+from tests.faults.harness import patience
 
 
 def line(message_id: str, state: str = "taken") -> Line:
@@ -59,6 +60,6 @@ async def test_whoever_waits_for_news_hears_that_there_will_be_none(
         await conversation.say(Speech(text="Hello"))
 
         with pytest.raises(RuntimeError, match="nobody planned for this"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(patience(10)):
                 while True:
                     await conversation.news()

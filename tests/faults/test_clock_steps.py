@@ -15,6 +15,7 @@ from coterie.clock import SystemClock, to_ms
 from coterie.runtime import Society
 from coterie.testing import FakeClock, ModelServer
 from coterie.testing.replies import Status
+from tests.faults.harness import patience
 
 from .scenarios import make_home
 
@@ -170,6 +171,6 @@ async def test_after_a_restart_on_a_clock_set_back_a_day_an_agent_tries_again_af
             await earlier.advance(seconds=28)
             assert len(server.requests) == 1, "early"
             await earlier.advance(seconds=5)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patience(20)):
                 assert (await anext(society.inbox())).payload["text"] == "here I am"
     assert any("the clock was set back" in record.getMessage() for record in caplog.records)

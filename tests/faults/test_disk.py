@@ -221,11 +221,11 @@ async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds
     with pytest.raises(StoreBroken):
         await society.send(to="ada", text="in doubt")
 
-    assert isinstance(await asyncio.wait_for(asyncio.shield(society.broken), 5), StoreBroken)
+    assert isinstance(await asyncio.wait_for(asyncio.shield(society.broken), patience(5)), StoreBroken)
     assert not healthy(society)
     with pytest.raises(StoreBroken):
         await society.send(to="ada", text="refused")
-    await asyncio.wait_for(society.stop(), 5)
+    await asyncio.wait_for(society.stop(), patience(5))
     async with Society.open(home, clock=clock, work=False) as again:
         assert again.store.info.unclean
         found = await again.waiting("ada")
@@ -249,7 +249,7 @@ async def test_what_waited_behind_a_failed_flush_is_not_written_by_a_later_flush
     outcomes = await asyncio.gather(first, behind, return_exceptions=True)
 
     assert [type(outcome) for outcome in outcomes] == [StoreBroken, StoreBroken]
-    await asyncio.wait_for(society.stop(), 5)
+    await asyncio.wait_for(society.stop(), patience(5))
     async with Society.open(home, clock=clock, work=False) as again:
         assert await texts(again) == []
 

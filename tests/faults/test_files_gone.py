@@ -137,11 +137,17 @@ def texts(home: Path) -> int:
         return int(db.execute("SELECT count(*) FROM messages").fetchone()[0])
 
 
+def flip(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
 LOSSES: dict[str, Callable[[Path], object]] = {
     "deleted": lambda wal: wal.unlink(),
     "empty": lambda wal: wal.write_bytes(b""),
     "cut off": lambda wal: wal.write_bytes(wal.read_bytes()[: len(wal.read_bytes()) // 2]),
-    "one bit flipped at its start": lambda wal: wal.write_bytes(wal.read_bytes()[:40] + b"~" + wal.read_bytes()[41:]),
+    "one bit flipped at its start": lambda wal: flip(wal, 40),
 }
 
 

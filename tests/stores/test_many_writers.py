@@ -23,6 +23,7 @@ from coterie.stores.sql import transitions, turns
 from coterie.stores.sql.post import Post
 from coterie.turns import StaleOwner
 from tests.engines import EXPIRED, Postgres
+from tests.faults.harness import patience
 
 from .processes import Opener, letter, texts
 from .steps import RULES, Society, ask, call, done, go_on, says, take, told
@@ -191,13 +192,13 @@ async def test_a_process_is_woken_by_work_that_is_left_and_by_nothing_else(proce
         news.clear()
         await happens
         last = new_id()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             await speaker.whisper([last])
             while await words.get() != last:
                 pass
         return [*news]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while words.empty():  # it does not listen yet
             await speaker.whisper(["hello"])
     assert await heard(speaker.send(letter("ada", "user"))) == [False]

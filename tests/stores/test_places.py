@@ -15,6 +15,7 @@ from coterie.llm.places import PERSONS_IN_A_ROW, Other, Queue, ServiceQueues, Sh
 from coterie.stores.postgres import PostgresStore
 from coterie.testing import FakeClock
 from tests.engines import Postgres
+from tests.faults.harness import patience
 
 LEASE = timedelta(seconds=2)
 Opener = Callable[[], Awaitable[PostgresStore]]
@@ -78,7 +79,7 @@ async def _known(store: PostgresStore, count: int) -> bool:
 
 
 async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not await holds():
             await asyncio.sleep(0.01)
 
@@ -180,7 +181,7 @@ async def test_a_caller_who_goes_away_leaves_no_place_taken_and_waits_for_none(p
     await _until(lambda: _is_wanted(other, False))
     leave.set()
     await holding
-    async with asyncio.timeout(5), queue.slot():
+    async with asyncio.timeout(patience(5)), queue.slot():
         assert queue.running == 1
     await places.close()
 

@@ -16,6 +16,7 @@ from coterie.store import Retention
 from coterie.testing import FakeClock
 from coterie.web import listener
 from coterie.web.stream import Hub
+from tests.faults.harness import patience
 
 
 class Told(NamedTuple):
@@ -45,7 +46,7 @@ class Ear:
 
     async def next(self, *kinds: str) -> Told:
         """The next event, of one of these kinds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while True:
                 told = await self.told.get()
                 if not kinds or told.kind in kinds:
@@ -205,7 +206,7 @@ async def test_a_silent_stream_is_pinged_every_fifteen_seconds(hub: Hub, clock: 
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not happened():
             await asyncio.sleep(0)
 

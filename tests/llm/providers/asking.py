@@ -17,10 +17,10 @@ KEY = "sk-canary-0123456789abcdef"
 LOOK_UP = ToolSpec(name="look_up", description="Weather.", parameters={"type": "object"})
 HELLO = Request(said=(SystemSaid("Be brief."), UserSaid((Text("Hello"),))), tools=(LOOK_UP,))
 SHORT = Deadlines(
-    connect=timedelta(milliseconds=80),
-    first_byte=timedelta(milliseconds=200),
-    idle=timedelta(milliseconds=150),
-    total=timedelta(milliseconds=300),
+    connect=timedelta(milliseconds=400),
+    first_byte=timedelta(milliseconds=600),
+    idle=timedelta(milliseconds=450),
+    total=timedelta(milliseconds=900),
 )
 PATIENT = Deadlines.within(timedelta(seconds=8))
 """For what is not about time, so that a busy machine changes nothing."""

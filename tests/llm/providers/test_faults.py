@@ -23,6 +23,7 @@ from coterie.testing.clock import START
 from coterie.testing.model_server import Calls, ModelServer, Plays, Reply, Says, Status
 from coterie.testing.replies import call_chunks, chunk
 from coterie.testing.wire import Wire
+from tests.faults.harness import patience
 
 from .asking import HELLO, KEY, PATIENT, SHORT, Outcome, ask, call, service, user
 
@@ -82,7 +83,7 @@ async def ask_once(server: ModelServer, main: OpenAIService, reply: Reply, reque
     outcome = await ask(main, request)
     assert len(server.requests) == 1, "asked in a hot loop"
     assert server.refused == []
-    assert outcome.seconds < main.deadlines.total.total_seconds() + GRACE
+    assert outcome.seconds < main.deadlines.total.total_seconds() + patience(GRACE)
     assert KEY not in str(outcome.error) and KEY not in repr(outcome.error)
     return outcome
 
@@ -148,10 +149,10 @@ FAILURES = cases(
     Fault("F32 closed without a word", model_faults.cut(after=0), Transient, "cannot be reached"),
     Fault("F32 no HTTP at all", Plays(lambda wire: wire.send(b"SSH-2.0-nope\r\n")), Transient, "cannot be reached"),
     Fault("F32 closed in the head", Plays(lambda wire: wire.send(b"HTTP/1.1 200 OK\r\ncontent-")), Transient),
-    Fault("F33 no first byte", model_faults.no_first_byte(), Transient, "did not begin to answer within 0.2 s"),
+    Fault("F33 no first byte", model_faults.no_first_byte(), Transient, "did not begin to answer within 0.6 s"),
     Fault("F33 a head and no more", model_faults.head_and_nothing(), Transient, "did not begin to answer"),
-    Fault("F33 a stall between chunks", model_faults.stall(), Transient, "fell silent for 0.15 s"),
-    Fault("F33 one byte now and then", model_faults.drip(0.05), Transient, "did not finish within 0.3 s"),
+    Fault("F33 a stall between chunks", model_faults.stall(), Transient, "fell silent for 0.45 s"),
+    Fault("F33 one byte now and then", model_faults.drip(0.05), Transient, "did not finish within 0.9 s"),
     Fault("F33 one byte after another", model_faults.drip(0.001), Transient, "did not finish"),
     Fault("F33 never ending", model_faults.never_ending(), Transient, "did not finish"),
     Fault("F33 never ending, no pause", model_faults.never_ending(0), Transient, "did not finish"),
@@ -513,7 +514,7 @@ async def test_f40_a_deadline_that_passed_leaves_the_asking_task_as_it_was(
     task = asyncio.current_task()
     assert task
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         assert isinstance((await ask(main)).error, Transient)
 
     assert task.cancelling() == 0
@@ -557,7 +558,7 @@ async def _ask_at(address: str, deadlines: Deadlines = SHORT) -> Outcome:
     one = service(address, deadlines=deadlines)
     outcome = await ask(one)
     assert outcome.answer is None
-    assert outcome.seconds < deadlines.total.total_seconds() + GRACE
+    assert outcome.seconds < deadlines.total.total_seconds() + patience(GRACE)
     await one.close()
     return outcome
 
