@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,14 @@ async def test_after_a_store_error_the_cleaner_cleans_again_and_a_stop_hands_tur
             raise LOST
 
     monkeypatch.setattr(Library, "tidy", tidy)
+    monkeypatch.setattr("coterie.runtime.TIDY_EVERY", timedelta(seconds=20))  # an hour has 3,600 sweeps
     held = asyncio.Event()
     server.script(Says("here"), Says("never said", gate=held), Says("after the restart"))
     society = await Society.start(home, clock=clock)
-    await clock.advance(hours=1)
+    await clock.advance(seconds=20)
     await society.send(to="ada", text="are you there?")
     assert await next_answer(society) == "here"
-    await clock.advance(hours=1)
+    await clock.advance(seconds=20)
     assert len(tidied) >= 3, "it went on after two errors"
 
     await society.send(to="ada", text="a long question")
