@@ -146,6 +146,10 @@ class Taker(Protocol):
         """Somebody has something to do and was not claimed. Called on the event loop."""
         ...
 
+    def check_claims(self) -> None:
+        """Claims may be stored in its name that it was never given, after an error. Called on the event loop."""
+        ...
+
 
 class TurnStore(Protocol):
     def attend(self, taker: Taker) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from coterie import failpoints
 from coterie.agent.turn import Ask, Rest
 from coterie.failpoints import FailpointHit
 from coterie.stores.postgres import PostgresStore
@@ -146,6 +147,25 @@ async def test_a_batch_that_cannot_be_written_hands_over_no_claim_and_gives_back
     assert isinstance(outcomes[1], Exception) and isinstance(outcomes[2], Exception)
     assert worker.claims.empty() and worker.reserved == 0
     assert await state(store) == "idle"
+
+
+async def test_after_an_error_behind_the_commit_the_worker_looks_for_claims_that_it_was_never_given(
+    store: Society,
+) -> None:
+    worker = ManualWorker("w")
+    store.attend(worker)
+    failpoints.arm("commit.after:1:raise")
+    try:
+        with pytest.raises(FailpointHit):
+            await ask(store)
+    finally:
+        failpoints.arm("")
+    assert await state(store) == "llm" and worker.claims.empty()
+    assert worker.checks == 1
+
+    await store.release("w", failed=True)
+    (claim,) = await store.claim("w", RULES, 1)
+    assert claim.effect == Ask()
 
 
 async def test_a_message_whose_claim_fails_is_stored_and_its_places_are_given_back(

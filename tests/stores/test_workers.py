@@ -40,6 +40,8 @@ class Idle:
 
     def look(self) -> None: ...
 
+    def check_claims(self) -> None: ...
+
 
 async def until(store: SqlStore, holds: Callable[[list[Worker]], bool]) -> list[Worker]:
     """Signs of life come by themselves, a few times in a lease."""

@@ -23,6 +23,8 @@ class ManualWorker:
         self.claims: asyncio.Queue[Claim] = asyncio.Queue()
         self.reserved = 0
         """Places that the store holds and has neither used nor given back."""
+        self.checks = 0
+        """How often it was told to look for claims that it was never given."""
 
     def reserve(self, agent_id: str, person: bool) -> bool:
         self.reserved += 1
@@ -41,6 +43,9 @@ class ManualWorker:
 
     def look(self) -> None:
         pass
+
+    def check_claims(self) -> None:
+        self.checks += 1
 
     async def next(self) -> Claim:
         async with asyncio.timeout(SOON):

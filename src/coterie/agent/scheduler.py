@@ -122,6 +122,10 @@ class Scheduler:
     def look(self) -> None:
         self._wake.set()
 
+    def check_claims(self) -> None:
+        self._mislaid = True
+        self._wake.set()
+
     def on_room(self, service: str, person: bool) -> None:
         """Fewer turns wait for this service. Called on the event loop."""
         if self._admission.is_awaited(service, person):

@@ -65,6 +65,9 @@ class Attendance:
 
     def settle(self, attended: Attended | None) -> None:
         """`attended`: of the run that was committed. None: nothing was written. Called once, on the event loop."""
+        if attended is None and self._reserved:
+            # The error may have come after the commit: then agents are claimed that nobody works on.
+            self._taker.check_claims()
         attended = attended or Attended()
         self._taker.give_back(len(self._reserved) - len(attended.claims))
         if attended.claims:
