@@ -46,7 +46,10 @@ async def test_once_the_server_is_back_the_screen_comes_at_a_word(panel: Room) -
     await page.route("**/*", _refused)
     await page.get_by_test_id("link-inbox").click()
     again = page.get_by_test_id("screen-inbox").get_by_role("button", name="Retry")
+    await again.evaluate("button => { button.dataset.pressed = ''; }")
     await again.click()
+    # A new button says that this try has ended: a server that comes back during it would bring the screen at once.
+    await expect(page.get_by_test_id("screen-inbox").locator("button:not([data-pressed])")).to_be_visible()
     await expect(page.get_by_test_id("screen-inbox")).to_contain_text(WORDS)
     assert await _is_same(page), "a page without a server is not thrown away"
 
