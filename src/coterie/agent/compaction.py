@@ -77,7 +77,7 @@ def joined(earlier: str, text: str) -> str:
 
 
 def fits(request: Request, window: int | None) -> bool:
-    """Whether the request leaves room for an answer, as far as can be told without the model's own count."""
+    """True if the request leaves room for an answer in the context window. An estimate: models count differently."""
     if window is None:
         return True
     return weight(request) < window * 0.9

@@ -23,14 +23,14 @@ class Directory:
         self._changes = 0
 
     def add(self, profile: Profile) -> None:
-        """It is there from now on, or is as it says now. Whoever was terminated does not come back."""
+        """Add an agent, or replace its profile. A terminated agent is not added again."""
         if profile.id in self._ended:
             return
         self._agents[profile.id] = profile
         self._changes += 1
 
     def remove(self, agent_id: str) -> None:
-        """It is terminated: nobody is sent to it any more."""
+        """Remove a terminated agent; later calls of `add` for it do nothing."""
         self.forget(agent_id)
         self._ended.add(agent_id)
 
@@ -73,7 +73,7 @@ class Directory:
         return self._agents[agent_id]
 
     def name_of(self, agent_id: str) -> str:
-        """What people call it; its id where nobody says."""
+        """The agent's display name; its id if it has none or is unknown."""
         profile = self._agents.get(agent_id)
         return (profile and profile.name) or agent_id
 

@@ -116,11 +116,11 @@ class Work:
     """Made once a turn."""
 
     def was_stopped(self) -> bool:
-        """Whether the cancellation that arrives is the stop's. Whoever else wants the task to end gets their way."""
+        """True if the task was cancelled by `stop` alone; False if another caller cancelled it too."""
         return self.stopping and not self.task.uncancel()
 
     def was_deferred(self) -> bool:
-        """The same for a pause of the society."""
+        """True if the task was cancelled by a pause of the society alone."""
         return self.deferring and not self.task.uncancel()
 
 
@@ -142,7 +142,7 @@ class LlmHandler:
         keep: Callable[[str], Keep] | None = None,
         paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`live`: where what models say is told as they say it. `tokens_per_day`: 0 is no limit.
+        """`live`: publishes the text of models while it streams. `tokens_per_day`: 0 is no limit.
 
         `recall`: brings the directory up to date with the store. `keep`: stores answers of an agent that are too
         long for a message.
@@ -162,7 +162,7 @@ class LlmHandler:
         self._rules, self._tokens_per_day = rules, tokens_per_day
 
     def begin(self, claim: Claim, slot: Slot | None = None) -> asyncio.Task[None]:
-        """Work until there is nothing more to do for this agent, or somebody else has taken it over.
+        """Start a task that runs the agent's turn until the agent rests or another worker has claimed it.
 
         A stop finds the turn from this moment on, though the task has yet to take its first step. `slot`: is given back
         while the turn asks its model, and taken again before it runs a tool.
@@ -221,7 +221,7 @@ class LlmHandler:
         return True
 
     def defer_queued(self) -> None:
-        """The society was paused: turns that wait for their model service give way; nobody has been asked yet."""
+        """After a pause of the society: cancel turns that wait for a model service and have sent nothing."""
         for work in self._work.values():
             if work.queued and work.performing and not work.stopping and not work.deferring:
                 work.deferring = True
@@ -346,7 +346,7 @@ class LlmHandler:
     async def _ask_model(
         self, service: str, request: Request, claim: Claim, work: Work, *, aloud: bool = True
     ) -> Answer:
-        """`aloud`: whoever watches is told what is said meanwhile."""
+        """Ask the service and return its answer. `aloud`: publish the text while it streams."""
         answer: Answer | None = None
 
         def begins() -> None:
@@ -434,7 +434,7 @@ class LlmHandler:
         return Outcome(event=Ran(index=index, ok=result.ok, result=result.text, unknown=result.unknown))
 
     async def _changed(self, run: Run, planned: PlannedCall, tool: Tool, context: ToolContext) -> Event:
-        """What the turn is told instead of a result: the call did not run, since its tool has stricter rules now."""
+        """The event for a call that did not run because its tool has stricter rules now than in the plan."""
         call, file = planned.call, None
         if tool.approval and not planned.gated and not run.again and not planned.fits_question:
             try:
