@@ -152,7 +152,9 @@ async def test_the_persons_message_is_served_before_the_agents_that_wait(
         await here.slow.asked(1)
         await here.societies[-1].send(to="late", text="me first")
         await _until(lambda: _models(here.societies[-1]).waiting("slow", person=True) == 1)
-        if processes > 1:  # the process that has the slot has heard of it
+        if processes > 1:  # the request is in the database, and the process that has the slot will look there
+            with engine.behind(tmp_path) as db:
+                await _until(lambda: db.execute("SELECT sum(urgent) FROM places").fetchone() == (1,))
             await _until(lambda: all(_models(one).queue("slow").wanted for one in here.societies[:-1]))
 
         here.slow.release(1)

@@ -79,6 +79,7 @@ async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) 
     other = await panel.tell("Another question", "one", "two")
     message_id = await panel.tell("Which?", "first", option)
     page = await panel.open()
+    await expect(options_of(page, message_id)).to_have_count(2)
     sent = bodies(page)
     await page.evaluate(
         """async id => {

@@ -195,11 +195,14 @@ class Recorder:
     def __init__(self) -> None:
         self.room: Callable[[], None] = lambda: None
         self.grants = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
         self.told: list[tuple[int, int, int]] = []
         """Slots kept, requests that wait, and how many of them are for the person."""
 
     async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
         self.told.append((keeps, waiting, urgent))
+        await self.answers.wait()
         granted, self.grants = min(self.grants, waiting), 0
         return Share(granted, wanted=True)
 
@@ -238,6 +241,28 @@ async def test_a_slot_granted_to_a_caller_who_goes_away_at_that_moment_is_not_lo
     gone.cancel()  # the slot is granted, and the caller has not taken its next step
     await _settle()
     assert (gone.cancelled(), queue.running, sharing.told[-1]) == (True, 0, (0, 0, 0))
+    await queues.close()
+
+
+async def test_a_slot_that_comes_free_while_the_database_is_asked_goes_back_if_another_process_waits() -> None:
+    sharing = Recorder()
+    queues = ServiceQueues(FakeClock(), sharing)
+    queue, leave = queues.at("main", 1), asyncio.Event()
+    sharing.grants = 1
+    requests = [asyncio.create_task(_hold(queue, leave)) for _ in range(2)]
+    await _settle()
+    assert (queue.running, sharing.told[-1]) == (1, (0, 2, 0))
+
+    sharing.answers.clear()
+    queue.look()
+    await _settle()
+    leave.set()  # the slot comes free before the answer: no other process had a chance at it
+    await _settle()
+    sharing.answers.set()
+    await _settle()
+    assert (queue.running, sharing.told[-2:]) == (0, [(1, 1, 0), (0, 1, 0)])
+    for one in requests:
+        one.cancel()
     await queues.close()
 
 

@@ -195,12 +195,14 @@ class Queue:
         else:
             self._let_in()
 
-    def _let_in(self) -> None:
-        while self.waiting and self._running < self._kept:
+    def _let_in(self, at_most: int | None = None) -> None:
+        let_in = 0
+        while self.waiting and self._running < self._kept and let_in != at_most:
             place = self._next()
             if not place.done():
                 self._begin()
                 place.set_result(None)
+                let_in += 1
 
     def _next(self) -> asyncio.Future[None]:
         if self._persons and not (self._agents and self._in_a_row >= PERSONS_IN_A_ROW):
@@ -241,5 +243,8 @@ class Queue:
         self._granted, self.wanted = keeps + share.granted, share.wanted
         if enough and not self._agents:
             self._in_a_row = 0
-        self._let_in()
+        # A slot that came free during the call goes back if another process waits: its request may be the person's.
+        self._let_in(share.granted if share.wanted else None)
+        if share.wanted and self._running < self._granted:
+            self._wake.set()
         return not (waiting or self._granted)
