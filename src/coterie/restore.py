@@ -25,8 +25,8 @@ from coterie.inspection import Inspection
 from coterie.staging import move_in, refuse_data, staged
 from coterie.storage import check_package
 from coterie.store_url import SQLITE, shown, with_store_url, written_in
-from coterie.stores.sql import transitions
 from coterie.stores.sql.carrying import Tell, carry, check
+from coterie.stores.sql.connection import set_meta
 from coterie.stores.sqlite import boot
 from coterie.stores.sqlite.carrying import SqliteSource
 from coterie.stores.sqlite.connections import DATABASE_ERRORS, open_writer
@@ -210,7 +210,7 @@ def _make_ready(archive: Path, database: Path) -> None:
             migrate(db)
             boot.end_boot(db)
             # From here on other events follow than followed the backup: whoever has seen those must start anew.
-            transitions.set_meta(db, "log_id", new_id())
+            set_meta(db, "log_id", new_id())
     except DATABASE_ERRORS as error:
         raise _damaged(archive, str(error)) from error
 

@@ -8,6 +8,9 @@ import logging
 import math
 import secrets
 from pathlib import Path
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
 
 from coterie.clock import Clock
 from coterie.errors import CoterieError
@@ -101,3 +104,10 @@ def check_token(token: str, place: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise CoterieError(f"the token in {place} cannot be used: it must be letters, digits and signs without spaces")
     return token
+
+
+async def _access(request: Request) -> Access:
+    return cast(Access, request.app.state.access)
+
+
+AccessDep = Annotated[Access, Depends(_access)]

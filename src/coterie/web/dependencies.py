@@ -8,7 +8,6 @@ from fastapi import Depends, Request
 
 from coterie.clock import Clock
 from coterie.runtime import Society
-from coterie.web.access import Access
 
 # Coroutines all, though none waits: FastAPI takes a plain function to another thread.
 
@@ -17,14 +16,9 @@ async def _society(request: Request) -> Society:
     return cast(Society, request.app.state.society)
 
 
-async def _access(request: Request) -> Access:
-    return cast(Access, request.app.state.access)
-
-
 async def _clock(request: Request) -> Clock:
     return cast(Clock, request.app.state.clock)
 
 
 SocietyDep = Annotated[Society, Depends(_society)]
-AccessDep = Annotated[Access, Depends(_access)]
 ClockDep = Annotated[Clock, Depends(_clock)]

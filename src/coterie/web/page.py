@@ -15,7 +15,7 @@ import rjsmin
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
-from coterie.web.dependencies import AccessDep
+from coterie.web.access import AccessDep
 from coterie.web.problems import problem
 from coterie.web.ranges import matches
 from coterie.web.session import exchange

@@ -9,9 +9,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
-from coterie.web.access import Access
+from coterie.web.access import Access, AccessDep
 from coterie.web.client_address import budget_of
-from coterie.web.dependencies import AccessDep
 from coterie.web.problems import problem
 
 router = APIRouter(tags=["session"])

@@ -13,7 +13,7 @@ from coterie.errors import Refused, StoreError
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.stores.postgres.connection import PgConnection
-from coterie.stores.postgres.ledger import CLOCK
+from coterie.stores.postgres.dialect import CLOCK
 
 T = TypeVar("T")
 PIECE = 256 * 1024

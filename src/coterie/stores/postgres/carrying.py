@@ -13,8 +13,8 @@ from coterie.errors import StoreUnusable
 from coterie.stores.folder import place_bytes, read_bytes
 from coterie.stores.postgres.bytes import PIECE
 from coterie.stores.postgres.connection import LOCK_MS, PgConnection
+from coterie.stores.postgres.dialect import CLOCK
 from coterie.stores.postgres.errand import errand
-from coterie.stores.postgres.ledger import CLOCK
 from coterie.stores.postgres.migrate import check_version, migrate
 from coterie.stores.sql.carrying import PART, TABLES
 

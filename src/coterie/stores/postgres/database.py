@@ -18,8 +18,9 @@ from coterie.ids import new_id
 from coterie.llm.places import Share
 from coterie.store import Limits, StoreInfo
 from coterie.stores.postgres.connection import STATEMENT_MS, PgConnection, connect
+from coterie.stores.postgres.dialect import CLOCK
 from coterie.stores.postgres.leases import Leases
-from coterie.stores.postgres.ledger import CLOCK, BatchLedger
+from coterie.stores.postgres.ledger import BatchLedger
 from coterie.stores.postgres.listening import Herald, Listening
 from coterie.stores.postgres.migrate import check_version, migrate
 from coterie.stores.postgres.places import share

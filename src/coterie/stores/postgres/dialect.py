@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
+"""The server's time in milliseconds."""
 _ONLY_HERE = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
 _INTO = re.compile(r"(\w+) \(([^)]*)\)")
 _NUMBERED = re.compile(r"\?(\d+)")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import psycopg
 
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection, connect
-from coterie.stores.postgres.ledger import CLOCK
+from coterie.stores.postgres.dialect import CLOCK
 from coterie.stores.postgres.trouble import meaning
 from coterie.workers import Tally, name_of
 

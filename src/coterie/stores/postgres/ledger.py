@@ -12,14 +12,13 @@ import psycopg
 
 from coterie.ids import new_id
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
-from coterie.stores.postgres.dialect import json_rows
+from coterie.stores.postgres.dialect import CLOCK, json_rows
 from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.trouble import Contended, PausedMeanwhile
 from coterie.stores.sql.ledger import WAITING, Mark, Noted
 from coterie.stores.sql.mailbox import COLUMNS, READ
 from coterie.stores.sql.secret import read_secret
 
-CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
 _LOCKED = READ.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
 # The first value: what this batch was decided on, or NULL. The second: what is to be, or NULL for no change.
 # A batch that was decided on the wrong value fails here, because the column is NOT NULL. It locks the row that every

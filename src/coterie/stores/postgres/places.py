@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from coterie.llm.places import Other, Share, fair
 from coterie.stores.postgres.connection import TIMEOUTS, PgConnection
-from coterie.stores.postgres.ledger import CLOCK
+from coterie.stores.postgres.dialect import CLOCK
 from coterie.stores.postgres.listening import Herald
 
 PATIENT = timedelta(seconds=5)

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from coterie.clock import from_ms
 from coterie.stores.postgres.connection import PgConnection
-from coterie.stores.postgres.ledger import CLOCK
+from coterie.stores.postgres.dialect import CLOCK
 from coterie.workers import Worker
 
 _ALIVE = f"""

@@ -36,3 +36,16 @@ class Connection(Protocol):
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> object:
         """What comes of it is not looked at: it may be done when the next statement is."""
         ...
+
+
+def get_meta(db: Connection, key: str) -> str | None:
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return row[0] if row else None
+
+
+def set_meta(db: Connection, key: str, value: str) -> str:
+    db.execute(
+        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        (key, value),
+    )
+    return value

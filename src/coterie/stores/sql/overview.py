@@ -11,7 +11,7 @@ from coterie.clock import to_ms
 from coterie.messages import PERSON, Message
 from coterie.overview import SHOWN, PlanRecord, Snapshot, Usage
 from coterie.store import Page
-from coterie.stores.sql import records, snapshot, threads
+from coterie.stores.sql import records, snapshot, threads, transitions
 from coterie.stores.sql.database import SqlDatabase
 
 
@@ -34,7 +34,9 @@ class SqlOverview(SqlDatabase):
         return await self._read(lambda db: threads.part(db, agent_id, before, after, around, limit))
 
     async def clear_thread(self, agent_id: str) -> int:
-        return await self._post(lambda db, post: threads.clear(db, post, agent_id), touches=[agent_id, PERSON])
+        return await self._post(
+            lambda db, post: transitions.clear_thread(db, post, agent_id), touches=[agent_id, PERSON]
+        )
 
     async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
         return await self._read(lambda db: {one: threads.unread(db, one) for one in agent_ids})

@@ -22,7 +22,7 @@ from coterie.llm.chat import Answer
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.statistics import Statistics
 from coterie.store import Page, Promotion, Pruned, Retention, Role
-from coterie.stores.sql import history, threads, transitions, turns
+from coterie.stores.sql import history, transitions, turns
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
 from coterie.stores.sql.ledger import PAUSED
@@ -152,7 +152,7 @@ class SqlStore(SqlOverview):
         return await self._post(lambda db, post: transitions.move(db, post, message_id, delay, by))
 
     async def read(self, thread: str, upto: str) -> int:
-        return await self._post(lambda db, post: threads.read(db, post, thread, upto), touches=[PERSON])
+        return await self._post(lambda db, post: transitions.mark_read(db, post, thread, upto), touches=[PERSON])
 
     async def resend(self, message_id: str) -> Receipt:
         return await self._post(lambda db, post: transitions.resend(db, post, message_id))

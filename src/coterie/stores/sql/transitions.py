@@ -6,24 +6,47 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from coterie.agent.turn import Rules
-from coterie.agents import HELD, Agent
+from coterie.agents import ACTIVE, HELD, Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
 from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.ids import new_id
-from coterie.messages import PERSON, Envelope, Message, Receipt
+from coterie.messages import PERSON, SYSTEM, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.connection import Connection, set_meta
 from coterie.stores.sql.desk import TurnDesk
 from coterie.stores.sql.mailbox import Mailbox
 from coterie.stores.sql.post import DueRow, Post
 from coterie.stores.sql.questions import reopen, standing_of
 from coterie.stores.sql.rows import ARTIFACT, find_message, to_artifact
+from coterie.stores.sql.threads import position_of
 
 _DUE = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
 PRUNE_BATCH = 5_000
 _MS = timedelta(milliseconds=1)
+# In the words of the index of what is unread.
+_READ = """
+UPDATE messages SET state = 'taken', taken_at = ?
+ WHERE thread = ? AND sender <> 'user' AND state = 'pending' AND (delivered_at, seq) <= (?, ?)
+RETURNING length(payload)
+"""
+_READ_NOTICES = """
+UPDATE messages SET state = 'taken', taken_at = ?
+ WHERE recipient = 'user' AND thread IS NULL AND state = 'pending' AND (delivered_at, seq) <= (?, ?)
+RETURNING length(payload)
+"""
+_CLEAR = """
+DELETE FROM messages
+ WHERE thread = ?1 AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = ?1)
+RETURNING recipient, state, length(payload)
+"""
+_MEMORY = (
+    "DELETE FROM summaries WHERE agent_id = ?",
+    "DELETE FROM history WHERE agent_id = ?",
+    "DELETE FROM calls WHERE agent_id = ?",
+    "DELETE FROM plans WHERE agent_id = ?",
+)
 
 
 def add_agents(db: Connection, post: Post, agents: Sequence[Agent]) -> None:
@@ -280,17 +303,53 @@ def _prune_artifacts(db: Connection, before: int) -> list[str]:
     return [sha256 for (sha256,) in gone if not db.execute(kept, (sha256,)).fetchone()]
 
 
-def get_meta(db: Connection, key: str) -> str | None:
-    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return row[0] if row else None
+def mark_read(db: Connection, post: Post, thread: str, upto: str) -> int:
+    mailbox = post.mailbox(PERSON)
+    if thread == SYSTEM:
+        rows = db.execute(_READ_NOTICES, (post.stamp, *position_of(db, None, upto))).fetchall()
+    else:
+        rows = db.execute(_READ, (post.stamp, thread, *position_of(db, thread, upto))).fetchall()
+    for (size,) in rows:
+        mailbox.remove(size)
+    if rows:
+        post.tell("read", thread, {"upto": upto})
+    return len(rows)
 
 
-def set_meta(db: Connection, key: str, value: str) -> str:
-    db.execute(
-        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-        (key, value),
-    )
-    return value
+def clear_thread(db: Connection, post: Post, agent_id: str) -> int:
+    """What is delayed, and what waits for the agent, stays: nobody has met it yet.
+
+    What other agents wrote to it stays as well, for their sake, though it remembers none of that. A turn in which it
+    got stuck is over.
+    """
+    mailbox = post.mailbox(agent_id)
+    if mailbox.kind == "person":
+        raise Refused("unknown_agent", f"{agent_id!r} is a person, not an agent")
+    if mailbox.state in ACTIVE:
+        raise Refused("agent_busy", f"{agent_id!r} is at work: stop it first, or wait until it is done")
+    persons = post.mailbox(PERSON)
+    gone = db.execute(_CLEAR, (agent_id,)).fetchall()
+    for recipient, state, size in gone:
+        if recipient == PERSON and state == "pending":
+            persons.remove(size)
+    for forget in _MEMORY:
+        db.execute(forget, (agent_id,))
+    db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = ?", (agent_id,))
+    mailbox.epoch, mailbox.next_hist_seq, mailbox.why = mailbox.epoch + 1, 1, None
+    mailbox.history_version += 1
+    if mailbox.state == "blocked":
+        _unblock(post, agent_id, mailbox)
+    if gone:
+        set_meta(db, "pruned", "1")
+    post.tell("thread.cleared", agent_id)
+    return len(gone)
+
+
+def _unblock(post: Post, agent_id: str, mailbox: Mailbox) -> None:
+    mailbox.state, mailbox.runnable_at = "paused" if mailbox.hold else "idle", None
+    if mailbox.waiting and not mailbox.hold:
+        mailbox.state, mailbox.runnable_at = "ready", post.now
+    post.tell("agent.state", agent_id)
 
 
 def _owned(db: Connection, post: Post, message_id: str, by: str) -> Message:

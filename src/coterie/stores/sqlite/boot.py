@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from coterie.stores.sql.transitions import get_meta, set_meta
+from coterie.stores.sql.connection import get_meta, set_meta
 
 
 def begin_boot(db: sqlite3.Connection) -> None:

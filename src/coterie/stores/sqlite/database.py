@@ -17,9 +17,8 @@ from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.store import Limits, StoreInfo
-from coterie.stores.sql import transitions
 from coterie.stores.sql.attendance import Attendance
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.connection import Connection, get_meta, set_meta
 from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.ledger import OneWriter
@@ -121,7 +120,7 @@ class Database(SqlDatabase):
         try:
             db = open_reader(path)
             check_version(db)
-            log_id, secret = transitions.get_meta(db, "log_id") or "", read_secret(db)
+            log_id, secret = get_meta(db, "log_id") or "", read_secret(db)
             db.close()
         except DATABASE_ERRORS as error:
             raise _unusable(error) from error
@@ -265,7 +264,7 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
         migrate(db)
         hit("open.checked")
         boot.begin_boot(db)
-        log_id = transitions.get_meta(db, "log_id") or transitions.set_meta(db, "log_id", new_id())
+        log_id = get_meta(db, "log_id") or set_meta(db, "log_id", new_id())
         secret = make_secret(db)
         last = db.execute("SELECT at FROM events ORDER BY seq DESC LIMIT 1").fetchone()
     except DATABASE_ERRORS as error:
