@@ -58,10 +58,10 @@ async def serve(kind: str, folder: str) -> None:
         await server.serve([listener])
         return
     from coterie.clock import SystemClock
-    from coterie.runtime import Society
-    from coterie.web.access import Access
+    from coterie.society import Society
     from coterie.web.addresses import addresses
     from coterie.web.app import build_app
+    from coterie.web.auth import Access
 
     (Path(folder) / "coterie.toml").write_text("[limits]\nmailbox = 10000000\n")
     async with Society.open(folder, work=False) as society:

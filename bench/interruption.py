@@ -14,13 +14,13 @@ from pathlib import Path
 
 from bench.report import Report, best, percentile
 from bench.rows import PAYLOAD_JSON, open_plain
-from coterie.agent.turn import Ran, Rules, Run, reduce
 from coterie.store import Limits
-from coterie.stores.sql import plans
-from coterie.stores.sql.desk import TurnDesk
-from coterie.stores.sql.ledger import OneWriter
-from coterie.stores.sql.post import Post
-from coterie.turns import Claim
+from coterie.stores.sql import turn_rows
+from coterie.stores.sql.session import OneWriter
+from coterie.stores.sql.turn_transaction import TurnTransaction
+from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.turn import Ran, Rules, Run, reduce
+from coterie.turn_store import Claim
 
 FEW, MANY = 1_000, 100_000
 CHECKS = 20_000
@@ -95,7 +95,7 @@ def p99_ms(db: sqlite3.Connection) -> float:
     for _ in range(CHECKS):
         start = time.perf_counter()
         ledger.begin(0)
-        desk = TurnDesk(db, Post(db, now=0, limits=LIMITS, ledger=ledger), AGENT, rules)
+        desk = TurnTransaction(db, UnitOfWork(db, now=0, limits=LIMITS, ledger=ledger), AGENT, rules)
         desk.go_on(claim)
         reduce(desk._turn(), ran)
         took.append(time.perf_counter() - start)
@@ -115,7 +115,7 @@ def counting_p99_ms() -> float:
 
 def _claim(db: sqlite3.Connection) -> Claim:
     """As whoever runs the first call of the plan holds it."""
-    found = plans.read_open(db, AGENT)
+    found = turn_rows.read_open(db, AGENT)
     assert found is not None
     key, plan = found
     epoch, step_no, turn_no = db.execute("SELECT epoch, step_no, turn_no FROM agents WHERE id = ?", (AGENT,)).fetchone()

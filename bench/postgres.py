@@ -140,7 +140,7 @@ def _send_to_turn(folder: Path, url: str) -> list[float]:
 
 
 async def _send_and_wait(home: Path, worker: subprocess.Popen[str]) -> list[float]:
-    from coterie.runtime import Society
+    from coterie.society import Society
 
     waits = []
     async with Society.open(home, work=False) as society:
@@ -158,9 +158,9 @@ async def _work(home: str) -> None:
     """Says at which moment each turn came to its model."""
     from unittest.mock import patch
 
-    from coterie.runtime import Society
+    from coterie.society import Society
 
-    with patch("coterie.crew.make_service", lambda entry, clock: _Prompt()):
+    with patch("coterie.agent_runtime.make_service", lambda entry, clock: _Prompt()):
         async with Society.open(home):
             print("ready", flush=True)
             await asyncio.sleep(3_600)
@@ -170,7 +170,7 @@ class _Prompt:
     id = "prompt"
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
-        from coterie.llm.chat import Answer
+        from coterie.llm.types import Answer
 
         print(time.perf_counter(), flush=True)
         yield Answer(text="yes")
@@ -233,10 +233,10 @@ async def _serve(home: str) -> None:
     import uvicorn
 
     from coterie.clock import SystemClock
-    from coterie.runtime import Society
-    from coterie.web.access import Access
+    from coterie.society import Society
     from coterie.web.addresses import addresses
     from coterie.web.app import build_app
+    from coterie.web.auth import Access
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]

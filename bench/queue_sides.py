@@ -103,7 +103,7 @@ async def open_store(url: str) -> Any:
 
 
 async def _send_all(url: str, count: int, begin: Begin) -> None:
-    from coterie.drafts import seal
+    from coterie.messages import seal
 
     store = await open_store(url)
     begin()
@@ -120,8 +120,8 @@ async def _send_all(url: str, count: int, begin: Begin) -> None:
 
 async def _take_all(url: str, count: int, begin: Begin) -> None:
     """Each claim takes up all that waits; the turn ends without a word, and takes up what has come meanwhile."""
-    from coterie.agent.turn import Answered, Rest, Rules
-    from coterie.llm.chat import Usage
+    from coterie.llm.types import Usage
+    from coterie.turn import Answered, Rest, Rules
 
     store, rules, taken = await open_store(url), Rules(), 0
     news = asyncio.Event()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.folder import SocietyFolder
+from coterie.config import SocietyFolder
 from coterie.ids import new_id
-from coterie.stores.sql.bulk import insert
-from coterie.stores.sqlite.connections import open_writer
-from coterie.stores.sqlite.database import DATABASE
+from coterie.stores.sql.connection import insert
+from coterie.stores.sqlite.connection import open_writer
+from coterie.stores.sqlite.engine import DATABASE
 from coterie.stores.sqlite.migrate import migrate
 
 TEXT = "x" * 440

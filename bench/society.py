@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from coterie.messages import PERSON
-from coterie.runtime import Society
+from coterie.society import Society
 
 SENDS_BEFORE_KILL = 500
 AT_WORK_SECONDS = 2

@@ -27,7 +27,7 @@ def _imports(report: Report, folder: Path) -> None:
     ways: dict[str, tuple[str, ...]] = {
         "limit: bare interpreter": ("-c", "pass"),
         "import coterie": ("-c", "import coterie"),
-        "import coterie.runtime": ("-c", "import coterie.runtime"),
+        "import coterie.society": ("-c", "import coterie.society"),
     }
     if (child.ROOT / "src/coterie/__main__.py").exists():
         ways["coterie --help"] = ("-m", "coterie", "--help")

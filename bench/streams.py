@@ -71,8 +71,8 @@ async def measure(client: Callable[[str], Awaitable[list[int]]], url: str) -> No
 
 
 async def ours(url: str) -> list[int]:
-    from coterie.llm.chat import Answer, Request, Text, UserSaid
     from coterie.llm.providers.openai import OpenAIService
+    from coterie.llm.types import Answer, Request, Text, UserSaid
 
     service = OpenAIService(id="bench", base_url=url, model="m")
     request = Request(said=(UserSaid((Text(PROMPT),)),))

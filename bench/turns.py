@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.peers import ask, environment
 from bench.report import Report, best
+from coterie import agent_runtime
 
 TURNS = 200
 TURNS_EACH = 10
@@ -98,7 +99,7 @@ async def idle() -> float:
     async with _society("relaxed", 1) as (society, _):
         before = _resident()
         agent = importlib.import_module("coterie.agents").Agent
-        profile = importlib.import_module("coterie.agent.profile").Profile
+        profile = importlib.import_module("coterie.agents").Profile
         for first in range(0, IDLE, 1_000):
             names = [f"idle-{number}" for number in range(first, first + 1_000)]
             await society.store.add_agents([agent(id=name, name=name) for name in names])
@@ -111,9 +112,9 @@ def _society(durability: str, agents: int) -> Any:
     """An open society whose model is a stub, and a queue that hears of each turn that is over."""
     from contextlib import asynccontextmanager
 
-    from coterie import Society, crew
-    from coterie.agent.turn import Rest
-    from coterie.llm.chat import Answer, Call, ToolSaid
+    from coterie import Society
+    from coterie.llm.types import Answer, Call, ToolSaid
+    from coterie.turn import Rest
 
     class Stub:
         id = "main"
@@ -128,7 +129,7 @@ def _society(durability: str, agents: int) -> Any:
 
     @asynccontextmanager
     async def opened() -> Any:
-        setattr(crew, "make_service", lambda entry, clock: Stub())  # noqa: B010 - nothing else about it is a stub
+        setattr(agent_runtime, "make_service", lambda entry, clock: Stub())  # noqa: B010 - nothing else about it is a stub
         with tempfile.TemporaryDirectory() as folder:
             _write(Path(folder), durability, agents)
             async with Society.open(folder) as society:

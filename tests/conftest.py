@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from coterie.agents import Agent
 from coterie.bus import MessageBus
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.store import Limits, Store
 from coterie.testing import FakeClock
 from tests.engines import Engine, Postgres, postgres_server

@@ -16,7 +16,7 @@ from coterie.store import Limits
 from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
-from coterie.stores.sqlite.connections import open_writer
+from coterie.stores.sqlite.connection import open_writer
 
 EMPTY = """
 TRUNCATE agents, messages, artifacts, attachments, events, history, plans, calls, roles, llm_calls, summaries, blobs,

@@ -9,7 +9,7 @@ import pytest
 from bench import rows
 from bench.send import open_bus, send_from
 
-from coterie.stores.sqlite.database import DATABASE
+from coterie.stores.sqlite.engine import DATABASE
 
 OF_THE_MOMENT = {"id", "created_at", "delivered_at", "deliver_at"}
 

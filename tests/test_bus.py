@@ -9,14 +9,13 @@ from datetime import timedelta
 
 import pytest
 
-from coterie.bus import MessageBus
+from coterie.bus import MessageBus, Watcher
 from coterie.errors import Lagged, Refused
 from coterie.events import Event
 from coterie.messages import Message, Receipt
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.store import Store
 from coterie.testing import FakeClock
-from coterie.watcher import Watcher
 
 HOUR = 3_600_000
 
@@ -75,7 +74,7 @@ async def test_a_message_due_sooner_than_the_one_the_timer_waits_for_is_not_late
 async def test_the_sweep_finds_within_a_second_what_no_timer_was_set_for(
     store: Store, bus: MessageBus, clock: FakeClock
 ) -> None:
-    from coterie.drafts import seal
+    from coterie.messages import seal
 
     await clock.advance(milliseconds=1)
     await store.send(seal(sender="user", to="ada", payload={"text": "unannounced"}, delay_ms=10))

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.copying import Whereabouts, copy_society
+from coterie.admin.copy import Whereabouts, copy_society
+from coterie.admin.inspect import Inspection
+from coterie.config import with_store_url
 from coterie.errors import StoreOwned, StoreUnusable
-from coterie.inspection import Inspection
-from coterie.store_url import with_store_url
-from coterie.stores.postgres import PostgresStore, carrying
-from coterie.stores.postgres.errand import errand
-from coterie.stores.postgres.ledger import CLOCK
+from coterie.stores.postgres import PostgresStore, transfer
+from coterie.stores.postgres.connection import CLOCK, errand
 from coterie.testing import FakeClock
 from tests.agent.stage import Stage, each
 from tests.busy_society import CHART, HOUR_MS, busy_society
@@ -188,14 +187,14 @@ async def test_a_society_that_somebody_runs_is_not_copied(url: str, tmp_path: Pa
 async def test_nobody_can_write_to_what_is_being_copied(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.stores.postgres import carrying
+    from coterie.stores.postgres import transfer
 
     async with busy_society(tmp_path / "home"):
         await copied(tmp_path / "home", url)
     refused: list[str] = []
-    pieces = carrying.PostgresSource.pieces
+    pieces = transfer.PostgresSource.pieces
 
-    def meddle(self: carrying.PostgresSource, sha256: str) -> Any:
+    def meddle(self: transfer.PostgresSource, sha256: str) -> Any:
         try:
             with errand(url) as db:
                 db.say("BEGIN; SET LOCAL lock_timeout = 50; UPDATE roles SET name = name")
@@ -203,7 +202,7 @@ async def test_nobody_can_write_to_what_is_being_copied(
             refused.append(str(error))
         return pieces(self, sha256)
 
-    monkeypatch.setattr(carrying.PostgresSource, "pieces", meddle)
+    monkeypatch.setattr(transfer.PostgresSource, "pieces", meddle)
     await copied(url, tmp_path / "back")
     assert len(refused) == 2 and "somebody else is writing" in refused[0]
 

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from coterie.config import Config, Storage
-from coterie.disk import HARD, LOW, Disk
-from coterie.folder import SocietyFolder
-from coterie.storage import filled_by
+from coterie.config import Config, SocietyFolder, Storage
+from coterie.files import HARD, LOW, Disk
+from coterie.stores.open import filled_by
 from coterie.testing import FakeClock
 from coterie.testing.replies import Says
 from tests.agent.stage import each, stage
@@ -59,7 +58,7 @@ async def test_with_hardly_any_disk_left_no_agent_begins_anything_and_who_has_be
 async def test_one_look_a_second_tells_of_both_marks_and_each_is_logged_once(
     tmp_path: Path, clock: FakeClock, leave: Leave, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "coterie.disk")
+    caplog.set_level("INFO", "coterie.files")
     disk, seen = Disk(tmp_path, clock), []
     for free in (LOW, LOW - 1, HARD, HARD - 1, 0, HARD, LOW):
         leave(free)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from coterie.agent.owner_tools import load_owner_tools
+from coterie.agent.user_tools import load_owner_tools
 from coterie.cli import app
 from coterie.config import read_config
-from coterie.llm.services_file import read_services
+from coterie.llm.config import read_services
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
@@ -121,42 +121,13 @@ def test_tools_shown_can_be_loaded(page: Path, tmp_path: Path) -> None:
             assert loaded.problems == () and len(loaded.tools) == block.count("@tool")
 
 
-def test_both_readmes_have_the_same_shape_commands_and_proofs() -> None:
+def test_both_readmes_give_the_same_commands_and_proofs() -> None:
     english, chinese = (readme.read_text() for readme in READMES)
 
-    def shape(text: str) -> list[int]:
-        return [len(found) for found in re.findall(r"^(#+) ", BLOCK.sub("", text), re.M)]
-
     def typed(text: str) -> list[list[str]]:
-        """What is to be typed, without what is said about it, and what is said in it."""
+        """The commands of the shell blocks, without comments and quoted words."""
         lines = [line for kind, block in BLOCK.findall(text) if kind == "sh" for line in block.splitlines()]
         return [re.sub(r'"[^"]*"', "…", line.partition(" #")[0]).split() for line in lines]
 
-    def rows(text: str) -> list[int]:
-        return [line.count("|") for line in text.splitlines() if line.startswith("|")]
-
-    assert shape(english) == shape(chinese)
     assert typed(english) == typed(chinese)
-    assert rows(english) == rows(chinese)
     assert PROOF.findall(english) == PROOF.findall(chinese)
-    assert "README.zh-CN.md" in LINK.findall(english) and "README.md" in LINK.findall(chinese)
-
-
-def test_every_example_has_a_line_in_the_readmes() -> None:
-    examples = [path.name for path in (ROOT / "examples").glob("*.py") if path.stem != "stand_in"]
-    for readme in READMES:
-        assert [one for one in examples if f"examples/{one}" not in readme.read_text()] == []
-
-
-def test_every_screen_of_the_page_has_its_picture_in_both_languages() -> None:
-    app_js = (ROOT / "src/coterie/web/static/app.js").read_text()
-    (names,) = re.findall(r"for \(const name of \[(.*?)\]\) {\n  screen\(", app_js)
-    screens = [*re.findall(r"'(\w+)'", names), "conversation", "viewer", "phone"]
-    pictures = [path.stem for path in (ROOT / "docs/images").glob("*.png")]
-    missing = [
-        (screen, language)
-        for screen in screens
-        for language in ("en", "zh")
-        if not any(picture.startswith(f"{screen}-{language}") for picture in pictures)
-    ]
-    assert len(screens) > 8 and missing == []

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.drafts import MAX_PAYLOAD_BYTES, check_delay, check_quick_replies, seal
 from coterie.errors import STATUS, Refused
-from coterie.messages import Envelope
+from coterie.messages import MAX_PAYLOAD_BYTES, Envelope, check_delay, check_quick_replies, seal
 
 json_values = st.recursive(
     st.none()

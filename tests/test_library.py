@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.artifacts import MAX_FILENAME, tidy_filename
+from coterie.artifacts import MAX_FILENAME, sniff, tidy_filename
 from coterie.errors import Refused
-from coterie.filetype import sniff
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.store import Retention
 from coterie.testing import FakeClock
 

@@ -5,7 +5,7 @@ import json
 import logging
 
 from coterie.cli.logs import JsonLines, Lines
-from coterie.logctx import Context, turn_context
+from coterie.telemetry import Context, turn_context
 
 
 def _record(message: str) -> logging.LogRecord:

@@ -118,7 +118,7 @@ async def test_an_unclean_stop_is_checked_and_logged(tmp_path: Path, caplog: pyt
 async def test_postgres_without_its_package_is_refused_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.storage.find_spec", lambda _: None)
+    monkeypatch.setattr("coterie.stores.open.find_spec", lambda _: None)
     (tmp_path / "coterie.toml").write_text('[store]\nurl = "postgresql://me@127.0.0.1/society"\n')
     with pytest.raises(ConfigError, match="PostgreSQL needs a package"):
         await Society.start(tmp_path)

@@ -294,7 +294,7 @@ async def test_a_service_that_says_nothing_fails_its_trial_in_time(
 
     from coterie.testing.model_faults import no_first_byte
 
-    monkeypatch.setattr("coterie.llm.trial.PATIENCE", timedelta(seconds=1))  # to connect takes a part of it
+    monkeypatch.setattr("coterie.llm.discovery.PATIENCE", timedelta(seconds=1))  # to connect takes a part of it
     server.default = no_first_byte()
     assert (await society.setup.test_entry("main", entry(server))).code == "timeout"
 

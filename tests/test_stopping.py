@@ -14,12 +14,12 @@ import pytest
 
 from coterie.agent.mcp import McpServers
 from coterie.agent.toolbox import Toolbox
+from coterie.agent_runtime import Crew
+from coterie.artifact_service import Library
 from coterie.bus import MessageBus
-from coterie.crew import Crew
 from coterie.errors import StoreUnavailable
-from coterie.library import Library
-from coterie.llm.models import Models
-from coterie.runtime import Society
+from coterie.llm.gateway import Models
+from coterie.society import Society
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock, ModelServer
 from coterie.testing.replies import Says
@@ -67,7 +67,7 @@ async def test_after_a_store_error_the_cleaner_cleans_again_and_a_stop_hands_tur
             raise LOST
 
     monkeypatch.setattr(Library, "tidy", tidy)
-    monkeypatch.setattr("coterie.runtime.TIDY_EVERY", timedelta(seconds=20))  # an hour has 3,600 sweeps
+    monkeypatch.setattr("coterie.society.TIDY_EVERY", timedelta(seconds=20))  # an hour has 3,600 sweeps
     held = asyncio.Event()
     server.script(Says("here"), Says("never said", gate=held), Says("after the restart"))
     society = await Society.start(home, clock=clock)

@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
+from coterie.config import shown, with_store_url, without_password, written_in
 from coterie.errors import StoreUnusable
-from coterie.store_url import shown, with_store_url, without_password, written_in
 
 NEW = "postgresql://me@there/it"
 

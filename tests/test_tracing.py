@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from coterie import Society
-from coterie.spans import Spans
+from coterie.otel import Spans
+from coterie.telemetry import Tracing, tracing_for
 from coterie.testing import Calls, Says, Status
-from coterie.tracing import Tracing, tracing_for
 from tests.agent.stage import Stage, each, stage
 
 
@@ -180,7 +180,7 @@ async def test_a_collector_named_in_the_environment_is_enough_and_an_unreachable
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
-    monkeypatch.setattr("coterie.spans.PATIENCE", 0.05)
+    monkeypatch.setattr("coterie.otel.PATIENCE", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     spans = tracing_for(nobody)
     assert isinstance(spans, Spans)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coterie.agent.tool_context import ToolContext
-    from coterie.agent.tools import tool
+    from coterie.agent.tools import ToolContext, tool
     from coterie.errors import CoterieError, Refused
     from coterie.messages import Message, Receipt
-    from coterie.runtime import Society
+    from coterie.society import Society
 
 __version__ = "0.1.0"
 
@@ -18,8 +17,8 @@ _HOMES = {
     "Message": "coterie.messages",
     "Receipt": "coterie.messages",
     "Refused": "coterie.errors",
-    "Society": "coterie.runtime",
-    "ToolContext": "coterie.agent.tool_context",
+    "Society": "coterie.society",
+    "ToolContext": "coterie.agent.tools",
     "tool": "coterie.agent.tools",
 }
 

@@ -1,6 +1,8 @@
 """The message bus: takes messages in, delivers delayed ones when they are due, tells watchers.
 
 Everything it promises is in the store before it says so; the bus itself can be thrown away at any moment.
+
+One reader of the event log, with a bounded queue: it may be slow, but it makes nobody wait.
 """
 
 from __future__ import annotations
@@ -16,14 +18,60 @@ import msgspec
 
 from coterie.artifacts import Artifact
 from coterie.clock import Clock, to_wire
-from coterie.drafts import check_delay, encode_payload, seal
-from coterie.errors import Refused, StoreError
-from coterie.messages import PERSON, Envelope, Message, Receipt
+from coterie.errors import Lagged, Refused, StoreError
+from coterie.events import Event
+from coterie.messages import PERSON, Envelope, Message, Receipt, check_delay, encode_payload, seal
 from coterie.store import Promotion, Store
 from coterie.supervision import supervise
-from coterie.watcher import Watcher
 
 log = logging.getLogger(__name__)
+
+
+class Watcher:
+    def __init__(self, store: Store, seen: int, size: int) -> None:
+        self._store, self._seen, self._size = store, seen, size
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._lagged = False
+
+    async def catch_up(self) -> None:
+        """Queue what is new. A full queue is marked and left alone: the log keeps what does not fit."""
+        while not self._lagged:
+            events = await self._store.events(self._seen, self._size)
+            for event in events:
+                if self._queue.qsize() >= self._size:
+                    self._lagged = True
+                    self._queue.put_nowait(None)
+                    return
+                self._queue.put_nowait(event)
+                self._seen = event.seq
+            if len(events) < self._size:
+                return
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def batch(self, limit: int) -> Sequence[Event]:
+        """What is new, at least one and at most `limit`; ends and lags as the iteration does."""
+        events = [await anext(self)]
+        while len(events) < limit and not self._queue.empty():
+            event = self._queue.get_nowait()
+            if event is None:
+                self._queue.put_nowait(None)  # the end is for the next call
+                break
+            events.append(event)
+        return events
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        event = await self._queue.get()
+        if event is not None:
+            return event
+        if self._lagged:
+            raise Lagged(self._seen)
+        raise StopAsyncIteration
+
 
 SWEEP = timedelta(seconds=1)
 """However a wake-up may get lost, nothing is later than this (002 R2.3)."""

@@ -3,23 +3,98 @@
 A wrong value where a society as a whole is described refuses the start, because running with another store or another
 address than the owner meant would be a lie. A wrong agent is left out and reported; the others run. An unknown key is
 reported, with the known one that was probably meant.
+
+`store.url`: where a society is kept, as people may see it, and as it stands in coterie.toml.
+
+Reading the owner's files again: what counts at once, what at the next start, what does not fit together.
+
+The folder a society lives in.
+
+Where a running society listens: a note in its folder, for whoever wants to talk to it from the same machine.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal
 
+from coterie import __version__
 from coterie.agents import ID
-from coterie.errors import ConfigError, Problem
+from coterie.errors import ConfigError, Problem, StoreUnusable
+from coterie.files import write_private
 from coterie.messages import RESERVED
-from coterie.store_url import SQLITE, is_shared_url
 from coterie.text import clean, nearest
+
+SQLITE = "sqlite"
+SHARED = ("postgresql://", "postgres://")
+_URL_LINE = re.compile(r"^[ \t]*(store\.)?url[ \t]*=.*$", re.MULTILINE)
+_TABLE_LINE = re.compile(r"^[ \t]*\[[ \t]*store[ \t]*\].*$", re.MULTILINE)
+
+
+def is_shared_url(text: str) -> bool:
+    return text.startswith(SHARED)
+
+
+def without_password(url: str) -> str:
+    """The same place; who goes there brings the password from PGPASSWORD or ~/.pgpass."""
+    # Put together from its own letters: PostgreSQL does not read every spelling that other URLs may have.
+    place, _, settings = url.partition("?")
+    scheme, _, rest = place.partition("://")
+    authority, slash, name = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    kept = "&".join(one for one in settings.split("&") if one.partition("=")[0] != "password")
+    return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{name}" + (f"?{kept}" if kept else "")
+
+
+def shown(url: str) -> str:
+    """For messages: neither a password nor settings."""
+    return without_password(url).partition("?")[0] if is_shared_url(url) else url
+
+
+def written_in(text: str) -> str:
+    """What a coterie.toml says; one that cannot be read says nothing."""
+    try:
+        url = tomllib.loads(text).get("store", {}).get("url", SQLITE)
+    except (tomllib.TOMLDecodeError, AttributeError):
+        return SQLITE
+    return url if isinstance(url, str) else SQLITE
+
+
+def with_store_url(text: str, url: str) -> str:
+    """The text of a coterie.toml that names another store, and is otherwise what it was to the letter."""
+    before = _parsed(text)
+    if before is not None and isinstance(table := before.get("store", {}), dict):
+        wanted = before | {"store": table | {"url": url}}
+        for changed in _attempts(text, url):
+            if _parsed(changed) == wanted:
+                return changed
+    raise StoreUnusable("coterie.toml cannot be read or changed by machine: write store.url on a line of its own in it")
+
+
+def _attempts(text: str, url: str) -> Iterator[str]:
+    """Wherever it may have to stand; only the right one means what is wanted."""
+    line = f"url = {json.dumps(url)}"
+    for found in _URL_LINE.finditer(text):
+        yield f"{text[: found.start()]}{found[1] or ''}{line}{text[found.end() :]}"
+    for found in _TABLE_LINE.finditer(text):
+        yield f"{text[: found.end()]}\n{line}{text[found.end() :]}"
+    yield f"{text.rstrip()}\n\n[store]\n{line}\n".lstrip()
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+
 
 FILE = "coterie.toml"
 Check = Callable[[Any], str | None]
@@ -319,3 +394,99 @@ def _shown(value: Any) -> str:
         case list():
             return "a list"
     return str(value)
+
+
+def running(now: Config, read: Config) -> Config:
+    """`read`, but for what is in use since the start: the address, the engine, the tool servers."""
+    store = replace(now.store, keep_days=read.store.keep_days)
+    return replace(read, server=now.server, store=store, mcp=now.mcp)
+
+
+def after_restart(now: Config, read: Config) -> list[Problem]:
+    """What was changed and does not count yet."""
+    kept = running(now, read)
+    changed = [name for name in ("server", "store", "mcp") if getattr(kept, name) != getattr(read, name)]
+    return [Problem(f"{FILE}: {name}", "the change takes effect at the next start") for name in changed]
+
+
+def unknown_service(agent: str, service: str, known: Sequence[str]) -> Problem:
+    meant = nearest(service, set(known))
+    hint = f', did you mean "{meant}"?' if meant else ""
+    return Problem(f"{FILE}: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}')
+
+
+TEMPLATES = ("coterie.toml", "llmservices.json")
+"""Files that nobody else has: where one is, a society is."""
+TOOLS = "tools.py"
+
+
+@dataclass(frozen=True, slots=True)
+class SocietyFolder:
+    path: Path
+
+    @property
+    def data(self) -> Path:
+        """What the runtime keeps; nobody else's business, so mode 0700."""
+        return self.path / "data"
+
+    @property
+    def artifacts(self) -> Path:
+        return self.data / "artifacts"
+
+    @property
+    def exists(self) -> bool:
+        return self.data.is_dir() or any((self.path / name).exists() for name in TEMPLATES)
+
+    def make(self) -> list[Path]:
+        """See that the folder is there; a new one gets commented templates. What was written."""
+        try:
+            if self.exists:
+                self.data.mkdir(mode=0o700, exist_ok=True)
+                return []
+            self.data.mkdir(mode=0o700, parents=True)
+            return [self._write(name) for name in (*TEMPLATES, TOOLS) if not (self.path / name).exists()]
+        except OSError as error:
+            raise StoreUnusable(
+                f"{self.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
+            ) from error
+
+    def _write(self, name: str) -> Path:
+        target = self.path / name
+        target.write_bytes((files("coterie") / "templates" / name).read_bytes())
+        return target
+
+
+FILE_ADDRESS = "server.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    url: str
+    """Without a stroke at its end: `http://127.0.0.1:8642`."""
+    pid: int
+    """Who listens there. The folder's lock says whether that process still runs the society."""
+    version: str = __version__
+    token: str | None = field(default=None, repr=False)
+    """One that was given to the server, which keeps none in its folder; it lies here for as long as it listens."""
+
+
+def leave_address(data: Path, address: Address) -> None:
+    """Once it listens there, and not before."""
+    write_private(data / FILE_ADDRESS, json.dumps(asdict(address)).encode())
+
+
+def take_address_back(data: Path) -> None:
+    with suppress(FileNotFoundError):
+        (data / FILE_ADDRESS).unlink()
+
+
+def find_address(data: Path) -> Address | None:
+    """What was left last. Half a note, or one of another kind, is none."""
+    try:
+        note = json.loads((data / FILE_ADDRESS).read_bytes())
+        token = note.get("token")
+        return Address(
+            url=str(note["url"]), pid=int(note["pid"]), version=str(note["version"]), token=token and str(token)
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None

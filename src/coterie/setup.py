@@ -1,10 +1,14 @@
-"""The model services of a running society: what there is, what could be, and changing it."""
+"""The model services of a running society: what there is, what could be, and changing it.
+
+llmservices.json as a text that programs change: one entry at a time, everything else as its owner wrote it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import itertools
+import json
 import logging
 import os
 import re
@@ -12,23 +16,124 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coterie.agent.directory import Directory
+from coterie.agent.service import Directory
 from coterie.clock import Clock
+from coterie.config import SocietyFolder
 from coterie.errors import ConfigError, Problem, Refused, StoreUnavailable
-from coterie.folder import SocietyFolder
-from coterie.llm.offers import Offer, keys_found, servers_found
-from coterie.llm.providers.make import TOUR, make_service
-from coterie.llm.registry import Services, read_file
-from coterie.llm.secrets import SecretsFile, keys_from
+from coterie.files import write_whole
+from coterie.llm.config import FILE, SecretsFile, ServiceEntry, Services, keys_from, parse, read_file, read_services
+from coterie.llm.discovery import Offer, Trial, Trials, keys_found, servers_found, try_out
+from coterie.llm.providers.factory import TOUR, make_service
 from coterie.llm.service import LLMService, UnknownService
-from coterie.llm.service_entry import ServiceEntry
-from coterie.llm.services_edit import Destination, ServicesText, as_written, reference
-from coterie.llm.services_file import FILE, read_services
-from coterie.llm.trial import Trial, try_out
-from coterie.llm.trials import Trials
-from coterie.private_file import write_whole
 
 log = logging.getLogger(__name__)
+
+# What a listing adds to an entry; a page that sends an entry back as it got it does not mean to write these.
+_ONLY_SHOWN = ("problems", "trial", "usedBy", "tour")
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+Destination = tuple[str, str]
+"""Provider and address: what decides who gets the key."""
+_ASSUMED = {"input": ["text"], "output": ["text"]}
+
+
+class ServicesText:
+    """Parsed once, changed, and written again. `ConfigError` when it is no object with an array of services."""
+
+    def __init__(self, data: bytes | None) -> None:
+        top = {} if data is None else parse(data)
+        if not isinstance(top, dict):
+            raise _unusable("", "expected an object")
+        if top.get("services") is None:
+            top["services"] = []
+        if not isinstance(top["services"], list):
+            raise _unusable("services", "expected an array")
+        self._top: dict[str, Any] = top
+        self._services: list[Any] = top["services"]
+
+    def ids(self) -> list[str]:
+        """The ids in their order; empty where an entry has none."""
+        return [str(item.get("id") or "").strip() if isinstance(item, dict) else "" for item in self._services]
+
+    def entry(self, service_id: str) -> dict[str, Any] | None:
+        """The one that counts: of two with the same id, the first."""
+        return next((self._services[i] for i, one in enumerate(self.ids()) if one == service_id), None)
+
+    def put(self, service_id: str, fields: Mapping[str, Any]) -> None:
+        """The entry has these fields; those it had and that are not named stay, one that is null goes."""
+        entry = self.entry(service_id)
+        if entry is None:
+            entry = {"id": service_id}
+            self._services.append(entry)
+        for name, value in fields.items():
+            if name in _ONLY_SHOWN or name == "id":
+                continue
+            if value is None:
+                entry.pop(name, None)
+            else:
+                entry[name] = value
+
+    def remove(self, service_id: str) -> bool:
+        kept = [item for item, one in zip(self._services, self.ids(), strict=True) if one != service_id]
+        removed = len(kept) < len(self._services)
+        self._services[:] = kept
+        return removed
+
+    def key_name(self, service_id: str) -> str | None:
+        """The name that the entry's key goes by, where it is a reference."""
+        return reference((self.entry(service_id) or {}).get("apiKey"))
+
+    def names_in_use(self) -> set[str]:
+        return {name for item in self._services if isinstance(item, dict) and (name := reference(item.get("apiKey")))}
+
+    def destination(self, service_id: str) -> Destination | None:
+        """Where requests of the service go; None if there is no such entry."""
+        entry = self.entry(service_id)
+        return None if entry is None else destination(entry)
+
+    def destinations_of_key(self, name: str) -> set[Destination]:
+        """Where the key of that name is sent."""
+        entries = [item for item in self._services if isinstance(item, dict)]
+        return {destination(item) for item in entries if reference(item.get("apiKey")) == name}
+
+    def data(self) -> bytes:
+        try:
+            text = json.dumps(self._top, ensure_ascii=False, indent=2, allow_nan=False)
+        except ValueError:
+            raise _unusable("", "holds a number too large to be written again") from None
+        # Half of a character can be written in JSON, but only as an escape.
+        return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
+def destination(entry: Mapping[str, Any]) -> Destination:
+    """Provider and address of an entry, the same however they are written."""
+    provider, url = (str(entry.get(name) or "").strip() for name in ("provider", "baseURL"))
+    scheme, mark, rest = url.rstrip("/").partition("://")
+    host, slash, path = rest.partition("/")
+    return provider.lower() or "openai", f"{scheme.lower()}{mark}{host.lower()}{slash}{path}"
+
+
+def reference(value: object) -> str | None:
+    found = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+    return found[1] if found else None
+
+
+def as_written(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry as a listing shows it, as the file has it: without what was inferred, masked or noted beside it."""
+    written = dict(fields)
+    key = written.get("apiKey")
+    if isinstance(key, str) and key.startswith("…"):
+        del written["apiKey"]
+    capabilities = written.get("capabilities")
+    if isinstance(capabilities, dict) and "source" in capabilities:
+        told = {name: value for name, value in capabilities.items() if name != "source"}
+        inferred = capabilities["source"] == "inferred" and told == _ASSUMED
+        written["capabilities"] = None if inferred else told
+    return written
+
+
+def _unusable(path: str, message: str) -> ConfigError:
+    return ConfigError([Problem(f"{FILE}: {path}" if path else FILE, f"{message}: mend the file first", fatal=True)])
+
 
 Reload = Callable[[], Awaitable[None]]
 _PLACE = re.compile(r"services\[(\d+)\](?:\.(.*))?$")

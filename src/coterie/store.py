@@ -3,19 +3,27 @@
 The port speaks in transitions: each write method is one transaction, wholly done and durable when it returns, or not
 done at all. Time is the engine's own (the machine's clock for SQLite, the database's for PostgreSQL), so callers hand
 in and get back durations and never compare clocks.
+
+The processes whose agents work: who they are, and what each has done.
+
+How much a society has done, in numbers.
+
+What a storage engine shows to people: everything at one glance, conversations, tool runs, what it all cost.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import EPOCH
+from coterie.clock import EPOCH, to_wire
 from coterie.events import Event
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 
@@ -275,4 +283,219 @@ class Store(Protocol):
 
     async def backup(self, target: Path) -> None:
         """A consistent copy of everything but artifact bytes, durable at `target`; writers go on meanwhile."""
+        ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one process has counted since it began."""
+
+    heartbeats: int = 0
+    """How often it has told the others that it lives. Where one process owns all, there is nobody to tell."""
+    fenced: int = 0
+    """Writes that counted for nothing, because another worker had taken the agent over."""
+    takeovers: int = 0
+    """Turns taken over from a worker that was gone, without having let go of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    id: str | None
+    """As agents name it. None: its agents do not work."""
+    name: str
+    """For people: `host/pid`."""
+    since: datetime
+    seen_at: datetime
+    claims: int
+    """Agents it is at work on."""
+    heartbeats: int
+    fenced: int
+    takeovers: int
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "since": to_wire(self.since),
+            "seenAt": to_wire(self.seen_at),
+            "claims": self.claims,
+            "heartbeats": self.heartbeats,
+            "fencedWrites": self.fenced,
+            "leaseTakeovers": self.takeovers,
+        }
+
+
+class Staffed(Protocol):
+    async def workers(self) -> Sequence[Worker]:
+        """Those that live, by name."""
+        ...
+
+
+def name_of(pid: int | None = None) -> str:
+    """Of a process on this machine; our own when none is named."""
+    return f"{socket.gethostname()}/{os.getpid() if pid is None else pid}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Of one moment. What was pruned is no longer counted."""
+
+    seq: int
+    """The last event that `events` counts."""
+    events: Mapping[str, int]
+    """By kind, behind the event that was asked for."""
+    turns: int
+    """That were begun."""
+    model_calls: Mapping[str, int]
+    """By outcome: `used` or `withdrawn`."""
+    tool_calls: Mapping[str, int]
+    """By state."""
+    withdrawn_plans: int
+    waiting: int
+    """Messages in mailboxes of agents."""
+    fullest: int
+    """The longest of those mailboxes."""
+    delayed: int
+    agents: Mapping[str, int]
+    """By state."""
+
+
+class Counted(Protocol):
+    async def statistics(self, after: int) -> Statistics:
+        """`after`: only events behind this one are counted."""
+        ...
+
+
+SHOWN = 200
+"""The longest a list gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    """The person's conversation with one agent."""
+
+    agent_id: str
+    last: Message
+    unread: int
+    """Messages of the agent that the person has not read."""
+    first_unread: str | None
+    """The oldest of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything as it was at event `seq`, each list cut at `SHOWN` with its full count beside it."""
+
+    seq: int
+    agents: Sequence[Agent]
+    agent_count: int
+    threads: Sequence[Thread]
+    """Those with at least one message, the one spoken in last first."""
+    thread_count: int
+    queues: Sequence[Message]
+    """What waits for agents, by agent, in mailbox order."""
+    queue_count: int
+    delayed: Sequence[Message]
+    delayed_count: int
+    open_questions: Sequence[Message]
+    """Newest first."""
+    question_count: int
+    paused: bool = False
+    """The whole society is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """One tool call of a plan, for people to look at."""
+
+    call_id: str
+    name: str
+    arguments: str
+    state: str
+    """`planned`, `gated`, `started`, `done`, `failed`, `cancelled` or `unknown`."""
+    result: str
+    started_at: datetime | None
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What an agent's model wanted to do at one step, and what became of it."""
+
+    seq: int
+    """The cursor of the listing."""
+    agent_id: str
+    turn_no: int
+    step_no: int
+    text: str
+    outcome: Literal["open", "closed", "withdrawn"]
+    interrupted_by: str | None
+    """The message that withdrew it, or cut it short."""
+    at: datetime
+    calls: Sequence[CallRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    day: str
+    """`2026-11-15`, in UTC."""
+    agent_id: str
+    service: str
+    requests: int
+    withdrawn: int
+    """Requests whose answer was withdrawn by an interruption."""
+    input_tokens: int
+    output_tokens: int
+    estimated_tokens: int
+    """How many of both are our own estimate: the service did not report them, or the answer was cut off."""
+
+
+class Overview(Protocol):
+    async def snapshot(self) -> Snapshot:
+        """Of one moment: whoever goes on with the events behind `seq` misses nothing and sees nothing twice."""
+        ...
+
+    async def thread(
+        self,
+        agent_id: str,
+        *,
+        before: str | None = None,
+        after: str | None = None,
+        around: str | None = None,
+        limit: int = 50,
+    ) -> Sequence[Message]:
+        """The conversation, oldest first: the latest part, or the part next to the message named.
+
+        `Refused("unknown_message")` when that one is not in this thread.
+        """
+        ...
+
+    async def clear_thread(self, agent_id: str) -> int:
+        """The conversation and what the agent remembers are gone; how many messages were. Its other mail stays.
+
+        `Refused("agent_busy")` while the agent is at work.
+        """
+        ...
+
+    async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
+        """How many messages of each conversation the person has not read."""
+        ...
+
+    async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
+        """Messages with quick replies to the person that nobody has answered, newest first."""
+        ...
+
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        """Tool runs and withdrawn plans, newest first."""
+        ...
+
+    async def usage(self, since: datetime) -> Sequence[Usage]:
+        """By day, agent and service, newest day first."""
+        ...
+
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
+        """Messages whose text contains all of `words`, in any case, newest first."""
+        ...
+
+    async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
+        """Newest first, behind the artifact `ref`."""
         ...

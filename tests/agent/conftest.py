@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.directory import Directory
-from coterie.agent.profile import Profile
-from coterie.agent.tool_context import ToolContext
-from coterie.library import Library
-from coterie.llm.adapter import ContentAdapter
-from coterie.llm.refusals import Refusals
-from coterie.llm.registry import Services
-from coterie.llm.router import CapabilityRouter
+from coterie.agent.service import Directory
+from coterie.agent.tools import ToolContext
+from coterie.agents import Profile
+from coterie.artifact_service import Library
+from coterie.llm.config import ServiceEntry, Services
+from coterie.llm.learned_limits import Refusals
+from coterie.llm.routing import CapabilityRouter, ContentAdapter
 from coterie.llm.service import Capabilities
-from coterie.llm.service_entry import ServiceEntry
 from coterie.messages import Payload, Receipt
 from coterie.store import Store
-from coterie.stores.folder import FolderBytes
+from coterie.stores.blobs import FolderBytes
 from coterie.testing import FakeClock
 from tests.agent.mcp_room import SERVER, HttpServer, Room
 

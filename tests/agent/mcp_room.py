@@ -12,9 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from coterie.agent.mcp import McpServers
-from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import ToolResult
+from coterie.agent.tools import ToolContext, ToolResult
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
 from tests.faults.harness import patience

@@ -14,7 +14,7 @@ from coterie import Message, Society
 from coterie.clock import Clock
 from coterie.testing import ModelServer
 from coterie.testing.model_server import Received, Reply
-from coterie.turns import HistoryRow
+from coterie.turn_store import HistoryRow
 
 TOOLS = """
 from coterie import tool

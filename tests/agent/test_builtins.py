@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coterie.agent.builtins import MAX_READ, built_in_tools
-from coterie.agent.directory import Directory
-from coterie.agent.tool_context import ToolContext
+from coterie.agent.service import Directory
 from coterie.agent.toolbox import Toolbox
+from coterie.agent.tools import ToolContext
 from coterie.bus import MessageBus
 from coterie.store import Store
 

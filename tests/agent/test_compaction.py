@@ -7,11 +7,11 @@ from pathlib import Path
 from coterie.agent.compaction import DIGEST, cut, digest, estimated, summary_request, weight
 from coterie.agent.context import SET_ASIDE
 from coterie.clock import EPOCH
-from coterie.llm.chat import Request, SystemSaid
+from coterie.llm.types import Request, SystemSaid
 from coterie.messages import Message
 from coterie.testing.replies import tokens
 from coterie.testing.wire import Received
-from coterie.turns import HistoryRow
+from coterie.turn_store import HistoryRow
 from tests.agent.stage import stage
 
 

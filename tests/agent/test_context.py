@@ -12,18 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.agent.context import SET_ASIDE, build_request, letter
+from coterie.agent.context import NAMED, SET_ASIDE, Prompts, build_request, letter
 from coterie.agent.context import said as said_as
-from coterie.agent.directory import Directory
-from coterie.agent.profile import Profile
-from coterie.agent.prompt import NAMED, Prompts
+from coterie.agent.service import Directory
+from coterie.agents import Profile
 from coterie.ids import new_id
-from coterie.llm.chat import AssistantSaid, Attachment, Call, SystemSaid, Text, ToolSaid, UserSaid
-from coterie.llm.registry import Services
+from coterie.llm.config import ServiceEntry, Services
 from coterie.llm.service import Capabilities
-from coterie.llm.service_entry import ServiceEntry
+from coterie.llm.types import AssistantSaid, Attachment, Call, SystemSaid, Text, ToolSaid, UserSaid
 from coterie.messages import Message
-from coterie.turns import HistoryRow
+from coterie.turn_store import HistoryRow
 from tests.llm.room import Room
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)

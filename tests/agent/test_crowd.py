@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from coterie import Society
-from coterie.llm.models import Models
+from coterie.llm.gateway import Models
 from coterie.testing import ModelServer
 from coterie.testing.model_server import Plays, Received
 from coterie.testing.replies import chunk

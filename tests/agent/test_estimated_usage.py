@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from coterie.clock import EPOCH
-from coterie.overview import Usage
+from coterie.store import Usage
 from coterie.testing.model_server import Calls, Plays, Says, Status
 from coterie.testing.replies import chunk
 from coterie.testing.wire import Received, Wire

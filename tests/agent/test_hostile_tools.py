@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.agent.owner_tools import load_owner_tools
-from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import tool, tool_of
+from coterie.agent.tools import ToolContext, tool, tool_of
+from coterie.agent.user_tools import load_owner_tools
 from coterie.errors import Refused
 from coterie.testing import ModelServer
 from coterie.testing.replies import Calls, Says

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.cli.logs import JsonLines
-from coterie.logctx import Context
+from coterie.telemetry import Context
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import stage
 

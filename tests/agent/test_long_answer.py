@@ -6,10 +6,10 @@ import asyncio
 import json
 from pathlib import Path
 
-from coterie.agent.long_answer import fit_answer
 from coterie.artifacts import Artifact
-from coterie.drafts import MAX_PAYLOAD_BYTES
-from coterie.store_url import with_store_url
+from coterie.config import with_store_url
+from coterie.messages import MAX_PAYLOAD_BYTES
+from coterie.stores.sql.replies import fit_answer
 from coterie.testing.model_server import Calls, Plays, Received, Says
 from coterie.testing.replies import chunk
 from coterie.testing.wire import Wire

@@ -28,7 +28,7 @@ DIE_ONCE = Says(calls=(Calls("demo__die_once"),))
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A society begins when its servers are there or known to be absent, however busy the machine is."""
-    monkeypatch.setattr("coterie.crew.MCP_PATIENCE", timedelta(minutes=10))
+    monkeypatch.setattr("coterie.agent_runtime.MCP_PATIENCE", timedelta(minutes=10))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.mcp_stderr import LAST, LINES, MAX_LINE, PERIOD, Stderr
+from coterie.agent.mcp_connection import LAST, LINES, MAX_LINE, PERIOD, Stderr
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
 from tests.agent.mcp_room import Room, as_child, error_of, until

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.owner_tools import OwnerTools, load_owner_tools
-from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
+from coterie.agent.tools import ToolContext
+from coterie.agent.user_tools import OwnerTools, load_owner_tools
 
 GOOD = """
 from coterie.agent.tools import tool

@@ -131,8 +131,8 @@ async def test_a_service_without_tools_is_told_results_that_cannot_open_a_frame(
         rows = await here.society.store.history("ada")
         mark = shown_marks(here.server.requests[0])[0]
     from coterie.agent.context import build_request, said
-    from coterie.llm.providers.openai_dialect import Dialect
-    from coterie.turns import HistoryRow
+    from coterie.llm.providers.openai import Dialect
+    from coterie.turn_store import HistoryRow
 
     changed = [
         HistoryRow(seq=row.seq, turn_no=row.turn_no, role="tool", text=forged(mark), call_id=row.call_id)

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.agent.directory import Directory
-from coterie.agent.profile import Profile
-from coterie.agent.registrar import MAX_CHILDREN, MAX_FAMILY, Registrar
+from coterie.agent.service import MAX_CHILDREN, MAX_FAMILY, Directory, Registrar
+from coterie.agents import Profile
 from coterie.errors import Refused
-from coterie.llm.registry import Services
+from coterie.llm.config import ServiceEntry, Services
 from coterie.llm.service import UnknownService
-from coterie.llm.service_entry import ServiceEntry
 from coterie.store import Store
 from coterie.testing import Calls, Says
 from coterie.testing.model_server import Reply

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.agent.directory import Directory
-from coterie.agent.profile import Profile
-from coterie.agent.registrar import Registrar
-from coterie.agents import Agent
+from coterie.agent.service import Directory, Registrar
+from coterie.agents import Agent, Profile
 from coterie.errors import Refused
-from coterie.llm.registry import Services
-from coterie.llm.service_entry import ServiceEntry
+from coterie.llm.config import ServiceEntry, Services
 from coterie.store import Store
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import Calls, Says

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.agent.turn import MAX_SHOWN, Run
 from coterie.errors import Refused
 from coterie.messages import Message
 from coterie.testing import Calls, Says
-from coterie.turns import Claim
+from coterie.turn import MAX_SHOWN, Run
+from coterie.turn_store import Claim
 
 from .stage import TOOLS, Bell, Stage, stage
 

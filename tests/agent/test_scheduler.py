@@ -13,7 +13,7 @@ from coterie.agent.scheduler import Scheduler
 from coterie.live import Draft
 from coterie.testing.replies import Plays, Reply, chunk
 from coterie.testing.wire import Received, Wire
-from coterie.turns import Claim
+from coterie.turn_store import Claim
 from tests.agent.stage import Stage, stage
 
 PATIENCE = 20

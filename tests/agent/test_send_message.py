@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coterie.agent.llm_handler import TO_ONE
-from coterie.agent.send_message import SEND_MESSAGE, send_message
+from coterie.agent.builtins import SEND_MESSAGE, send_message
+from coterie.agent.runner import TO_ONE
 from coterie.bus import MessageBus
 from coterie.store import Store
 from coterie.testing import Calls, FakeClock, Says

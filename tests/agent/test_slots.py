@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from coterie.agent.slots import Slot, Slots
+from coterie.agent.scheduler import Slot, Slots
 
 
 async def settle() -> None:

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import OnLoop, OnToolLoop, Tool, ToolResult, tool, tool_of
+from coterie.agent.tools import OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, tool, tool_of
 from coterie.messages import Receipt
 from coterie.testing import Calls, Says
 
@@ -289,12 +288,12 @@ async def test_the_loop_of_the_society_is_watched_too(
                 said.set()
 
     heard = Heard()
-    logging.getLogger("coterie.agent.tool_loop").addHandler(heard)
+    logging.getLogger("coterie.agent.user_tools").addHandler(heard)
     try:
         await asyncio.sleep(0)
         assert said.wait(60)  # blocks this loop until the log says so
     finally:
-        logging.getLogger("coterie.agent.tool_loop").removeHandler(heard)
+        logging.getLogger("coterie.agent.user_tools").removeHandler(heard)
 
 
 BLOCKING = """

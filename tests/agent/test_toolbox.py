@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from coterie.agent.owner_tools import load_owner_tools
-from coterie.agent.tool_context import ToolContext
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import Tool, ToolResult, tool, tool_of
+from coterie.agent.tools import Tool, ToolContext, ToolResult, tool, tool_of
+from coterie.agent.user_tools import load_owner_tools
 from coterie.errors import Refused
 from tests.faults.harness import patience
 
@@ -691,7 +690,7 @@ import asyncio, sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from coterie.agent.owner_tools import load_owner_tools
+from coterie.agent.user_tools import load_owner_tools
 from coterie.agent.toolbox import Toolbox
 
 ctx = SimpleNamespace(agent_id="ada", idempotency_key="k", artifacts=None)

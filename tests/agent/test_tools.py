@@ -12,9 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coterie.agent.tool_context import ToolContext
-from coterie.agent.tool_parameters import BadArguments, BadTool
-from coterie.agent.tools import InProcess, InThread, OnLoop, Tool, tool, tool_of
+from coterie.agent.tools import BadArguments, BadTool, InProcess, InThread, OnLoop, Tool, ToolContext, tool, tool_of
 
 if TYPE_CHECKING:
     from decimal import Decimal

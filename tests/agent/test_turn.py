@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coterie.agent import turn as turn_module
-from coterie.agent.turn import (
+from coterie import turn as turn_module
+from coterie.llm.types import Call
+from coterie.turn import (
     DENIED,
     MAX_SHOWN,
     NOT_EXECUTED,
@@ -57,7 +58,6 @@ from coterie.agent.turn import (
     Write,
     reduce,
 )
-from coterie.llm.chat import Call
 
 W = TypeVar("W", bound=Write)
 

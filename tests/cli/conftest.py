@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie.inspection import Inspection
+from coterie.admin.inspect import Inspection
 from coterie.messages import Message
-from coterie.runtime import Society
+from coterie.society import Society
 
 from .door import coterie
 from .stage import Stage

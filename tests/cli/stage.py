@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from coterie.cli.front_door import FrontDoor
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import ModelServer
 from coterie.testing.replies import Reply, Says
 

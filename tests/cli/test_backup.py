@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.folder import SocietyFolder
-from coterie.inspection import Inspection, bytes_path, stored_bytes
+from coterie.admin.inspect import Inspection, bytes_path, stored_bytes
+from coterie.config import SocietyFolder
 
 from .conftest import delayed, schedule, waiting
 from .door import Serving, coterie
@@ -250,7 +250,7 @@ def test_a_society_that_contradicts_itself_is_not_put_in_place(full: Path, tmp_p
 def test_a_restore_that_is_terminated_leaves_nothing(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.restore._make_ready", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("coterie.admin.restore._make_ready", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
     assert coterie("restore", archive, "--dir", tmp_path / "new").code == 143
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.address import FILE, Address, leave_address
-from coterie.stores.sqlite.lock import FolderLock
+from coterie.config import FILE_ADDRESS, Address, leave_address
+from coterie.stores.sqlite.connection import FolderLock
 
 from .door import coterie
 from .stage import Stage
@@ -27,7 +27,7 @@ def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs
     data = stage.folder / "data"
 
     assert coterie("send", "ada", "x", "--dir", stage.folder).code == 0
-    assert (data / FILE).stat().st_mode & 0o777 == 0o600
+    assert (data / FILE_ADDRESS).stat().st_mode & 0o777 == 0o600
     stage.stop_serving()
 
     assert not [file for file in data.iterdir() if file.is_file() and b"given-by-hand" in file.read_bytes()]
@@ -182,5 +182,5 @@ def test_the_shell_completes_agents_from_the_folder(either: Stage) -> None:
 
 
 def _rewrite(folder: Path, **other: str) -> None:
-    note = folder / "data" / FILE
+    note = folder / "data" / FILE_ADDRESS
     note.write_text(json.dumps(json.loads(note.read_text()) | other))

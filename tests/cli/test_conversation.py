@@ -8,7 +8,7 @@ import pytest
 from coterie.cli.conversation import Line, Speech, Unread
 from coterie.cli.in_process import OwnConversation
 from coterie.errors import Refused
-from coterie.runtime import Society
+from coterie.society import Society
 from tests.faults.harness import patience
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import coterie as package
-from coterie.folder import SocietyFolder
+from coterie.config import SocietyFolder
 
 from .conftest import schedule
 from .door import coterie, coterie_process
@@ -123,7 +123,7 @@ def test_importing_coterie_costs_next_to_nothing() -> None:
 
 
 def test_help_waits_for_nothing_that_only_a_command_needs() -> None:
-    heavy = {"asyncio.events", "coterie.runtime", "httpx", "msgspec", "pydantic", "rich", "sqlite3", "tarfile"}
+    heavy = {"asyncio.events", "coterie.society", "httpx", "msgspec", "pydantic", "rich", "sqlite3", "tarfile"}
 
     assert _loaded_by("import sys; sys.argv[1:] = ['--help']; from coterie.cli import main; main()") & heavy == set()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.owner_tools import load_owner_tools
+from coterie.agent.user_tools import load_owner_tools
 
 from .door import coterie
 

@@ -15,7 +15,7 @@ from coterie.ids import new_id
 from coterie.stores.postgres import migrate as shared_schema
 from coterie.stores.postgres.connection import connect
 from coterie.stores.sqlite import migrate as file_schema
-from coterie.stores.sqlite.lock import FolderLock
+from coterie.stores.sqlite.connection import FolderLock
 
 from .conftest import schedule
 from .door import coterie
@@ -138,8 +138,8 @@ def test_of_many_who_migrate_at_once_one_does_and_all_succeed(shared: Path) -> N
 
 
 def _migrated(folder: Path) -> tuple[int, int]:
-    from coterie.folder import SocietyFolder
-    from coterie.migration import bring_up_to_date
+    from coterie.admin.migrate import bring_up_to_date
+    from coterie.config import SocietyFolder
 
     found = bring_up_to_date(SocietyFolder(folder))
     return found.before, found.newest

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.inspection import Inspection, bytes_path
-from coterie.stores.sqlite.connections import Durability, open_writer
-from coterie.stores.sqlite.lock import FolderLock
+from coterie.admin.inspect import Inspection, bytes_path
+from coterie.stores.sqlite.connection import Durability, FolderLock, open_writer
 
 from .conftest import delayed, schedule, waiting
 from .door import coterie, coterie_process
@@ -145,7 +144,7 @@ def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_sent(folder: Path, m
         return db
 
     with monkeypatch.context() as patched:
-        patched.setattr("coterie.stores.sqlite.database.open_writer", full)
+        patched.setattr("coterie.stores.sqlite.engine.open_writer", full)
         failure = coterie("send", "assistant", "x" * 100_000, "--dir", folder).failure
 
     assert failure.startswith("the disk is full: free some space")

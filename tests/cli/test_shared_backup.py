@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from coterie.config import read_config
-from coterie.store_url import with_store_url, without_password
-from coterie.stores.postgres.carrying import PostgresSource
-from coterie.stores.postgres.errand import errand
+from coterie.config import read_config, with_store_url, without_password
+from coterie.stores.postgres.connection import errand
+from coterie.stores.postgres.transfer import PostgresSource
 from tests.busy_society import CHART, busy_society
 from tests.engines import Postgres
 from tests.test_copying import contents, copied

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from coterie.address import Address, leave_address
+from coterie.config import Address, leave_address
 from tests.engines import Postgres
 
 from .door import coterie

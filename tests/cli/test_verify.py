@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.folder import SocietyFolder
-from coterie.inspection import bytes_path, stored_bytes
+from coterie.admin.inspect import bytes_path, stored_bytes
+from coterie.config import SocietyFolder
 
 from .conftest import schedule
 from .door import Outcome, coterie

@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from coterie.clock import SystemClock
-from coterie.runtime import Society
+from coterie.society import Society
+from coterie.store import name_of
 from coterie.testing import ModelServer
 from coterie.testing.model_faults import stall
-from coterie.web.access import Access
 from coterie.web.app import build_app
-from coterie.workers import name_of
+from coterie.web.auth import Access
 from tests.engines import Postgres
 
 from .door import coterie

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from coterie.ids import id_for, keyed_id
-from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON
-from coterie.stores.sql.secret import read_secret
+from coterie.stores.sql.connection import read_secret
+from coterie.stores.sql.invariants import INVARIANTS
 
 from .witness import Note
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import coterie.crew
+import coterie.agent_runtime
 import coterie.setup  # noqa: F401 - a society imports both when it begins to work; here they are there before the first fork
 from coterie import failpoints
 from coterie.stores.sqlite.migrate import migrations

@@ -9,15 +9,15 @@ import random
 import time
 from pathlib import Path
 
+from coterie.agent.builtins import SEND_MESSAGE
 from coterie.agent.context import build_request, said
-from coterie.agent.send_message import SEND_MESSAGE
 from coterie.clock import SystemClock
+from coterie.config import SocietyFolder
 from coterie.errors import Refused
-from coterie.folder import SocietyFolder
-from coterie.llm.providers.openai_dialect import Dialect
-from coterie.runtime import Society
+from coterie.llm.providers.openai import Dialect
+from coterie.society import Society
 from coterie.store import Page
-from coterie.stores.sql.approvals import VERDICTS
+from coterie.stores.sql.turn_rows import VERDICTS
 from coterie.testing.dialects import (
     anthropic_body,
     check_anthropic,

@@ -13,8 +13,8 @@ from datetime import timedelta
 from unittest.mock import patch
 
 from coterie.agent.compaction import ASK
-from coterie.llm.chat import Answer, Call, Delta, Request, SystemSaid, Text, ToolSaid, UserSaid
 from coterie.llm.service import LLMService, Terminal, TooLong, Transient
+from coterie.llm.types import Answer, Call, Delta, Request, SystemSaid, Text, ToolSaid, UserSaid
 from coterie.messages import PERSON
 
 from .witness import Witness
@@ -86,7 +86,7 @@ class Mind:
 @contextmanager
 def minds(make: Callable[[str], LLMService]) -> Iterator[None]:
     """Every society opened within asks `make(service_id)` instead of a provider."""
-    with patch("coterie.crew.make_service", lambda entry, clock: make(entry.id)):
+    with patch("coterie.agent_runtime.make_service", lambda entry, clock: make(entry.id)):
         yield
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
 
 from .disk import Disk

@@ -25,11 +25,11 @@ from unittest.mock import patch
 import psycopg
 
 from coterie.agent.context import SET_ASIDE
-from coterie.agent.llm_handler import LlmHandler
-from coterie.llm.adapter import on_one_line
-from coterie.llm.chat import Answer, AssistantSaid, Delta, Request, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.agent.runner import LlmHandler
+from coterie.llm.routing import on_one_line
 from coterie.llm.service import LLMService
-from coterie.turns import Claim
+from coterie.llm.types import Answer, AssistantSaid, Delta, Request, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.turn_store import Claim
 
 from .mind import is_summary
 from .witness import Note, Witness

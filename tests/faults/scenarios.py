@@ -16,9 +16,9 @@ from typing import Any
 from coterie import failpoints
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.llm.chat import Answer, Call, Request, UserSaid
+from coterie.llm.types import Answer, Call, Request, UserSaid
 from coterie.messages import PERSON, Receipt
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
 
 from .harness import patience

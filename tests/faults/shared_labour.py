@@ -16,10 +16,10 @@ from unittest.mock import patch
 from coterie.config import Config, read_config
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Receipt
-from coterie.runtime import Society
-from coterie.stores.postgres import leases
-from coterie.stores.sql import history, turns
-from coterie.turns import Claim, StaleOwner, View
+from coterie.society import Society
+from coterie.stores.postgres import cluster
+from coterie.stores.sql import claims, queries
+from coterie.turn_store import Claim, StaleOwner, View
 
 from .harness import patience
 from .labour import CLIENTS, THOUGHT, Judge, start, unfit
@@ -63,7 +63,7 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
 
     `sure`: it never doubts that it holds what it has claimed, so that nothing but the fence keeps it from writing.
     """
-    advance, view = turns.advance, history.view
+    advance, view = claims.advance, queries.view
 
     def watched(db: Any, post: Any, claim: Claim, *rest: Any) -> Claim:
         try:
@@ -83,12 +83,12 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
         config = read_config(folder)
         return replace(config, store=replace(config.store, lease_seconds=lease))  # type: ignore[arg-type]
 
-    doubt = 1e9 if sure else leases.UNSURE
+    doubt = 1e9 if sure else cluster.UNSURE
     with (
-        patch.object(turns, "advance", watched),
-        patch.object(history, "view", watched_view),
-        patch("coterie.runtime.read_config", shortened),
-        patch.object(leases, "UNSURE", doubt),
+        patch.object(claims, "advance", watched),
+        patch.object(queries, "view", watched_view),
+        patch("coterie.society.read_config", shortened),
+        patch.object(cluster, "UNSURE", doubt),
     ):
         yield
 

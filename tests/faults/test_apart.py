@@ -22,16 +22,16 @@ from coterie import bus
 from coterie.agent import scheduler
 from coterie.clock import SystemClock
 from coterie.config import Config, read_config
-from coterie.disk import HARD, LOOK_EVERY
 from coterie.errors import StoreUnavailable
-from coterie.llm.chat import Answer, Delta, Request
+from coterie.files import HARD, LOOK_EVERY
+from coterie.llm.types import Answer, Delta, Request
 from coterie.messages import PERSON, Receipt
-from coterie.runtime import Society
-from coterie.stores.postgres import listening as ears
-from coterie.stores.sql import post
+from coterie.society import Society
+from coterie.stores.postgres import cluster as ears
+from coterie.stores.sql import unit_of_work
 from coterie.stores.sql.jobs import Job
 from coterie.text import clean
-from coterie.web.stream import Hub
+from coterie.web.sse import Hub
 from tests.engines import Postgres
 from tests.web.test_stream import listening
 
@@ -107,7 +107,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, **store: Any) -> None:
         config = read_config(folder)
         return replace(config, store=replace(config.store, **store))
 
-    monkeypatch.setattr("coterie.runtime.read_config", changed)
+    monkeypatch.setattr("coterie.society.read_config", changed)
 
 
 async def soon(happens: Awaitable[T]) -> T:
@@ -427,7 +427,7 @@ async def test_one_that_commits_late_stands_where_it_commits_and_nobody_misses_i
 
     async with process(tmp_path / "a", url, work=False) as late, process(tmp_path / "b", url, work=False) as other:
         late_writer = late.store._writer._thread  # type: ignore[attr-defined]
-        monkeypatch.setattr(post, "hit", hold)
+        monkeypatch.setattr(unit_of_work, "hit", hold)
         async with other.bus.watch() as watcher:
             slow = asyncio.ensure_future(late.send(to="ada", text="late"))
             await asyncio.to_thread(waits.wait, SOON)

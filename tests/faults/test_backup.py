@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
 
 from .examiner import open_database, unsound

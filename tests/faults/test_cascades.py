@@ -98,7 +98,7 @@ async def test_two_agents_that_write_to_each_other_for_ever_are_stopped(engine: 
 async def test_agents_that_make_two_more_each_time_are_stopped(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.agent.registrar.MAX_FAMILY", FAMILY)
+    monkeypatch.setattr("coterie.agent.service.MAX_FAMILY", FAMILY)
 
     def mind(request: Received) -> Reply:
         spawn = Calls("spawn_agent", {"role": "scout", "task": "make two more"})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coterie.clock import SystemClock, to_ms
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock, ModelServer
 from coterie.testing.replies import Status
 from tests.faults.harness import patience

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from coterie.bus import Watcher
 from coterie.errors import Lagged
 from coterie.events import Event
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
-from coterie.watcher import Watcher
 
 from .examiner import open_database
 from .harness import patience

@@ -27,7 +27,7 @@ SENT = {**dict.fromkeys(("first", "second", "file", "late", "work"), "taken"), "
 def modules_of_a_running_society() -> set[Path]:
     """Every module of ours that the runtime imports, directly or not: only what is loaded can be hit."""
     root, found = Path(coterie.__file__).parent, set[Path]()
-    wanted = ["coterie.runtime"]
+    wanted = ["coterie.society"]
     while wanted:
         place = root.parent.joinpath(*wanted.pop().split("."))
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")

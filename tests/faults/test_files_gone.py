@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from coterie.errors import StoreError, StoreUnavailable
-from coterie.runtime import Society
-from coterie.stores.sqlite.files import LAST_COMMIT
+from coterie.society import Society
+from coterie.stores.sqlite.connection import LAST_COMMIT
 from coterie.testing import FakeClock
-from coterie.web.access import Access
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 
 from .examiner import open_database
 from .harness import ForkServer
@@ -232,16 +232,16 @@ def test_a_note_that_a_power_cut_left_in_pieces_raises_no_alarm(
 def test_commits_that_did_not_wait_for_the_disk_may_be_lost_with_the_machine_but_not_with_the_process(
     home: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.stores.sqlite import files
+    from coterie.stores.sqlite import connection
 
     toml = home / "coterie.toml"
     toml.write_text(f'[store]\ndurability = "relaxed"\n{toml.read_text()}')
     fork_server.run("send", home, text="stopped in order")
     data = killed(home, fork_server)
     (data / "coterie.db-wal").unlink()
-    assert files.lost_commits(data / "coterie.db")
-    monkeypatch.setattr(files, "boot_id", lambda: "another start of the machine")
-    assert files.lost_commits(data / "coterie.db") is None
+    assert connection.lost_commits(data / "coterie.db")
+    monkeypatch.setattr(connection, "boot_id", lambda: "another start of the machine")
+    assert connection.lost_commits(data / "coterie.db") is None
 
 
 def test_check_and_verify_tell_it_too(home: Path, fork_server: ForkServer) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from coterie.runtime import Society
+from coterie.society import Society
 from tests.engines import Postgres
 
 from .harness import patience

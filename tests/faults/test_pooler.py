@@ -17,9 +17,9 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from coterie.llm.chat import Answer
+from coterie.llm.types import Answer
 from coterie.messages import PERSON
-from coterie.runtime import Society
+from coterie.society import Society
 from tests.engines import Postgres
 
 from .mind import Mind, minds, speaker

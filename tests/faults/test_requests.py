@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.chat import Answer, AssistantSaid, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
-from coterie.runtime import Society
+from coterie.llm.types import Answer, AssistantSaid, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.society import Society
 
 from .mind import Deeds, Mind, minds
 from .requests import Item, compared, differences, seen_of_requests, shown, wrong_requests

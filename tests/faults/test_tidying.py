@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from coterie.artifacts import Artifact
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.store import Retention
-from coterie.stores.folder import FolderBytes
+from coterie.stores.blobs import FolderBytes
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from coterie.agent.turn import DENIED, NOT_EXECUTED
 from coterie.messages import PERSON, SYSTEM
-from coterie.stores.sql.approvals import APPROVE, question_id
-from coterie.stores.sql.secret import read_secret
+from coterie.stores.sql.connection import read_secret
+from coterie.stores.sql.turn_rows import APPROVE, question_id
+from coterie.turn import DENIED, NOT_EXECUTED
 
 from .examiner import Examination, message_id, open_database
 from .mind import BLOCKING

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from coterie.llm.chat import Answer, Call, Delta, Request, UserSaid
+from coterie.llm.types import Answer, Call, Delta, Request, UserSaid
 
 from .examiner import open_database, unsound
 from .harness import Child

@@ -10,18 +10,15 @@ from typing import Any
 
 import msgspec
 
-from coterie.agent.directory import Directory
-from coterie.agent.profile import Profile
-from coterie.artifacts import Artifact, StoredBytes
-from coterie.filetype import sniff
-from coterie.llm.adapter import ContentAdapter
-from coterie.llm.chat import Answer, Attachment, Delta, Inline, Request, Text, UserSaid
-from coterie.llm.models import Models
-from coterie.llm.refusals import Refusals
-from coterie.llm.registry import Services
-from coterie.llm.router import CapabilityRouter
+from coterie.agent.service import Directory
+from coterie.agents import Profile
+from coterie.artifacts import Artifact, StoredBytes, sniff
+from coterie.llm.config import ServiceEntry, Services
+from coterie.llm.gateway import Models
+from coterie.llm.learned_limits import Refusals
+from coterie.llm.routing import CapabilityRouter, ContentAdapter
 from coterie.llm.service import Capabilities
-from coterie.llm.service_entry import ServiceEntry
+from coterie.llm.types import Answer, Attachment, Delta, Inline, Request, Text, UserSaid
 from coterie.testing.clock import START, FakeClock
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 3

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.artifacts import ArtifactType, tidy_filename
-from coterie.llm.adapter import MAX_NAMED, ContentAdapter, Why, tool_runs_as_text
-from coterie.llm.chat import AssistantSaid, Attachment, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.llm.routing import MAX_NAMED, ContentAdapter, Why, tool_runs_as_text
+from coterie.llm.types import AssistantSaid, Attachment, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
 
 from .room import description
 

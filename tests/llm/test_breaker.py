@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.llm.breaker import Breaker
+from coterie.llm.gateway import Breaker
 
 
 def opened(now: float = 0.0) -> Breaker:

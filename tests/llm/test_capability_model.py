@@ -8,10 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from coterie.llm.chat import Attachment, Inline, Text, ToolSpec
-from coterie.llm.router import uses
+from coterie.llm.config import ServiceEntry, SizeLimits
+from coterie.llm.routing import uses
 from coterie.llm.service import NEEDS
-from coterie.llm.service_entry import ServiceEntry, SizeLimits
+from coterie.llm.types import Attachment, Inline, Text, ToolSpec
 from tests.test_bus_model import machine_settings
 
 from .room import PDF, PNG, WAV, Room, parts_of, said, service

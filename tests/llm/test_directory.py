@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.agent.profile import Profile
-from coterie.agent.tool_context import ToolContext
+from coterie.agent.tools import ToolContext
+from coterie.agents import Profile
+from coterie.artifact_service import Library
 from coterie.errors import Refused
-from coterie.library import Library
-from coterie.llm.registry import Services
+from coterie.llm.config import Services, SizeLimits
 from coterie.llm.service import Capabilities, UnknownService
-from coterie.llm.service_entry import SizeLimits
 from coterie.messages import Payload, Receipt
 
 from .room import PNG, Room, description, parts_of, said, service

@@ -15,12 +15,11 @@ import pytest
 from coterie import Message, Society
 from coterie.clock import SystemClock
 from coterie.live import Draft
-from coterie.llm.breaker import REST
-from coterie.llm.chat import Answer, Delta, Inline, Request, Text, ToolSpec
-from coterie.llm.models import REPLACE_WITHIN, Models
-from coterie.llm.providers.make import make_service
+from coterie.llm.config import ServiceEntry
+from coterie.llm.gateway import REPLACE_WITHIN, REST, Models
+from coterie.llm.providers.factory import make_service
 from coterie.llm.service import Local, Malformed, Terminal, Transient
-from coterie.llm.service_entry import ServiceEntry
+from coterie.llm.types import Answer, Delta, Inline, Request, Text, ToolSpec
 from coterie.testing import ModelServer, Status
 from coterie.testing import model_faults as faults
 from coterie.testing.replies import Plays, Reply

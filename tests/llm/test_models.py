@@ -10,9 +10,8 @@ from datetime import timedelta
 import pytest
 from msgspec.structs import replace
 
-from coterie.llm.breaker import FAILURES, REST
-from coterie.llm.chat import Answer, Delta, Inline, Request, Text, ToolSpec
-from coterie.llm.registry import Services
+from coterie.llm.config import Services
+from coterie.llm.gateway import FAILURES, REST
 from coterie.llm.service import (
     Local,
     Malformed,
@@ -23,6 +22,7 @@ from coterie.llm.service import (
     UnknownService,
     Unsupported,
 )
+from coterie.llm.types import Answer, Delta, Inline, Request, Text, ToolSpec
 
 from .room import PNG, WAV, HurriedClock, Room, description, parts_of, said, service
 

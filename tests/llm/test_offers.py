@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.llm import offers
-from coterie.llm.offers import LOCAL, Offer, servers_found
+from coterie.llm import discovery
+from coterie.llm.discovery import LOCAL, Offer, servers_found
 
 MODELS = json.dumps({"data": [{"id": "small"}, {"id": "large\nnext line"}, {"id": 7}]})
 
@@ -71,7 +71,7 @@ async def test_some_other_program_on_that_port_is_not_offered(answer: bytes) -> 
 
 
 async def test_nobody_waits_long_for_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers, "PATIENCE", 0.5)
+    monkeypatch.setattr(discovery, "PATIENCE_OFFERS", 0.5)
     async with listening(None) as silent, listening(response(MODELS)) as place:
         assert [offer.base_url for offer in await servers_found([silent, place])] == [place.base_url]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.llm.refusals import Refusal, Refusals
-from coterie.llm.secrets import Secret
+from coterie.llm.config import Secret
+from coterie.llm.learned_limits import Refusal, Refusals
 from coterie.testing.clock import START, FakeClock
 
 from .room import service

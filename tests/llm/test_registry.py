@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.llm.registry import Services
-from coterie.llm.secrets import Secret
+from coterie.llm.config import Secret, Services, read_services
 from coterie.llm.service import STANDARD, Capabilities, UnknownService
-from coterie.llm.services_file import read_services
 
 from .written import KEY, entry, no_key, read
 

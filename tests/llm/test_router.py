@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from coterie.llm.chat import (
+from coterie.llm.config import SizeLimits
+from coterie.llm.routing import uses
+from coterie.llm.types import (
     AssistantSaid,
     Attachment,
     Call,
@@ -17,8 +19,6 @@ from coterie.llm.chat import (
     ToolSpec,
     UserSaid,
 )
-from coterie.llm.router import uses
-from coterie.llm.service_entry import SizeLimits
 
 from .room import PDF, PNG, WAV, Room, description, parts_of, said, service
 

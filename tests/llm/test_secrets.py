@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.llm.registry import Services
-from coterie.llm.secrets import Secret, SecretsFile
+from coterie.llm.config import Secret, SecretsFile, Services
 
 from .written import KEY, entry, problems, read
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.llm.registry import Services
-from coterie.llm.services_file import MAX_BYTES, read_services
+from coterie.llm.config import MAX_BYTES, Services, read_services
 
 from .written import KEY, entry, no_key, problems, read
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from coterie.llm.registry import Services
-from coterie.llm.services_file import read_services
+from coterie.llm.config import Services, read_services
 
 KEY = "sk-canary-0123456789abcdef-WXYZ"
 

@@ -15,9 +15,9 @@ from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, 
 from coterie.clock import SystemClock
 from coterie.messages import Message
 from coterie.testing import Calls, Says
-from coterie.web.access import Access
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 from coterie.web.server import WebServer, listen, port_of
 from tests.agent.stage import Stage, stage
 from tests.panel.trouble import WATCH, Trouble

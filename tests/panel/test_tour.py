@@ -9,8 +9,8 @@ import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
 from coterie.cli.greeting import greet
-from coterie.llm.providers import tour_script as script
-from coterie.llm.providers.tour_script import Words
+from coterie.tour import script as script
+from coterie.tour.script import Words
 from tests.panel import ui
 from tests.panel.room import room
 

@@ -7,12 +7,12 @@ from datetime import timedelta
 from random import Random
 from typing import Literal
 
-from coterie.agent.send_message import seal_call
-from coterie.agent.turn import Answered, Effect, Event, ModelFailed, PlannedCall, Ran
+from coterie.agent.builtins import seal_call
 from coterie.errors import Refused
-from coterie.llm.chat import Call, ToolSpec
+from coterie.llm.types import Call, ToolSpec
 from coterie.messages import PERSON, Envelope
-from coterie.turns import Claim
+from coterie.turn import Answered, Effect, Event, ModelFailed, PlannedCall, Ran
+from coterie.turn_store import Claim
 
 from .world import AGENTS
 

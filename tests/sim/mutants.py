@@ -9,17 +9,17 @@ from unittest import mock
 
 import msgspec
 
-from coterie.agent import turn
-from coterie.agent.memory import Conversation, Memory
-from coterie.agent.turn import Become, Letter, Plan, PlannedCall, Run, Step, Turn
-from coterie.llm.chat import Call
-from coterie.stores.sql import desk, transitions
-from coterie.stores.sql.answers import answer
-from coterie.stores.sql.bulk import insert
-from coterie.stores.sql.desk import TurnDesk
-from coterie.stores.sql.post import Post
+from coterie import turn
+from coterie.agent.history_cache import Conversation, Memory
+from coterie.llm.types import Call
+from coterie.stores.sql import commands, turn_transaction
+from coterie.stores.sql.connection import insert
+from coterie.stores.sql.replies import answer
 from coterie.stores.sql.rows import find_message
-from coterie.turns import Claim, StaleOwner
+from coterie.stores.sql.turn_transaction import TurnTransaction
+from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.turn import Become, Letter, Plan, PlannedCall, Run, Step, Turn
+from coterie.turn_store import Claim, StaleOwner
 
 from .simulation import Simulation
 from .world import World
@@ -31,36 +31,36 @@ Later = Callable[[Callable[[World], None]], None]
 
 def no_fence(later: Later) -> Iterator[Any]:
     """Whoever was taken over goes on writing."""
-    yield mock.patch.object(TurnDesk, "fence", lambda desk, claim: None)
+    yield mock.patch.object(TurnTransaction, "fence", lambda desk, claim: None)
 
 
 def no_step_compare(later: Later) -> Iterator[Any]:
     """The fence looks at the epoch only: the same step can be written twice."""
 
-    def fence(desk: TurnDesk, claim: Claim) -> None:
+    def fence(desk: TurnTransaction, claim: Claim) -> None:
         if desk.row.epoch != claim.epoch:
             raise StaleOwner("taken over")
 
-    yield mock.patch.object(TurnDesk, "fence", fence)
+    yield mock.patch.object(TurnTransaction, "fence", fence)
 
 
 def ack_first(later: Later) -> Iterator[Any]:
     """Mail is marked as taken, and appended to the history in a transaction of its own."""
-    take_mail = TurnDesk._take_mail
+    take_mail = TurnTransaction._take_mail
 
-    def take(desk: TurnDesk) -> None:
+    def take(desk: TurnTransaction) -> None:
         before = len(desk._rows)
         take_mail(desk)
         taken, desk._rows = desk._rows[before:], desk._rows[:before]
         later(lambda world: world.transaction(lambda db: insert(db, _HISTORY, taken)))
 
-    yield mock.patch.object(TurnDesk, "_take_mail", take)
+    yield mock.patch.object(TurnTransaction, "_take_mail", take)
 
 
 def append_first(later: Later) -> Iterator[Any]:
     """Mail is appended to the history, and marked as taken in a transaction of its own."""
 
-    def take(desk: TurnDesk) -> None:
+    def take(desk: TurnTransaction) -> None:
         waiting = desk._turn().mail
         for letter in waiting:
             desk._append("user", message=find_message(desk._db, letter.id))
@@ -75,7 +75,7 @@ def append_first(later: Later) -> Iterator[Any]:
             (len(letters), max((one.in_seq for one in letters), default=0), agent_id),
         )
 
-    yield mock.patch.object(TurnDesk, "_take_mail", take)
+    yield mock.patch.object(TurnTransaction, "_take_mail", take)
 
 
 def rerun_unsafe(later: Later) -> Iterator[Any]:
@@ -91,38 +91,39 @@ def rerun_unsafe(later: Later) -> Iterator[Any]:
 
 def open_history(later: Later) -> Iterator[Any]:
     """The assistant's message is appended when its calls begin, their results when they have ended."""
-    open_plan, close = TurnDesk._open, TurnDesk._close
+    open_plan, close = TurnTransaction._open, TurnTransaction._close
 
-    def opened(desk: TurnDesk, plan: Plan) -> None:
+    def opened(desk: TurnTransaction, plan: Plan) -> None:
         open_plan(desk, plan)
         assert desk._plan
         desk._append("assistant", content=plan.text, calls=[one.call for one in desk._plan.calls])
 
-    def closed(desk: TurnDesk, plan: Plan, by: str | None) -> None:
+    def closed(desk: TurnTransaction, plan: Plan, by: str | None) -> None:
         before = len(desk._rows)
         close(desk, plan, by)
         del desk._rows[before]
         desk._rows[before:] = [(row[0], row[1] - 1, *row[2:]) for row in desk._rows[before:]]
         desk.row.next_hist_seq -= 1
 
-    yield mock.patch.object(TurnDesk, "_open", opened)
-    yield mock.patch.object(TurnDesk, "_close", closed)
+    yield mock.patch.object(TurnTransaction, "_open", opened)
+    yield mock.patch.object(TurnTransaction, "_close", closed)
 
 
 def drop_executed(later: Later) -> Iterator[Any]:
     """A plan that is interrupted is withdrawn, even when some of its calls have run."""
-    close = TurnDesk._close
+    close = TurnTransaction._close
 
-    def drop(desk: TurnDesk, plan: Plan, by: str | None) -> None:
+    def drop(desk: TurnTransaction, plan: Plan, by: str | None) -> None:
         if any(one.result == turn.NOT_EXECUTED for one in plan.calls):
             desk._plan = None
             desk._db.execute(
-                "UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'open' AND agent_id = ?", (desk._agent,)
+                "UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'open' AND agent_id = ?",
+                (desk._agent,),
             )
         else:
             close(desk, plan, by)
 
-    yield mock.patch.object(TurnDesk, "_close", drop)
+    yield mock.patch.object(TurnTransaction, "_close", drop)
 
 
 def no_interruption_check(later: Later) -> Iterator[Any]:
@@ -132,13 +133,13 @@ def no_interruption_check(later: Later) -> Iterator[Any]:
 
 def early_promote(later: Later) -> Iterator[Any]:
     """Delayed messages are delivered a second before they are due."""
-    promote = transitions.promote
+    promote = commands.promote
 
-    def early(db: Any, post: Post, limit: int, early: bool) -> Any:
+    def early(db: Any, post: UnitOfWork, limit: int, early: bool) -> Any:
         post.now += 1_000
         return promote(db, post, limit, early)
 
-    yield mock.patch.object(transitions, "promote", early)
+    yield mock.patch.object(commands, "promote", early)
 
 
 def unfenced_read(later: Later) -> Iterator[Any]:
@@ -161,9 +162,9 @@ def unfenced_read(later: Later) -> Iterator[Any]:
 
 def non_atomic_idle(later: Later) -> Iterator[Any]:
     """Nothing waits, says one transaction; then the agent is idle, says the next."""
-    become = TurnDesk._become
+    become = TurnTransaction._become
 
-    def lazily(desk: TurnDesk, write: Become) -> None:
+    def lazily(desk: TurnTransaction, write: Become) -> None:
         if write.state != "idle":
             return become(desk, write)
         become(desk, Become(state="llm"))
@@ -173,19 +174,19 @@ def non_atomic_idle(later: Later) -> Iterator[Any]:
         world.db.execute("UPDATE agents SET state = 'idle', runnable_at = NULL WHERE id = ?", (agent_id,))
         world.ledger.read_anew()
 
-    yield mock.patch.object(TurnDesk, "_become", lazily)
+    yield mock.patch.object(TurnTransaction, "_become", lazily)
 
 
 def two_phase_reply(later: Later) -> Iterator[Any]:
     """The turn ends, and then its answer is sent."""
 
-    def send(db: Any, post: Post, *turn: Any, **more: Any) -> tuple[str, ...]:
+    def send(db: Any, post: UnitOfWork, *turn: Any, **more: Any) -> tuple[str, ...]:
         later(lambda world: void(world.post(lambda db, post: answer(db, post, *turn, **more))))
         return ()
 
     def void(_: object) -> None: ...
 
-    yield mock.patch.object(desk, "answer", send)
+    yield mock.patch.object(turn_transaction, "answer", send)
 
 
 def unversioned_memory(later: Later) -> Iterator[Any]:

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coterie.agent.context import build_request, said
-from coterie.agent.turn import Run
-from coterie.llm.chat import ToolSpec
-from coterie.llm.providers.openai_dialect import Dialect
+from coterie.llm.providers.openai import Dialect
+from coterie.llm.types import ToolSpec
 from coterie.messages import PERSON, SYSTEM
 from coterie.testing.dialects import (
     anthropic_body,
@@ -24,7 +23,8 @@ from coterie.testing.dialects import (
     check_strict_alternation,
     responses_input,
 )
-from coterie.turns import Claim, HistoryRow
+from coterie.turn import Run
+from coterie.turn_store import Claim, HistoryRow
 
 from .mind import TOOLS
 from .world import AGENTS, World

@@ -11,12 +11,12 @@ import psycopg
 from coterie.agents import Agent
 from coterie.clock import to_ms
 from coterie.messages import PERSON
+from coterie.stores.postgres.cluster import Herald
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.ledger import BatchLedger
-from coterie.stores.postgres.listening import Herald
 from coterie.stores.postgres.migrate import migrate
-from coterie.stores.sql import transitions
-from coterie.stores.sql.post import Post
+from coterie.stores.postgres.session import BatchLedger
+from coterie.stores.sql import commands
+from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.testing.clock import START
 from tests.engines import EMPTY
 
@@ -40,18 +40,18 @@ class SharedWorld(World):
         self.db.execute("INSERT INTO meta (key, value) VALUES ('secret', ?)", (SECRET.decode(),))
         self.now = to_ms(START)
         people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
-        self.post(lambda db, post: transitions.add_agents(db, post, people))
+        self.post(lambda db, post: commands.add_agents(db, post, people))
 
     def restart(self) -> None:
         """All processes are gone: their leases run out."""
         for agent_id in AGENTS:
             self.expire(agent_id)
 
-    def in_one(self, run: Callable[[Any, Post], T]) -> T:
+    def in_one(self, run: Callable[[Any, UnitOfWork], T]) -> T:
         ledger = BatchLedger(self.db, (), LEASE, Herald("simulated", "one"), lambda: self.now)
         self.db.gathers = True
         try:
-            post = Post(self.db, now=ledger.now, limits=LIMITS, ledger=ledger)
+            post = UnitOfWork(self.db, now=ledger.now, limits=LIMITS, ledger=ledger)
             result = run(self.db, post)
             post.close()
             ledger.close()

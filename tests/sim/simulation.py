@@ -10,13 +10,12 @@ from datetime import timedelta
 from random import Random
 
 from coterie.agent.context import said
-from coterie.agent.memory import Memory
-from coterie.agent.turn import Answered, Ask, Event, Ran, Rest, Rules, Run, Stopped
-from coterie.drafts import seal
+from coterie.agent.history_cache import Memory
 from coterie.errors import Refused, StoreError
 from coterie.ids import keyed_id
-from coterie.messages import PERSON, Envelope
-from coterie.turns import Claim, StaleOwner
+from coterie.messages import PERSON, Envelope, seal
+from coterie.turn import Answered, Ask, Event, Ran, Rest, Rules, Run, Stopped
+from coterie.turn_store import Claim, StaleOwner
 
 from .mind import Mind
 from .oracle import Oracle, Violation, complaints

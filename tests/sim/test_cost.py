@@ -6,12 +6,12 @@ import sqlite3
 from collections.abc import Callable
 from typing import TypeVar
 
-from coterie.agent.turn import Answered, Event, PlannedCall, Ran
-from coterie.drafts import seal
-from coterie.llm.chat import Call
-from coterie.stores.sql.desk import TurnDesk
-from coterie.stores.sql.post import Post
-from coterie.turns import Claim
+from coterie.llm.types import Call
+from coterie.messages import seal
+from coterie.stores.sql.turn_transaction import TurnTransaction
+from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.turn import Answered, Event, PlannedCall, Ran
+from coterie.turn_store import Claim
 
 from .world import RULES, World
 
@@ -92,8 +92,8 @@ def checks_after(turns: int) -> list[int]:
     return costs
 
 
-def check(db: sqlite3.Connection, post: Post) -> None:
-    TurnDesk(db, post, "ada", RULES)._turn()
+def check(db: sqlite3.Connection, post: UnitOfWork) -> None:
+    TurnTransaction(db, post, "ada", RULES)._turn()
 
 
 def test_no_statement_of_a_turn_builds_a_table_of_its_own() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.send_message import seal_call
-from coterie.agent.turn import Answered, Ask, Effect, Event, ModelFailed, PlannedCall, Ran, Rest, Run, Stopped
-from coterie.drafts import seal
+from coterie.agent.builtins import seal_call
 from coterie.errors import Refused
-from coterie.llm.providers.assembly import Assembly, Unusable
-from coterie.messages import PERSON, Envelope
+from coterie.llm.providers.openai_stream import Assembly, Unusable
+from coterie.messages import PERSON, Envelope, seal
 from coterie.text import clean
-from coterie.turns import Claim
+from coterie.turn import Answered, Ask, Effect, Event, ModelFailed, PlannedCall, Ran, Rest, Run, Stopped
+from coterie.turn_store import Claim
 
 from .mind import key_of
 from .oracle import complaints

@@ -18,13 +18,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from coterie.agent.turn import NOT_EXECUTED, UNKNOWN, Answered, Ask, Event, PlannedCall, Ran, Rest, Run
 from coterie.clock import from_ms
-from coterie.drafts import seal
 from coterie.errors import Refused
-from coterie.llm.chat import Call
-from coterie.stores.sql import transitions
-from coterie.turns import Claim, StaleOwner
+from coterie.llm.types import Call
+from coterie.messages import seal
+from coterie.stores.sql import commands
+from coterie.turn import NOT_EXECUTED, UNKNOWN, Answered, Ask, Event, PlannedCall, Ran, Rest, Run
+from coterie.turn_store import Claim, StaleOwner
 from tests.test_bus_model import machine_settings
 
 from .world import LIMITS, RULES, World
@@ -251,7 +251,7 @@ class DelayMachine(RuleBasedStateMachine):
             return
         try:
             by = timedelta(milliseconds=delay)
-            self.world.post(lambda db, post: transitions.move(db, post, message_id, by, "user"))
+            self.world.post(lambda db, post: commands.move(db, post, message_id, by, "user"))
         except Refused as refusal:
             assert refusal.code == "already_delivered" and one.state != "delayed"
         else:

@@ -88,7 +88,7 @@ def test_a_seed_decides_everything_that_happens() -> None:
 
 
 def test_a_violation_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.stores.sql.desk.TurnDesk.fence", lambda desk, claim: None)
+    monkeypatch.setattr("coterie.stores.sql.turn_transaction.TurnDesk.fence", lambda desk, claim: None)
     with pytest.raises(Violation, match=r"replay: python -m tests\.sim \d+$"):
         for seed in range(100):
             Simulation(seed).run()

@@ -11,21 +11,21 @@ from datetime import timedelta
 from functools import cache
 from typing import TypeVar
 
-from coterie.agent.turn import Event, Rules
 from coterie.agents import Agent
 from coterie.clock import to_ms
-from coterie.invariants import INVARIANTS
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
-from coterie.stores.sql import answers, history, plans, transitions, turns
-from coterie.stores.sql.attendance import Attendance, Attended
-from coterie.stores.sql.ledger import OneWriter
+from coterie.stores.sql import claims, commands, queries, replies, turn_rows
+from coterie.stores.sql.claims import Attendance, Attended
+from coterie.stores.sql.invariants import INVARIANTS
 from coterie.stores.sql.mailbox import READ
-from coterie.stores.sql.post import Post
-from coterie.stores.sqlite import boot
+from coterie.stores.sql.session import OneWriter
+from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.stores.sqlite import engine
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turns import Claim, HistoryRow, Taker, View
+from coterie.turn import Event, Rules
+from coterie.turn_store import Claim, HistoryRow, Taker, View
 
 T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
@@ -63,22 +63,22 @@ class World:
         return self.post(lambda _, post: post.accept(envelope))
 
     def promote(self, *, early: bool = False) -> Promotion:
-        return self.post(lambda db, post: transitions.promote(db, post, 100, early))
+        return self.post(lambda db, post: commands.promote(db, post, 100, early))
 
     def withdraw(self, message_id: str) -> Message:
-        return self.post(lambda db, post: transitions.withdraw(db, post, message_id, PERSON))
+        return self.post(lambda db, post: commands.withdraw(db, post, message_id, PERSON))
 
     def terminate(self, agent_id: str) -> None:
-        self.post(lambda db, post: transitions.terminate(db, post, agent_id))
+        self.post(lambda db, post: commands.terminate(db, post, agent_id))
 
     def claim(self, worker: str, limit: int) -> list[Claim]:
-        claims = self.post(lambda db, post: turns.claim(db, post, worker, RULES, limit))
+        claims = self.post(lambda db, post: claims.claim(db, post, worker, RULES, limit))
         for claim in claims:
             self.compare(claim)
         return claims
 
     def advance(self, claim: Claim, event: Event, sends: Envelope | None) -> Claim:
-        after = self.post(lambda db, post: turns.advance(db, post, claim, event, RULES, sends))
+        after = self.post(lambda db, post: claims.advance(db, post, claim, event, RULES, sends))
         self.compare(after)
         return after
 
@@ -87,39 +87,39 @@ class World:
         if claim.added:
             stored = self.history(claim.agent_id, claim.added[0].seq - 1)
             assert [*claim.added] == stored, f"{claim.added} was told, {stored} is stored"
-        found = plans.read_open(self.db, claim.agent_id)
+        found = turn_rows.read_open(self.db, claim.agent_id)
         assert (claim.plan_key, claim.plan) == (found or (claim.plan_key, None))
         if claim.asked:
-            assert [claim.asked] == [*answers.askers(self.db, claim.agent_id, claim.turn_no).values()]
+            assert [claim.asked] == [*replies.askers(self.db, claim.agent_id, claim.turn_no).values()]
         sent = "SELECT 1 FROM messages WHERE sender = ? AND plan >= ? AND plan < ?"
         assert claim.spoke or not self.rows(sent, claim.agent_id, f"{claim.turn_no}/", f"{claim.turn_no}0")
 
     def release(self, worker: str) -> None:
-        self.post(lambda db, post: turns.release(db, post, worker, (), False))
+        self.post(lambda db, post: claims.release(db, post, worker, (), False))
 
     def pause(self, agent_id: str) -> None:
-        self.post(lambda db, post: transitions.pause(db, post, agent_id))
+        self.post(lambda db, post: commands.pause(db, post, agent_id))
 
     def resume(self, agent_id: str) -> None:
-        self.post(lambda db, post: transitions.resume(db, post, agent_id))
+        self.post(lambda db, post: commands.resume(db, post, agent_id))
 
     def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
-        return history.history(self.db, agent_id, after)
+        return queries.history(self.db, agent_id, after)
 
     def view(self, agent_id: str, claim: Claim | None = None) -> View:
-        return history.view(self.db, agent_id, claim)
+        return queries.view(self.db, agent_id, claim)
 
     # What happens to its owners
 
     def restart(self) -> None:
         """Everybody who worked on a turn is gone, as after a kill -9 of the process that owns the file."""
-        self.transaction(boot.begin_boot)
+        self.transaction(engine.begin_boot)
         self.ledger = OneWriter(self.db, self.now)
 
     def expire(self, agent_id: str) -> bool:
         """The lease of whoever works on this agent runs out: anybody may take it over."""
 
-        def run_out(db: sqlite3.Connection, post: Post) -> bool:
+        def run_out(db: sqlite3.Connection, post: UnitOfWork) -> bool:
             post.read_anew()
             changed = db.execute(
                 "UPDATE agents SET runnable_at = ? WHERE id = ? AND state IN ('llm', 'tools')", (self.now, agent_id)
@@ -130,12 +130,12 @@ class World:
 
     # Plumbing
 
-    def post(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+    def post(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
         if not self.taker:
             return self.in_one(run)
         attendance = Attendance(self.taker)
 
-        def attending(db: sqlite3.Connection, post: Post) -> tuple[T, Attended]:
+        def attending(db: sqlite3.Connection, post: UnitOfWork) -> tuple[T, Attended]:
             result = run(db, post)
             return result, attendance.serve(db, post)
 
@@ -143,10 +143,10 @@ class World:
         attendance.settle(attended)
         return result
 
-    def in_one(self, run: Callable[[sqlite3.Connection, Post], T]) -> T:
+    def in_one(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
         def work(db: sqlite3.Connection) -> T:
             self.ledger.begin(self.now)
-            post = Post(db, now=self.now, limits=LIMITS, ledger=self.ledger)
+            post = UnitOfWork(db, now=self.now, limits=LIMITS, ledger=self.ledger)
             result = run(db, post)
             post.close()
             return result
@@ -185,10 +185,10 @@ def _empty_society() -> bytes:
     migrate(db)
     db.execute("UPDATE meta SET value = ? WHERE key = 'secret'", (SECRET.decode(),))
     people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
-    post = Post(db, now=to_ms(START), limits=LIMITS, ledger=OneWriter(db, to_ms(START)))
-    transitions.add_agents(db, post, people)
+    post = UnitOfWork(db, now=to_ms(START), limits=LIMITS, ledger=OneWriter(db, to_ms(START)))
+    commands.add_agents(db, post, people)
     post.close()
-    boot.begin_boot(db)
+    engine.begin_boot(db)
     image = db.serialize()
     db.close()
     return image

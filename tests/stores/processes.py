@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from coterie.drafts import seal
-from coterie.messages import Envelope
+from coterie.messages import Envelope, seal
 from coterie.store import Store
 from coterie.stores.postgres import PostgresStore
 

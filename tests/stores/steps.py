@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from coterie.agent.send_message import seal_call
-from coterie.agent.turn import (
-    Answered,
-    Effect,
-    Event,
-    PlannedCall,
-    Ran,
-    Rest,
-    Rules,
-    Run,
-)
-from coterie.drafts import seal
-from coterie.llm.chat import Call
-from coterie.messages import Message
+from coterie.agent.builtins import seal_call
+from coterie.llm.types import Call
+from coterie.messages import Message, seal
 from coterie.store import Store
-from coterie.turns import Claim, TurnStore
+from coterie.turn import Answered, Effect, Event, PlannedCall, Ran, Rest, Rules, Run
+from coterie.turn_store import Claim, TurnStore
 
 RULES = Rules(max_withdrawals=2, max_rounds=5)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.turn import Answered
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.drafts import seal
+from coterie.messages import seal
 from coterie.store import Page, Retention
 from coterie.testing import FakeClock
+from coterie.turn import Answered
 
 from .steps import (
     RULES,

@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.turn import (
-    NOT_EXECUTED,
-    UNKNOWN,
-    ArgumentsFile,
-    Ask,
-    Rest,
-    Run,
-    Stopped,
-    ToolChanged,
-)
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
 from coterie.messages import Answer
+from coterie.turn import NOT_EXECUTED, UNKNOWN, ArgumentsFile, Ask, Rest, Run, Stopped, ToolChanged
 
 from .steps import (
     RULES,

@@ -11,9 +11,8 @@ import pytest
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.drafts import seal
 from coterie.errors import Refused
-from coterie.messages import Envelope, Message
+from coterie.messages import Envelope, Message, seal
 from coterie.store import Page, Retention, Store
 from coterie.testing import FakeClock
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.turn import Ask, Ran
-from coterie.drafts import seal
 from coterie.errors import Refused
+from coterie.messages import seal
 from coterie.store import Page
+from coterie.turn import Ask, Ran
 from tests.engines import Engine
 
 from .steps import RULES, Society, ask, call, done, go_on, got, message_to, says, state, stored, take, told
@@ -73,16 +73,16 @@ async def test_a_message_that_cannot_be_read_is_a_dead_letter_after_three_tries_
 async def test_each_try_to_read_a_message_is_a_transaction_of_its_own(
     store: Society, vandal: Vandal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.stores.sql import turns
+    from coterie.stores.sql import claims
 
     tries: list[str] = []
-    claim = turns.claim
+    claim = claims.claim
 
     def counted(*arguments: object, **more: object) -> object:
         tries.append("claim")
         return claim(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(turns, "claim", counted)
+    monkeypatch.setattr(claims, "claim", counted)
     vandal.spoil_payload(await ask(store))
     assert await store.claim("w", RULES, 5) == []
     assert len(tries) == 4  # three in vain, and one with the mailbox empty

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coterie.runtime import Society
+from coterie.config import with_store_url
+from coterie.society import Society
 from coterie.store import Retention
-from coterie.store_url import with_store_url
-from coterie.stores.folder import FolderBytes, SharedFolderBytes, path_of
+from coterie.stores.blobs import FolderBytes, SharedFolderBytes, path_of
 from tests.engines import Postgres
 
 DAY = 86_400

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.agent.turn import (
-    NOT_EXECUTED,
-    Ask,
-    Rest,
-    Run,
-)
-from coterie.drafts import seal
 from coterie.errors import Refused
+from coterie.messages import seal
 from coterie.testing import FakeClock
+from coterie.turn import NOT_EXECUTED, Ask, Rest, Run
 
 from .steps import (
     RULES,

@@ -7,19 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from coterie.agent.turn import Answered, PlannedCall, Ran, Rules
 from coterie.agents import Agent
 from coterie.clock import to_ms
-from coterie.drafts import seal
-from coterie.invariants import INVARIANTS
-from coterie.llm.chat import Call
+from coterie.llm.types import Call
+from coterie.messages import seal
 from coterie.store import Limits
-from coterie.stores.sql import desk, transitions, turns
-from coterie.stores.sql.ledger import OneWriter
-from coterie.stores.sql.post import Post
+from coterie.stores.sql import claims, commands, turn_transaction
+from coterie.stores.sql.connection import set_meta
+from coterie.stores.sql.invariants import INVARIANTS
+from coterie.stores.sql.session import OneWriter
+from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turns import Claim
+from coterie.turn import Answered, PlannedCall, Ran, Rules
+from coterie.turn_store import Claim
 
 RULES = Rules()
 NOW = to_ms(START)
@@ -68,8 +69,8 @@ def db() -> Iterator[sqlite3.Connection]:
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
 
-    def post() -> Post:
-        return Post(db, now=NOW, limits=Limits(), ledger=OneWriter(db, NOW))
+    def post() -> UnitOfWork:
+        return UnitOfWork(db, now=NOW, limits=Limits(), ledger=OneWriter(db, NOW))
 
     def send(to: str, text: str) -> None:
         office = post()
@@ -78,21 +79,21 @@ def db() -> Iterator[sqlite3.Connection]:
 
     def claim(agent_id: str) -> Claim:
         office = post()
-        claimed = desk.TurnDesk(db, office, agent_id, RULES).claim("w")
+        claimed = turn_transaction.TurnTransaction(db, office, agent_id, RULES).claim("w")
         office.close()
         return claimed
 
     def advance(claimed: Claim, *events: Answered | Ran) -> Claim:
         for event in events:
             office = post()
-            claimed = turns.advance(db, office, claimed, event, RULES, None)
+            claimed = claims.advance(db, office, claimed, event, RULES, None)
             office.close()
         return claimed
 
     plan = Answered(text="", calls=(call(), call()))
     office = post()
     people = [Agent(id=name, name=name) for name in ("ada", "bob", "cyd")]
-    transitions.add_agents(db, office, [Agent(id="user", name="You", kind="person"), *people])
+    commands.add_agents(db, office, [Agent(id="user", name="You", kind="person"), *people])
     office.close()
     for text in ("first", "second"):
         send("ada", text)
@@ -158,5 +159,5 @@ def test_a_history_whose_messages_were_tidied_away_is_no_violation(db: sqlite3.C
     db.execute("DELETE FROM attachments")
     db.execute("DELETE FROM messages WHERE state = 'taken'")
     assert "H7 read is taken" in broken(db)
-    transitions.set_meta(db, "pruned", "1")
+    set_meta(db, "pruned", "1")
     assert "H7 read is taken" not in broken(db)

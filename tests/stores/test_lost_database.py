@@ -15,7 +15,7 @@ import pytest
 from coterie.errors import StoreUnavailable
 from coterie.stores.postgres import PostgresStore, writer
 from coterie.stores.postgres.connection import PgConnection
-from coterie.stores.postgres.ledger import BatchLedger
+from coterie.stores.postgres.session import BatchLedger
 from tests.engines import Postgres
 
 from .processes import Opener, letter, texts

@@ -11,17 +11,17 @@ from typing import Any
 import psycopg
 import pytest
 
-from coterie.agent.turn import Ask, Stopped
 from coterie.errors import StoreError
 from coterie.ids import new_id
 from coterie.store import Limits
 from coterie.stores.postgres import PostgresStore
-from coterie.stores.postgres.errand import errand
-from coterie.stores.postgres.ledger import BatchLedger
-from coterie.stores.postgres.listening import Herald
-from coterie.stores.sql import transitions, turns
-from coterie.stores.sql.post import Post
-from coterie.turns import StaleOwner
+from coterie.stores.postgres.cluster import Herald
+from coterie.stores.postgres.connection import errand
+from coterie.stores.postgres.session import BatchLedger
+from coterie.stores.sql import claims, commands
+from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.turn import Ask, Stopped
+from coterie.turn_store import StaleOwner
 from tests.engines import EXPIRED, Postgres
 from tests.faults.harness import patience
 
@@ -231,7 +231,7 @@ async def test_mail_that_is_read_ahead_is_what_waits_at_that_moment(
         ledger = BatchLedger(db, ["ada"], 30_000, Herald("society", "process"))
 
         def waiting(name: str) -> list[str]:
-            post = Post(db, now=ledger.now, limits=Limits(), ledger=ledger)
+            post = UnitOfWork(db, now=ledger.now, limits=Limits(), ledger=ledger)
             return [id_ for _, id_, *_ in post.waiting(name)]
 
         ledger.foresee(["bob"])
@@ -264,7 +264,7 @@ async def test_whoever_was_found_to_have_work_is_not_claimed_by_another_meanwhil
     loop, url = asyncio.get_running_loop(), shared.url(tmp_path)
     await ask(first)
     meanwhile: list[Future[Any]] = []
-    claim_one = turns._claim_one
+    claim_one = claims._claim_one
 
     def interrupted(*arguments: Any) -> Any:
         if not meanwhile:
@@ -272,9 +272,9 @@ async def test_whoever_was_found_to_have_work_is_not_claimed_by_another_meanwhil
             _until_done_or_blocked(meanwhile[0], url)
         return claim_one(*arguments)
 
-    monkeypatch.setattr(turns, "_claim_one", interrupted)
-    claims = [*await first.claim("first", RULES, 5), *await asyncio.wrap_future(meanwhile[0])]
-    assert [claim.agent_id for claim in claims] == ["ada"]
+    monkeypatch.setattr(claims, "_claim_one", interrupted)
+    claimed = [*await first.claim("first", RULES, 5), *await asyncio.wrap_future(meanwhile[0])]
+    assert [claim.agent_id for claim in claimed] == ["ada"]
 
 
 async def test_what_was_found_to_be_due_is_not_delivered_by_another_meanwhile(
@@ -292,7 +292,7 @@ async def test_what_was_found_to_be_due_is_not_delivered_by_another_meanwhile(
             meanwhile.append(asyncio.run_coroutine_threadsafe(second.promote(3), loop))
             _until_done_or_blocked(meanwhile[0], url)
 
-    monkeypatch.setattr(transitions, "hit", interrupted)
+    monkeypatch.setattr(commands, "hit", interrupted)
     delivered = [*(await first.promote(3)).delivered, *(await asyncio.wrap_future(meanwhile[0])).delivered]
     assert len(delivered) == len({one.message_id for one in delivered}) == 6
     assert await texts(first, "ada") == [str(n) for n in range(6)]

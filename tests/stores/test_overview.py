@@ -8,17 +8,16 @@ from typing import Any, Protocol
 
 import pytest
 
-from coterie.agent.turn import Answered, ModelFailed, PlannedCall, Ran, Rules
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import EPOCH
-from coterie.drafts import seal
 from coterie.errors import Refused
-from coterie.llm.chat import Call, Usage
-from coterie.overview import SHOWN, Overview, Snapshot, Thread
-from coterie.store import Page, Store
+from coterie.llm.types import Call, Usage
+from coterie.messages import seal
+from coterie.store import SHOWN, Overview, Page, Snapshot, Store, Thread
 from coterie.testing import FakeClock
-from coterie.turns import Claim, TurnStore
+from coterie.turn import Answered, ModelFailed, PlannedCall, Ran, Rules
+from coterie.turn_store import Claim, TurnStore
 
 RULES = Rules()
 

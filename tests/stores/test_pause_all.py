@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from coterie.agent.turn import Rules
 from coterie.agents import Agent
 from coterie.store import Store
-from coterie.stores.sql import turns
+from coterie.stores.sql import claims
 from coterie.stores.sql.store import SqlStore
+from coterie.turn import Rules
 
 from .processes import Opener, letter
 
@@ -57,7 +57,7 @@ async def test_a_claim_that_looked_before_the_pause_and_commits_after_it_counts_
             looked.set()
             assert paused.wait(10)
 
-    monkeypatch.setattr(turns, "hit", hit)
+    monkeypatch.setattr(claims, "hit", hit)
     claiming = asyncio.ensure_future(one.claim("w", Rules(), 10))
     await asyncio.to_thread(looked.wait, 10)
     await two.pause_all()

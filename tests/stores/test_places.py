@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coterie.clock import SystemClock
-from coterie.llm.places import PERSONS_IN_A_ROW, Other, Queue, ServiceQueues, Share, fair
+from coterie.llm.concurrency import PERSONS_IN_A_ROW, Other, Queue, ServiceQueues, Share, fair
 from coterie.stores.postgres import PostgresStore
 from coterie.testing import FakeClock
 from tests.engines import Postgres

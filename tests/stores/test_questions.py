@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.drafts import seal
 from coterie.errors import Refused
 from coterie.ids import keyed_id
-from coterie.messages import Answer, Envelope
-from coterie.overview import Overview
-from coterie.store import Store
+from coterie.messages import Answer, Envelope, seal
+from coterie.store import Overview, Store
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.turn import (
-    UNKNOWN,
-    Ask,
-    Effect,
-    ModelFailed,
-    Rest,
-    Run,
-)
 from coterie.agents import Agent
 from coterie.store import Limits
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
+from coterie.turn import UNKNOWN, Ask, Effect, ModelFailed, Rest, Run
 from tests.engines import Engine
 
 from .steps import (

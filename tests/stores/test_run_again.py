@@ -14,10 +14,10 @@ import psycopg
 import pytest
 
 from coterie import failpoints
-from coterie.agent.turn import Ask, Rest
 from coterie.failpoints import FailpointHit
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.connection import Connection
+from coterie.turn import Ask, Rest
 from tests.engines import Postgres
 
 from .processes import Opener, letter
@@ -178,7 +178,7 @@ async def test_a_message_whose_claim_fails_is_stored_and_its_places_are_given_ba
         raise ValueError("a turn that cannot begin")
 
     with monkeypatch.context() as broken:
-        broken.setattr("coterie.stores.sql.turns.claim_ready", fails)
+        broken.setattr("coterie.stores.sql.claims.claim_ready", fails)
         await ask(store)
     assert worker.claims.empty() and worker.reserved == 0
     (claim,) = await store.claim("w", RULES, 1)

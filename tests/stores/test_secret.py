@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from coterie.agents import Agent
-from coterie.drafts import seal
 from coterie.ids import LENGTH, id_for
+from coterie.messages import seal
 from coterie.testing import FakeClock
 from tests.engines import Engine
 

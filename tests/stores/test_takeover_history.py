@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.turn import Ask, Poisoned, Rest, Run
 from coterie.clock import SystemClock
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import Calls, ModelServer, Says
 from coterie.testing.model_server import Received
-from coterie.turns import Claim, StaleOwner
+from coterie.turn import Ask, Poisoned, Rest, Run
+from coterie.turn_store import Claim, StaleOwner
 from tests.engines import Engine, Postgres
 from tests.faults.scenarios import at_rest
 

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.turn import (
-    Ask,
-    Ran,
-    Rest,
-)
 from coterie.agents import Agent
-from coterie.drafts import seal
+from coterie.messages import seal
 from coterie.testing import FakeClock
-from coterie.turns import StaleOwner
+from coterie.turn import Ask, Ran, Rest
+from coterie.turn_store import StaleOwner
 from tests.engines import Engine
 
 from .steps import (

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from coterie import failpoints
-from coterie.drafts import seal
 from coterie.errors import Refused
-from coterie.messages import Envelope
+from coterie.messages import Envelope, seal
 from coterie.store import Store
 
 

@@ -8,22 +8,13 @@ from typing import Literal
 
 import pytest
 
-from coterie.agent.turn import (
-    STOPPED,
-    UNKNOWN,
-    Answered,
-    Ask,
-    Event,
-    ModelFailed,
-    Rest,
-    Stopped,
-)
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.llm.chat import Answer, Usage
+from coterie.llm.types import Answer, Usage
 from coterie.store import Limits
 from coterie.testing import FakeClock
-from coterie.turns import StaleOwner
+from coterie.turn import STOPPED, UNKNOWN, Answered, Ask, Event, ModelFailed, Rest, Stopped
+from coterie.turn_store import StaleOwner
 from tests.conftest import PEOPLE
 from tests.engines import Engine
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from coterie.agents import Agent
+from coterie.store import Worker, name_of
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
-from coterie.turns import Claim, StaleOwner
-from coterie.workers import Worker, name_of
+from coterie.turn_store import Claim, StaleOwner
 from tests.conftest import PEOPLE
 from tests.engines import EXPIRED, Engine, Postgres
 
@@ -82,7 +82,7 @@ async def test_takeovers_writes_that_came_too_late_and_signs_of_life_are_counted
     lease = timedelta(seconds=3)
     stores = []
     for name in ("north/1", "south/2"):
-        monkeypatch.setattr("coterie.stores.postgres.leases.name_of", lambda name=name: name)
+        monkeypatch.setattr("coterie.stores.postgres.cluster.name_of", lambda name=name: name)
         stores.append(await PostgresStore.open(shared.url(tmp_path), clock, lease=lease))
     north, south = stores
     await north.add_agents([*PEOPLE, Agent(id="cyd", name="Cyd")])

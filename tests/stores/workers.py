@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from coterie.turns import Claim
+from coterie.turn_store import Claim
 
 from .steps import RULES
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.chat import AssistantSaid, Call, Inline, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
-from coterie.llm.providers.openai_dialect import Dialect
+from coterie.llm.providers.openai import Dialect
+from coterie.llm.types import AssistantSaid, Call, Inline, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
 from coterie.testing.dialects import (
     anthropic_body,
     check_anthropic,

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
-from coterie.web.access import Access
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
 BASE = "http://127.0.0.1:8642"

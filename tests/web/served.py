@@ -14,10 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from coterie.clock import SystemClock
-from coterie.runtime import Society
-from coterie.web.access import Access
+from coterie.society import Society
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 from tests.web.conftest import TOKEN
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from coterie.errors import CoterieError
 from coterie.testing import FakeClock
-from coterie.web.access import Access, keep_token
+from coterie.web.auth import Access, keep_token
 
 from .conftest import BASE, TOKEN
 

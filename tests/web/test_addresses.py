@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.rates import Rates
+from coterie.rate_limit import Rates
 from coterie.testing import FakeClock
 from coterie.web.addresses import addresses, is_loopback
 

@@ -12,11 +12,11 @@ import pytest
 
 from coterie.agents import Agent
 from coterie.clock import SystemClock
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import Calls, ModelServer, Says
 from coterie.web import wire
-from coterie.web.access import Access
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 from tests.web.conftest import BASE, TOKEN
 
 API = "/api/v1"

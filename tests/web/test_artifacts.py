@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from coterie.runtime import Society
+from coterie.society import Society
 
 from .conftest import TOKEN
 

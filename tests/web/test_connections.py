@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import pytest
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
-from coterie.web.access import Access
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 from coterie.web.connections import HEAD_BYTES, LEFTOVER_BYTES, STRANGERS_OF_ADDRESS, Connections
 from coterie.web.server import WebServer, listen, port_of
 

@@ -7,7 +7,7 @@ from itertools import product
 import httpx
 import pytest
 
-from coterie.runtime import Society
+from coterie.society import Society
 
 BEFORE = [
     "",

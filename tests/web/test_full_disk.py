@@ -14,10 +14,10 @@ import psycopg
 import pytest
 
 from coterie.errors import StoreError, StoreUnavailable
-from coterie.runtime import Society
-from coterie.stores.postgres.trouble import meaning
-from coterie.stores.sqlite import connections
-from coterie.stores.sqlite.database import Database
+from coterie.society import Society
+from coterie.stores.postgres.errors import meaning
+from coterie.stores.sqlite import connection
+from coterie.stores.sqlite.engine import Database
 
 ARTIFACTS = "/api/v1/artifacts"
 OPEN = os.open
@@ -84,9 +84,9 @@ async def test_a_write_that_the_quota_refuses_is_a_full_disk_and_no_reason_to_en
     assert isinstance(society.store, Database)
     message = {"to": "ada", "payload": {"text": "hello"}}
     with monkeypatch.context() as patch:
-        patch.setattr(connections, "has_room", lambda _: False)
-        patch.setattr("coterie.stores.sql.transitions.send", refused, raising=False)
-        patch.setattr("coterie.stores.sql.post.Post.close", refused)
+        patch.setattr(connection, "has_room", lambda _: False)
+        patch.setattr("coterie.stores.sql.commands.send", refused, raising=False)
+        patch.setattr("coterie.stores.sql.unit_of_work.Post.close", refused)
         answer = await client.post("/api/v1/messages", json=message)
     assert answer.status_code == 507, answer.text
     assert not society.broken.done()

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
-from coterie.web.access import Access
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 
 from .conftest import BASE, TOKEN
 

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
-from coterie.web.security import EVENTS
+from coterie.web.middleware import EVENTS
 
 from .conftest import BASE, TOKEN
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
 
 API = "/api/v1"

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import httpx
 
-from coterie.runtime import Society
+from coterie.society import Society
+from coterie.store import name_of
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
-from coterie.web.meter import HttpMeter
-from coterie.web.metrics import Numbers
-from coterie.workers import name_of
+from coterie.web.metrics import HttpMeter, Numbers
 
 
 async def test_the_numbers_follow_what_happens(client: httpx.AsyncClient, society: Society) -> None:

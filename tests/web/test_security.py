@@ -6,12 +6,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coterie.disk import HARD, LOW
-from coterie.runtime import Society
+from coterie.files import HARD, LOW
+from coterie.society import Society
 from coterie.testing import FakeClock
-from coterie.web.access import Access
 from coterie.web.app import build_app
-from coterie.web.security import BODY_BYTES, EVENTS, POLICY
+from coterie.web.auth import Access
+from coterie.web.middleware import BODY_BYTES, EVENTS, POLICY
 
 from .conftest import BASE, TOKEN
 

@@ -12,13 +12,13 @@ import pytest
 from fastapi import FastAPI
 
 from coterie.errors import CoterieError
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
-from coterie.web.access import Access
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
-from coterie.web.security import BODY_BYTES
+from coterie.web.auth import Access
+from coterie.web.middleware import BODY_BYTES
 from coterie.web.server import WebServer, close, listen, port_of
 
 from .conftest import TOKEN

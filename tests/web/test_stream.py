@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from coterie.messages import PERSON
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.store import Retention
 from coterie.testing import FakeClock
-from coterie.web import listener
-from coterie.web.stream import Hub
+from coterie.web import sse
+from coterie.web.sse import Hub
 from tests.faults.harness import patience
 
 
@@ -214,7 +214,7 @@ async def until(happened: Callable[[], bool]) -> None:
 async def test_one_that_takes_nothing_is_let_go_and_holds_nobody_up(
     hub: Hub, society: Society, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "EVENTS", 5)
+    monkeypatch.setattr(sse, "EVENTS", 5)
     stalled = Ear()
     async with listening(hub) as ear, listening(hub, None, stalled):
         stalled.stuck = asyncio.Event()
@@ -227,7 +227,7 @@ async def test_one_that_takes_nothing_is_let_go_and_holds_nobody_up(
 async def test_a_big_message_does_not_let_go_of_who_reads(
     hub: Hub, society: Society, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "BYTES", 1000)
+    monkeypatch.setattr(sse, "BYTES", 1000)
     async with listening(hub) as ear:
         sent = await say(society, "x" * 5000)
         assert (await ear.next("message.created")).data["message"]["id"] == sent

@@ -9,7 +9,7 @@ from pathlib import Path
 from coterie.clock import SystemClock
 from coterie.testing import Calls, Says
 from coterie.testing.replies import Status
-from coterie.web.stream import Hub
+from coterie.web.sse import Hub
 from tests.agent.stage import Stage, stage
 
 from .test_stream import Ear, listening

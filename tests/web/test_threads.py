@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.testing import FakeClock
 
 API = "/api/v1"

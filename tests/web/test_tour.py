@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from coterie.address import find_address
-from coterie.llm.providers import tour_script as script
-from coterie.llm.providers.tour_script import Words
+from coterie.config import find_address
+from coterie.tour import script as script
+from coterie.tour.script import Words
 from tests.cli.door import Serving
 from tests.faults.harness import patience
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from coterie.clock import SystemClock
-from coterie.runtime import Society
-from coterie.web.access import Access
+from coterie.society import Society
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
+from coterie.web.auth import Access
 from coterie.web.server import WebServer, listen, port_of
 
 

@@ -1,19 +1,26 @@
-"""The built-in tools besides `send_message`: each a few lines over a mechanism that HTTP and Python use too."""
+"""The built-in tools besides `send_message`: each a few lines over a mechanism that HTTP and Python use too.
+
+The tool `send_message`: how an agent speaks to anybody.
+
+The built-in tools that make and end agents.
+"""
 
 from __future__ import annotations
 
 import codecs
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from coterie.agent.directory import Directory
-from coterie.agent.tool_context import ToolContext
-from coterie.agent.tools import Tool, ToolResult, failed, tool, tool_of
+from coterie.agent.service import Directory, Registrar
+from coterie.agent.tools import Tool, ToolContext, ToolResult, failed, tool, tool_of
 from coterie.bus import MessageBus
 from coterie.clock import to_wire
+from coterie.errors import Refused
 from coterie.llm.service import Direction
+from coterie.llm.types import ToolSpec
+from coterie.messages import MAX_QUICK_REPLIES, Envelope, Receipt, seal
 from coterie.store import Store
 from coterie.text import one_line
 
@@ -142,3 +149,115 @@ def _characters(data: bytes, *, last: bool) -> tuple[str, int]:
 
 def _declared(*functions: Callable[..., object]) -> tuple[Tool, ...]:
     return tuple(made for function in functions if (made := tool_of(function)))
+
+
+SEND_MESSAGE = ToolSpec(
+    name="send_message",
+    description=(
+        "Send a message to an agent or to the person (`user`). It arrives on its own; do not wait for an answer."
+        " `payload.text` is what the recipient reads; `payload.attachments` forwards files by their artifactRef."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {
+            "to": {"type": "string", "description": "The id of the recipient."},
+            "payload": {
+                "type": "object",
+                "description": 'A JSON object, such as {"text": "…", "attachments": [{"artifactRef": "…"}]}.',
+            },
+            "delayMs": {"type": "number", "description": "延迟投递时间（毫秒），消息将在指定时间后才进入收件人队列"},
+            "quickReplies": {
+                "type": "array",
+                "items": {"type": "string"},
+                "maxItems": MAX_QUICK_REPLIES,
+                "description": (
+                    "可选的快速回复建议列表，最多10个字符串。"
+                    "Optional: up to 10 short answers to offer. They are suggestions: the recipient may pick one,"
+                    " or ignore them and answer freely."
+                ),
+            },
+        },
+        "required": ["to", "payload"],
+    },
+)
+
+
+async def send_message(
+    bus: MessageBus, sender: str, arguments: Mapping[str, Any], *, key: str | None = None, cause: str | None = None
+) -> dict[str, Any]:
+    """What the model is told: the message's id and due time, or what was wrong, and then nothing was sent.
+
+    `from` and whatever else a model may add is ignored: the runtime says who speaks.
+    """
+    try:
+        receipt = await bus.post(seal_call(sender, arguments, key=key, cause=cause))
+    except Refused as refusal:
+        return refusal.to_wire()
+    return told(receipt)
+
+
+def seal_call(sender: str, arguments: Mapping[str, Any], *, key: str | None, cause: str | None) -> Envelope:
+    """A call of the tool as an envelope; the same `key` is the same message, however often the call runs."""
+    return seal(
+        sender=sender,
+        to=arguments.get("to"),
+        payload=arguments.get("payload"),
+        delay_ms=arguments.get("delayMs"),
+        quick_replies=arguments.get("quickReplies"),
+        client_id=key,
+        cause=cause,
+    )
+
+
+def told(receipt: Receipt) -> dict[str, Any]:
+    """What the model hears of a message that was sent."""
+    wire = receipt.to_wire()
+    del wire["state"]
+    return wire
+
+
+def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
+    @tool(effect="idempotent")
+    async def create_role(
+        name: Annotated[str, "a-z, 0-9, _ and -"],
+        prompt: Annotated[str, "What an agent of this role is told about itself."],
+        tools: Annotated[
+            list[str] | None,
+            "Names or patterns of the tools it may use; those you have when left out, none when empty.",
+        ] = None,
+        service: Annotated[str | None, "The id of a model service that you may use; your own when left out."] = None,
+        *,
+        ctx: ToolContext,
+    ) -> dict[str, Any]:
+        """Describe a kind of agent, to be made with spawn_agent. It has at most the tools that you have."""
+        await registrar.create_role(name, prompt, tools, service, maker=ctx.agent_id)
+        return {"role": name}
+
+    @tool(effect="idempotent")
+    async def spawn_agent(
+        role: str,
+        id: Annotated[str | None, "a-z, 0-9, _ and -; made up when left out."] = None,  # noqa: A002
+        name: str | None = None,
+        task: Annotated[str | None, "A first message to it, from you."] = None,
+        *,
+        ctx: ToolContext,
+    ) -> dict[str, Any]:
+        """Make an agent of a role. It is yours: you may terminate it when it is no longer needed."""
+        made = await registrar.spawn(ctx.agent_id, role, id=id, name=name, key=ctx.idempotency_key)
+        told: dict[str, Any] = {"id": made.id, "name": made.name}
+        if task:
+            told["messageId"] = (await ctx.send(made.id, {"text": task})).message_id
+        return told
+
+    @tool(effect="idempotent")
+    async def terminate_agent(
+        id: str,  # noqa: A002
+        reason: Annotated[str | None, "For the record."] = None,
+        *,
+        ctx: ToolContext,
+    ) -> dict[str, Any]:
+        """End an agent that you made, and everybody it made."""
+        return {"terminated": list(await registrar.terminate(id, by=ctx.agent_id)), "reason": reason}
+
+    made = (create_role, spawn_agent, terminate_agent)
+    return tuple(one for function in made if (one := tool_of(function)))

@@ -12,10 +12,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from coterie.agent.context import SET_ASIDE, envelope
-from coterie.llm.adapter import on_one_line
-from coterie.llm.chat import Answer, Request, SystemSaid, Text, Usage, UserSaid
+from coterie.llm.routing import on_one_line
+from coterie.llm.types import Answer, Request, SystemSaid, Text, Usage, UserSaid
 from coterie.text import shortened
-from coterie.turns import HistoryRow
+from coterie.turn_store import HistoryRow
 
 BYTES_PER_TOKEN = 3
 """A guess on the safe side: English has four, Chinese about two and a half."""

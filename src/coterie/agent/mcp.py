@@ -17,12 +17,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from coterie.agent.mcp_connection import Absent, Connection, Entry, words_of
-from coterie.agent.tool_context import ToolContext
-from coterie.agent.tools import Effect, OnLoop, Tool, ToolResult, failed, unknown
+from coterie.agent.tools import Effect, OnLoop, Tool, ToolContext, ToolResult, failed, unknown
 from coterie.clock import Clock
 from coterie.errors import CoterieError, Problem
 from coterie.ids import id_for
-from coterie.llm.chat import ToolSpec
+from coterie.llm.types import ToolSpec
 from coterie.text import clean
 
 if TYPE_CHECKING:  # a second to import, needed only where servers are configured

@@ -16,13 +16,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from coterie.agent.tool_process import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
-    hear_signals,
-    kill_descendants,
-    prctl,
-)
+from coterie.agent.tool_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, hear_signals, kill_descendants, prctl
 
 _GRACE_LOOKS, _LOOK_SECONDS = 10, 0.1
 """A server that was told to end is looked at so often, and then killed."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.agent.tool_context import ToolContext
-from coterie.agent.tools import Tool, ToolResult, failed
+from coterie.agent.tools import Tool, ToolContext, ToolResult, failed
 from coterie.errors import CoterieError, Refused
 from coterie.text import clean
 

@@ -5,8 +5,6 @@ is two processes. The worker runs the tool. The keeper waits until the worker ha
 or dies; then it kills whatever the tool has started, daemons that left the process group included, and ends.
 """
 
-# Only what is small to import stands here: everything else is loaded by the worker, under the tool's memory limit.
-
 from __future__ import annotations
 
 import ctypes
@@ -17,6 +15,9 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
+
+# Only what is small to import stands here: everything else is loaded by the worker, under the tool's memory limit.
+
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -129,9 +130,9 @@ def _run(request: dict[str, Any]) -> tuple[str, bytes]:
     import asyncio
     import inspect
 
-    from coterie.agent.owner_tools import import_tool_file
     from coterie.agent.tool_output import encode
     from coterie.agent.tools import ToolResult, parameters_of
+    from coterie.agent.user_tools import import_tool_file
 
     function = getattr(import_tool_file(request["module"], Path(request["file"])), request["name"])
     value = function(**parameters_of(function).accept(request["arguments"], None))

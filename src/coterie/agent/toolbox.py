@@ -14,15 +14,23 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
-from coterie.agent.send_message import SEND_MESSAGE
-from coterie.agent.tool_context import ToolContext
-from coterie.agent.tool_loop import BLOCKED_AFTER, LoopCall, ToolLoops, across
+from coterie.agent.builtins import SEND_MESSAGE
 from coterie.agent.tool_output import Died, NoResult, encode, fit, raised
-from coterie.agent.tool_parameters import BadArguments
-from coterie.agent.tool_spawn import run_in_process
-from coterie.agent.tools import InProcess, InThread, OnLoop, OnToolLoop, Tool, ToolResult, failed, unknown
+from coterie.agent.tools import (
+    BadArguments,
+    InProcess,
+    InThread,
+    OnLoop,
+    OnToolLoop,
+    Tool,
+    ToolContext,
+    ToolResult,
+    failed,
+    unknown,
+)
+from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, across, run_in_process
 from coterie.errors import Problem
-from coterie.llm.chat import ToolSpec
+from coterie.llm.types import ToolSpec
 from coterie.redaction import redact
 from coterie.text import nearest, one_line
 

@@ -10,9 +10,9 @@ from coterie.cli.options import HOME, Dir, Json
 from coterie.cli.output import say, say_json, say_table
 
 if TYPE_CHECKING:
-    from coterie.agent.directory import Directory
+    from coterie.agent.service import Directory
     from coterie.agents import Agent
-    from coterie.workers import Worker
+    from coterie.store import Worker
 
 COLUMNS = ("AGENT", "NAME", "STATE", "SERVICE", "WAITING", "UNREAD", "WORKER", "WHY")
 OPTIONAL = ("WORKER", "WHY")
@@ -41,8 +41,8 @@ def agents(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
 
 
 async def _read(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Worker]]:
+    from coterie.admin.inspect import Inspection
     from coterie.cli.roster import all_agents, directory_of
-    from coterie.inspection import Inspection
 
     async with Inspection.open(folder) as stored:
         directory = await directory_of(stored)

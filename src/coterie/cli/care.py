@@ -48,7 +48,7 @@ def backup(
     json: Json = False,
 ) -> None:
     """Write the society into one file. Works beside a running one."""
-    from coterie.backup import back_up
+    from coterie.admin.backup import back_up
     from coterie.cli import logs
 
     logs.stay_quiet()
@@ -80,8 +80,8 @@ def restore(
     json: Json = False,
 ) -> None:
     """Put the society of a backup into a folder that holds none, and if wanted into an empty PostgreSQL."""
+    from coterie.admin.restore import restore as put_back
     from coterie.cli import logs
-    from coterie.restore import restore as put_back
 
     logs.stay_quiet()
     with Progress.shown("Restoring") as progress, tidy_when_terminated():
@@ -98,7 +98,7 @@ def restore(
 
 
 def _checked_store(url: str | None) -> str | None:
-    from coterie.store_url import SQLITE, is_shared_url
+    from coterie.config import SQLITE, is_shared_url
 
     if url is not None and url != SQLITE and not is_shared_url(url):
         raise typer.BadParameter("expected sqlite or postgresql://user@host/name", param_hint="--store")
@@ -106,7 +106,7 @@ def _checked_store(url: str | None) -> str | None:
 
 
 async def _findings(folder: Path, deep: bool, progress: Progress) -> list[str]:
-    from coterie.inspection import Inspection
+    from coterie.admin.inspect import Inspection
 
     async with Inspection.open(folder) as society:
         return [finding async for finding in society.findings(deep=deep, tell=progress.tell)]

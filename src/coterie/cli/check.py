@@ -55,7 +55,7 @@ def check(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
 
 
 def _report(folder: Path) -> Report:
-    from coterie.inspection import engine_version, engine_warnings, owner, require_society, stored_problems
+    from coterie.admin.inspect import engine_version, engine_warnings, owner, require_society, stored_problems
 
     place = require_society(folder)
     report = Report(engine="sqlite", engine_version=engine_version(), owner=owner(place))
@@ -70,7 +70,7 @@ def _report(folder: Path) -> Report:
 def _read_toml(folder: Path, report: Report) -> Config | None:
     from coterie.config import read_config
     from coterie.errors import ConfigError
-    from coterie.storage import check_engine, is_shared
+    from coterie.stores.open import check_engine, is_shared
     from coterie.web.addresses import addresses
 
     try:
@@ -89,9 +89,9 @@ def _read_toml(folder: Path, report: Report) -> Config | None:
 
 
 def _read_services(folder: Path, report: Report, config: Config | None) -> None:
+    from coterie.config import unknown_service
     from coterie.errors import ConfigError
-    from coterie.llm.registry import Services
-    from coterie.reloading import unknown_service
+    from coterie.llm.config import Services
 
     try:
         services = Services.load(folder)

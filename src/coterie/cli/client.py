@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from coterie.address import Address
+from coterie.config import Address
 from coterie.errors import STATUS, Refused, ServerStopping, ServerUnusable
 
 CONNECT_SECONDS = 2.0

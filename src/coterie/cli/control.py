@@ -15,7 +15,7 @@ from coterie.cli.output import say, say_json
 if TYPE_CHECKING:
     from coterie.agents import Agent
     from coterie.cli.client import Client
-    from coterie.runtime import Society
+    from coterie.society import Society
     from coterie.store import Store
 
 MaybeAgent = Annotated[
@@ -78,9 +78,9 @@ def _what_became(order: Order, state: str, at_work: bool, everybody: bool) -> st
 
 async def _give(order: Order, agent_id: str | None, folder: Path, token: str | None) -> dict[str, Told]:
     """To that agent, or to everybody."""
+    from coterie.admin.inspect import Inspection
     from coterie.cli.finding import find_server
-    from coterie.inspection import Inspection
-    from coterie.runtime import Society
+    from coterie.society import Society
 
     whole = agent_id is None and order != "stop"
     if client := find_server(folder, token):

@@ -71,8 +71,8 @@ async def _watch(folder: Path, recipient: str | None, limit: int) -> None:
 
 
 async def _read(folder: Path, recipient: str | None, limit: int) -> tuple[int, Sequence[Message]]:
+    from coterie.admin.inspect import Inspection
     from coterie.cli.recipients import check_recipient
-    from coterie.inspection import Inspection
 
     async with Inspection.open(folder) as society:
         if recipient is not None:

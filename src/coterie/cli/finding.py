@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from coterie import __version__
-from coterie.address import Address, find_address
-from coterie.config import read_config
+from coterie.admin.inspect import owner, require_society
+from coterie.config import Address, find_address, read_config
 from coterie.errors import ConfigError, ServerUnusable, StoreOwned
-from coterie.inspection import owner, require_society
-from coterie.storage import is_shared
-from coterie.web.access import FILE as TOKEN
+from coterie.stores.open import is_shared
 from coterie.web.addresses import is_loopback
+from coterie.web.auth import FILE as TOKEN
 
 if TYPE_CHECKING:
     from coterie.cli.client import Client

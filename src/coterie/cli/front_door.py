@@ -10,20 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from coterie.address import Address, leave_address, take_address_back
+from coterie.admin.inspect import owner
 from coterie.cli.logs import debugging
 from coterie.clock import SystemClock
-from coterie.config import Server, read_config
+from coterie.config import Address, Server, SocietyFolder, leave_address, read_config, take_address_back
 from coterie.errors import CoterieError, StoreOwned
-from coterie.folder import SocietyFolder
-from coterie.inspection import owner
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.supervision import Shutdown
-from coterie.web.access import Access, check_token, keep_token
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
+from coterie.web.auth import Access, check_token, keep_token, link
 from coterie.web.server import WebServer, close, listen, port_of, raise_file_limit
-from coterie.web.session import link
 
 
 class FrontDoor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from coterie.llm.providers import tour_script as script
 from coterie.messages import PERSON
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.store import Page
+from coterie.tour import script as script
 
 NAME = "tour greeting"
 """Under this name it is one message, however often the society starts."""

@@ -15,7 +15,7 @@ from coterie.errors import Lagged, Refused
 from coterie.events import Event
 from coterie.live import Draft
 from coterie.messages import Receipt
-from coterie.runtime import Society
+from coterie.society import Society
 from coterie.web import wire
 
 

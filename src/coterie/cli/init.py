@@ -8,8 +8,8 @@ from coterie.cli.output import say, say_json
 
 def init(place: Place = None, dir: MaybeDir = None, json: Json = False) -> None:  # noqa: A002
     """Make a society's folder, with commented templates."""
+    from coterie.config import SocietyFolder
     from coterie.errors import StoreUnusable
-    from coterie.folder import SocietyFolder
 
     folder = SocietyFolder(place or dir or HOME)
     if folder.exists:

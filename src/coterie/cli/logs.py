@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from coterie.cli.output import harmless
 from coterie.clock import to_wire
-from coterie.logctx import Context, context_of
+from coterie.telemetry import Context, context_of
 
 
 def start() -> None:

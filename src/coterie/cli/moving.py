@@ -19,9 +19,9 @@ def migrate(
     json: Json = False,
 ) -> None:
     """Bring the society's database to the schema of this version. A start does so, too."""
+    from coterie.admin.inspect import require_society
+    from coterie.admin.migrate import bring_up_to_date, find_schema
     from coterie.cli import logs
-    from coterie.inspection import require_society
-    from coterie.migration import bring_up_to_date, find_schema
 
     logs.stay_quiet()
     place = require_society(dir)
@@ -53,8 +53,8 @@ def copy(
 
     For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are.
     """
+    from coterie.admin.copy import Whereabouts, copy_society
     from coterie.cli import logs
-    from coterie.copying import Whereabouts, copy_society
 
     logs.stay_quiet()
     origin, goal = Whereabouts.of(source), Whereabouts.of(target)

@@ -71,11 +71,11 @@ def export(
 
 
 async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
-    from coterie.agent.prompt import Prompts
+    from coterie.admin.inspect import Inspection
+    from coterie.agent.context import Prompts
     from coterie.cli.recipients import check_agent
     from coterie.cli.roster import directory_of
     from coterie.errors import CoterieError
-    from coterie.inspection import Inspection
     from coterie.web import wire
 
     async with Inspection.open(folder) as stored:
@@ -103,10 +103,9 @@ def _print(row: Mapping[str, Any]) -> None:
 async def _export(folder: Path, agent_id: str, form: Format) -> str:
     import json
 
+    from coterie.admin.inspect import Inspection, as_markdown, whole_thread
     from coterie.cli.recipients import check_agent
     from coterie.clock import SystemClock, to_wire
-    from coterie.inspection import Inspection
-    from coterie.transcript import as_markdown, whole_thread
 
     async with Inspection.open(folder) as stored:
         agent = await check_agent(stored.store, agent_id)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coterie.agent.directory import Directory
-from coterie.agent.registrar import Registrar
+from coterie.admin.inspect import Inspection
+from coterie.agent.service import Directory, Registrar
+from coterie.agent_runtime import load_services, read_profiles
 from coterie.agents import Agent
 from coterie.clock import SystemClock
 from coterie.config import read_config
-from coterie.crew import load_services, read_profiles
-from coterie.inspection import Inspection
-from coterie.llm.refusals import Refusals
+from coterie.llm.learned_limits import Refusals
 from coterie.store import Store
 
 PAGE = 200

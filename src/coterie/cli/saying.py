@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coterie.cli.conversation import Speech
 from coterie.messages import Receipt
-from coterie.runtime import Society
+from coterie.society import Society
 
 
 async def say(society: Society, to: str, speech: Speech) -> Receipt:

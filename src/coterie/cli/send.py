@@ -77,9 +77,9 @@ def _sent(to: str, receipt: Receipt) -> str:
 
 
 async def _send(folder: Path, to: str, speech: Speech, files: Sequence[Path], token: str | None) -> Receipt:
+    from coterie.admin.inspect import Inspection
     from coterie.cli.finding import find_server
     from coterie.cli.recipients import check_recipient
-    from coterie.inspection import Inspection
 
     if client := find_server(folder, token):
         from coterie.cli import over_http
@@ -90,7 +90,7 @@ async def _send(folder: Path, to: str, speech: Speech, files: Sequence[Path], to
             return await over_http.say(client, to, replace(speech, attachments=refs))
     from coterie.cli.files import pieces
     from coterie.cli.saying import say as say_here
-    from coterie.runtime import Society
+    from coterie.society import Society
 
     async with Society.visit(folder) as society:
         await check_recipient(society.store, to)

@@ -17,16 +17,15 @@ from typing import Any, NoReturn
 import typer
 
 from coterie import __version__
+from coterie.admin.inspect import Inspection, require_society
 from coterie.cli.front_door import FrontDoor
 from coterie.cli.greeting import greet
 from coterie.cli.output import counted, harmless, say
 from coterie.clock import SystemClock
-from coterie.config import read_config
+from coterie.config import SocietyFolder, read_config
 from coterie.errors import StoreError, StoreUnusable
-from coterie.folder import SocietyFolder
-from coterie.inspection import Inspection, require_society
-from coterie.runtime import Society
-from coterie.storage import is_shared
+from coterie.society import Society
+from coterie.stores.open import is_shared
 
 log = logging.getLogger(__name__)
 

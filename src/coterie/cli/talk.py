@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coterie.admin.inspect import Inspection
 from coterie.cli.conversation import Conversation
 from coterie.cli.finding import find_server
 from coterie.cli.recipients import check_agent
-from coterie.inspection import Inspection
 
 if TYPE_CHECKING:
-    from coterie.runtime import Society
+    from coterie.society import Society
 
 
 @asynccontextmanager
@@ -39,7 +39,7 @@ async def open_conversation(folder: Path, agent_id: str, token: str | None = Non
 @asynccontextmanager
 async def _running_here(folder: Path) -> AsyncIterator[Society]:
     """Leaving is not the owner's wish to stop: whatever is delayed keeps its time."""
-    from coterie.runtime import Society
+    from coterie.society import Society
 
     society = await Society.start(folder)
     try:

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from coterie.artifacts import ArtifactType
 from coterie.errors import CoterieError, Refused
-from coterie.llm.chat import Answer, Delta, Request
+from coterie.llm.types import Answer, Delta, Request
 from coterie.text import one_line
 
 

@@ -8,15 +8,14 @@ from fastapi import FastAPI
 
 from coterie import __version__
 from coterie.clock import Clock, SystemClock
-from coterie.runtime import Society
-from coterie.web import health, metrics, page, problems, session
-from coterie.web.access import Access
-from coterie.web.addresses import Addresses, addresses
-from coterie.web.client_address import ClientAddresses
-from coterie.web.meter import HttpMeter
-from coterie.web.routes import ROUTERS
-from coterie.web.security import Gate
-from coterie.web.stream import Hub
+from coterie.society import Society
+from coterie.web import auth, errors, metrics, static_files
+from coterie.web.addresses import Addresses, ClientAddresses, addresses
+from coterie.web.api import ROUTERS
+from coterie.web.auth import Access
+from coterie.web.metrics import HttpMeter
+from coterie.web.middleware import Gate
+from coterie.web.sse import Hub
 from coterie.web.uploads import Uploads
 
 API = "/api/v1"
@@ -44,7 +43,7 @@ def build_app(
     state = app.state
     state.society, state.access = society, door
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
-    state.health, state.meter = health.Health(society.store, society.disk), HttpMeter()
+    state.health, state.meter = metrics.Health(society.store, society.disk), HttpMeter()
     state.uploads = Uploads(society.artifacts.limit)
     state.on_shutdown = list[LastWords]()
     state.clock = clock or SystemClock()
@@ -52,11 +51,11 @@ def build_app(
     state.on_shutdown.append(state.hub.shut)
     state.stream_clients = lambda: len(state.hub)
     state.numbers = metrics.Numbers(society, state.meter, lambda: int(state.stream_clients()))
-    problems.install(app)
+    errors.install(app)
     # Routers are asked one after the other, so the busy ones come first.
-    for router in (*ROUTERS, session.links):
+    for router in (*ROUTERS, auth.links):
         app.include_router(router, prefix=API)
-    for router in (health.router, session.router, page.router, metrics.router):
+    for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
     app.add_middleware(
         Gate,

@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coterie.clock import Clock
-from coterie.web.client_address import budget_of_address
+from coterie.web.addresses import budget_of_address
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,70 @@
-"""Numbers for Prometheus. What the store knows is read when somebody asks for it."""
+"""Numbers for Prometheus. What the store knows is read when somebody asks for it.
+
+Requests counted as they pass: a dictionary and a list of numbers, so that counting costs next to nothing.
+
+Whether the process lives, and whether it can be given work.
+"""
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
-from coterie.runtime import Society
-from coterie.statistics import Statistics
-from coterie.web.meter import BUCKETS, HttpMeter
-from coterie.workers import Worker
+from coterie.files import Disk
+from coterie.society import Society
+from coterie.store import Statistics, Store, Worker
+from coterie.web.errors import problem
+
+BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Seconds."""
+
+
+@dataclass(slots=True)
+class Durations:
+    total: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+
+    def note(self, seconds: float) -> None:
+        self.total += seconds
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+
+
+class HttpMeter:
+    """Requests by method, route template and status. A template is ours, so there are only so many of them."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, str, int], Durations] = {}
+
+    def note(self, scope: Scope, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        key = (method, template(scope), status)
+        found = self.requests.get(key)
+        if found is None:
+            found = self.requests[key] = Durations()
+        found.note(seconds)
+
+
+API = "/api/v1"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+def template(scope: Scope) -> str:
+    path: str = getattr(scope.get("route"), "path", "")
+    # A router's own routes do not know under which prefix they were mounted.
+    prefix = API if scope["path"].startswith(API) and not path.startswith(API) else ""
+    return f"{prefix}{path}" if path else "unmatched"
+
 
 router = APIRouter(tags=["health"])
 
@@ -113,3 +161,36 @@ def _gauges(name: str, words: str, label: str, values: Mapping[str, int]) -> Met
     for key, value in values.items():
         family.add_metric([key], value)
     return family
+
+
+class Health:
+    def __init__(self, store: Store, disk: Disk) -> None:
+        self._store, self._disk = store, disk
+        self.draining = False
+        """Set when a stop begins: from then on no new request is taken."""
+
+    @property
+    def trouble(self) -> tuple[str, str] | None:
+        """Code and sentence; None: ready."""
+        if self.draining:
+            return "stopping", "the society is stopping"
+        if not self._store.healthy:
+            sentence = "what is written does not get through to the disk: the log says why"
+            return "store_unavailable", self._store.trouble or sentence
+        if missing := self._disk.missing:
+            return "store_unavailable", missing
+        if self._disk.is_full():
+            return "store_full", self._disk.sentence
+        return None
+
+
+@router.get("/healthz", summary="Alive")
+async def alive() -> dict[str, str]:
+    return {"status": "alive"}
+
+
+@router.get("/readyz", summary="Ready for work")
+async def ready(request: Request) -> Response:
+    if trouble := cast(Health, request.app.state.health).trouble:
+        return problem(503, *trouble)
+    return JSONResponse({"status": "ready"})

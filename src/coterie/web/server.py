@@ -16,7 +16,7 @@ import uvicorn
 
 from coterie.clock import Clock, SystemClock
 from coterie.errors import CoterieError
-from coterie.web.client_address import ClientAddresses
+from coterie.web.addresses import ClientAddresses
 from coterie.web.connections import STRANGERS, Connections, LimitedProtocol, ServerConfig, watch
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from coterie.errors import Refused
-from coterie.web.problems import Rejected
+from coterie.web.errors import Rejected
 
 FIELD = b"file"
 AROUND = 1 << 20

@@ -13,10 +13,10 @@ from coterie.clock import to_wire
 from coterie.errors import CoterieError, Refused
 from coterie.llm.service import INFERRED, Capabilities
 from coterie.messages import Message
-from coterie.overview import CallRecord, PlanRecord, Thread, Usage
-from coterie.runtime import Society
+from coterie.society import Society
+from coterie.store import CallRecord, PlanRecord, Thread, Usage
 from coterie.text import one_line
-from coterie.turns import HistoryRow
+from coterie.turn_store import HistoryRow
 from coterie.web.markdown import rendered
 
 PREVIEW = 120

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from coterie.llm.chat import Answer, Call, Delta, Request, SystemSaid, Text, ToolSpec, UserSaid
 from coterie.llm.providers.deadlines import Deadlines
 from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.service import LLMService, ServiceError
+from coterie.llm.types import Answer, Call, Delta, Request, SystemSaid, Text, ToolSpec, UserSaid
 
 KEY = "sk-canary-0123456789abcdef"
 LOOK_UP = ToolSpec(name="look_up", description="Weather.", parameters={"type": "object"})

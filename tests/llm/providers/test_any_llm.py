@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.chat import AssistantSaid, Request, ToolSaid
 from coterie.llm.providers.any_llm import AnyLLMService
 from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient, Unsupported
+from coterie.llm.types import AssistantSaid, Request, ToolSaid
 from coterie.testing import model_faults
 from coterie.testing.model_server import Calls, ModelServer, Reply, Says, Status
 

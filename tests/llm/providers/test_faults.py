@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.chat import Answer, AssistantSaid, Call, Request, ToolSaid
-from coterie.llm.providers.assembly import MAX_CALLS
 from coterie.llm.providers.deadlines import Deadlines, Watch
 from coterie.llm.providers.openai import OpenAIService
+from coterie.llm.providers.openai_stream import MAX_CALLS
 from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient
+from coterie.llm.types import Answer, AssistantSaid, Call, Request, ToolSaid
 from coterie.testing import FakeClock, model_faults
 from coterie.testing.clock import START
 from coterie.testing.model_server import Calls, ModelServer, Plays, Reply, Says, Status

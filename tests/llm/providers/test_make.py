@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from coterie.clock import SystemClock
-from coterie.llm.chat import Answer, Request, Text, UserSaid
-from coterie.llm.providers.make import TOUR_ENTRIES, make_service
-from coterie.llm.registry import Services
+from coterie.llm.config import Services
+from coterie.llm.providers.factory import TOUR_ENTRIES, make_service
 from coterie.llm.service import ServiceError
+from coterie.llm.types import Answer, Request, Text, UserSaid
 from coterie.testing import ModelServer
 
 HELLO = Request(said=(UserSaid((Text("hello"),)),))

@@ -15,7 +15,10 @@ from typing import Any
 import httpx
 import pytest
 
-from coterie.llm.chat import (
+from coterie.llm.providers.openai import OpenAIService
+from coterie.llm.providers.sockets import AsyncioBackend
+from coterie.llm.service import Terminal, Transient, Unsupported
+from coterie.llm.types import (
     AssistantSaid,
     Attachment,
     Call,
@@ -29,9 +32,6 @@ from coterie.llm.chat import (
     Usage,
     UserSaid,
 )
-from coterie.llm.providers.openai import OpenAIService
-from coterie.llm.providers.sockets import AsyncioBackend
-from coterie.llm.service import Terminal, Transient, Unsupported
 from coterie.testing import model_faults
 from coterie.testing.model_server import Calls, ModelServer, Says, Status
 

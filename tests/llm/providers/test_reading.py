@@ -8,13 +8,11 @@ from datetime import timedelta
 
 import pytest
 
-from coterie.llm.chat import Answer
-from coterie.llm.providers.assembly import MAX_CALLS, Assembly
 from coterie.llm.providers.deadlines import Deadlines
-from coterie.llm.providers.outcomes import Asked, retry_after, without_key
-from coterie.llm.providers.reading import Reading
-from coterie.llm.providers.stream import EventReader
+from coterie.llm.providers.errors import Asked, retry_after, without_key
+from coterie.llm.providers.openai_stream import MAX_CALLS, Assembly, EventReader, Reading
 from coterie.llm.service import ServiceError
+from coterie.llm.types import Answer
 from coterie.testing.clock import START
 from coterie.testing.replies import Calls, call_chunks, chunk
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.chat import (
+from coterie.llm.providers.openai import Dialect
+from coterie.llm.types import (
     Answer,
     AssistantSaid,
     Call,
@@ -22,12 +23,11 @@ from coterie.llm.chat import (
     ToolSpec,
     UserSaid,
 )
-from coterie.llm.providers import tour_script as script
-from coterie.llm.providers.openai_dialect import Dialect
-from coterie.llm.providers.tour import Tour
-from coterie.llm.providers.tour_script import Scene
 from coterie.testing import FakeClock
 from coterie.testing.dialects import check_openai_chat
+from coterie.tour import script as script
+from coterie.tour.provider import Tour
+from coterie.tour.script import Scene
 
 from .asking import say, user
 

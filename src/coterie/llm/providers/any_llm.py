@@ -12,14 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 from coterie.clock import Clock, SystemClock
-from coterie.llm.chat import Answer, Delta, Request
-from coterie.llm.providers import outcomes
-from coterie.llm.providers.assembly import Assembly
+from coterie.llm.providers import errors
 from coterie.llm.providers.deadlines import Deadlines, Late, Watch
-from coterie.llm.providers.openai_dialect import Dialect, call_ids, carried, names
-from coterie.llm.providers.outcomes import Asked
-from coterie.llm.providers.reading import Reading, read_answer
+from coterie.llm.providers.errors import Asked
+from coterie.llm.providers.openai import Dialect, call_ids, carried, names
+from coterie.llm.providers.openai_stream import Assembly, Reading, read_answer
 from coterie.llm.service import ServiceError
+from coterie.llm.types import Answer, Delta, Request
 
 MAX_BYTES = 16_000_000
 _TWO_MINUTES = Deadlines.within(timedelta(minutes=2))
@@ -90,17 +89,17 @@ class AnyLLMService:
     def failure(self, asked: Asked, error: Exception) -> ServiceError:
         """What an error from inside any-llm is to us."""
         if isinstance(error, Late):
-            return outcomes.late(asked, error)
+            return errors.late(asked, error)
         status = getattr(error, "status_code", None) or _STATUS.get(type(error).__name__)
         original = getattr(error, "original_exception", None) or error
         if status and status >= 300:
             told = {key: getattr(error, key, None) for key in ("message", "code", "param", "error_type")}
             said = {**told, "message": told["message"] or str(error)}
             retry_after = getattr(error, "retry_after", None)
-            return outcomes.failure(asked, outcomes.complaint(status, said, retry_after), self._clock.now())
+            return errors.failure(asked, errors.complaint(status, said, retry_after), self._clock.now())
         if isinstance(original, ValueError | RecursionError | AttributeError | TypeError):
-            return outcomes.malformed(asked, "it is no JSON of the shape it should have")
-        return outcomes.unreachable(asked, original)
+            return errors.malformed(asked, "it is no JSON of the shape it should have")
+        return errors.unreachable(asked, original)
 
     async def _ready(self, asked: Asked) -> Any:
         """The vendor's client. Its libraries take seconds to import, and nobody else waits for that."""
@@ -120,7 +119,7 @@ class AnyLLMService:
         try:
             library = importlib.import_module("any_llm")
         except ImportError:
-            raise outcomes.not_installed(asked, self._provider, "coterie[providers]") from None
+            raise errors.not_installed(asked, self._provider, "coterie[providers]") from None
         given = {"api_key": self._key or None, "api_base": self._base_url or None, "unified_exceptions": True}
         try:
             with suppress(library.exceptions.UnsupportedParameterError):
@@ -128,7 +127,7 @@ class AnyLLMService:
                 return library.AnyLLM.create(self._provider, **given, max_retries=0)
             return library.AnyLLM.create(self._provider, **given)
         except ImportError:
-            raise outcomes.not_installed(asked, self._provider, f"any-llm-sdk[{self._provider}]") from None
+            raise errors.not_installed(asked, self._provider, f"any-llm-sdk[{self._provider}]") from None
         except Exception as error:
             raise self.failure(asked, error) from None
 
@@ -151,7 +150,7 @@ class _Chunks:
         event = f"data: {json.dumps(chunk.model_dump())}\n\n".encode()
         self._left -= len(event)
         if self._left < 0:
-            raise outcomes.malformed(self._asked, "it is far too large")
+            raise errors.malformed(self._asked, "it is far too large")
         return event
 
     async def finish(self) -> None:

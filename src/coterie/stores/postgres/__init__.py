@@ -1,5 +1,5 @@
 """The engine for several processes: one PostgreSQL is all that coordinates them."""
 
-from coterie.stores.postgres.store import PostgresStore
+from coterie.stores.postgres.engine import PostgresStore
 
 __all__ = ["PostgresStore"]

@@ -20,9 +20,9 @@ import psycopg
 from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.ledger import BatchLedger, JobMark, Written
-from coterie.stores.postgres.trouble import UNDONE, Contended, Doubtful, error_code, is_own, meaning, passes
-from coterie.stores.sql.attendance import RunAgain
+from coterie.stores.postgres.errors import UNDONE, Contended, Doubtful, error_code, is_own, meaning, passes
+from coterie.stores.postgres.session import BatchLedger, JobMark, Written
+from coterie.stores.sql.claims import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
 
 log = logging.getLogger(__name__)

@@ -1,33 +1,49 @@
-"""The store port, in transitions and queries that both engines share."""
+"""The store port, in transitions and queries that both engines share.
+
+What an engine gives to the shared half of the store: transactions that write, and readers.
+
+The overview port, in queries that both engines share.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from coterie.agent.turn import Event as TurnEvent
-from coterie.agent.turn import Rules
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import from_ms, to_ms
-from coterie.errors import Refused, StoreError
+from coterie.clock import Clock, from_ms, to_ms
+from coterie.errors import Refused, StoreBroken, StoreError
 from coterie.events import Event
-from coterie.invariants import INVARIANTS, broken
-from coterie.llm.chat import Answer
+from coterie.llm.concurrency import Share, fair
+from coterie.llm.types import Answer
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
-from coterie.statistics import Statistics
-from coterie.store import Page, Promotion, Pruned, Retention, Role
-from coterie.stores.sql import history, transitions, turns
+from coterie.store import (
+    SHOWN,
+    Limits,
+    Page,
+    PlanRecord,
+    Promotion,
+    Pruned,
+    Retention,
+    Role,
+    Snapshot,
+    Statistics,
+    StoreInfo,
+    Tally,
+    Usage,
+    Worker,
+)
+from coterie.stores.sql import claims, commands, queries
 from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.damage import Unclaimable, Unreadable, limit_damage
-from coterie.stores.sql.ledger import PAUSED
-from coterie.stores.sql.overview import SqlOverview
-from coterie.stores.sql.post import Post
+from coterie.stores.sql.invariants import INVARIANTS, broken
+from coterie.stores.sql.poison import Unclaimable, Unreadable, limit_damage
+from coterie.stores.sql.queries import statistics
 from coterie.stores.sql.rows import (
     AGENT,
     AGENTS,
@@ -40,11 +56,132 @@ from coterie.stores.sql.rows import (
     to_artifact,
     to_message,
 )
-from coterie.stores.sql.statistics import statistics
-from coterie.turns import Admission, Claim, HistoryRow, StaleOwner, View
-from coterie.workers import Worker
+from coterie.stores.sql.session import PAUSED
+from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.turn import Event as TurnEvent
+from coterie.turn import Rules
+from coterie.turn_store import Admission, Claim, HistoryRow, StaleOwner, Taker, View
 
 T = TypeVar("T")
+
+
+class SqlDatabase(ABC):
+    info: StoreInfo
+    limits: Limits
+    broken: asyncio.Future[StoreBroken]
+    """Set when writing can no longer be trusted and the process must stop."""
+    news: Callable[[], None] = staticmethod(lambda: None)
+    """Called on the event loop when somebody else has written something; set by whoever wants to know."""
+    heard: Callable[[str], None] = staticmethod(lambda word: None)
+    """Called on the event loop with what somebody whispered, we ourselves included."""
+    room: Callable[[], None] = staticmethod(lambda: None)
+    """Called on the event loop when somebody wants a place at a model service, or has given one back."""
+    seen_paused: bool = False
+    """Whether the society was paused when this process last looked. A hint for what was decided before: a decision
+    itself asks the database, in its own transaction."""
+    tally: Tally
+    _clock: Clock
+    _taker: Taker | None = None
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    @property
+    @abstractmethod
+    def healthy(self) -> bool: ...
+
+    @property
+    def trouble(self) -> str | None:
+        """Why writes do not get through, in one sentence, as far as it is known without trying."""
+        return None
+
+    async def is_last(self) -> bool:
+        """Whether no other process runs this society."""
+        return True
+
+    async def whisper(self, words: Sequence[str]) -> None:  # noqa: B027 - where nobody else is, nobody hears
+        """Told to every process that runs this society just now, if all goes well; nothing of it is stored.
+
+        A word is not empty, and has fewer than 8,000 bytes.
+        """
+
+    async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
+        """Where nobody else is, nobody else wants a place."""
+        return fair(limit, keeps, waiting, (), urgent=urgent)
+
+    def attend(self, taker: Taker) -> None:
+        self._taker = taker
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    def _post(
+        self,
+        run: Callable[[Connection, UnitOfWork], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
+    ) -> asyncio.Future[T]:
+        """One transition, with a post office of its own; whoever it gives something to do is claimed with it.
+
+        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order.
+        `messages`: as many are sent to these. `small`: it is soon done.
+        """
+        ...
+
+    @abstractmethod
+    async def _read(self, run: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+        """`one_moment`: all statements see the same state."""
+        ...
+
+    @abstractmethod
+    async def _now(self) -> int:
+        """What due times are measured against."""
+        ...
+
+    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
+        return await self._read(lambda db: db.execute(sql, parameters).fetchall())
+
+
+class SqlOverview(SqlDatabase):
+    @abstractmethod
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
+
+    async def snapshot(self) -> Snapshot:
+        return await self._read(queries.snapshot, one_moment=True)
+
+    async def thread(
+        self,
+        agent_id: str,
+        *,
+        before: str | None = None,
+        after: str | None = None,
+        around: str | None = None,
+        limit: int = 50,
+    ) -> Sequence[Message]:
+        return await self._read(lambda db: queries.part(db, agent_id, before, after, around, limit))
+
+    async def clear_thread(self, agent_id: str) -> int:
+        return await self._post(lambda db, post: commands.clear_thread(db, post, agent_id), touches=[agent_id, PERSON])
+
+    async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
+        return await self._read(lambda db: {one: queries.unread(db, one) for one in agent_ids})
+
+    async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
+        return await self._read(lambda db: queries.open_questions(db, agent_id, limit))
+
+    async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
+        return await self._read(lambda db: queries.runs(db, page, agent_id))
+
+    async def usage(self, since: datetime) -> Sequence[Usage]:
+        return await self._read(lambda db: queries.usage(db, to_ms(since)))
+
+    async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
+        return await self._read(lambda db: queries.artifacts_before(db, ref, limit))
+
+
 SMALL = 16
 """Messages sent together that are written without a change of threads, where nothing is flushed."""
 
@@ -57,25 +194,23 @@ class SqlStore(SqlOverview):
     # Agents
 
     async def add_agents(self, agents: Sequence[Agent]) -> None:
-        await self._post(
-            lambda db, post: transitions.add_agents(db, post, agents), touches=[agent.id for agent in agents]
-        )
+        await self._post(lambda db, post: commands.add_agents(db, post, agents), touches=[agent.id for agent in agents])
 
     async def terminate(self, agent_id: str) -> None:
-        await self._post(lambda db, post: transitions.terminate(db, post, agent_id), touches=[agent_id])
+        await self._post(lambda db, post: commands.terminate(db, post, agent_id), touches=[agent_id])
 
     async def pause(self, agent_id: str) -> None:
-        await self._post(lambda db, post: transitions.pause(db, post, agent_id), touches=[agent_id])
+        await self._post(lambda db, post: commands.pause(db, post, agent_id), touches=[agent_id])
 
     async def resume(self, agent_id: str) -> None:
-        await self._post(lambda db, post: transitions.resume(db, post, agent_id), touches=[agent_id])
+        await self._post(lambda db, post: commands.resume(db, post, agent_id), touches=[agent_id])
 
     async def pause_all(self) -> None:
-        await self._post(transitions.pause_all)
+        await self._post(commands.pause_all)
         self.seen_paused = True
 
     async def resume_all(self) -> None:
-        await self._post(transitions.resume_all)
+        await self._post(commands.resume_all)
         self.seen_paused = False
 
     async def society_paused(self) -> bool:
@@ -83,16 +218,16 @@ class SqlStore(SqlOverview):
         return self.seen_paused
 
     async def stop(self, agent_id: str) -> bool:
-        return await self._post(lambda db, post: transitions.stop(db, post, agent_id), touches=[agent_id])
+        return await self._post(lambda db, post: commands.stop(db, post, agent_id), touches=[agent_id])
 
     async def catch_up(self) -> None:
         await self._post(lambda *_: None)
 
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
-        return await self._post(lambda _, post: transitions.unblock(post, agent_ids), touches=agent_ids)
+        return await self._post(lambda _, post: commands.unblock(post, agent_ids), touches=agent_ids)
 
     async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
-        await self._post(lambda db, _: transitions.put_role(db, name, profile, maker))
+        await self._post(lambda db, _: commands.put_role(db, name, profile, maker))
 
     async def roles(self) -> Mapping[str, Role]:
         rows = await self._query("SELECT name, profile, maker FROM roles ORDER BY name")
@@ -139,26 +274,26 @@ class SqlStore(SqlOverview):
             job.add_done_callback(lambda done: _answer_all(batch, done.exception() or done.result()))
 
     async def promote(self, limit: int, *, early: bool = False) -> Promotion:
-        return await self._post(lambda db, post: transitions.promote(db, post, limit, early))
+        return await self._post(lambda db, post: commands.promote(db, post, limit, early))
 
     async def until_next_due(self) -> timedelta | None:
         rows = await self._query("SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1")
         return from_ms(rows[0][0]) - from_ms(await self._now()) if rows else None
 
     async def withdraw(self, message_id: str, by: str) -> Message:
-        return await self._post(lambda db, post: transitions.withdraw(db, post, message_id, by))
+        return await self._post(lambda db, post: commands.withdraw(db, post, message_id, by))
 
     async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
-        return await self._post(lambda db, post: transitions.move(db, post, message_id, delay, by))
+        return await self._post(lambda db, post: commands.move(db, post, message_id, delay, by))
 
     async def read(self, thread: str, upto: str) -> int:
-        return await self._post(lambda db, post: transitions.mark_read(db, post, thread, upto), touches=[PERSON])
+        return await self._post(lambda db, post: commands.mark_read(db, post, thread, upto), touches=[PERSON])
 
     async def resend(self, message_id: str) -> Receipt:
-        return await self._post(lambda db, post: transitions.resend(db, post, message_id))
+        return await self._post(lambda db, post: commands.resend(db, post, message_id))
 
     async def forget(self, message_id: str) -> None:
-        await self._post(lambda db, post: transitions.forget(db, post, message_id))
+        await self._post(lambda db, post: commands.forget(db, post, message_id))
 
     async def message(self, message_id: str) -> Message | None:
         return await self._read(lambda db: find_message(db, message_id))
@@ -207,46 +342,46 @@ class SqlStore(SqlOverview):
         self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
     ) -> Sequence[Claim]:
         claims = await self._despite_damage(
-            lambda db, post: turns.claim(db, post, worker, rules, limit, others=others, admission=admission)
+            lambda db, post: claims.claim(db, post, worker, rules, limit, others=others, admission=admission)
         )
         self.tally.takeovers += sum(claim.taken_over for claim in claims)
         return claims
 
     async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
-        await self._post(lambda db, post: turns.release(db, post, worker, busy, failed))
+        await self._post(lambda db, post: claims.release(db, post, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
         return await self._despite_damage(
-            lambda db, post: turns.advance(db, post, claim, event, rules, sends), touches=touches, small=True
+            lambda db, post: claims.advance(db, post, claim, event, rules, sends), touches=touches, small=True
         )
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
-        return await self._read(lambda db: history.history(db, agent_id, after))
+        return await self._read(lambda db: queries.history(db, agent_id, after))
 
     async def view(self, agent_id: str, claim: Claim | None = None) -> View:
         try:
-            return await self._read(lambda db: history.view(db, agent_id, claim), one_moment=True)
+            return await self._read(lambda db: queries.view(db, agent_id, claim), one_moment=True)
         except StaleOwner:
             self.tally.fenced += 1
             raise
 
     async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> Claim:
         return await self._despite_damage(
-            lambda db, post: turns.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
+            lambda db, post: claims.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
         )
 
     async def set_aside(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
         return await self._post(
-            lambda db, post: turns.set_aside(db, post, claim, service, tokens, to_ms(since), limit),
+            lambda db, post: claims.set_aside(db, post, claim, service, tokens, to_ms(since), limit),
             touches=[claim.agent_id],
         )
 
     async def tokens_since(self, start: datetime) -> int:
-        return await self._read(lambda db: history.tokens_since(db, to_ms(start)))
+        return await self._read(lambda db: queries.tokens_since(db, to_ms(start)))
 
     async def _despite_damage(
-        self, run: Callable[[Connection, Post], T], *, touches: Sequence[str] = (), small: bool = False
+        self, run: Callable[[Connection, UnitOfWork], T], *, touches: Sequence[str] = (), small: bool = False
     ) -> T:
         """What stands in the way is dealt with in transactions of its own, each of which brings that to an end."""
         while True:
@@ -261,7 +396,7 @@ class SqlStore(SqlOverview):
     # Artifacts
 
     async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
-        return await self._post(lambda db, post: transitions.add_artifact(db, post, artifact, maker))
+        return await self._post(lambda db, post: commands.add_artifact(db, post, artifact, maker))
 
     async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
         if not refs:
@@ -303,7 +438,7 @@ class SqlStore(SqlOverview):
         return await self._read(lambda db: statistics(db, after))
 
     async def prune(self, retention: Retention) -> Pruned:
-        return await self._post(lambda db, post: transitions.prune(db, post, retention))
+        return await self._post(lambda db, post: commands.prune(db, post, retention))
 
     @abstractmethod
     async def workers(self) -> Sequence[Worker]: ...

@@ -21,10 +21,9 @@ from typing import Any
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
-from coterie.stores.sql.attendance import RunAgain
+from coterie.stores.sql.claims import RunAgain
 from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
-from coterie.stores.sqlite.connections import translate
-from coterie.stores.sqlite.files import LAST_EVENT, CommitFile, OpenFiles
+from coterie.stores.sqlite.connection import LAST_EVENT, CommitFile, OpenFiles, translate
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,563 @@
+"""The owner's own tools: `tools.py` and `tools/*.py` in the society's folder.
+
+Each file is loaded by itself, so that one with a mistake keeps nobody else's tools away. All of them are modules of one
+package that exists in memory only; so `from . import _helpers` finds `tools/_helpers.py`.
+
+Event loops of the owner's async tools, in threads of their own, and the watchdog that finds blocked loops.
+
+All async tools share one long-lived loop, so that objects bound to a loop, such as an HTTP client that one call makes
+and another uses, keep working. A tool that blocks this loop stops the other tools, never the society. The watchdog
+then logs which tool it is and replaces the loop; calls that have not begun move to the new one. From then on that tool
+has a loop to itself.
+
+Running a tool in a process of its own: start it, ask it, and leave nothing of it behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import importlib
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from coterie.agent.tool_output import Died, NoResult, message_of
+from coterie.agent.tools import InProcess, OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, tool_of
+from coterie.errors import Problem
+from coterie.ids import id_for
+from coterie.text import clean, one_line
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = "coterie_society_"
+_TOP = "_tools"
+"""What `tools.py` is called inside the package, where `tools` may be a file of the folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerTools:
+    tools: tuple[Tool, ...]
+    problems: tuple[Problem, ...]
+    """Each file or tool that was left out, and why."""
+
+
+def load_owner_tools(folder: Path, taken: Collection[str] = ()) -> OwnerTools:
+    """Run the owner's files and collect what they declare. A name among `taken`, or met before, is left out."""
+    package = _PACKAGE + id_for(str(folder.resolve()))[:12]
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        del sys.modules[name]  # loaded before, and read again now
+    found: dict[str, tuple[Tool, str]] = {}
+    problems: list[Problem] = []
+    for file in _files(folder):
+        place = str(file.relative_to(folder))
+        try:
+            module = import_tool_file(f"{package}.{_TOP if file.parent == folder else file.stem}", file)
+            tools = _tools_in(module)
+        except BaseException as error:  # a file that raises SystemExit or KeyboardInterrupt must not end the server
+            problems.append(_problem(file, place, error))
+            continue
+        problems += _collect(tools, place, found, taken)
+    return OwnerTools(tuple(_off_the_loop(tool) for tool, _ in found.values()), tuple(problems))
+
+
+def _off_the_loop(tool: Tool) -> Tool:
+    """The owner's code may block, so none of it runs on the event loop of the society."""
+    return replace(tool, run=OnToolLoop(tool.run.function)) if isinstance(tool.run, OnLoop) else tool
+
+
+def import_tool_file(module: str, file: Path) -> ModuleType:
+    """The module a tool was declared in: one of the owner's files, a program's main file, or any other module."""
+    if module in sys.modules and module != "__main__":
+        return sys.modules[module]
+    package, _, name = module.rpartition(".")
+    if package.startswith(_PACKAGE):
+        holder = sys.modules.setdefault(package, ModuleType(package))
+        holder.__path__ = [str(file.parent / "tools" if name == _TOP else file.parent)]
+    elif module == "__main__":
+        module = "__coterie_main__"  # under its own name it would start the program again
+    else:
+        return importlib.import_module(module)
+    spec = importlib.util.spec_from_file_location(module, file, loader=_Source(module, str(file)))
+    assert spec and spec.loader  # noqa: S101
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    try:
+        spec.loader.exec_module(loaded)
+    except BaseException:
+        del sys.modules[module]
+        raise
+    return loaded
+
+
+class _Source(SourceFileLoader):
+    """Keeps no bytecode: the file as it is now is what runs, however soon after a change, and the folder stays tidy."""
+
+    def path_stats(self, path: Any) -> Mapping[str, Any]:
+        raise OSError
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that begin with an underscore are for the others to import."""
+    several = sorted(path for path in (folder / "tools").glob("*.py") if not path.name.startswith("_"))
+    return [path for path in (folder / "tools.py", *several) if path.is_file()]
+
+
+def _tools_in(module: ModuleType) -> Iterable[Tool]:
+    return [tool for value in vars(module).values() if (tool := tool_of(value))]
+
+
+def _collect(
+    tools: Iterable[Tool], place: str, found: dict[str, tuple[Tool, str]], taken: Collection[str]
+) -> Iterable[Problem]:
+    for tool in tools:
+        if tool.name in taken:
+            yield Problem(place, f"the tool {tool.name} is left out: a built-in tool has that name")
+            continue
+        kept, where = found.setdefault(tool.name, (tool, place))
+        if kept is not tool:  # the same one comes again where another file imports it
+            yield Problem(place, f"the tool {tool.name} is left out: {where} has one of that name")
+
+
+def _problem(file: Path, place: str, error: BaseException) -> Problem:
+    line = _line(file, error)
+    words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else message_of(error)
+    sentence = f"{type(error).__name__}: {one_line(clean(words), 300)}" if words else type(error).__name__
+    return Problem(f"{place}: line {line}" if line else place, f"cannot be loaded: {sentence}")
+
+
+def _line(file: Path, error: BaseException) -> int | None:
+    """Where in the file it went wrong; for a mistake in a file it imports, the line of the import."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
+
+
+BLOCKED_AFTER = timedelta(seconds=5)
+"""A loop that runs nothing new for this long counts as blocked."""
+TICKS = 5
+"""Looks at a loop in that time. A stopped process misses one of them, however long it stands still."""
+_MAX_FRAMES = 5
+_SHARED = ""
+"""The key of the loop that most tools share; any other key is the name of the tool that has the loop to itself."""
+_END = object()
+
+T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, object]]
+
+
+class LoopCall(asyncio.Future[Any]):
+    """A call on a tool loop, as a future of the loop that made it. It is done when the tool has ended."""
+
+    def __init__(self, tool: str, agent: str, work: Work) -> None:
+        super().__init__()
+        self.tool, self.agent = tool, agent
+        self._work, self._home = work, asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._task: asyncio.Task[object] | None = None
+        self._runs_on: asyncio.AbstractEventLoop | None = None
+        self._is_cancelled = False
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Ask the tool to end. One that has not begun never does."""
+        with self._lock:
+            self._is_cancelled = True
+            task, loop = self._task, self._runs_on
+        if task is None or loop is None:
+            return super().cancel(msg)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed, and the task has ended with it
+            loop.call_soon_threadsafe(task.cancel)
+        return True
+
+    def begin(self) -> asyncio.Task[object] | None:
+        """Start the tool on the running loop; None if it was cancelled or another loop has started it."""
+        with self._lock:
+            if self._is_cancelled or self._task is not None:
+                return None
+            self._runs_on = asyncio.get_running_loop()
+            self._task = self._runs_on.create_task(self._work())
+        self._task.add_done_callback(self._tell)
+        return self._task
+
+    def _tell(self, task: asyncio.Task[object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+            self._home.call_soon_threadsafe(self._settle, task)
+
+    def _settle(self, task: asyncio.Task[object]) -> None:
+        if self.done():
+            return
+        if task.cancelled():
+            super().cancel()
+        elif error := task.exception():
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+
+class ToolLoops:
+    def __init__(self, blocked_after: timedelta = BLOCKED_AFTER) -> None:
+        self._tick = blocked_after.total_seconds() / TICKS
+        self._blocked_after = blocked_after
+        self._lock = threading.Lock()
+        self._loops: dict[str, _ToolLoop] = {}
+        """Those that take new calls."""
+        self._retired: list[_ToolLoop] = []
+        self._apart: set[str] = set()
+        """Tools that have blocked a loop."""
+        self._main: _Pulse | None = None
+        self._watcher: threading.Thread | None = None
+        self._ended = threading.Event()
+        self.blocked = 0
+        """How often a tool has blocked its loop."""
+
+    def start(self, tool: str, agent: str, work: Work) -> LoopCall:
+        """Run `work` on the loop of `tool`. The future belongs to the running loop."""
+        call = LoopCall(tool, agent, work)
+        with self._lock:
+            self._loop_for(tool).add(call, contextvars.copy_context())
+            self._start_watcher()
+        return call
+
+    def watch_running_loop(self) -> None:
+        """From now on a running loop that is blocked is logged, with what it is doing."""
+        with self._lock:
+            self._main = _Pulse(asyncio.get_running_loop())
+            self._main_thread = threading.get_ident()
+            self._start_watcher()
+
+    async def close(self, grace: float) -> None:
+        """Stop all loops. Threads that are blocked are left behind; they end with the process."""
+        self._ended.set()
+        with self._lock:
+            loops = [*self._loops.values(), *self._retired]
+            self._loops, self._retired = {}, []
+        for loop in loops:
+            loop.stop()
+        if loops:
+            await asyncio.gather(*(asyncio.to_thread(loop.thread.join, grace) for loop in loops))
+
+    def _loop_for(self, tool: str) -> _ToolLoop:
+        key = tool if tool in self._apart else _SHARED
+        if key not in self._loops:
+            self._loops[key] = _ToolLoop()
+        return self._loops[key]
+
+    # The watchdog, in its own thread
+
+    def _start_watcher(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="coterie-watchdog", daemon=True)
+            self._watcher.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._tick):
+            with self._lock:
+                loops, main = tuple(self._loops.items()), self._main
+                self._retired = [loop for loop in self._retired if loop.thread.is_alive()]
+            for key, loop in loops:
+                if loop.pulse.misses() == TICKS:
+                    self._replace(key, loop)
+            if main and main.misses() == TICKS:
+                where = _stack(self._main_thread)
+                words = "the event loop of the society is blocked for more than %g s by %s:\n%s"
+                log.warning(words, self._blocked_after.total_seconds(), _task_name(main.loop), where)
+
+    def _replace(self, key: str, loop: _ToolLoop) -> None:
+        at_fault = loop.calls_at_fault()
+        names = " or ".join(f"{call.tool} (called by {call.agent})" for call in at_fault) or "unknown"
+        log.warning(
+            "an async tool blocks its event loop for more than %g s: %s. Other tools go on in a new loop. Make it a"
+            " sync function, which runs in a thread, or use process=True\n%s",
+            self._blocked_after.total_seconds(), names, _stack(loop.thread.ident),
+        )  # fmt: skip
+        with self._lock:
+            if self._loops.get(key) is not loop:
+                return
+            self.blocked += 1
+            del self._loops[key]
+            self._retired.append(loop)
+            if len(at_fault) == 1:
+                self._apart.add(at_fault[0].tool)
+            for call, context in loop.retire():
+                self._loop_for(call.tool).add(call, context)
+
+
+class _Pulse:
+    """Whether a loop still runs what it is given."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._answered, self._missed = True, 0
+
+    def misses(self) -> int:
+        """Called once per tick: how many ticks in a row the loop has not answered."""
+        if not self._answered:
+            self._missed += 1
+            return self._missed
+        self._answered, self._missed = False, 0
+        with contextlib.suppress(RuntimeError):  # closed
+            self.loop.call_soon_threadsafe(self._answer)
+        return 0
+
+    def _answer(self) -> None:
+        self._answered = True
+
+
+_CALL: contextvars.ContextVar[LoopCall | None] = contextvars.ContextVar("coterie_tool_call", default=None)
+
+
+class _ToolLoop:
+    """A thread with an event loop. Methods without another note may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._make_task)
+        self._calls: dict[LoopCall, contextvars.Context] = {}
+        """Those that have not ended."""
+        self._begun: set[LoopCall] = set()
+        self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], LoopCall] = weakref.WeakKeyDictionary()
+        """Which call each task works for, those too that a tool has made itself."""
+        self._is_retired = False
+        self.pulse = _Pulse(self._loop)
+        self.thread = threading.Thread(target=self._run, name="coterie-async-tools", daemon=True)
+        self.thread.start()
+
+    def add(self, call: LoopCall, context: contextvars.Context) -> None:
+        self._calls[call] = context
+        self._loop.call_soon_threadsafe(self._begin, call, context=context)
+
+    def retire(self) -> Iterator[tuple[LoopCall, contextvars.Context]]:
+        """Take no more calls, and stop when those under way have ended; which calls have not begun."""
+        self._is_retired = True
+        waiting = [(call, context) for call, context in self._calls.items() if call not in self._begun]
+        for call, _ in waiting:
+            self._calls.pop(call, None)
+        self._loop.call_soon_threadsafe(self._stop_if_done)
+        return iter(waiting)
+
+    def calls_at_fault(self) -> tuple[LoopCall, ...]:
+        """The call whose code runs now; if no task of a call runs, all that have begun."""
+        task = asyncio.current_task(self._loop)
+        if task is not None and (call := self._tasks.get(task)):
+            return (call,)
+        return tuple(self._begun)
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # In its own thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.wait(left))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._loop.close()
+
+    def _begin(self, call: LoopCall) -> None:
+        _CALL.set(call)
+        task = call.begin()
+        if task is None:
+            self._calls.pop(call, None)
+            self._stop_if_done()
+        else:
+            self._begun.add(call)
+            task.add_done_callback(lambda _: self._end(call))
+
+    def _end(self, call: LoopCall) -> None:
+        self._calls.pop(call, None)
+        self._begun.discard(call)
+        self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        if self._is_retired and not self._begun:
+            self._loop.stop()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(work, loop=loop, **options)
+        context = options.get("context")
+        if call := (_CALL.get() if context is None else context.get(_CALL)):
+            self._tasks[task] = call
+        return task
+
+
+def _stack(thread: int | None) -> str:
+    """The innermost frames of a thread."""
+    frame = sys._current_frames().get(thread or 0)
+    return "".join(traceback.format_stack(frame)[-_MAX_FRAMES:]) if frame else ""
+
+
+def _task_name(loop: asyncio.AbstractEventLoop) -> str:
+    task = asyncio.current_task(loop)
+    return task.get_name() if task else "a callback"
+
+
+# What a tool on its own loop is given of objects that belong to another loop
+
+
+def across(ctx: ToolContext, home: asyncio.AbstractEventLoop) -> ToolContext:
+    """`ctx` for use on another loop: what it does is done on `home`, where its objects belong."""
+    return replace(
+        ctx,
+        send=_bridged(ctx.send, home),
+        artifacts=cast(Any, _Bridge(ctx.artifacts, home)),
+        router=cast(Any, _Bridge(ctx.router, home)),
+    )
+
+
+class _Bridge:
+    """An object whose async methods run on the loop it belongs to."""
+
+    def __init__(self, target: object, home: asyncio.AbstractEventLoop) -> None:
+        self._target, self._home = target, home
+
+    def __getattr__(self, name: str) -> Any:
+        return _bridged(getattr(self._target, name), self._home)
+
+
+def _bridged(value: Any, home: asyncio.AbstractEventLoop) -> Any:
+    if inspect.isasyncgenfunction(value):
+        return lambda *args, **named: _iterate(value(*args, **named), home)
+    if not inspect.iscoroutinefunction(value):
+        return value
+
+    async def call(*args: Any, **named: Any) -> Any:
+        here = asyncio.get_running_loop()
+        named = {name: _argument(one, here) for name, one in named.items()}
+        return await _on(home, value(*(_argument(one, here) for one in args), **named))
+
+    return call
+
+
+def _argument(value: Any, here: asyncio.AbstractEventLoop) -> Any:
+    """A stream that the tool makes is read on the tool's loop."""
+    return _iterate(value, here) if isinstance(value, AsyncIterable) else value
+
+
+def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+
+async def _iterate(items: AsyncIterable[T], home: asyncio.AbstractEventLoop) -> AsyncIterator[T]:
+    """`items`, each fetched on `home`."""
+    iterator = aiter(items)
+
+    async def fetch() -> Any:
+        return await anext(iterator, _END)
+
+    async def close() -> None:
+        if hasattr(iterator, "aclose"):
+            await iterator.aclose()
+
+    try:
+        while (item := await _on(home, fetch())) is not _END:
+            yield item
+    finally:
+        await _on(home, close())
+
+
+MAX_OUTPUT = 64 << 20
+"""Bytes that one result may have; a process that says more is stopped."""
+_PROGRAM = "coterie.agent.tool_process"
+_SWEEP_SECONDS = 2.0
+"""The process is given this long to kill what the tool has started, before it is killed itself."""
+
+
+async def run_in_process(run: InProcess, arguments: Mapping[str, Any], ctx: ToolContext) -> str | bytes | ToolResult:
+    """Ends with the process, and all that came of it, gone: whether it answered, failed or this task was cancelled."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "COTERIE_AGENT_ID": ctx.agent_id, "COTERIE_IDEMPOTENCY_KEY": ctx.idempotency_key},
+    )
+    try:
+        return await _ask(process, run, arguments)
+    finally:
+        await _finish(process)
+
+
+async def _ask(
+    process: asyncio.subprocess.Process, run: InProcess, arguments: Mapping[str, Any]
+) -> str | bytes | ToolResult:
+    assert process.stdin and process.stdout  # noqa: S101
+    request = {
+        "module": run.module,
+        "file": run.file,
+        "name": run.name,
+        "memoryMb": run.memory_mb,
+        "path": sys.path,
+        "arguments": dict(arguments),
+    }
+    process.stdin.write(json.dumps(request).encode() + b"\n")
+    try:
+        await process.stdin.drain()
+        header = json.loads(await process.stdout.readuntil(b"\n"))
+        if header["size"] > MAX_OUTPUT:
+            raise NoResult(f"it returned {header['size']:,} bytes, the most is {MAX_OUTPUT:,}")
+        payload = await process.stdout.readexactly(header["size"])
+    except (asyncio.IncompleteReadError, ConnectionError):
+        raise Died(f"its process {_ending(await process.wait())} without a result") from None
+    match header["kind"]:
+        case "bytes":
+            return payload
+        case "text":
+            return payload.decode()
+    return ToolResult(ok=False, text=payload.decode())
+
+
+def _ending(status: int) -> str:
+    number = -status if status < 0 else status - 128
+    try:
+        return f"was ended by {signal.Signals(number).name}"
+    except ValueError:
+        return f"ended with status {status}"
+
+
+async def _finish(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin  # noqa: S101
+    process.stdin.close()  # tells the keeper that the call is over
+    ended = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait({ended}, timeout=_SWEEP_SECONDS)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        # Whoever still holds the other end of a pipe keeps neither it nor us.
+        process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.shield(ended)
