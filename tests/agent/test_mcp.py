@@ -46,7 +46,7 @@ async def test_a_server_that_died_while_nobody_called_is_there_again_for_the_nex
     await servers.connect()
     first = int((await room.call("demo__pid")).text)
     os.kill(first, signal.SIGKILL)
-    await until(lambda: servers.connected == [])
+    await until(lambda: servers.connected_ids == [])
     again = await room.call("demo__pid")
     assert again.ok and int(again.text) != first
 
@@ -57,7 +57,7 @@ async def test_a_server_that_dies_during_an_unsafe_call_leaves_its_outcome_unkno
     await room.add(as_child(script)).connect()
     lost = await room.call("demo__die")
     assert error_of(lost).startswith("mcp_lost: the MCP server demo went away during the call")
-    assert lost.unknown and json.loads(lost.text)["status"] == "unknown"
+    assert lost.is_outcome_unknown and json.loads(lost.text)["status"] == "unknown"
     assert (await room.call("demo__add", a=1, b=1)).text == "2"
     assert script.with_name("lives").read_text() == "died\n"
 
@@ -124,7 +124,7 @@ async def test_an_http_server_that_went_away_is_an_error_result_until_it_is_back
 )
 async def test_a_server_that_is_not_there_is_a_problem_of_its_own(room: Room, entry: McpEntry, words: str) -> None:
     [problem] = await room.add(entry).connect()
-    assert problem.place == "coterie.toml: mcp.gone" and words in problem.message and not problem.fatal
+    assert problem.location == "coterie.toml: mcp.gone" and words in problem.message and not problem.fatal
     assert room.names() == []
 
 
@@ -143,7 +143,7 @@ async def test_many_calls_that_meet_a_dead_server_start_it_once(room: Room, scri
     servers = room.add(as_child(script))
     await servers.connect()
     os.kill(int((await room.call("demo__pid")).text), signal.SIGKILL)
-    await until(lambda: servers.connected == [])
+    await until(lambda: servers.connected_ids == [])
     answers = await asyncio.gather(*(room.call("demo__pid") for _ in range(5)))
     assert len({answer.text for answer in answers}) == 1 and answers[0].ok
 
@@ -169,7 +169,7 @@ async def test_an_unsafe_call_that_takes_too_long_may_have_happened(room: Room, 
     await room.add(as_child(script)).connect()
     late = await room.call("demo__hang", deadline=timedelta(milliseconds=200))
     assert error_of(late).startswith("tool_timeout") and "verify before repeating" in late.text
-    assert late.unknown and json.loads(late.text)["status"] == "unknown"
+    assert late.is_outcome_unknown and json.loads(late.text)["status"] == "unknown"
 
 
 @pytest.fixture

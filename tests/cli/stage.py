@@ -120,7 +120,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     def asked(self, count: int = 1) -> None:
         """Until the model got its request of that number."""
-        self.run(self.model.asked(count))
+        self.run(self.model.wait_for_request(count))
 
 
 def _as_in_a_terminal() -> None:

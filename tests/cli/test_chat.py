@@ -141,11 +141,11 @@ def test_a_reply_is_shown_while_it_is_said(stage: Stage) -> None:
     assert stage.society
     with Terminal("chat", "ada", "--dir", stage.folder) as chat:
         chat.sees("You talk to ada.")
-        stage.call(stage.society.live.say, "ada", "draft-1", "Once upon")
+        stage.call(stage.society.live.append, "ada", "draft-1", "Once upon")
         chat.sees("ada: Once upon")
-        stage.call(stage.society.live.say, "ada", "draft-1", " a time")
+        stage.call(stage.society.live.append, "ada", "draft-1", " a time")
         chat.sees("ada: Once upon a time")
-        stage.call(stage.society.live.end, "draft-1", "withdrawn")
+        stage.call(stage.society.live.finish, "draft-1", "withdrawn")
         chat.sees("(withdrawn)")
 
 

@@ -115,7 +115,7 @@ def test_a_database_of_a_newer_coterie_is_refused_in_one_sentence_and_left_alone
 def test_a_shared_database_is_brought_to_the_newest_schema(shared: Path, database: str) -> None:
     with connect(database) as db:
         db.execute(shared_schema.migrations()[0][1].encode())
-        shared_schema._note(db, 1)
+        db.execute("INSERT INTO meta (key, value) VALUES ('schema', '1') ON CONFLICT (key) DO UPDATE SET value = '1'")
 
     assert coterie("migrate", "--check", "--dir", shared).code == 1
     assert "run coterie migrate" in coterie("verify", "--dir", shared).failure
@@ -138,17 +138,17 @@ def test_of_many_who_migrate_at_once_one_does_and_all_succeed(shared: Path) -> N
 
 
 def _migrated(folder: Path) -> tuple[int, int]:
-    from coterie.admin.migrate import bring_up_to_date
+    from coterie.admin.migrate import migrate_society
     from coterie.config import SocietyFolder
 
-    found = bring_up_to_date(SocietyFolder(folder))
-    return found.before, found.newest
+    found = migrate_society(SocietyFolder(folder))
+    return found.version, found.newest
 
 
 def test_a_shared_database_of_a_newer_coterie_is_refused_in_one_sentence(shared: Path, database: str) -> None:
     coterie("migrate", "--dir", shared)
     with connect(database) as db:
-        shared_schema._note(db, 999)
+        db.execute("UPDATE meta SET value = '999' WHERE key = 'schema'")
 
     for command in (["migrate"], ["migrate", "--check"], ["verify"]):
         assert "last run by a newer Coterie (schema 999" in coterie(*command, "--dir", shared).failure

@@ -10,7 +10,7 @@ import httpx
 
 from coterie.testing.model_faults import document, error_in_stream
 from coterie.testing.replies import Calls, Reply, Says, Status
-from coterie.testing.wire import Received
+from coterie.testing.server_connection import ReceivedRequest
 from tests.cli.stage import PATIENCE, Stage
 
 CANARIES = {
@@ -96,7 +96,7 @@ def furnish(stage: Stage) -> None:
     (folder / "server.py").write_text(SERVER)
 
 
-def mind(request: Received) -> Reply:
+def mind(request: ReceivedRequest) -> Reply:
     """Whatever goes wrong, the service repeats the key it was given."""
     said = f"no luck with {request.headers['authorization'].removeprefix('Bearer ')}"
     messages = request.body["messages"]

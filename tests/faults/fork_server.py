@@ -1,4 +1,4 @@
-"""The other end of `harness.ForkServer`: run as a program, it does what each line of its input asks for."""
+"""Server side of `harness.ForkServer`: executes the JSON commands on its standard input."""
 
 from __future__ import annotations
 

@@ -16,33 +16,41 @@ from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from coterie.agent.mcp_connection import Absent, Connection, Entry, words_of
-from coterie.agent.tools import Effect, OnLoop, Tool, ToolContext, ToolResult, failed, unknown
+from coterie.agent.mcp_connection import McpConnection, McpEntry, McpUnavailable, error_text
+from coterie.agent.tools import OnLoop, Tool, ToolContext, ToolResult, error_result, unknown_result
 from coterie.clock import Clock
 from coterie.errors import CoterieError, Problem
 from coterie.ids import id_for
 from coterie.llm.types import ToolSpec
-from coterie.text import clean
+from coterie.text import to_storable
+from coterie.turn import Effect
 
 if TYPE_CHECKING:  # a second to import, needed only where servers are configured
     import mcp
 
 log = logging.getLogger(__name__)
 
-START = timedelta(seconds=30)
+START_TIMEOUT = timedelta(seconds=30)
 """A server that has not told its tools by then counts as absent; the first start of one may fetch a package."""
-LONGEST_REST = timedelta(minutes=1)
+MAX_RECONNECT_DELAY = timedelta(minutes=1)
 _LEAVING_SECONDS = 10.0
 _UNSAFE_CHARACTER = re.compile(r"[^a-zA-Z0-9_-]")
 _MAX_NAME = 64
 
-Adopt = Callable[[str, Iterable[Tool]], object]
+ReplaceTools = Callable[[str, Iterable[Tool]], object]
 """Takes the tools that a source offers from now on: `Toolbox.adopt`."""
 
 
 class McpServers:
-    def __init__(self, entries: Iterable[Entry], clock: Clock, adopt: Adopt, *, start: timedelta = START) -> None:
-        self._servers = [McpServer(entry, clock, adopt, start=start) for entry in entries]
+    def __init__(
+        self,
+        entries: Iterable[McpEntry],
+        clock: Clock,
+        replace_tools: ReplaceTools,
+        *,
+        start_timeout: timedelta = START_TIMEOUT,
+    ) -> None:
+        self._servers = [McpServer(entry, clock, replace_tools, start_timeout=start_timeout) for entry in entries]
 
     async def connect(self) -> list[Problem]:
         """Try all that are not there, at once; the problems are those that still are not. To be repeated at will."""
@@ -50,19 +58,21 @@ class McpServers:
         return [problem for problem in found if problem]
 
     @property
-    def connected(self) -> list[str]:
+    def connected_ids(self) -> list[str]:
         """The ids of those that are there now."""
-        return [server.id for server in self._servers if server.connected]
+        return [server.id for server in self._servers if server.is_connected]
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers))
 
 
 class McpServer:
-    def __init__(self, entry: Entry, clock: Clock, adopt: Adopt, *, start: timedelta = START) -> None:
+    def __init__(
+        self, entry: McpEntry, clock: Clock, replace_tools: ReplaceTools, *, start_timeout: timedelta = START_TIMEOUT
+    ) -> None:
         self.id = entry.id
-        self._entry, self._clock, self._adopt, self._start = entry, clock, adopt, start
-        self._connection: Connection | None = None
+        self._entry, self._clock, self._adopt, self._start = entry, clock, replace_tools, start_timeout
+        self._connection: McpConnection | None = None
         self._connecting = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._failures = 0
@@ -70,13 +80,13 @@ class McpServer:
         self._not_before = 0.0
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return self._connection is not None and self._connection.client is not None
 
     async def try_connect(self) -> Problem | None:
         try:
             await self._connected()
-        except Absent as absent:
+        except McpUnavailable as absent:
             log.warning("%s", absent)
             return Problem(f"coterie.toml: mcp.{self.id}", str(absent))
         return None
@@ -90,40 +100,40 @@ class McpServer:
 
     # The connection
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> McpConnection:
         """`Absent` when there is none and none can be made, or when it was tried a moment ago."""
         async with self._connecting:
             if self._connection and self._connection.client:
                 return self._connection
             rest = self._not_before - self._clock.monotonic()
             if rest > 0:
-                raise Absent(f"the MCP server {self.id} is not there ({self._why}); next try in {rest:.0f} s")
+                raise McpUnavailable(f"the MCP server {self.id} is not there ({self._why}); next try in {rest:.0f} s")
             self._drop()
-            self._connection = connection = Connection(self._entry, self._clock)
+            self._connection = connection = McpConnection(self._entry, self._clock)
             self._leaving.add(connection.task)
             connection.task.add_done_callback(self._leaving.discard)
             try:
-                offered = await connection.ready(self._start)
+                offered = await connection.wait_ready(self._start)
             except asyncio.CancelledError:
                 connection.task.cancel()
                 raise
             except Exception as error:
-                raise self._absent(connection.why_not(error)) from error
+                raise self._absent(connection.describe_failure(error)) from error
             self._failures = 0
             self._adopt(f"mcp.{self.id}", self._tools(offered))
             return connection
 
-    def _absent(self, why: str) -> Absent:
+    def _absent(self, why: str) -> McpUnavailable:
         self._drop()
-        rest = min(timedelta(seconds=2**self._failures), LONGEST_REST)
+        rest = min(timedelta(seconds=2**self._failures), MAX_RECONNECT_DELAY)
         self._failures = min(self._failures + 1, 10)
         self._not_before = self._clock.monotonic() + rest.total_seconds()
         self._why = why
-        return Absent(f"the MCP server {self.id} cannot be reached: {self._why}")
+        return McpUnavailable(f"the MCP server {self.id} cannot be reached: {self._why}")
 
     def _drop(self) -> None:
         if self._connection:
-            self._connection.end()
+            self._connection.close()
             self._connection = None
 
     # Its tools
@@ -145,11 +155,11 @@ class McpServer:
             name=name,
             spec=ToolSpec(
                 name=name,
-                description=clean(offered.description or ""),
+                description=to_storable(offered.description or ""),
                 parameters={"type": "object"} | offered.input_schema,
             ),
             effect=effect,
-            accept=lambda arguments, ctx: {"arguments": dict(arguments), "ctx": ctx},
+            convert_arguments=lambda arguments, ctx: {"arguments": dict(arguments), "ctx": ctx},
             run=OnLoop(run),
         )
 
@@ -159,20 +169,20 @@ class McpServer:
         """`tries`: how often to ask when the connection is lost on the way."""
         try:
             connection = await self._connected()
-        except Absent as absent:
-            return failed("mcp_unavailable", str(absent))
+        except McpUnavailable as absent:
+            return error_result("mcp_unavailable", str(absent))
         try:
             result = await connection.call(name, arguments)
         except Exception as error:
-            if not connection.lost_by(error):
-                return failed("mcp_error", f"the MCP server {self.id} says: {words_of(error, self._entry)}")
-            connection.end()
-            why = words_of(error, self._entry)
+            if not connection.is_connection_error(error):
+                return error_result("mcp_error", f"the MCP server {self.id} says: {error_text(error, self._entry)}")
+            connection.close()
+            why = error_text(error, self._entry)
             if tries > 1:
                 return await self._call(name, arguments, ctx, effect, tries=tries - 1)
             words = f"the MCP server {self.id} went away during the call ({why}); the next call starts it again"
-            return unknown("mcp_lost", words) if effect == "unsafe" else failed("mcp_lost", words)
-        return await told(result, name, ctx)
+            return unknown_result("mcp_lost", words) if effect == "unsafe" else error_result("mcp_lost", words)
+        return await render_result(result, name, ctx)
 
 
 def tool_name(server: str, tool: str, taken: Collection[str] = ()) -> str:
@@ -183,7 +193,7 @@ def tool_name(server: str, tool: str, taken: Collection[str] = ()) -> str:
     return f"{safe[: _MAX_NAME - 9]}_{id_for(server, tool)[:8]}"
 
 
-async def told(result: mcp.types.CallToolResult, name: str, ctx: ToolContext) -> ToolResult:
+async def render_result(result: mcp.types.CallToolResult, name: str, ctx: ToolContext) -> ToolResult:
     """Its texts as they are; pictures, sound and files as artifacts, one JSON object each."""
     parts = [await _part(block, name, number, ctx) for number, block in enumerate(result.content)]
     if not parts and result.structured_content is not None:
@@ -210,8 +220,8 @@ async def _kept(data: str, mime_type: str, name: str, number: int, ctx: ToolCont
         filename = name + (mimetypes.guess_extension(mime_type) or "")
         artifact = await ctx.artifacts.put(b64decode(data), filename, key=f"{ctx.idempotency_key}/{number}")
     except (ValueError, CoterieError, OSError) as error:
-        return json.dumps({"notKept": clean(str(error)), "mimeType": mime_type}, ensure_ascii=False)
-    return json.dumps(artifact.to_wire(), ensure_ascii=False)
+        return json.dumps({"notKept": to_storable(str(error)), "mimeType": mime_type}, ensure_ascii=False)
+    return json.dumps(artifact.to_dict(), ensure_ascii=False)
 
 
 def _effect(offered: mcp.Tool) -> Effect:

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from coterie.clock import Clock
 from coterie.errors import CoterieError
-from coterie.redaction import redact, secrets_of
-from coterie.text import clean, one_line
+from coterie.redaction import find_secrets, redact
+from coterie.text import one_line, to_storable
 
 if TYPE_CHECKING:
     import mcp
 
 log = logging.getLogger(__name__)
 
-MAX_LINE = 2000
+MAX_LINE_BYTES = 2000
 """Bytes of a line that are shown."""
-LINES, PERIOD = 200, 10.0
+MAX_LINES_PER_PERIOD, PERIOD_SECONDS = 200, 10.0
 """So many lines are shown in so many seconds; whoever writes more is counted, and read all the same."""
-LAST = 10
+MAX_HELD_BACK_LINES = 10
 """Of the lines that were held back, so many are shown when the server ends: they may say why."""
 _PIECE = 1 << 13
 """Bytes read at once: a flood takes its turn with everything else that happens here."""
@@ -41,7 +41,7 @@ _MOST_AT_THE_END = 1 << 20
 """Bytes. What a server leaves in the pipe is less; a child that it left behind may go on writing for ever."""
 
 
-class Stderr:
+class StderrLog:
     """A pipe of ours, read on the event loop; when it is left, all that the server had written is in the log."""
 
     writable: TextIO
@@ -52,7 +52,7 @@ class Stderr:
         self._longest = max((len(one.encode()) for one in secrets), default=0)
         self._line, self._last = bytearray(), b""
         self._since, self._shown = clock.monotonic(), 0
-        self._held_back, self._skipped = deque[bytes](maxlen=LAST), 0
+        self._held_back, self._skipped = deque[bytes](maxlen=MAX_HELD_BACK_LINES), 0
 
     def __enter__(self) -> Self:
         self._readable, writable = os.pipe()
@@ -72,7 +72,7 @@ class Stderr:
             self._show(line)
 
     @property
-    def last(self) -> str:
+    def last_line(self) -> str:
         """The last line that says something, as people may see it."""
         return one_line(self._without_keys(bytes(self._line.strip()) or self._last), 300)
 
@@ -98,7 +98,7 @@ class Stderr:
 
     def _grow(self, piece: bytes) -> None:
         # One byte more than is looked at tells that the line goes on; of an endless one no more is kept.
-        self._line += piece[: MAX_LINE + self._longest + 1 - len(self._line)]
+        self._line += piece[: MAX_LINE_BYTES + self._longest + 1 - len(self._line)]
 
     def _end_line(self) -> None:
         line = bytes(self._line).rstrip()
@@ -107,11 +107,11 @@ class Stderr:
             return
         self._last = line
         now = self._clock.monotonic()
-        if now - self._since >= PERIOD:
+        if now - self._since >= PERIOD_SECONDS:
             self._since, self._shown = now, 0
             self._admit()
             self._held_back.clear()
-        if self._shown < LINES:
+        if self._shown < MAX_LINES_PER_PERIOD:
             self._shown += 1
             self._show(line)
         else:
@@ -127,10 +127,10 @@ class Stderr:
         log.info("the MCP server %s wrote: %s", self._server, self._without_keys(line))
 
     def _without_keys(self, line: bytes) -> str:
-        words = redact(clean(line.decode("utf-8", "replace")), self._secrets)
-        if len(line) > MAX_LINE + self._longest:
+        words = redact(to_storable(line.decode("utf-8", "replace")), self._secrets)
+        if len(line) > MAX_LINE_BYTES + self._longest:
             words = words[: -self._longest - 1]  # a key that was cut in two is not found
-        return words if len(words) <= MAX_LINE else words[:MAX_LINE] + "…"
+        return words if len(words) <= MAX_LINE_BYTES else words[:MAX_LINE_BYTES] + "…"
 
 
 _MAX_PAGES = 100
@@ -139,7 +139,7 @@ _GONE = -32000
 """What the SDK reports when the connection ended before the answer; a server may mean anything else by it."""
 
 
-class Entry(Protocol):
+class McpEntry(Protocol):
     """How to reach a server: a command to run, or the address of one that runs."""
 
     @property
@@ -154,23 +154,23 @@ class Entry(Protocol):
     def url(self) -> str | None: ...
 
 
-class Absent(CoterieError):
+class McpUnavailable(CoterieError):
     """The server is not there, and was not asked."""
 
 
-class Connection:
+class McpConnection:
     """A task of its own holds it, since the SDK's scopes belong to the task that entered them."""
 
-    def __init__(self, entry: Entry, clock: Clock) -> None:
+    def __init__(self, entry: McpEntry, clock: Clock) -> None:
         self.client: mcp.Client | None = None
         """None: not yet, or not any more."""
-        self._stderr = Stderr(entry.id, _secrets(entry), clock)
+        self._stderr = StderrLog(entry.id, _secrets(entry), clock)
         self._gone, self._complained = asyncio.Event(), False
         self._entry = entry
         self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._hold(), name=f"coterie-mcp-{entry.id}")
 
-    async def ready(self, within: timedelta) -> list[mcp.Tool]:
+    async def wait_ready(self, within: timedelta) -> list[mcp.Tool]:
         await asyncio.wait({self._ready}, timeout=within.total_seconds())
         if not self._ready.done():
             raise TimeoutError(f"it did not tell its tools within {within.total_seconds():g} s")
@@ -181,12 +181,12 @@ class Connection:
             raise ConnectionError("the connection has just ended")
         return await self.client.call_tool(name, arguments)
 
-    def why_not(self, error: Exception) -> str:
+    def describe_failure(self, error: Exception) -> str:
         """Why there is no connection, in one sentence: what a child wrote last often says more than its end."""
-        why, wrote = words_of(error, self._entry), self._stderr.last
+        why, wrote = error_text(error, self._entry), self._stderr.last_line
         return f"{why}; the last it wrote was: {wrote}" if wrote else why
 
-    def lost_by(self, error: Exception) -> bool:
+    def is_connection_error(self, error: Exception) -> bool:
         """Whether the call met the end of the connection, and not an answer that says no."""
         if self.client is None or isinstance(error, OSError):
             return True
@@ -194,7 +194,7 @@ class Connection:
         code, words = getattr(error, "code", None), str(error)
         return self._entry.url is not None and (code == _GONE or words == "Session terminated")
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._lost()
         if not self._ready.done():
             self._ready.cancel()
@@ -214,7 +214,7 @@ class Connection:
                 self._ready.set_exception(error)
             else:
                 log.warning(
-                    "the connection to the MCP server %s broke: %s", self._entry.id, words_of(error, self._entry)
+                    "the connection to the MCP server %s broke: %s", self._entry.id, error_text(error, self._entry)
                 )
         finally:
             self._lost()
@@ -229,7 +229,7 @@ class Connection:
 
             return streamable_http_client(self._entry.url)
         if not self._entry.command:
-            raise Absent("the entry names neither a command nor a url")
+            raise McpUnavailable("the entry names neither a command nor a url")
         return self._process()
 
     @contextlib.asynccontextmanager
@@ -284,16 +284,16 @@ def _check_command(command: str, env: Mapping[str, str]) -> None:
         raise OSError(number, os.strerror(number), command)
 
 
-def words_of(error: BaseException, entry: Entry) -> str:
+def error_text(error: BaseException, entry: McpEntry) -> str:
     """Without the keys that the owner gave the server: errors repeat whole addresses."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    words = redact(clean(str(error)), _secrets(entry))
+    words = redact(to_storable(str(error)), _secrets(entry))
     return one_line(words, 300) or type(error).__name__
 
 
-def _secrets(entry: Entry) -> tuple[str, ...]:
-    return secrets_of(entry.env, entry.args, entry.url)
+def _secrets(entry: McpEntry) -> tuple[str, ...]:
+    return find_secrets(entry.env, entry.args, entry.url)
 
 
 async def _list(client: mcp.Client) -> list[mcp.Tool]:

@@ -10,7 +10,7 @@ from coterie.cli.options import HOME, Dir, Json
 from coterie.cli.output import say, say_json, say_table
 
 if TYPE_CHECKING:
-    from coterie.agent.service import Directory
+    from coterie.agent.service import AgentDirectory
     from coterie.agents import Agent
     from coterie.store import Worker
 
@@ -28,7 +28,7 @@ def agents(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
     logs.stay_quiet()
     found, workers = asyncio.run(_read(dir))
     if json:
-        say_json({"items": found, "workers": [one.to_wire() for one in workers]})
+        say_json({"items": found, "workers": [one.to_dict() for one in workers]})
         return
     rows = [_row(agent, depth) for agent, depth in _as_tree(found)]
     if rows:
@@ -47,14 +47,14 @@ async def _read(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Worker]]:
     async with Inspection.open(folder) as stored:
         directory = await directory_of(stored)
         unread = {thread.agent_id: thread.unread for thread in (await stored.store.snapshot()).threads}
-        holder = await stored.holders()
+        holder = await stored.worker_names()
         found = [
             _told(agent, directory, unread.get(agent.id, 0), holder(agent)) for agent in await all_agents(stored.store)
         ]
         return found, await stored.store.workers()
 
 
-def _told(agent: Agent, directory: Directory, unread: int, worker: str | None) -> dict[str, Any]:
+def _told(agent: Agent, directory: AgentDirectory, unread: int, worker: str | None) -> dict[str, Any]:
     from coterie.errors import CoterieError
     from coterie.web import wire
 

@@ -56,13 +56,13 @@ def backup(
         made = back_up(dir, _target(dir, to), progress.tell)
     if made.lost:
         say_aside(f"Warning: the bytes of {len(made.lost):,} artifacts are gone: see which with coterie verify")
-    if made.outside:
-        say_aside(f"Warning: not in the backup, because outside the folder: {', '.join(made.outside)}")
+    if made.outside_files:
+        say_aside(f"Warning: not in the backup, because outside the folder: {', '.join(made.outside_files)}")
     if json:
         say_json({"file": str(made.path), "size": made.size, "artifacts": made.artifacts, "lost": list(made.lost)})
         return
     say(f"Wrote {made.path}: {made.size:,} bytes, with {counted(made.artifacts, 'artifact')}.")
-    say(f"Not in it: {NOT_INSIDE}{', and the password in store.url' if made.password else ''}.")
+    say(f"Not in it: {NOT_INSIDE}{', and the password in store.url' if made.had_password else ''}.")
     say(f"Restore it with: coterie restore {made.path} --dir NEW-FOLDER")
 
 
@@ -98,9 +98,9 @@ def restore(
 
 
 def _checked_store(url: str | None) -> str | None:
-    from coterie.config import SQLITE, is_shared_url
+    from coterie.config import SQLITE, is_postgres_url
 
-    if url is not None and url != SQLITE and not is_shared_url(url):
+    if url is not None and url != SQLITE and not is_postgres_url(url):
         raise typer.BadParameter("expected sqlite or postgresql://user@host/name", param_hint="--store")
     return url
 
@@ -109,7 +109,7 @@ async def _findings(folder: Path, deep: bool, progress: Progress) -> list[str]:
     from coterie.admin.inspect import Inspection
 
     async with Inspection.open(folder) as society:
-        return [finding async for finding in society.findings(deep=deep, tell=progress.tell)]
+        return [finding async for finding in society.find_problems(deep=deep, on_progress=progress.tell)]
 
 
 def _broken(folder: Path, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class Report:
             "engineVersion": self.engine_version,
             "agents": self.agents,
             "services": self.services,
-            "problems": [{"place": p.place, "message": p.message, "fatal": p.fatal} for p in self.problems],
+            "problems": [{"place": p.location, "message": p.message, "fatal": p.fatal} for p in self.problems],
             "warnings": self.warnings,
             "runningPid": self.owner,
         }
@@ -55,27 +56,28 @@ def check(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
 
 
 def _report(folder: Path) -> Report:
-    from coterie.admin.inspect import engine_version, engine_warnings, owner, require_society, stored_problems
+    from coterie.admin.inspect import owner_pid, require_society, storage_problems
+    from coterie.stores.sqlite.connection import version_warnings
 
     place = require_society(folder)
-    report = Report(engine="sqlite", engine_version=engine_version(), owner=owner(place))
-    report.warnings += engine_warnings()
+    report = Report(engine="sqlite", engine_version=sqlite3.sqlite_version, owner=owner_pid(place))
+    report.warnings += version_warnings()
     config = _read_toml(folder, report)
     _read_services(folder, report, config)
     if report.engine == "sqlite":
-        report.problems += stored_problems(place)
+        report.problems += storage_problems(place)
     return report
 
 
 def _read_toml(folder: Path, report: Report) -> Config | None:
     from coterie.config import read_config
     from coterie.errors import ConfigError
-    from coterie.stores.open import check_engine, is_shared
+    from coterie.stores.open import is_shared, require_driver
     from coterie.web.addresses import addresses
 
     try:
         config = read_config(folder)
-        check_engine(config)
+        require_driver(config.store)
         addresses(config.server.host, config.server.port, config.server.public_url)
     except ConfigError as error:
         report.problems += error.problems
@@ -91,10 +93,10 @@ def _read_toml(folder: Path, report: Report) -> Config | None:
 def _read_services(folder: Path, report: Report, config: Config | None) -> None:
     from coterie.config import unknown_service
     from coterie.errors import ConfigError
-    from coterie.llm.config import Services
+    from coterie.llm.config import ServiceRegistry
 
     try:
-        services = Services.load(folder)
+        services = ServiceRegistry.load(folder)
     except ConfigError as error:
         report.problems += error.problems
         return

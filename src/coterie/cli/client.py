@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import httpx
 
-from coterie.config import Address
-from coterie.errors import STATUS, Refused, ServerStopping, ServerUnusable
+from coterie.config import ServerAddress
+from coterie.errors import HTTP_STATUS, Refused, ServerStopping, ServerUnusable
 
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 30.0
@@ -29,7 +29,7 @@ class ServerEvent:
 
 
 class Client:
-    def __init__(self, address: Address, token: str) -> None:
+    def __init__(self, address: ServerAddress, token: str) -> None:
         self._address = address
         if not token.isascii() or not token.isprintable():
             raise ServerUnusable("the token cannot be sent: it must be letters, digits and signs without spaces")
@@ -105,7 +105,7 @@ def _check_answer(answer: httpx.Response) -> None:
     code, sentence = _problem(answer)
     if code == "stopping":
         raise ServerStopping(sentence)
-    if code in STATUS:
+    if code in HTTP_STATUS:
         raise Refused(code, sentence)
     raise ServerUnusable(f"the running server refused: {sentence} ({code})")
 

@@ -89,7 +89,7 @@ async def _give(order: Order, agent_id: str | None, folder: Path, token: str | N
                 await client.post(f"/{order}")
                 return await _states(stored.store)
             return await _each(stored.store, agent_id, lambda one: _ask_server(client, stored.store, order, one))
-    async with Society.visit(folder) as society:
+    async with Society.open_offline(folder) as society:
         if whole:
             await (society.pause_all() if order == "pause" else society.resume_all())
             return await _states(society.store)

@@ -41,7 +41,7 @@ def delayed(
     now = SystemClock().now()
     waits = [(message.deliver_at or now) - now for message in messages]
     if json:
-        items = [m.to_wire() | {"dueInMs": to_ms(m.deliver_at or now) - to_ms(now)} for m in messages]
+        items = [m.to_dict() | {"dueInMs": to_ms(m.deliver_at or now) - to_ms(now)} for m in messages]
         say_json({"count": count, "items": items})
         return
     if not messages:

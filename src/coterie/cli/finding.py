@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from coterie import __version__
-from coterie.admin.inspect import owner, require_society
-from coterie.config import Address, find_address, read_config
+from coterie.admin.inspect import owner_pid, require_society
+from coterie.config import ServerAddress, read_address, read_config
 from coterie.errors import ConfigError, ServerUnusable, StoreOwned
 from coterie.stores.open import is_shared
 from coterie.web.addresses import is_loopback
@@ -27,7 +27,7 @@ SECONDS = 2.0
 def find_server(folder: Path, token: str | None = None) -> Client | None:
     """The server that runs the society in `folder`; None when nobody runs it."""
     place = require_society(folder)
-    pid, address = owner(place), find_address(place.data)
+    pid, address = owner_pid(place), read_address(place.data)
     if pid is None and not (address and _is_shared(folder) and _listens(address)):
         return None
     if address is None or pid not in (None, address.pid):
@@ -47,7 +47,7 @@ def _is_shared(folder: Path) -> bool:
     return False
 
 
-def _listens(address: Address) -> bool:
+def _listens(address: ServerAddress) -> bool:
     """The process is there, is ours, and lets us in: a note that a crash left behind leads to nobody else's door."""
     where = urlsplit(address.url)
     try:
@@ -58,7 +58,7 @@ def _listens(address: Address) -> bool:
     return True
 
 
-def _check(address: Address) -> None:
+def _check(address: ServerAddress) -> None:
     host = urlsplit(address.url).hostname or ""
     if not is_loopback(host):
         raise ServerUnusable(

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from coterie.admin.inspect import owner
+from coterie.admin.inspect import owner_pid
 from coterie.cli.logs import debugging
 from coterie.clock import SystemClock
-from coterie.config import Address, Server, SocietyFolder, leave_address, read_config, take_address_back
+from coterie.config import ServerAddress, ServerSettings, SocietyFolder, read_config, remove_address, write_address
 from coterie.errors import CoterieError, StoreOwned
 from coterie.society import Society
 from coterie.supervision import Shutdown
@@ -24,7 +24,9 @@ from coterie.web.server import WebServer, close, listen, port_of, raise_file_lim
 
 
 class FrontDoor:
-    def __init__(self, data: Path, sockets: Sequence[socket.socket], config: Server, host: str, token: str | None):
+    def __init__(
+        self, data: Path, sockets: Sequence[socket.socket], config: ServerSettings, host: str, token: str | None
+    ):
         self._data, self._sockets, self._token = data, sockets, token
         self.where = addresses(host, port_of(sockets), config.public_url, config.allowed_hosts)
 
@@ -43,7 +45,7 @@ class FrontDoor:
         try:
             sockets = listen(host, config.port if port is None else port)
         except CoterieError:
-            if pid := owner(place):  # most likely it is the one that has the port, too
+            if pid := owner_pid(place):  # most likely it is the one that has the port, too
                 raise StoreOwned(folder, pid if pid > 0 else None) from None
             raise
         return cls(place.data, sockets, config, host, token)
@@ -67,7 +69,7 @@ class FrontDoor:
             trusted_proxies=society.config.server.trusted_proxies,
         )
         await self._server.start()
-        leave_address(self._data, Address(url=self.where.local, pid=os.getpid(), token=self._token))
+        write_address(self._data, ServerAddress(url=self.where.local, pid=os.getpid(), token=self._token))
 
     def link(self) -> str:
         return link(self.where.url, self._access)
@@ -88,7 +90,7 @@ class FrontDoor:
         return early
 
     async def _take_address_back(self) -> None:
-        take_address_back(self._data)
+        remove_address(self._data)
 
     async def _say_goodbye(self, early: int) -> None:
         shutdown = Shutdown()

@@ -21,8 +21,8 @@ async def greet(society: Society, environ: Mapping[str, str] = os.environ) -> No
     if await society.store.messages(Page(limit=1)):
         return
     chinese = _chinese(environ)
-    options = [scene.option.to(chinese) for scene in (*script.SCENES, script.LANGUAGE)]
-    payload = {"text": script.WELCOME.then.to(chinese)}
+    options = [scene.option.text(chinese) for scene in (*script.SCENES, script.LANGUAGE)]
+    payload = {"text": script.WELCOME.then.text(chinese)}
     guide = society.config.agents[0].id
     await society.bus.send(sender=guide, to=PERSON, payload=payload, quick_replies=options, client_id=NAME)
 

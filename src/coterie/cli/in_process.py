@@ -13,7 +13,7 @@ from coterie.cli.files import pieces
 from coterie.cli.saying import say
 from coterie.errors import Lagged, Refused
 from coterie.events import Event
-from coterie.live import Draft
+from coterie.live import LiveReply
 from coterie.messages import Receipt
 from coterie.society import Society
 from coterie.web import wire
@@ -34,7 +34,7 @@ class OwnConversation:
         """Whatever happens from here on is heard."""
         conversation = cls(society, agent_id)
         listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
-        be_deaf = society.live.listen(conversation._hear)
+        be_deaf = society.live.subscribe(conversation._hear)
         try:
             await conversation._listening.wait()
             yield conversation
@@ -48,13 +48,13 @@ class OwnConversation:
         return self._agent
 
     async def recent(self, limit: int) -> Sequence[Line]:
-        return [Line.of(message.to_wire()) for message in await self._society.store.thread(self._agent, limit=limit)]
+        return [Line.of(message.to_dict()) for message in await self._society.store.thread(self._agent, limit=limit)]
 
     async def line(self, message_id: str) -> Line:
         message = await self._society.store.message(message_id)
         if message is None:
             raise Refused("unknown_message", f"there is no message {message_id!r}")
-        return Line.of(message.to_wire())
+        return Line.of(message.to_dict())
 
     async def stands(self) -> Stands:
         agent = await self._society.store.agent(self._agent)
@@ -76,7 +76,7 @@ class OwnConversation:
             await self._society.stop_waiting(self._agent)
 
     async def read(self, line: Line) -> None:
-        await self._society.store.read(self._agent, line.id)
+        await self._society.store.mark_read(self._agent, line.id)
 
     async def news(self) -> News:
         item = await self._news.get()
@@ -119,10 +119,10 @@ class OwnConversation:
 
     async def _take_message(self, message_id: str) -> None:
         message = await self._society.store.message(message_id)
-        if message and (line := Line.of(message.to_wire())).is_between(self._agent):
+        if message and (line := Line.of(message.to_dict())).is_between(self._agent):
             self._news.put_nowait(Arrived(line))
 
-    def _hear(self, draft: Draft) -> None:
+    def _hear(self, draft: LiveReply) -> None:
         if draft.agent_id != self._agent:
             return
         told = self._told.get(draft.id, 0)

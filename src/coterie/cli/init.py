@@ -14,7 +14,7 @@ def init(place: Place = None, dir: MaybeDir = None, json: Json = False) -> None:
     folder = SocietyFolder(place or dir or HOME)
     if folder.exists:
         raise StoreUnusable(f"there is a society in {folder.path} already: run it with coterie serve {folder.path}")
-    written = folder.make()
+    written = folder.create()
     if json:
         say_json({"dir": str(folder.path), "written": [str(file) for file in written]})
         return

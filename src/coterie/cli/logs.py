@@ -9,8 +9,8 @@ import sys
 from datetime import UTC, datetime
 
 from coterie.cli.output import harmless
-from coterie.clock import to_wire
-from coterie.telemetry import Context, context_of
+from coterie.clock import to_rfc3339
+from coterie.telemetry import LogContextFilter, log_context_of
 
 
 def start() -> None:
@@ -19,7 +19,7 @@ def start() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines() if sys.stderr.isatty() else JsonLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    handler.addFilter(Context())
+    handler.addFilter(LogContextFilter())
     logging.getLogger("coterie").setLevel(logging.DEBUG if debugging() else logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # made only when debugging
@@ -54,7 +54,7 @@ class Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        about = "".join(f"[{harmless(value)}] " for value in context_of(record).values())
+        about = "".join(f"[{harmless(value)}] " for value in log_context_of(record).values())
         lines = [f"{at} {level}{about}{harmless(record.getMessage())}", *_error(self, record)]
         return "\n    ".join(lines)
 
@@ -62,11 +62,11 @@ class Lines(logging.Formatter):
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": to_wire(datetime.fromtimestamp(record.created, UTC)),
+            "time": to_rfc3339(datetime.fromtimestamp(record.created, UTC)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": harmless(record.getMessage()),
-            **{_NAMES[key]: harmless(value) for key, value in context_of(record).items()},
+            **{_NAMES[key]: harmless(value) for key, value in log_context_of(record).items()},
         }
         if lines := _error(self, record):
             line["error"] = "\n".join(lines)

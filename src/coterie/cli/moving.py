@@ -20,22 +20,24 @@ def migrate(
 ) -> None:
     """Bring the society's database to the schema of this version. A start does so, too."""
     from coterie.admin.inspect import require_society
-    from coterie.admin.migrate import bring_up_to_date, find_schema
+    from coterie.admin.migrate import migrate_society, read_schema
     from coterie.cli import logs
 
     logs.stay_quiet()
     place = require_society(dir)
     with Progress.shown("Looking at the database"):
-        found = find_schema(place) if check else bring_up_to_date(place)
+        found = read_schema(place) if check else migrate_society(place)
     if json:
         done = not check and not found.is_current
-        say_json({"engine": found.engine, "from": found.before, "to": found.newest, "migrated": done})
+        say_json({"engine": found.engine, "from": found.version, "to": found.newest, "migrated": done})
     elif found.is_current:
-        say(f"{found.where} has schema {found.newest}, the newest: there is nothing to do.")
+        say(f"{found.location} has schema {found.newest}, the newest: there is nothing to do.")
     elif check:
-        say(f"{found.where} has schema {found.before}, the newest is {found.newest}: run coterie migrate --dir {dir}")
+        say(
+            f"{found.location} has schema {found.version}, the newest is {found.newest}: run coterie migrate --dir {dir}"
+        )
     else:
-        say(f"Brought {found.where} from schema {found.before} to {found.newest}.")
+        say(f"Brought {found.location} from schema {found.version} to {found.newest}.")
     raise typer.Exit(1 if check and not found.is_current else 0)
 
 
@@ -53,11 +55,11 @@ def copy(
 
     For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are.
     """
-    from coterie.admin.copy import Whereabouts, copy_society
+    from coterie.admin.copy import StoreLocation, copy_society
     from coterie.cli import logs
 
     logs.stay_quiet()
-    origin, goal = Whereabouts.of(source), Whereabouts.of(target)
+    origin, goal = StoreLocation.parse(source), StoreLocation.parse(target)
     with Progress.shown("Copying") as progress, tidy_when_terminated():
         carried = copy_society(origin, goal, progress.tell)
     if carried.lost:
@@ -68,8 +70,8 @@ def copy(
         return
     messages, artifacts = counted(carried.rows["messages"], "message"), counted(carried.artifacts, "artifact")
     say(f"Copied {origin} to {goal}: {messages}, {artifacts}; everything was counted and checked.")
-    if goal.place:
-        say(f"It goes on there with: coterie serve {goal.place.path}, once your own files are there, too.")
+    if goal.folder:
+        say(f"It goes on there with: coterie serve {goal.folder.path}, once your own files are there, too.")
     else:
         say("It goes on there once store.url in coterie.toml names it.")
     say("Do not run both: from here on they would differ.")

@@ -72,7 +72,7 @@ def export(
 
 async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
     from coterie.admin.inspect import Inspection
-    from coterie.agent.context import Prompts
+    from coterie.agent.context import SystemPrompts
     from coterie.cli.recipients import check_agent
     from coterie.cli.roster import directory_of
     from coterie.errors import CoterieError
@@ -83,7 +83,7 @@ async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
         rows = [wire.said(row) for row in await stored.store.history(agent_id)]
         directory = await directory_of(stored)
     try:
-        prompt = Prompts(directory).of(directory.profile(agent_id))
+        prompt = SystemPrompts(directory).render(directory.profile(agent_id))
     except CoterieError:  # it was ended, or the files describe it no more
         return rows
     return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}, *rows]
@@ -103,19 +103,19 @@ def _print(row: Mapping[str, Any]) -> None:
 async def _export(folder: Path, agent_id: str, form: Format) -> str:
     import json
 
-    from coterie.admin.inspect import Inspection, as_markdown, whole_thread
+    from coterie.admin.inspect import Inspection, read_thread, render_markdown
     from coterie.cli.recipients import check_agent
-    from coterie.clock import SystemClock, to_wire
+    from coterie.clock import SystemClock, to_rfc3339
 
     async with Inspection.open(folder) as stored:
         agent = await check_agent(stored.store, agent_id)
-        messages = await whole_thread(stored.store, agent_id)
+        messages = await read_thread(stored.store, agent_id)
     if form is Format.MD:
-        return as_markdown(agent, messages)
+        return render_markdown(agent, messages)
     told = {
         "agent": {"id": agent.id, "name": agent.name},
-        "exportedAt": to_wire(SystemClock().now()),
-        "messages": [message.to_wire() for message in messages],
+        "exportedAt": to_rfc3339(SystemClock().now()),
+        "messages": [message.to_dict() for message in messages],
     }
     return json.dumps(told, ensure_ascii=False, indent=2) + "\n"
 

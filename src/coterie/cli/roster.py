@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coterie.admin.inspect import Inspection
-from coterie.agent.service import Directory, Registrar
+from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent_runtime import load_services, read_profiles
 from coterie.agents import Agent
 from coterie.clock import SystemClock
 from coterie.config import read_config
-from coterie.llm.learned_limits import Refusals
+from coterie.llm.learned_limits import LearnedLimits
 from coterie.store import Store
 
 PAGE = 200
 
 
-async def directory_of(stored: Inspection) -> Directory:
-    place = stored.place
+async def directory_of(stored: Inspection) -> AgentDirectory:
+    place = stored.folder
     profiles, _ = read_profiles(read_config(place.path), place)
-    directory = Directory(load_services(place), Refusals(SystemClock(), place.data / "refusals.json"), profiles)
-    await Registrar(stored.store, directory).recall()
+    directory = AgentDirectory(
+        load_services(place), LearnedLimits(SystemClock(), place.data / "refusals.json"), profiles
+    )
+    await AgentService(stored.store, directory).refresh_directory()
     return directory
 
 

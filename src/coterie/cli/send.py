@@ -60,12 +60,12 @@ def send(
         seconds = None if timeout is None else durations.to_ms(timeout) / 1000
         receipt, answers = asyncio.run(_ask(dir, to, speech, files, token, seconds, quiet=json))
         if json:
-            say_json(receipt.to_wire() | {"answers": [line.wire for line in answers]})
+            say_json(receipt.to_dict() | {"answers": [line.wire for line in answers]})
         return
     with Progress.shown(f"Sending to {to}"):
         receipt = asyncio.run(_send(dir, to, speech, files, token))
     if json:
-        say_json(receipt.to_wire())
+        say_json(receipt.to_dict())
     else:
         say(_sent(to, receipt))
 
@@ -92,7 +92,7 @@ async def _send(folder: Path, to: str, speech: Speech, files: Sequence[Path], to
     from coterie.cli.saying import say as say_here
     from coterie.society import Society
 
-    async with Society.visit(folder) as society:
+    async with Society.open_offline(folder) as society:
         await check_recipient(society.store, to)
         kept = [await society.artifacts.put(pieces(file), file.name) for file in files]
         return await say_here(society, to, replace(speech, attachments=[artifact.ref for artifact in kept]))

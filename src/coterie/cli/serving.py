@@ -130,7 +130,7 @@ class Wishes:
 
 async def _announce(society: Society, folder: Path, is_new: bool, front: FrontDoor) -> None:
     info, delayed = society.store.info, await society.bus.delayed_count()
-    agents = [agent.id for agent in society.agents.everybody()]
+    agents = [agent.id for agent in society.agents.all_profiles()]
     more = f" and {len(agents) - SHOWN:,} more" if len(agents) > SHOWN else ""
     kept = society.config.shutdown.delayed == "keep"
     if is_new:

@@ -45,4 +45,4 @@ async def _running_here(folder: Path) -> AsyncIterator[Society]:
     try:
         yield society
     finally:
-        await society.stop(briefly=True)
+        await society.stop(quick=True)

@@ -1,36 +1,40 @@
-"""The tour's second agent. It sees, so that a picture for the first one, which does not, has somewhere to go."""
+"""The tour's second agent."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from coterie.agent.service import Directory, Registrar
+from coterie.agent.service import AgentDirectory, AgentService
 from coterie.config import ASSISTANT, Config
 from coterie.errors import Refused
-from coterie.llm.config import Services
-from coterie.llm.providers.factory import TOUR_SEES
+from coterie.llm.config import ServiceRegistry
+from coterie.llm.providers.factory import TOUR_VISION
 
-# Nobody else would choose this id, so it takes no name from the owner, not even when it is gone.
+# An id that no owner would choose, because it stays taken after the agent is terminated.
 SEER = "tour-seer"
 NAME = "Seer (tour)"
 
 
 class TourSeer:
-    """There while a script answers for everybody and the owner has described nobody; the first real service ends it."""
+    """The tour's second agent, which reads images. The first one forwards images to it.
 
-    def __init__(self, registrar: Registrar, directory: Directory, services: Services) -> None:
-        self._registrar, self._directory, self._services = registrar, directory, services
+    It exists while the tour's script is the only service and no agent is configured.
+    """
 
-    def is_wanted(self, config: Config) -> bool:
-        return config.agents == (ASSISTANT,) and TOUR_SEES in self._services
+    def __init__(self, agents: AgentService, directory: AgentDirectory, services: ServiceRegistry) -> None:
+        self._agents, self._directory, self._services = agents, directory, services
+
+    def is_needed(self, config: Config) -> bool:
+        return config.agents == (ASSISTANT,) and TOUR_VISION in self._services
 
     @property
-    def is_there(self) -> bool:
-        return any(one.id == SEER and one.service == TOUR_SEES for one in self._directory.everybody())
+    def exists(self) -> bool:
+        profiles = self._directory.all_profiles()
+        return any(profile.id == SEER and profile.service == TOUR_VISION for profile in profiles)
 
-    async def come(self) -> None:
-        if self.is_there:
+    async def ensure_created(self) -> None:
+        if self.exists:
             return
-        # It was ended and stays so, another process was first, or somebody has that id.
+        # Refused if it was terminated, if another process created it first, or if the id is taken.
         with suppress(Refused):
-            await self._registrar.create(id=SEER, name=NAME, prompt="", service=TOUR_SEES, tools=(), parent=None)
+            await self._agents.create(id=SEER, name=NAME, prompt="", service=TOUR_VISION, tools=(), parent=None)

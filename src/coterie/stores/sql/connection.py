@@ -1,18 +1,10 @@
-"""A connection as the shared transitions see it: what `sqlite3` has, and what the PostgreSQL engine imitates.
+"""The database connection that both engines provide, bulk inserts, and the `meta` table.
 
-SQL is written as SQLite reads it: `?`, `?1`. What only several writers need stands in a comment that begins with a
-plus, `/*+ FOR UPDATE */`: SQLite, with its one writer, passes over it, and PostgreSQL's dialect uncovers it.
+SQL uses SQLite's parameters: `?`, `?1`. A comment with a plus, `/*+ FOR UPDATE */`, holds what several writers need:
+SQLite ignores the comment, and the PostgreSQL engine turns it into SQL.
 
-Many rows in one statement.
-
-`executemany` goes through Python and the interpreter lock once a row; one INSERT of 64 rows does so once, which lowers
-the cost of a batch and leaves the event loop its processor meanwhile. An engine may have a better way still: its
-connection has a method `insert_rows` then.
-
-The secret of a society: one random row that every process of the society reads and nobody changes.
-
-Message ids and the marks around messages in a model's request are hashed with it. It never leaves the database except
-in a backup or a copy of the whole society. No tool, API route or export shows it.
+The society's secret is one random row of `meta` that never changes. Message ids and the marks around messages in a
+model's request are hashed with it. It leaves the database only in a backup or a copy of the whole society.
 """
 
 from __future__ import annotations
@@ -50,7 +42,7 @@ class Connection(Protocol):
     def execute(self, sql: str, parameters: Any = ..., /) -> Rows: ...
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> object:
-        """What comes of it is not looked at: it may be done when the next statement is."""
+        """Run `sql` once per row. It has no result and may run together with the next statement."""
         ...
 
 
@@ -67,12 +59,16 @@ def set_meta(db: Connection, key: str, value: str) -> str:
     return value
 
 
-SIZES = (64, 8, 4, 3, 2, 1)
-"""Few sizes, so that every statement stays prepared."""
+ROWS_PER_INSERT = (64, 8, 4, 3, 2, 1)
+"""Rows of one INSERT. Few sizes, so that every statement stays prepared."""
 
 
 def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Insert `rows` into `into`, a table with its columns: `events (at, kind)`."""
+    """Insert `rows` into `into`, a table with its columns: `events (at, kind)`.
+
+    One INSERT of many rows holds the interpreter lock once; `executemany` takes it once per row. A connection with a
+    faster way has a method `insert_rows`.
+    """
     if len(rows) == 1:
         db.execute(_statement(into, len(rows[0]), 1), rows[0])
         return
@@ -80,7 +76,7 @@ def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
         insert_rows(into, rows)
         return
     done = 0
-    for size in SIZES if rows else ():
+    for size in ROWS_PER_INSERT if rows else ():
         while len(rows) - done >= size:
             part = rows[done : done + size]
             db.execute(_statement(into, len(part[0]), size), tuple(chain.from_iterable(part)))
@@ -93,17 +89,13 @@ def _statement(into: str, width: int, size: int) -> str:
     return f"INSERT INTO {into} VALUES {', '.join([row] * size)}"
 
 
-_READ = "SELECT value FROM meta WHERE key = 'secret'"
-_MAKE = "INSERT INTO meta (key, value) VALUES ('secret', ?) ON CONFLICT (key) DO NOTHING"
-
-
 def read_secret(db: Connection) -> bytes:
-    """The secret; a random one if the database has none, which happens only in databases opened for reading."""
-    row = db.execute(_READ).fetchone()
-    return row[0].encode() if row else os.urandom(32)
+    """Return the secret; random bytes if an old database, opened for reading only, has none."""
+    value = get_meta(db, "secret")
+    return value.encode() if value is not None else os.urandom(32)
 
 
 def make_secret(db: Connection) -> bytes:
-    """Make the secret unless there is one, and return it. Call it when a store opens, outside any other transaction."""
-    db.execute(_MAKE, (new_secret(),))
+    """Return the secret; create it if it is missing. Call it when a store opens, outside any other transaction."""
+    db.execute("INSERT INTO meta (key, value) VALUES ('secret', ?) ON CONFLICT (key) DO NOTHING", (new_secret(),))
     return read_secret(db)

@@ -1,4 +1,4 @@
-"""Rows of the database as nouns."""
+"""Database rows as messages, agents and artifacts: their columns and conversions."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from typing import Any
 
 import msgspec
 
-from coterie.agents import HELD, Agent
+from coterie.agents import CLAIMED_STATES, Agent
 from coterie.artifacts import Artifact
 from coterie.clock import from_ms
-from coterie.messages import Answer, Message, Payload
+from coterie.messages import Message, Payload, QuestionAnswer
 from coterie.stores.sql.connection import Connection
 
-MESSAGE = (
+MESSAGE_COLUMNS = (
     "seq, id, sender, recipient, CAST(payload AS BLOB), state, created_at, deliver_at, delivered_at, taken_at, in_seq,"
     " in_reply_to, option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
 )
-"""The payload as it lies there: what is no text any more must not keep the others from being read."""
-M_MESSAGE = ", ".join(f"m.{column.strip()}" for column in MESSAGE.split(",")).replace("m.CAST(", "CAST(m.")
-"""The same where messages are joined as `m`."""
+"""The payload as bytes: one that is not valid UTF-8 must not make the other rows unreadable."""
+JOINED_MESSAGE_COLUMNS = ", ".join(f"m.{column.strip()}" for column in MESSAGE_COLUMNS.split(",")).replace(
+    "m.CAST(", "CAST(m."
+)
+"""The same for messages joined as `m`."""
 SHOWN_STATE = """
 CASE WHEN (SELECT paused FROM log) = 1 AND kind = 'agent'
           AND (state IN ('idle', 'ready', 'wait_retry')
                OR (state IN ('llm', 'tools') AND (worker IS NULL OR runnable_at = 0)))
      THEN 'paused' ELSE state END
 """
-"""The state of an agent as people see it: while the society is paused, those nobody works on are paused."""
-AGENT = (
+"""State of an agent as people see it. While the society is paused, agents that no worker runs are `paused`."""
+AGENT_COLUMNS = (
     f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
 )
-AGENTS = """
+AGENTS_WITH_CALL = """
 (SELECT a.*, c.name AS tool, c.idx + 1 AS call_no,
         (SELECT count(*) FROM calls n
           WHERE n.agent_id = c.agent_id AND n.turn_no = c.turn_no AND n.step_no = c.step_no) AS call_count
@@ -39,16 +41,16 @@ AGENTS = """
    LEFT JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
                     AND c.state IN ('started', 'gated')) AS at_work
 """
-"""The table with, beside each agent, the call that runs or waits for the person's word: there is one at most."""
-ARTIFACT = "ref, filename, type, mime_type, size, sha256, created_at"
-READABLE = """
+"""Agents with the call that runs or waits for approval; each has at most one."""
+ARTIFACT_COLUMNS = "ref, filename, type, mime_type, size, sha256, created_at"
+IS_READABLE_BY = """
 (maker = ? OR EXISTS (SELECT 1 FROM attachments t JOIN messages m ON m.seq = t.message_seq
                        WHERE t.artifact_ref = artifacts.ref AND m.recipient = ? AND m.state = 'taken'))
 """
-"""Whether an agent, named twice, may read a row of `artifacts`: it made the file, or took a message that carries it."""
-# Each half by an index of its own: what the agent made, and what its mailbox carries.
-LATEST_READABLE = f"""
-SELECT {ARTIFACT} FROM artifacts WHERE ref IN (
+"""True if an agent, given twice, made the artifact or took a message with it."""
+# Each half of the UNION uses its own index.
+SELECT_READABLE_ARTIFACTS = f"""
+SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (
     SELECT ref FROM artifacts WHERE maker = ?1
      UNION
     SELECT t.artifact_ref FROM messages m JOIN attachments t ON t.message_seq = m.seq
@@ -56,7 +58,7 @@ SELECT {ARTIFACT} FROM artifacts WHERE ref IN (
  ORDER BY created_at DESC, ref DESC LIMIT ?2
 """
 
-DAMAGED = "[This message is damaged: what it said is lost.]"
+DAMAGED_TEXT = "[This message is damaged: what it said is lost.]"
 log = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder(Payload).decode
 
@@ -75,7 +77,7 @@ def to_message(row: tuple[Any, ...]) -> Message:
         deliver_at=None if deliver_at is None else from_ms(deliver_at),
         delivered_at=None if delivered_at is None else from_ms(delivered_at),
         taken_at=None if taken_at is None else from_ms(taken_at),
-        in_seq=in_seq,
+        mailbox_position=in_seq,
         in_reply_to=in_reply_to,
         option=option,
         cause=cause,
@@ -84,7 +86,7 @@ def to_message(row: tuple[Any, ...]) -> Message:
         stopped=bool(stopped),
         reason=reason,
         replay_of=replay_of,
-        answer=Answer(answered_by, answered_option) if answered_by is not None else None,
+        answer=QuestionAnswer(answered_by, answered_option) if answered_by is not None else None,
     )
 
 
@@ -92,11 +94,11 @@ def to_payload(message_id: str, stored: str | bytes) -> Payload:
     try:
         return _decode(stored)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # One such message must not make all the others unreadable.
+        # One damaged message must not make the others unreadable.
         log.error(
             "the stored message %s is damaged (%s): restore a backup with coterie restore FILE", message_id, error
         )
-        return {"text": DAMAGED}
+        return {"text": DAMAGED_TEXT}
 
 
 def to_agent(row: tuple[Any, ...]) -> Agent:
@@ -110,11 +112,11 @@ def to_agent(row: tuple[Any, ...]) -> Agent:
         delayed=delayed,
         parent=parent,
         profile=profile,
-        since=None if since is None else from_ms(since),
-        why=why,
+        state_since=None if since is None else from_ms(since),
+        state_reason=why,
         tool=tool,
-        step=None if tool is None else (call_no, call_count),
-        worker=worker if state in HELD else None,
+        tool_position=None if tool is None else (call_no, call_count),
+        worker=worker if state in CLAIMED_STATES else None,
     )
 
 
@@ -132,5 +134,5 @@ def to_artifact(row: tuple[Any, ...]) -> Artifact:
 
 
 def find_message(db: Connection, message_id: str) -> Message | None:
-    row = db.execute(f"SELECT {MESSAGE} FROM messages WHERE id = ?", (message_id,)).fetchone()
+    row = db.execute(f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id = ?", (message_id,)).fetchone()
     return row and to_message(row)

@@ -1,8 +1,7 @@
-"""What model services accept as a conversation, as strict as the strictest of them.
+"""Strict validators of the requests that model APIs accept.
 
-Each check gives the first complaint in the words of the service it stands for, or None where there is nothing to say.
-A history that is fit for one should be fit for all: `responses_input` and `anthropic_body` ask other services what a
-chat completions request asks.
+Each check returns the first error in the service's own words, or None. A valid history should be valid for all APIs:
+`responses_input` and `anthropic_body` convert a chat completions request.
 """
 
 from coterie.testing.dialects.anthropic import anthropic_body, check_anthropic

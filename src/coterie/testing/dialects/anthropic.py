@@ -1,4 +1,4 @@
-"""The Anthropic Messages API."""
+"""Validator of the Anthropic Messages API, and conversion of chat completions requests to it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from coterie.testing.dialects.strictness import NAME, complaint, is_base64, need, parts, unstorable
+from coterie.testing.dialects.validation import NAME, first_error, has_invalid_unicode, is_base64, parts, require
 
 Json = dict[str, Any]
 
 
 def anthropic_body(messages: Sequence[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]] = ()) -> Json:
-    """`system`, `messages` and `tools` of the Anthropic Messages API."""
+    """Return `system`, `messages` and `tools` for the Messages API."""
     body: Json = {"messages": []}
     for message in messages:
         if message["role"] == "system":
@@ -33,13 +33,13 @@ def anthropic_body(messages: Sequence[Mapping[str, Any]], tools: Iterable[Mappin
 
 
 def check_anthropic(body: Json) -> str | None:
-    """`system`, `messages` and `tools` of a request to the Messages API."""
-    return complaint(lambda: _anthropic(body))
+    """Validate `system`, `messages` and `tools` of a Messages API request."""
+    return first_error(lambda: _anthropic(body))
 
 
 def _blocks(message: Mapping[str, Any]) -> Iterator[Json]:
     if message["role"] == "tool":
-        call_id = _wire_id(message["tool_call_id"])
+        call_id = _valid_id(message["tool_call_id"])
         yield {"type": "tool_result", "tool_use_id": call_id, "content": message["content"]}
         return
     for part in parts(message):
@@ -47,7 +47,7 @@ def _blocks(message: Mapping[str, Any]) -> Iterator[Json]:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         arguments = json.loads(function["arguments"])
-        yield {"type": "tool_use", "id": _wire_id(call["id"]), "name": function["name"], "input": arguments}
+        yield {"type": "tool_use", "id": _valid_id(call["id"]), "name": function["name"], "input": arguments}
 
 
 def _rendered(part: Mapping[str, Any]) -> Json:
@@ -66,48 +66,48 @@ def _source(data_url: str) -> Json:
     return {"type": "base64", "media_type": head.removeprefix("data:").removesuffix(";base64"), "data": data}
 
 
-def _wire_id(call_id: str) -> str:
-    # Letters that the service does not allow are spelled out, so that different ids stay different.
+def _valid_id(call_id: str) -> str:
+    # Characters that are not allowed become their code, so that different ids stay different.
     return re.sub(r"[^a-zA-Z0-9-]", lambda match: f"_{ord(match[0]):x}_", call_id)[:64]
 
 
 def _anthropic(body: Json) -> None:
     messages = body.get("messages") or []
-    need(messages, "messages: at least one message is required")
-    need(not unstorable(body), "The request body is not valid JSON: invalid Unicode.")
-    need(messages[0]["role"] == "user", 'messages: first message must use the "user" role')
+    require(messages, "messages: at least one message is required")
+    require(not has_invalid_unicode(body), "The request body is not valid JSON: invalid Unicode.")
+    require(messages[0]["role"] == "user", 'messages: first message must use the "user" role')
     for before, message in pairwise(messages):
-        need(before["role"] != message["role"], 'messages: roles must alternate between "user" and "assistant"')
+        require(before["role"] != message["role"], 'messages: roles must alternate between "user" and "assistant"')
     ids: set[str] = set()
     open_calls: list[str] = []
     for at, message in enumerate(messages):
         role, blocks = message["role"], message["content"]
-        need(role in ("user", "assistant"), f"messages.{at}.role: Input should be 'user' or 'assistant'")
-        need(isinstance(blocks, list) and blocks, "messages: all messages must have non-empty content")
+        require(role in ("user", "assistant"), f"messages.{at}.role: Input should be 'user' or 'assistant'")
+        require(isinstance(blocks, list) and blocks, "messages: all messages must have non-empty content")
         for block in blocks:
-            need(_is_block(block, role), f"messages.{at}.content: invalid block of type {block.get('type')!r}")
+            require(_is_block(block, role), f"messages.{at}.content: invalid block of type {block.get('type')!r}")
         _check_results(blocks, open_calls, at)
         open_calls = [_call_id(block, ids) for block in blocks if block["type"] == "tool_use"]
-        need(not open_calls or body.get("tools"), "Requests which include `tool_use` blocks must define tools")
+        require(not open_calls or body.get("tools"), "Requests which include `tool_use` blocks must define tools")
     _check_results([], open_calls, len(messages))
 
 
 def _check_results(blocks: Sequence[Json], open_calls: Sequence[str], at: int) -> None:
-    """The first blocks of a message answer exactly the calls of the message before."""
+    """Require that the first blocks answer exactly the calls of the previous message."""
     results = [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
     missing = [call_id for call_id in open_calls if call_id not in results]
-    where = f"messages.{at}"
-    need(not missing, f"{where}: `tool_use` ids were found without `tool_result` blocks immediately after: {missing}")
+    path = f"messages.{at}"
+    require(not missing, f"{path}: `tool_use` ids were found without `tool_result` blocks immediately after: {missing}")
     fits = len(results) == len(open_calls) and set(results) == set(open_calls)
-    need(fits, f"{where}: unexpected `tool_use_id` found in `tool_result` blocks: {results}")
+    require(fits, f"{path}: unexpected `tool_use_id` found in `tool_result` blocks: {results}")
     first = all(block["type"] == "tool_result" for block in blocks[: len(results)])
-    need(first, f"{where}: `tool_result` blocks must come first in the content array")
+    require(first, f"{path}: `tool_result` blocks must come first in the content array")
 
 
 def _call_id(block: Json, ids: set[str]) -> str:
     call_id = str(block.get("id"))
-    need(NAME.fullmatch(call_id), f"tool_use.id: String should match pattern '^[a-zA-Z0-9_-]+$': {call_id}")
-    need(call_id not in ids, f"`tool_use` ids must be unique: {call_id}")
+    require(NAME.fullmatch(call_id), f"tool_use.id: String should match pattern '^[a-zA-Z0-9_-]+$': {call_id}")
+    require(call_id not in ids, f"`tool_use` ids must be unique: {call_id}")
     ids.add(call_id)
     return call_id
 

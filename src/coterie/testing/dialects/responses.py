@@ -1,33 +1,33 @@
-"""The OpenAI Responses API."""
+"""Validator of the OpenAI Responses API, and conversion of chat completions messages to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from coterie.testing.dialects.strictness import (
+from coterie.testing.dialects.validation import (
     NAME,
-    Wrong,
-    complaint,
+    Invalid,
+    first_error,
+    has_invalid_unicode,
     is_base64,
     is_data_url,
     is_object,
-    need,
     parts,
-    unstorable,
+    require,
 )
 
 Json = Mapping[str, Any]
 
 
 def responses_input(messages: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """`input` of the OpenAI Responses API."""
+    """Return `input` for the Responses API."""
     return [item for message in messages for item in _items(message)]
 
 
 def check_openai_responses(items: Sequence[Json], tools: Sequence[Json] = ()) -> str | None:
-    """`input` of a request to the Responses API."""
-    return complaint(lambda: _responses(items, tools))
+    """Validate `input` of a Responses API request."""
+    return first_error(lambda: _responses(items, tools))
 
 
 def _items(message: Mapping[str, Any]) -> Iterator[Json]:
@@ -55,29 +55,29 @@ def _rendered(part: Mapping[str, Any], kind: str) -> Json:
 
 
 def _responses(items: Sequence[Json], tools: Sequence[Json]) -> None:
-    need(items, "Invalid 'input': expected at least one item.")
-    need(not unstorable(items), "We could not parse the JSON body of your request: invalid Unicode.")
+    require(items, "Invalid 'input': expected at least one item.")
+    require(not has_invalid_unicode(items), "We could not parse the JSON body of your request: invalid Unicode.")
     names = [tool.get("name") for tool in tools]
-    need(len(set(names)) == len(names), "Tool names must be unique.")
+    require(len(set(names)) == len(names), "Tool names must be unique.")
     called: list[str] = []
     answered: set[str] = set()
     for at, item in enumerate(items):
         match item:
             case {"type": "message", "role": "system" | "user" | "assistant" as role, "content": [*content]}:
-                need(content, f"Invalid 'input[{at}].content': empty array.")
-                need(all(_is_part(part, role) for part in content), f"Invalid value: 'input[{at}].content'.")
+                require(content, f"Invalid 'input[{at}].content': empty array.")
+                require(all(_is_part(part, role) for part in content), f"Invalid value: 'input[{at}].content'.")
             case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
-                need(id and id not in called, f"Duplicate 'call_id' in input[{at}]: '{id}'.")
-                need(NAME.fullmatch(name) and is_object(arguments), f"Invalid function_call: 'input[{at}]'.")
+                require(id and id not in called, f"Duplicate 'call_id' in input[{at}]: '{id}'.")
+                require(NAME.fullmatch(name) and is_object(arguments), f"Invalid function_call: 'input[{at}]'.")
                 called.append(id)
             case {"type": "function_call_output", "call_id": str(id), "output": str()}:
-                need(id in called, f"No tool call found for function call output with call_id {id}.")
-                need(id not in answered, f"Duplicate function_call_output for call_id {id}.")
+                require(id in called, f"No tool call found for function call output with call_id {id}.")
+                require(id not in answered, f"Duplicate function_call_output for call_id {id}.")
                 answered.add(id)
             case _:
-                raise Wrong(f"Invalid value: 'input[{at}]'.")
+                raise Invalid(f"Invalid value: 'input[{at}]'.")
     open_call = next((call_id for call_id in called if call_id not in answered), None)
-    need(open_call is None, f"No tool output found for function call {open_call}.")
+    require(open_call is None, f"No tool output found for function call {open_call}.")
 
 
 def _is_part(part: Json, role: str) -> bool:
