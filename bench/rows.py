@@ -10,7 +10,7 @@ from typing import Any
 
 from coterie.config import SocietyFolder
 from coterie.ids import new_id
-from coterie.stores.sql.connection import insert
+from coterie.stores.sql.rows import insert
 from coterie.stores.sqlite.connection import open_writer
 from coterie.stores.sqlite.engine import DATABASE
 from coterie.stores.sqlite.migrate import migrate

@@ -7,7 +7,7 @@ import re
 from stand_in import PICTURE, society
 
 from coterie.testing import Calls, Says
-from coterie.testing.server_connection import ReceivedRequest
+from coterie.testing.replies import ReceivedRequest
 
 AGENTS = '[agents.reader]\nservice = "blind"\n[agents.seer]\nservice = "seeing"\n'
 

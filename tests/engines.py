@@ -13,7 +13,7 @@ from urllib.parse import quote
 from coterie.clock import Clock, to_ms
 from coterie.ids import new_id
 from coterie.store import Limits
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import Connection
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import open_writer

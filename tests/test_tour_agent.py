@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from coterie import Society
-from coterie.tour.agent import SEER
+from coterie.tour.provider import SEER
 
 SERVICE = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}
 

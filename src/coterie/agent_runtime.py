@@ -41,7 +41,7 @@ from coterie.stores.open import is_shared
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
 from coterie.telemetry import make_tracing
-from coterie.tour.agent import SEER, TourSeer
+from coterie.tour.provider import SEER, TourSeer
 from coterie.turn import Rules
 
 log = logging.getLogger(__name__)

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
 
+from coterie.artifacts import Artifact
 from coterie.clock import to_rfc3339
-from coterie.errors import Refused
+from coterie.errors import CoterieError, Refused, StoreUnavailable
 from coterie.ids import id_for, new_id
 from coterie.text import one_line, to_storable
+
+log = logging.getLogger(__name__)
 
 Payload = dict[str, Any]
 State = Literal["delayed", "pending", "taken", "withdrawn", "dead"]
@@ -318,3 +322,54 @@ def _copy_json(value: object, path: str, depth: int) -> Any:
 def _shown(value: object) -> str:
     """An untrusted value as an error message quotes it."""
     return f"{type(value).__name__} {one_line(repr(value), 40)}" if value is not None else "nothing"
+
+
+MAX_SHOWN_CHARS = 32_000
+"""Characters that a shortened text keeps, in its message and in the history."""
+LONG_ANSWER_FILENAME = "answer.md"
+_RESERVED_BYTES = 4_096
+"""Bytes of a payload for everything except the text."""
+_MAX_JSON_BYTES_PER_CHAR = 6
+"""Length of an escaped control character."""
+SaveFile = Callable[[bytes, str], Awaitable[Artifact]]
+"""Stores bytes durably under a filename."""
+
+
+def is_too_long(text: str) -> bool:
+    """True if no message can carry `text`."""
+    limit = MAX_PAYLOAD_BYTES - _RESERVED_BYTES
+    return len(text) * _MAX_JSON_BYTES_PER_CHAR > limit and len(msgspec.json.encode(text)) > limit
+
+
+def shorten(text: str, note: str) -> str:
+    """Return the beginning of `text` with a note about the missing part."""
+    head, shown, total = text[:MAX_SHOWN_CHARS], f"{MAX_SHOWN_CHARS:,}", f"{len(text):,}"
+    return f"{head}\n\n[Shortened: these are the first {shown} of {total} characters. {note}]"
+
+
+async def fit_answer(text: str, save_file: SaveFile | None) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """Return the text for the message, and the attachment with the whole text if it was shortened.
+
+    The file is durable before the message that names it. If it cannot be stored, the text says so.
+    """
+    if not is_too_long(text):
+        return text, ()
+    if save_file is None:
+        return shorten(text, "The rest was not kept."), ()
+    try:
+        artifact = await save_file(text.encode(), LONG_ANSWER_FILENAME)
+    except StoreUnavailable:
+        raise  # temporary: the caller retries
+    except (CoterieError, OSError) as error:
+        log.warning(
+            "an answer of %d characters was shortened, because it cannot be stored as a file: %s", len(text), error
+        )
+        return shorten(text, f"The rest could not be kept: {str(error)[:200]}"), ()
+    return shorten(text, f"The whole is in the file {LONG_ANSWER_FILENAME}, artifactRef {artifact.ref}."), (
+        artifact.to_dict(),
+    )
+
+
+def describe_receipt(receipt: Receipt) -> dict[str, Any]:
+    """Return the result that reports a sent message to the model."""
+    return {key: value for key, value in receipt.to_dict().items() if key != "state"}

@@ -38,6 +38,8 @@ UNKNOWN_RESULT = (
     '{"status":"unknown","reason":"the runtime stopped while this call ran: it may or may not have happened,'
     ' verify before repeating it"}'
 )
+SEND_MESSAGE_TOOL = "send_message"
+"""Name of the tool whose calls are stored in the transaction of their step."""
 MAX_QUESTION_ARGUMENT_BYTES = 256 << 10
 """Longer arguments (as JSON) are attached to the approval question as a file."""
 

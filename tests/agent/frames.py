@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from coterie.testing.server_connection import ReceivedRequest
+from coterie.testing.replies import ReceivedRequest
 
 OPENING = re.compile(r"<message (\w+) (\{.*\})>")
 

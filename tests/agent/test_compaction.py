@@ -16,8 +16,7 @@ from coterie.agent.context import QUARANTINED_NOTE
 from coterie.clock import UNIX_EPOCH
 from coterie.llm.types import ModelRequest, SystemMessage
 from coterie.messages import Message
-from coterie.testing.replies import count_tokens
-from coterie.testing.server_connection import ReceivedRequest
+from coterie.testing.replies import ReceivedRequest, count_tokens
 from coterie.turn_store import HistoryRow
 from tests.agent.stage import stage
 

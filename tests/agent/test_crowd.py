@@ -16,8 +16,7 @@ from coterie import Society
 from coterie.llm.gateway import ModelGateway
 from coterie.testing import ModelServer
 from coterie.testing.model_server import CustomReply, ReceivedRequest
-from coterie.testing.replies import chunk
-from coterie.testing.server_connection import ServerConnection
+from coterie.testing.replies import ServerConnection, chunk
 from tests.engines import Engine, Postgres
 
 CROWD = 320

@@ -8,8 +8,7 @@ from pathlib import Path
 from coterie.clock import UNIX_EPOCH
 from coterie.store import Usage
 from coterie.testing.model_server import Calls, CustomReply, Says, Status
-from coterie.testing.replies import chunk
-from coterie.testing.server_connection import ReceivedRequest, ServerConnection
+from coterie.testing.replies import ReceivedRequest, ServerConnection, chunk
 from tests.agent.stage import Stage, stage
 
 SILENT = frozenset({"stream_options"})

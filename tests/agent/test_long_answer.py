@@ -8,11 +8,9 @@ from pathlib import Path
 
 from coterie.artifacts import Artifact
 from coterie.config import replace_store_url
-from coterie.messages import MAX_PAYLOAD_BYTES
-from coterie.stores.sql.replies import fit_answer
+from coterie.messages import MAX_PAYLOAD_BYTES, fit_answer
 from coterie.testing.model_server import Calls, CustomReply, ReceivedRequest, Says
-from coterie.testing.replies import chunk
-from coterie.testing.server_connection import ServerConnection
+from coterie.testing.replies import ServerConnection, chunk
 from tests.agent.stage import each, stage
 from tests.engines import Engine, Postgres
 

@@ -56,7 +56,7 @@ async def test_a_server_that_dies_during_an_unsafe_call_leaves_its_outcome_unkno
 ) -> None:
     await room.add(as_child(script)).connect()
     lost = await room.call("demo__die")
-    assert error_of(lost).startswith("mcp_lost: the MCP server demo went away during the call")
+    assert error_of(lost).startswith("mcp_lost: the MCP server demo disconnected during the call")
     assert lost.is_outcome_unknown and json.loads(lost.text)["status"] == "unknown"
     assert (await room.call("demo__add", a=1, b=1)).text == "2"
     assert script.with_name("lives").read_text() == "died\n"
@@ -83,7 +83,7 @@ async def test_a_server_that_does_not_come_back_is_an_error_result_and_is_left_i
 
     assert error_of(await room.call("demo__add", a=1, b=1)).startswith("mcp_unavailable: the MCP server demo cannot be")
     script.with_suffix(".away").rename(script)
-    assert "is not there" in error_of(await room.call("demo__add", a=1, b=1))
+    assert "is not connected" in error_of(await room.call("demo__add", a=1, b=1))
     assert "next try in 1 s" in error_of(await room.call("demo__add", a=1, b=1))
     await clock.advance(seconds=1)
     assert (await room.call("demo__add", a=1, b=1)).text == "2"
@@ -131,7 +131,7 @@ async def test_a_server_that_is_not_there_is_a_problem_of_its_own(room: Room, en
 async def test_a_server_that_never_answers_is_given_up_after_a_time(room: Room) -> None:
     silent = McpEntry(id="gone", command="sleep", args=("60",))
     [problem] = await room.add(silent, start=timedelta(seconds=0.3)).connect()
-    assert "did not tell its tools within 0.3 s" in problem.message
+    assert "did not list its tools within 0.3 s" in problem.message
 
 
 async def test_one_server_that_is_not_there_keeps_no_other_away(room: Room, script: Path) -> None:

@@ -120,7 +120,7 @@ async def test_a_dying_servers_last_words_are_in_the_log_and_each_start_leaves_n
         assert wrote(caplog)[-2:] == ["begun with ***", "my last words, ***"]
     await servers.close()
     assert open_files() <= before
-    complaints = [line for line in caplog.messages if "what is no message" in line]
+    complaints = [line for line in caplog.messages if "that are no MCP messages" in line]
     assert len(complaints) == 2  # once in each life
 
 

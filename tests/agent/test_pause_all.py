@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coterie import Society
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import Connection
 from coterie.testing import Calls, ModelServer, Says
 from coterie.testing.model_server import ReceivedRequest, Reply
 from tests.agent.stage import Bell, stage

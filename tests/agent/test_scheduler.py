@@ -11,8 +11,7 @@ import pytest
 
 from coterie.agent.scheduler import Scheduler
 from coterie.live import LiveReply
-from coterie.testing.replies import CustomReply, Reply, chunk
-from coterie.testing.server_connection import ReceivedRequest, ServerConnection
+from coterie.testing.replies import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
 from coterie.turn_store import Claim
 from tests.agent.stage import Stage, stage
 

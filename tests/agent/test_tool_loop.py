@@ -103,7 +103,7 @@ async def test_a_tool_that_blocks_fails_at_its_deadline_and_the_society_goes_on(
     box = make_box(block.tool(effect="pure"))
     result = await call(box, "block", ctx, SOON)  # this test's own loop keeps the time, so it runs meanwhile
     assert block.begun.is_set() and not block.let_go.is_set()
-    assert "tool_timeout" in result.text and "left behind" in result.text and not result.is_outcome_unknown
+    assert "tool_timeout" in result.text and "abandoned" in result.text and not result.is_outcome_unknown
     assert box.abandoned_calls == 1
     block.let_go.set()
     await until(lambda: box.abandoned_calls == 0)

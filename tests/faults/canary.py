@@ -9,8 +9,7 @@ import sys
 import httpx
 
 from coterie.testing.model_faults import document, error_in_stream
-from coterie.testing.replies import Calls, Reply, Says, Status
-from coterie.testing.server_connection import ReceivedRequest
+from coterie.testing.replies import Calls, ReceivedRequest, Reply, Says, Status
 from tests.cli.stage import PATIENCE, Stage
 
 CANARIES = {

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from coterie.testing import Calls, ModelServer, Says
-from coterie.testing.replies import CustomReply, Reply, send_reply
-from coterie.testing.server_connection import ReceivedRequest, ServerConnection
+from coterie.testing.replies import CustomReply, ReceivedRequest, Reply, ServerConnection, send_reply
 from tests.agent.stage import Bell, Stage, stage
 
 from .harness import ForkServer

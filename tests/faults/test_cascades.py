@@ -14,8 +14,7 @@ import pytest
 from coterie import Society
 from coterie.errors import Lagged
 from coterie.testing import ModelServer
-from coterie.testing.replies import Calls, Reply, Says
-from coterie.testing.server_connection import ReceivedRequest
+from coterie.testing.replies import Calls, ReceivedRequest, Reply, Says
 from tests.agent.stage import Stage
 from tests.engines import Engine, Postgres
 

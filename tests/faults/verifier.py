@@ -11,8 +11,8 @@ from typing import Any
 
 from coterie.ids import id_for, keyed_id
 from coterie.messages import PERSON
-from coterie.stores.sql.connection import read_secret
 from coterie.stores.sql.invariants import INVARIANTS
+from coterie.stores.sql.rows import read_secret
 
 from .witness import Note
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.messages import PERSON, SYSTEM
-from coterie.stores.sql.connection import read_secret
+from coterie.stores.sql.rows import read_secret
 from coterie.stores.sql.turn_rows import APPROVE, approval_question_id
 from coterie.turn import DENIED_RESULT, INTERRUPTED_RESULT
 

@@ -22,8 +22,7 @@ from coterie.llm.service import CircuitOpen, MalformedResponse, PermanentError, 
 from coterie.llm.types import Completion, InlineFile, ModelRequest, TextDelta, TextPart, ToolSpec
 from coterie.testing import ModelServer, Status
 from coterie.testing import model_faults as faults
-from coterie.testing.replies import CustomReply, Reply
-from coterie.testing.server_connection import ServerConnection
+from coterie.testing.replies import CustomReply, Reply, ServerConnection
 
 from .harness import PNG, AutoAdvancingClock, Harness, description, parts_of, service, user_request
 

@@ -13,9 +13,8 @@ from coterie import turn
 from coterie.agent.history_cache import Conversation, HistoryCache
 from coterie.llm.types import ToolCall
 from coterie.stores.sql import commands, turn_transaction
-from coterie.stores.sql.connection import insert
 from coterie.stores.sql.replies import send_replies
-from coterie.stores.sql.rows import find_message
+from coterie.stores.sql.rows import find_message, insert
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import Plan, PlannedCall, RunCall, SetState, Step, Turn, WaitingMessage

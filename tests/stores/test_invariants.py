@@ -13,8 +13,8 @@ from coterie.llm.types import ToolCall
 from coterie.messages import make_envelope
 from coterie.store import Limits
 from coterie.stores.sql import claims, commands, turn_transaction
-from coterie.stores.sql.connection import set_meta
 from coterie.stores.sql.invariants import INVARIANTS
+from coterie.stores.sql.rows import set_meta
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.migrate import migrate

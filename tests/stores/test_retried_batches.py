@@ -16,7 +16,7 @@ import pytest
 from coterie import failpoints
 from coterie.failpoints import FailpointHit
 from coterie.stores.postgres import PostgresStore
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import Connection
 from coterie.turn import AskModel, Rest
 from tests.engines import Postgres
 

@@ -41,4 +41,7 @@ async def test_a_failed_job_leaves_no_trace_in_other_jobs_of_its_batch(store: An
 
     await asyncio.gather(store.send(to_ada("before")), store._transact(fails, touches=["ada"]), return_exceptions=True)
     await store.send(to_ada("after"))
-    assert [(one.payload["text"], one.in_seq) for one in await store.waiting("ada")] == [("before", 1), ("after", 2)]
+    assert [(one.payload["text"], one.mailbox_position) for one in await store.waiting("ada")] == [
+        ("before", 1),
+        ("after", 2),
+    ]

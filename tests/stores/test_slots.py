@@ -11,14 +11,8 @@ from pathlib import Path
 import pytest
 
 from coterie.clock import SystemClock
-from coterie.llm.concurrency import (
-    MAX_PERSON_REQUESTS_IN_A_ROW,
-    OtherProcess,
-    ServiceQueue,
-    ServiceQueues,
-    SlotGrant,
-    divide_slots,
-)
+from coterie.llm.concurrency import MAX_PERSON_REQUESTS_IN_A_ROW, ServiceQueue, ServiceQueues
+from coterie.store import OtherProcess, SlotGrant, divide_slots
 from coterie.stores.postgres import PostgresStore
 from coterie.testing import FakeClock
 from tests.engines import Postgres

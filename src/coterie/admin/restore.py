@@ -30,7 +30,7 @@ from coterie.config import (
 from coterie.errors import ConfigError, StoreUnusable
 from coterie.ids import new_id
 from coterie.stores.open import require_driver
-from coterie.stores.sql.connection import set_meta
+from coterie.stores.sql.rows import set_meta
 from coterie.stores.sqlite import engine
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, open_writer
 from coterie.stores.sqlite.migrate import migrate

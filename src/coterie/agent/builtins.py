@@ -18,9 +18,10 @@ from coterie.clock import to_rfc3339
 from coterie.errors import Refused
 from coterie.llm.service import Direction
 from coterie.llm.types import ToolSpec
-from coterie.messages import MAX_QUICK_REPLIES, Envelope, Receipt, make_envelope
+from coterie.messages import MAX_QUICK_REPLIES, Envelope, describe_receipt, make_envelope
 from coterie.store import Store
 from coterie.text import one_line
+from coterie.turn import SEND_MESSAGE_TOOL
 
 MAX_READ_BYTES = 64 << 10
 """Bytes that one call of `read_artifact` reads."""
@@ -154,7 +155,7 @@ def _tools_of(*functions: Callable[..., object]) -> tuple[Tool, ...]:
 
 
 SEND_MESSAGE = ToolSpec(
-    name="send_message",
+    name=SEND_MESSAGE_TOOL,
     description=(
         "Send a message to an agent or to the person (`user`). It arrives on its own; do not wait for an answer."
         " `payload.text` is what the recipient reads; `payload.attachments` forwards files by their artifactRef."
@@ -209,13 +210,6 @@ def build_envelope(sender: str, arguments: Mapping[str, Any], *, key: str | None
         client_id=key,
         cause=cause,
     )
-
-
-def describe_receipt(receipt: Receipt) -> dict[str, Any]:
-    """Return the result that reports a sent message to the model."""
-    wire = receipt.to_dict()
-    del wire["state"]
-    return wire
 
 
 def agent_management_tools(agent_service: AgentService) -> tuple[Tool, ...]:

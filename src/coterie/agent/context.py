@@ -31,8 +31,7 @@ from coterie.llm.types import (
     ToolSpec,
     UserMessage,
 )
-from coterie.messages import MAX_PAYLOAD_BYTES, PERSON, SYSTEM, Message
-from coterie.stores.sql.replies import MAX_SHOWN_CHARS, shorten
+from coterie.messages import MAX_PAYLOAD_BYTES, MAX_SHOWN_CHARS, PERSON, SYSTEM, Message, shorten
 from coterie.text import one_line
 from coterie.turn_store import HistoryRow
 

@@ -51,9 +51,8 @@ from coterie.llm.service import (
     UnknownService,
 )
 from coterie.llm.types import Completion, ModelRequest, TokenUsage, ToolCall
-from coterie.messages import Envelope
+from coterie.messages import Envelope, SaveFile, fit_answer
 from coterie.rate_limit import RateLimiter
-from coterie.stores.sql.replies import SaveFile, fit_answer
 from coterie.telemetry import Tracing, log_context
 from coterie.turn import (
     UNKNOWN_RESULT,

@@ -146,9 +146,7 @@ class Toolbox:
         if tool is None:
             return _unknown_tool(name, self._allowed(patterns))
         if self.abandoned_calls >= self._max_abandoned and not isinstance(tool.run, InProcess):
-            return error_result(
-                "tools_stuck", f"{self.abandoned_calls} earlier calls never came back: the society needs a restart"
-            )
+            return error_result("tools_stuck", f"{self.abandoned_calls} earlier calls never ended: restart the society")
         allowed = tool.deadline or deadline or self._deadline
         try:
             return await fit_result(
@@ -207,19 +205,15 @@ class Toolbox:
         match tool.run:
             case OnLoop(function):
                 converted = _convert_arguments(tool, arguments, ctx)
-                return encode_result(
-                    await self._await_until_deadline(
-                        asyncio.ensure_future(_wrap_errors(function(**converted))), seconds
-                    )
-                )
+                task = asyncio.ensure_future(_wrap_errors(function(**converted)))
+                return encode_result(await self._await_until_deadline(task, seconds))
             # User code must not run on this loop; converting arguments and results may run user code too.
-            case OnToolLoop() as apart:
+            case OnToolLoop() as run:
                 bridged = bridge_context(ctx, asyncio.get_running_loop())
 
                 async def work() -> Encoded:
-                    return encode_result(
-                        await _wrap_errors(apart.function(**_convert_arguments(tool, arguments, bridged)))
-                    )
+                    converted = _convert_arguments(tool, arguments, bridged)
+                    return encode_result(await _wrap_errors(run.function(**converted)))
 
                 call = self._loops.start(tool.name, ctx.agent_id, lambda: _wrap_conversion_errors(work()))
                 return cast(Encoded, await self._await_until_deadline(call, seconds))
@@ -234,14 +228,13 @@ class Toolbox:
                     return encode_result(value)
 
                 return cast(Encoded, await self._await_until_deadline(_start_thread(run_in_thread), seconds))
-            case InProcess() as run:
-                await self._await_until_deadline(
-                    _start_thread(lambda: _convert_arguments(tool, arguments, ctx)), seconds
-                )
+            case InProcess() as process:
+                converting = _start_thread(lambda: _convert_arguments(tool, arguments, ctx))
+                await self._await_until_deadline(converting, seconds)
                 timer = asyncio.timeout(seconds)
                 try:
                     async with timer:
-                        return await run_in_process(run, arguments, ctx)
+                        return await run_in_process(process, arguments, ctx)
                 except TimeoutError:
                     if timer.expired():
                         raise _DeadlineExceeded("killed") from None

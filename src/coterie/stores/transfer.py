@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from coterie.errors import StoreUnusable
 from coterie.stores.blobs import read_blob, write_blob
-from coterie.stores.sql.connection import Connection, insert
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
+from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
 from coterie.stores.sqlite.migrate import check_version, migrate, migrations
 

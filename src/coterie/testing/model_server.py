@@ -9,8 +9,18 @@ from collections.abc import Callable, Set
 from typing import Any, Self
 
 from coterie.testing.dialects import check_openai_chat, check_strict_alternation
-from coterie.testing.replies import Calls, CustomReply, Reply, Says, Status, count_tokens, send_reply
-from coterie.testing.server_connection import ReceivedRequest, ServerConnection, receive_request
+from coterie.testing.replies import (
+    Calls,
+    CustomReply,
+    ReceivedRequest,
+    Reply,
+    Says,
+    ServerConnection,
+    Status,
+    count_tokens,
+    receive_request,
+    send_reply,
+)
 
 __all__ = ["Calls", "CustomReply", "ModelServer", "ReceivedRequest", "Reply", "Says", "ServerConnection", "Status"]
 

@@ -1,17 +1,25 @@
-"""The tour: a scripted model that demonstrates Coterie until a real model is set up."""
+"""The tour: a scripted model that demonstrates Coterie until a real model is set up.
+
+The tour's second agent.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any
 
+from coterie.agent.service import AgentDirectory, AgentService
 from coterie.clock import Clock, SystemClock
+from coterie.config import ASSISTANT, Config
+from coterie.errors import Refused
 from coterie.ids import new_id
+from coterie.llm.config import ServiceRegistry
 from coterie.llm.types import (
     AssistantMessage,
     Completion,
@@ -250,3 +258,36 @@ def _text(message: UserMessage) -> str:
     """Return the text without message frames and attachment descriptions."""
     texts = (part.text for part in message.parts if isinstance(part, TextPart) and not _attachment(part.text))
     return "\n".join(filter(None, (_FRAME.sub("", text) for text in texts)))
+
+
+TOUR_VISION = "tour-sees"
+
+
+# An id that no owner would choose, because it stays taken after the agent is terminated.
+SEER = "tour-seer"
+NAME = "Seer (tour)"
+
+
+class TourSeer:
+    """The tour's second agent, which reads images. The first one forwards images to it.
+
+    It exists while the tour's script is the only service and no agent is configured.
+    """
+
+    def __init__(self, agents: AgentService, directory: AgentDirectory, services: ServiceRegistry) -> None:
+        self._agents, self._directory, self._services = agents, directory, services
+
+    def is_needed(self, config: Config) -> bool:
+        return config.agents == (ASSISTANT,) and TOUR_VISION in self._services
+
+    @property
+    def exists(self) -> bool:
+        profiles = self._directory.all_profiles()
+        return any(profile.id == SEER and profile.service == TOUR_VISION for profile in profiles)
+
+    async def ensure_created(self) -> None:
+        if self.exists:
+            return
+        # Refused if it was terminated, if another process created it first, or if the id is taken.
+        with suppress(Refused):
+            await self._agents.create(id=SEER, name=NAME, prompt="", service=TOUR_VISION, tools=(), parent=None)

@@ -21,8 +21,7 @@ from coterie.llm.types import AssistantMessage, Completion, ModelRequest, ToolCa
 from coterie.testing import FakeClock, model_faults
 from coterie.testing.clock import START
 from coterie.testing.model_server import Calls, CustomReply, ModelServer, Reply, Says, Status
-from coterie.testing.replies import call_chunks, chunk
-from coterie.testing.server_connection import ServerConnection
+from coterie.testing.replies import ServerConnection, call_chunks, chunk
 from tests.faults.harness import patience
 
 from .helpers import HELLO, KEY, PATIENT, SHORT, Outcome, ask, call, service, user

@@ -8,10 +8,9 @@ from coterie.llm.providers.any_llm import AnyLLMService
 from coterie.llm.providers.deadlines import Deadlines
 from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.service import Capabilities, LLMService
-from coterie.tour.provider import TourService
+from coterie.tour.provider import TOUR_VISION, TourService
 
 TOUR = "tour"
-TOUR_VISION = "tour-sees"
 _TOUR_INPUT = frozenset({"text"})
 _TOUR_OUTPUT = frozenset({"text", "tool_calling"})
 

@@ -23,7 +23,7 @@ from psycopg.pq import TransactionStatus
 
 from coterie.errors import StoreError, StoreUnusable
 from coterie.stores.postgres.errors import PipelineFailed, is_job_error, is_transient, to_store_error
-from coterie.stores.sql.connection import Rows
+from coterie.stores.sql.rows import Rows
 from coterie.text import one_line
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"

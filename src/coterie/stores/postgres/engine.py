@@ -16,12 +16,10 @@ import psycopg
 from coterie.clock import Clock, from_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.ids import new_id
-from coterie.llm.concurrency import SlotGrant
 from coterie.messages import Message
-from coterie.store import Limits, Page, StoreInfo, Worker
+from coterie.store import Limits, Page, SlotGrant, StoreInfo, Worker
 from coterie.stores.postgres.blobs import PostgresBlobStore
-from coterie.stores.postgres.cluster import Heartbeat, Listener, NotifyChannels, list_workers
-from coterie.stores.postgres.concurrency import request_slots
+from coterie.stores.postgres.cluster import Heartbeat, Listener, NotifyChannels, list_workers, request_slots
 from coterie.stores.postgres.connection import CLOCK, STATEMENT_TIMEOUT_MS, PgConnection, connect
 from coterie.stores.postgres.errors import is_transient, to_store_error
 from coterie.stores.postgres.migrate import check_version, migrate
@@ -30,10 +28,9 @@ from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
-from coterie.stores.sql.connection import Connection, make_secret, read_secret
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.queries import like_patterns
-from coterie.stores.sql.rows import MESSAGE_COLUMNS, to_message
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, make_secret, read_secret, to_message
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.transfer import SqliteTarget, transfer_rows

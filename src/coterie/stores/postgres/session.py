@@ -14,8 +14,8 @@ from coterie.ids import new_id
 from coterie.stores.postgres.cluster import NotifyChannels
 from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, encode_rows
 from coterie.stores.postgres.errors import AgentLocked, PauseChanged
-from coterie.stores.sql.connection import read_secret
 from coterie.stores.sql.mailbox import MAILBOX_COLUMNS, SELECT_MAILBOX
+from coterie.stores.sql.rows import read_secret
 from coterie.stores.sql.session import SELECT_WAITING, EventRow, MailboxPosition
 
 _LOCK_AGENTS = SELECT_MAILBOX.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")

@@ -16,9 +16,9 @@ from coterie.errors import CoterieError
 from coterie.failpoints import FailpointHit, hit
 from coterie.llm.types import Completion, TokenUsage
 from coterie.messages import Envelope
-from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.poison import UnclaimableAgent
 from coterie.stores.sql.queries import count_tokens_since
+from coterie.stores.sql.rows import Connection
 from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.text import to_storable

@@ -13,10 +13,9 @@ from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, SYSTEM, Envelope, Message, Receipt
 from coterie.store import Promotion, Pruned, Retention
-from coterie.stores.sql.connection import Connection, set_meta
 from coterie.stores.sql.mailbox import Mailbox, answered_approval_status, reopen_questions
 from coterie.stores.sql.queries import thread_position
-from coterie.stores.sql.rows import ARTIFACT_COLUMNS, find_message, to_artifact
+from coterie.stores.sql.rows import ARTIFACT_COLUMNS, Connection, find_message, set_meta, to_artifact
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import MessageRow, UnitOfWork
 from coterie.turn import Rules

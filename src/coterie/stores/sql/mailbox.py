@@ -16,8 +16,7 @@ from msgspec.structs import astuple as as_row
 from coterie.errors import Refused
 from coterie.messages import PERSON, Envelope, Message, QuestionAnswer
 from coterie.stores.sql import turn_rows
-from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.rows import to_payload
+from coterie.stores.sql.rows import Connection, to_payload
 from coterie.stores.sql.session import Session
 from coterie.stores.sql.turn_rows import approval_question_id
 from coterie.turn import DENIED_RESULT

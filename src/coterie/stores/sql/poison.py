@@ -8,7 +8,7 @@ import msgspec
 
 from coterie.errors import StoreError
 from coterie.messages import PERSON, SYSTEM, make_envelope
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import Connection
 from coterie.stores.sql.unit_of_work import MessageRow, UnitOfWork
 
 log = logging.getLogger(__name__)

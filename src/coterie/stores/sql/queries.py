@@ -18,7 +18,6 @@ from coterie.ids import frame_mark
 from coterie.llm.types import ToolCall
 from coterie.messages import Message
 from coterie.store import MAX_LISTED, CallRecord, Page, PlanRecord, Snapshot, Statistics, Thread, Usage
-from coterie.stores.sql.connection import Connection, read_secret
 from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
@@ -26,6 +25,8 @@ from coterie.stores.sql.rows import (
     JOINED_MESSAGE_COLUMNS,
     MESSAGE_COLUMNS,
     SHOWN_STATE,
+    Connection,
+    read_secret,
     to_agent,
     to_artifact,
     to_message,

@@ -6,64 +6,16 @@ A text that is too long for a message is sent as its beginning, with the whole t
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
-from coterie.artifacts import Artifact
-from coterie.errors import CoterieError, Refused, StoreUnavailable
-from coterie.messages import MAX_PAYLOAD_BYTES, SYSTEM, make_envelope
-from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.rows import to_payload
+from coterie.errors import Refused
+from coterie.messages import SYSTEM, make_envelope, shorten
+from coterie.stores.sql.rows import Connection, to_payload
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import SendReply
 from coterie.turn_store import ReplyTarget
 
 log = logging.getLogger(__name__)
-
-MAX_SHOWN_CHARS = 32_000
-"""Characters that a shortened text keeps, in its message and in the history."""
-FILENAME = "answer.md"
-_RESERVED_BYTES = 4_096
-"""Bytes of a payload for everything except the text."""
-_MAX_JSON_BYTES_PER_CHAR = 6
-"""Length of an escaped control character."""
-SaveFile = Callable[[bytes, str], Awaitable[Artifact]]
-"""Stores bytes durably under a filename."""
-
-
-def is_too_long(text: str) -> bool:
-    """True if no message can carry `text`."""
-    limit = MAX_PAYLOAD_BYTES - _RESERVED_BYTES
-    return len(text) * _MAX_JSON_BYTES_PER_CHAR > limit and len(msgspec.json.encode(text)) > limit
-
-
-def shorten(text: str, note: str) -> str:
-    """Return the beginning of `text` with a note about the missing part."""
-    head, shown, total = text[:MAX_SHOWN_CHARS], f"{MAX_SHOWN_CHARS:,}", f"{len(text):,}"
-    return f"{head}\n\n[Shortened: these are the first {shown} of {total} characters. {note}]"
-
-
-async def fit_answer(text: str, save_file: SaveFile | None) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """Return the text for the message, and the attachment with the whole text if it was shortened.
-
-    The file is durable before the message that names it. If it cannot be stored, the text says so.
-    """
-    if not is_too_long(text):
-        return text, ()
-    if save_file is None:
-        return shorten(text, "The rest was not kept."), ()
-    try:
-        artifact = await save_file(text.encode(), FILENAME)
-    except StoreUnavailable:
-        raise  # temporary: the caller retries
-    except (CoterieError, OSError) as error:
-        log.warning(
-            "an answer of %d characters was shortened, because it cannot be stored as a file: %s", len(text), error
-        )
-        return shorten(text, f"The rest could not be kept: {str(error)[:200]}"), ()
-    return shorten(text, f"The whole is in the file {FILENAME}, artifactRef {artifact.ref}."), (artifact.to_dict(),)
 
 
 _COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from coterie.stores.sql.connection import Connection, insert, read_secret
-from coterie.stores.sql.rows import MESSAGE_COLUMNS
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, insert, read_secret
 
 SELECT_PAUSED = "SELECT paused FROM log"
 EVENT_COLUMNS = "events (at, kind, subject, data)"

@@ -19,7 +19,6 @@ from coterie.artifacts import Artifact
 from coterie.clock import Clock, from_ms, to_ms
 from coterie.errors import Refused, StoreBroken, StoreError
 from coterie.events import Event
-from coterie.llm.concurrency import SlotGrant, divide_slots
 from coterie.llm.types import Completion
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.store import (
@@ -31,15 +30,16 @@ from coterie.store import (
     Pruned,
     Retention,
     Role,
+    SlotGrant,
     Snapshot,
     Statistics,
     StoreInfo,
     Usage,
     Worker,
     WorkerCounters,
+    divide_slots,
 )
 from coterie.stores.sql import claims, commands, queries
-from coterie.stores.sql.connection import Connection
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.poison import UnclaimableAgent, UnreadableMessage, quarantine
 from coterie.stores.sql.rows import (
@@ -49,6 +49,7 @@ from coterie.stores.sql.rows import (
     IS_READABLE_BY,
     MESSAGE_COLUMNS,
     SELECT_READABLE_ARTIFACTS,
+    Connection,
     find_message,
     to_agent,
     to_artifact,

@@ -11,7 +11,7 @@ from coterie.errors import Refused
 from coterie.ids import id_for
 from coterie.llm.types import ToolCall
 from coterie.messages import encode_payload, validate_payload
-from coterie.stores.sql.connection import Connection, insert
+from coterie.stores.sql.rows import Connection, insert
 from coterie.turn import ENDED_STATES, ArgumentsFile, Plan, PlannedCall
 
 PlanKey = tuple[int, int]

@@ -13,24 +13,23 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from coterie.agent.builtins import SEND_MESSAGE, describe_receipt
 from coterie.agents import ACTIVE_STATES
 from coterie.clock import from_ms, to_rfc3339
 from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.llm.types import TokenUsage, ToolCall
-from coterie.messages import PERSON, Envelope, Message
+from coterie.messages import PERSON, Envelope, Message, describe_receipt
 from coterie.stores.sql import turn_rows
-from coterie.stores.sql.connection import Connection, insert
 from coterie.stores.sql.poison import check_readable
 from coterie.stores.sql.queries import message_mark
 from coterie.stores.sql.replies import send_replies
-from coterie.stores.sql.rows import to_message
+from coterie.stores.sql.rows import Connection, insert, to_message
 from coterie.stores.sql.session import HEADER_COLUMN_COUNT
 from coterie.stores.sql.turn_rows import APPROVE, approval_payload, approval_question_id
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import (
     INTERRUPTED_RESULT,
+    SEND_MESSAGE_TOOL,
     AppendCallGroup,
     AppendText,
     ApprovalDecided,
@@ -177,7 +176,7 @@ class Inbox:
         """True for a message of the agent itself, or one caused by a message of the open plan."""
         if sender == self._agent_id:
             return True
-        if plan is None or cause is None or not plan.has_completed(SEND_MESSAGE.name):
+        if plan is None or cause is None or not plan.has_completed(SEND_MESSAGE_TOOL):
             return False
         if self._sent_by_plan is None:
             rows = self._db.execute(_SELECT_SENT, (self._agent_id, plan_name))

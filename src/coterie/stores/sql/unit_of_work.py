@@ -20,9 +20,8 @@ from coterie.failpoints import hit
 from coterie.ids import keyed_id
 from coterie.messages import NEW_CHAIN_DELAY, PERSON, RESERVED_IDS, SYSTEM, Envelope, Message, Receipt, make_envelope
 from coterie.store import Delivery, Limits
-from coterie.stores.sql.connection import Connection, insert
 from coterie.stores.sql.mailbox import Mailbox, Mailboxes, Questions
-from coterie.stores.sql.rows import IS_READABLE_BY, to_message
+from coterie.stores.sql.rows import IS_READABLE_BY, Connection, insert, to_message
 from coterie.stores.sql.session import Session
 
 _MESSAGES = (

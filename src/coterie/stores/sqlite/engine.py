@@ -21,10 +21,17 @@ from coterie.ids import new_id
 from coterie.messages import Message
 from coterie.store import Limits, Page, StoreInfo, Worker, worker_name
 from coterie.stores.sql.claims import EagerClaimer
-from coterie.stores.sql.connection import Connection, get_meta, make_secret, read_secret, set_meta
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.queries import like_patterns
-from coterie.stores.sql.rows import MESSAGE_COLUMNS, to_message
+from coterie.stores.sql.rows import (
+    MESSAGE_COLUMNS,
+    Connection,
+    get_meta,
+    make_secret,
+    read_secret,
+    set_meta,
+    to_message,
+)
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
