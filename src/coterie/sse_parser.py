@@ -57,6 +57,9 @@ class SseParser:
         return b"\n".join(self._other)
 
     def _parse_line(self, line: bytes) -> None:
+        if line.startswith(b"data: "):  # fast path
+            self._data.append(line[6:])
+            return
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
@@ -69,6 +72,7 @@ class SseParser:
             self._other.append(line)
 
     def _take_event(self) -> ServerSentEvent | None:
-        data, kind, event_id = self._data, self._type, self._id
-        self._data, self._type, self._id = [], "message", None
-        return ServerSentEvent(b"\n".join(data), kind, event_id) if data else None
+        event = ServerSentEvent(b"\n".join(self._data), self._type, self._id) if self._data else None
+        self._data.clear()
+        self._type, self._id = "message", None
+        return event

@@ -11,7 +11,7 @@ import pytest
 
 import coterie
 from coterie.messages import PERSON
-from coterie.stores.sqlite.migrate import migrations
+from coterie.stores.sqlite.migrate import SCHEMA
 
 from .harness import ForkServer
 from .requests import seen_of_requests, wrong_requests
@@ -71,13 +71,13 @@ def chosen(meetings: dict[str, int], name: str) -> list[int]:
     """
     met = meetings.get(name, 0)
     assert met, f"no door leads past the failpoint {name!r}: extend scenarios.every_door"
-    return sorted({1, (met + 1) // 2, met * 3 // 4 if name.startswith(("commit.", "post.")) else met})
+    return sorted({1, (met + 1) // 2, met * 3 // 4 if name.startswith(("commit.", "flush.")) else met})
 
 
 def state_of(home: Path) -> dict[str, Any]:
     with open_database(home) as db:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version < migrations()[-1][0]:
+        if version < SCHEMA.newest:
             assert version or not db.execute("SELECT * FROM sqlite_schema").fetchall(), "half a migration"
             return {}
         assert find_damage(db) == []

@@ -17,7 +17,7 @@ from coterie.stores.sqlite.connection import (
     to_store_error,
 )
 from coterie.stores.sqlite.engine import DATABASE
-from coterie.stores.sqlite.migrate import check_version, migrate, migrations
+from coterie.stores.sqlite.migrate import SCHEMA, check_version, migrate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def _sqlite_schema(folder: SocietyFolder, *, apply: bool) -> Schema:
         if isinstance(store_error, StoreBroken):
             store_error = StoreUnusable(f"{path} is damaged ({error}): restore a backup with coterie restore FILE")
         raise store_error from error
-    return Schema(engine="sqlite", location=str(path), version=version, newest=migrations()[-1][0])
+    return Schema(engine="sqlite", location=str(path), version=version, newest=SCHEMA.newest)
 
 
 def _read_file_version(folder: SocietyFolder) -> int:
@@ -88,5 +88,5 @@ def _postgres_schema(store: StoreSettings, *, apply: bool) -> Schema:
     with owner_connection(store.url) as db:
         version = postgres.migrate(db.raw) if apply else postgres.read_version(db.raw)
     return Schema(
-        engine="postgresql", location=redact_url(store.url), version=version, newest=postgres.migrations()[-1][0]
+        engine="postgresql", location=redact_url(store.url), version=version, newest=postgres.SCHEMA.newest
     )

@@ -20,7 +20,7 @@ from coterie.stores.blobs import read_blob, write_blob
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
-from coterie.stores.sqlite.migrate import check_version, migrate, migrations
+from coterie.stores.sqlite.migrate import SCHEMA, check_version, migrate
 
 TABLES = (
     "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "plans", "calls", "roles",
@@ -162,7 +162,7 @@ class SqliteSource:
     def open(cls, database: Path, artifacts: Path) -> Iterator[SqliteSource]:
         try:
             with closing(open_reader(database)) as db:
-                if check_version(db) < migrations()[-1][0]:
+                if check_version(db) < SCHEMA.newest:
                     raise StoreUnusable(f"{database} has an older schema: bring it up to date with coterie migrate")
                 db.execute("BEGIN")  # one snapshot for all reads
                 yield cls(db, artifacts)

@@ -1,6 +1,4 @@
-"""Database rows as messages, agents and artifacts: their columns and conversions.
-
-The database connection that both engines provide, bulk inserts, and the `meta` table.
+"""The connection that both engines provide, bulk inserts, the `meta` table, and conversion of rows to objects.
 
 SQL uses SQLite's parameters: `?`, `?1`. A comment with a plus, `/*+ FOR UPDATE */`, holds what several writers need:
 SQLite ignores the comment, and the PostgreSQL engine turns it into SQL.

@@ -223,3 +223,30 @@ EXCEPTION WHEN others THEN
     RETURN '';
 END
 $$;
+
+-- Who a process is, for people, and what it has counted since it began: written with each sign of life.
+ALTER TABLE processes ADD COLUMN worker TEXT COLLATE "C";
+ALTER TABLE processes ADD COLUMN name TEXT COLLATE "C" NOT NULL DEFAULT '';
+ALTER TABLE processes ADD COLUMN began_at BIGINT NOT NULL DEFAULT 0;
+ALTER TABLE processes ADD COLUMN heartbeats BIGINT NOT NULL DEFAULT 0;
+ALTER TABLE processes ADD COLUMN fenced BIGINT NOT NULL DEFAULT 0;
+ALTER TABLE processes ADD COLUMN takeovers BIGINT NOT NULL DEFAULT 0;
+
+-- Places at model services: how many a process keeps, and how many it waits for. Nothing of it outlives a crash.
+CREATE UNLOGGED TABLE places (
+    service  TEXT COLLATE "C" NOT NULL,
+    process  TEXT COLLATE "C" NOT NULL,
+    kept     BIGINT NOT NULL,
+    waiting  BIGINT NOT NULL,
+    asked_at BIGINT NOT NULL,
+    PRIMARY KEY (service, process)
+);
+
+-- The last batch that each process has committed. The number of a transaction is not enough to tell: one that a crash of
+-- the server took away may be given out again.
+CREATE TABLE batches (
+    process TEXT COLLATE "C" PRIMARY KEY,
+    batch   TEXT COLLATE "C" NOT NULL,
+    at      BIGINT NOT NULL
+);
+
