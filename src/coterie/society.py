@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from coterie.admin.inspect import require_society
 from coterie.agents import Agent
 from coterie.artifact_service import ArtifactService
 from coterie.artifacts import BlobStore
@@ -23,7 +22,7 @@ from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt
 from coterie.store import Retention
-from coterie.stores.open import growing_folder, is_shared, open_store, require_driver, store_limits
+from coterie.stores.open import growing_folder, is_shared, open_store, require_driver, require_society, store_limits
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
 

@@ -57,9 +57,6 @@ class SseParser:
         return b"\n".join(self._other)
 
     def _parse_line(self, line: bytes) -> None:
-        if line.startswith(b"data: "):  # fast path
-            self._data.append(line[6:])
-            return
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":

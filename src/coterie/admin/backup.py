@@ -27,7 +27,7 @@ from typing import IO
 
 from coterie import __version__
 from coterie.admin.copy import StoreLocation, read_location
-from coterie.admin.inspect import Inspection, artifact_hashes, require_society
+from coterie.admin.inspect import Inspection, artifact_hashes
 from coterie.clock import SystemClock, to_ms, to_rfc3339
 from coterie.config import (
     CONFIG_FILE,
@@ -42,7 +42,7 @@ from coterie.config import (
 )
 from coterie.errors import ConfigError, StoreUnusable
 from coterie.stores.blobs import blob_path, fsync_folder
-from coterie.stores.open import require_driver
+from coterie.stores.open import require_driver, require_society
 from coterie.stores.transfer import OnProgress, SqliteTarget, transfer
 
 ROOT = "coterie-backup"

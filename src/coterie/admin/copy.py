@@ -14,7 +14,6 @@ from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 
-from coterie.admin.inspect import require_society
 from coterie.config import (
     SQLITE,
     TEMPLATE_FILES,
@@ -27,7 +26,7 @@ from coterie.config import (
 )
 from coterie.errors import StoreUnusable
 from coterie.stores.blobs import fsync_folder
-from coterie.stores.open import require_driver
+from coterie.stores.open import require_driver, require_society
 from coterie.stores.sqlite.connection import FolderLock
 from coterie.stores.sqlite.engine import DATABASE
 from coterie.stores.transfer import (

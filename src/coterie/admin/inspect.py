@@ -18,7 +18,7 @@ from coterie.errors import ConfigError, Problem, StoreBroken, StoreUnusable
 from coterie.messages import PERSON, Message
 from coterie.store import Overview, worker_name
 from coterie.stores.blobs import blob_path
-from coterie.stores.open import is_shared, open_store_read_only
+from coterie.stores.open import is_shared, open_store_read_only, require_society
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
@@ -130,15 +130,6 @@ class Inspection:
         if (sha256, size) in await self.store.artifact_blobs((sha256, size - 1), 1):
             return f"{sha256} is referenced by the database, but its bytes are gone"
         return None
-
-
-def require_society(folder: Path) -> SocietyFolder:
-    society_folder = SocietyFolder(folder)
-    if not society_folder.exists:
-        raise StoreUnusable(
-            f"there is no society in {folder}: name its folder with --dir, or make one with coterie init {folder}"
-        )
-    return society_folder
 
 
 def owner_pid(folder: SocietyFolder) -> int | None:

@@ -87,6 +87,4 @@ def _postgres_schema(store: StoreSettings, *, apply: bool) -> Schema:
 
     with owner_connection(store.url) as db:
         version = postgres.migrate(db.raw) if apply else postgres.read_version(db.raw)
-    return Schema(
-        engine="postgresql", location=redact_url(store.url), version=version, newest=postgres.SCHEMA.newest
-    )
+    return Schema(engine="postgresql", location=redact_url(store.url), version=version, newest=postgres.SCHEMA.newest)

@@ -229,10 +229,10 @@ def _convert(given: object, kind: Any) -> Any:
 
 
 def _describe_mistake(parameter: Parameter, error: msgspec.ValidationError) -> str:
-    what, _, place = str(error).partition(" - at `$")
+    what, _, location = str(error).partition(" - at `$")
     choices = parameter.schema.get("enum")
     allowed = f" (one of: {', '.join(map(str, choices))})" if choices else ""
-    return f"{parameter.name}{place.rstrip('`')}: {what[:1].lower()}{what[1:]}{allowed}".replace("`", "")
+    return f"{parameter.name}{location.rstrip('`')}: {what[:1].lower()}{what[1:]}{allowed}".replace("`", "")
 
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

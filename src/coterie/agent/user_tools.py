@@ -73,14 +73,14 @@ def load_user_tools(folder: Path, reserved_names: Collection[str] = ()) -> UserT
     found: dict[str, tuple[Tool, str]] = {}
     problems: list[Problem] = []
     for file in _files(folder):
-        place = str(file.relative_to(folder))
+        location = str(file.relative_to(folder))
         try:
             module = import_tool_file(f"{package}.{_TOP if file.parent == folder else file.stem}", file)
             tools = _tools_in(module)
         except BaseException as error:  # a file that raises SystemExit or KeyboardInterrupt must not end the server
-            problems.append(_problem(file, place, error))
+            problems.append(_problem(file, location, error))
             continue
-        problems += _collect_tools(tools, place, found, reserved_names)
+        problems += _collect_tools(tools, location, found, reserved_names)
     return UserTools(tuple(_off_the_loop(tool) for tool, _ in found.values()), tuple(problems))
 
 
@@ -131,22 +131,22 @@ def _tools_in(module: ModuleType) -> Iterable[Tool]:
 
 
 def _collect_tools(
-    tools: Iterable[Tool], place: str, found: dict[str, tuple[Tool, str]], taken: Collection[str]
+    tools: Iterable[Tool], location: str, found: dict[str, tuple[Tool, str]], reserved_names: Collection[str]
 ) -> Iterable[Problem]:
     for tool in tools:
-        if tool.name in taken:
-            yield Problem(place, f"the tool {tool.name} is left out: a built-in tool has that name")
+        if tool.name in reserved_names:
+            yield Problem(location, f"the tool {tool.name} is left out: a built-in tool has that name")
             continue
-        kept, where = found.setdefault(tool.name, (tool, place))
+        kept, where = found.setdefault(tool.name, (tool, location))
         if kept is not tool:  # the same one comes again where another file imports it
-            yield Problem(place, f"the tool {tool.name} is left out: {where} has one of that name")
+            yield Problem(location, f"the tool {tool.name} is left out: {where} has one of that name")
 
 
-def _problem(file: Path, place: str, error: BaseException) -> Problem:
+def _problem(file: Path, location: str, error: BaseException) -> Problem:
     line = _line(file, error)
     words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else safe_message(error)
     sentence = f"{type(error).__name__}: {one_line(to_storable(words), 300)}" if words else type(error).__name__
-    return Problem(f"{place}: line {line}" if line else place, f"cannot be loaded: {sentence}")
+    return Problem(f"{location}: line {line}" if line else location, f"cannot be loaded: {sentence}")
 
 
 def _line(file: Path, error: BaseException) -> int | None:

@@ -35,9 +35,9 @@ def chat(
 
 
 def _first_agent(folder: Path) -> str:
-    from coterie.admin.inspect import require_society
     from coterie.config import read_config
     from coterie.errors import ConfigError
+    from coterie.stores.open import require_society
 
     config = read_config(require_society(folder).path)
     if not config.agents:  # all that the file describes were left out

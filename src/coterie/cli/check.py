@@ -56,7 +56,8 @@ def check(dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
 
 
 def _report(folder: Path) -> Report:
-    from coterie.admin.inspect import owner_pid, require_society, storage_problems
+    from coterie.admin.inspect import owner_pid, storage_problems
+    from coterie.stores.open import require_society
     from coterie.stores.sqlite.connection import version_warnings
 
     place = require_society(folder)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from coterie import __version__
-from coterie.admin.inspect import owner_pid, require_society
+from coterie.admin.inspect import owner_pid
 from coterie.config import ServerAddress, read_address, read_config
 from coterie.errors import ConfigError, ServerUnusable, StoreOwned
-from coterie.stores.open import is_shared
+from coterie.stores.open import is_shared, require_society
 from coterie.web.addresses import is_loopback
 from coterie.web.auth import FILE as TOKEN
 

@@ -19,9 +19,9 @@ def migrate(
     json: Json = False,
 ) -> None:
     """Bring the society's database to the schema of this version. A start does so, too."""
-    from coterie.admin.inspect import require_society
     from coterie.admin.migrate import migrate_society, read_schema
     from coterie.cli import logs
+    from coterie.stores.open import require_society
 
     logs.stay_quiet()
     place = require_society(dir)

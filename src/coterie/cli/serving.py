@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 
 from coterie import __version__
-from coterie.admin.inspect import Inspection, require_society
+from coterie.admin.inspect import Inspection
 from coterie.cli.front_door import FrontDoor
 from coterie.cli.greeting import greet
 from coterie.cli.output import counted, harmless, say
@@ -25,7 +25,7 @@ from coterie.clock import SystemClock
 from coterie.config import SocietyFolder, read_config
 from coterie.errors import StoreError, StoreUnusable
 from coterie.society import Society
-from coterie.stores.open import is_shared
+from coterie.stores.open import is_shared, require_society
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from coterie.artifacts import BlobStore
 from coterie.clock import Clock
 from coterie.config import CONFIG_FILE, SQLITE, Config, SocietyFolder, StoreSettings
-from coterie.errors import ConfigError, Problem
+from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.store import Limits
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
 from coterie.stores.sql.store import SqlStore
@@ -80,3 +80,12 @@ async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clo
     if config.store.artifacts:
         return postgres, FolderBlobStore.open_read_only(folder.path / config.store.artifacts)
     return postgres, postgres.blobs()
+
+
+def require_society(folder: Path) -> SocietyFolder:
+    society_folder = SocietyFolder(folder)
+    if not society_folder.exists:
+        raise StoreUnusable(
+            f"there is no society in {folder}: name its folder with --dir, or make one with coterie init {folder}"
+        )
+    return society_folder

@@ -10,18 +10,19 @@ through a pooler in transaction mode.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import psycopg
+import psycopg_pool
 from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
 from psycopg.pq import TransactionStatus
 
-from coterie.errors import StoreError, StoreUnusable
+from coterie.errors import StoreError, StoreUnavailable, StoreUnusable
 from coterie.stores.postgres.errors import PipelineFailed, is_job_error, is_transient, to_store_error
 from coterie.stores.sql.rows import Rows
 from coterie.text import one_line
@@ -40,6 +41,9 @@ SET_TIMEOUTS = (
     f" SET LOCAL idle_in_transaction_session_timeout = {IDLE_TRANSACTION_TIMEOUT_MS};"
     " SET LOCAL synchronous_commit = on;"  # a commit must be durable, whatever the server's default is
 )
+MAX_READERS = 4
+POOL_TIMEOUT_SECONDS = 2.0
+"""How long a reader waits for a free connection."""
 MAX_QUEUED_BYTES = 1 << 20
 """Pipelined statements are sent at the latest when they reach this size."""
 _CONNECT_OPTIONS = {
@@ -76,6 +80,24 @@ class _TimeoutConnection(psycopg.Connection[Any]):
 
     response_timeout = RESPONSE_TIMEOUT_SECONDS
 
+    @classmethod
+    def connect(  # type: ignore[override]
+        cls, conninfo: str = "", *, on_error: Callable[[psycopg.Error], None] | None = None, **kwargs: Any
+    ) -> Self:
+        """Open an autocommit connection. `on_error` is called with the error if that fails."""
+        given = psycopg.conninfo.conninfo_to_dict(conninfo)
+        defaults: dict[str, Any] = {name: value for name, value in _CONNECT_OPTIONS.items() if name not in given}
+        settings: dict[str, Any] = {"autocommit": True, "prepare_threshold": None, **defaults, **kwargs}
+        try:
+            raw = super().connect(conninfo, cursor_factory=psycopg.ClientCursor, **settings)
+        except psycopg.Error as error:
+            if on_error:
+                on_error(error)
+            raise
+        raw.adapters.register_dumper(bool, _BoolDumper)
+        raw.adapters.register_loader("numeric", _IntLoader)
+        return raw
+
     def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
         if timeout is not None:
             return super().wait(gen, interval, timeout)
@@ -89,14 +111,8 @@ class _TimeoutConnection(psycopg.Connection[Any]):
 
 def connect(url: str, response_timeout: float = RESPONSE_TIMEOUT_SECONDS) -> psycopg.Connection[Any]:
     """Open an autocommit connection; transactions begin and end with explicit statements."""
-    given = psycopg.conninfo.conninfo_to_dict(url)
-    defaults: dict[str, Any] = {name: value for name, value in _CONNECT_OPTIONS.items() if name not in given}
-    raw = _TimeoutConnection.connect(
-        url, autocommit=True, prepare_threshold=None, cursor_factory=psycopg.ClientCursor, **defaults
-    )
+    raw = _TimeoutConnection.connect(url)
     raw.response_timeout = response_timeout
-    raw.adapters.register_dumper(bool, _BoolDumper)
-    raw.adapters.register_loader("numeric", _IntLoader)
     return raw
 
 
@@ -294,3 +310,51 @@ def encode_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
             for row in rows
         ]
     ).decode()
+
+
+class ReaderPool:
+    """Pool of connections for reading."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        """`prefix`: SQL sent before every statement."""
+        self._prefix = prefix
+        self._connect_error: psycopg.Error | None = None
+        # Connections are opened when they are needed. One thread opens them, so that a stopped server is not flooded.
+        self._pool = psycopg_pool.ConnectionPool(
+            url,
+            connection_class=_TimeoutConnection,
+            kwargs={"on_error": self._note_error},
+            min_size=0,
+            max_size=MAX_READERS,
+            num_workers=1,
+            timeout=POOL_TIMEOUT_SECONDS,
+            open=True,
+        )
+
+    @contextmanager
+    def connection(self) -> Iterator[PgConnection]:
+        """Lend a connection. It is closed after a database error, else returned to the pool."""
+        raw = self._take()
+        try:
+            yield PgConnection(raw, self._prefix)
+        except psycopg.Error:
+            raw.close()
+            raise
+        finally:
+            self._pool.putconn(raw)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _take(self) -> _TimeoutConnection:
+        self._connect_error = None
+        try:
+            return self._pool.getconn()
+        except psycopg_pool.PoolTimeout:
+            if self._connect_error:
+                raise self._connect_error from None
+            raise StoreUnavailable("all connections to the database are in use: try again in a moment") from None
+
+    def _note_error(self, error: psycopg.Error) -> None:
+        """The pool retries in the background; its own timeout does not say why connecting failed."""
+        self._connect_error = error

@@ -20,10 +20,16 @@ from coterie.messages import Message
 from coterie.store import Limits, Page, SlotGrant, StoreInfo, Worker
 from coterie.stores.postgres.blobs import PostgresBlobStore
 from coterie.stores.postgres.cluster import Heartbeat, Listener, NotifyChannels, list_workers, request_slots
-from coterie.stores.postgres.connection import CLOCK, STATEMENT_TIMEOUT_MS, PgConnection, connect
+from coterie.stores.postgres.connection import (
+    CLOCK,
+    MAX_READERS,
+    STATEMENT_TIMEOUT_MS,
+    PgConnection,
+    ReaderPool,
+    connect,
+)
 from coterie.stores.postgres.errors import is_transient, to_store_error
 from coterie.stores.postgres.migrate import check_version, migrate
-from coterie.stores.postgres.pool import MAX_READERS, ReaderPool
 from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
