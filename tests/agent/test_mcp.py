@@ -197,15 +197,15 @@ async def test_a_server_that_ignores_everything_is_killed_with_all_that_it_start
 
 RUNTIME = """
 import asyncio, os, sys
-from coterie.agent.mcp_connection import Connection
+from coterie.agent.mcp_connection import McpConnection
 from coterie.clock import SystemClock
 from coterie.config import McpEntry
 from datetime import timedelta
 
 async def main():
     entry = McpEntry(id="demo", command=sys.executable, args=(sys.argv[1],))
-    connection = Connection(entry, SystemClock())
-    await connection.ready(timedelta(seconds=60))
+    connection = McpConnection(entry, SystemClock())
+    await connection.wait_ready(timedelta(seconds=60))
     said = await connection.call("settle_in", {"witness": sys.argv[2]})
     print(said.content[0].text, flush=True)
     await asyncio.Event().wait()

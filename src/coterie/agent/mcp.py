@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from coterie.agent.mcp_connection import McpConnection, McpEntry, McpUnavailable, error_text
+from coterie.agent.mcp_connection import McpConnection, McpServerEntry, McpUnavailable, error_text
 from coterie.agent.tools import OnLoop, Tool, ToolContext, ToolResult, error_result, unknown_result
 from coterie.clock import Clock
 from coterie.errors import CoterieError, Problem
@@ -44,7 +44,7 @@ ReplaceTools = Callable[[str, Iterable[Tool]], object]
 class McpServers:
     def __init__(
         self,
-        entries: Iterable[McpEntry],
+        entries: Iterable[McpServerEntry],
         clock: Clock,
         replace_tools: ReplaceTools,
         *,
@@ -68,7 +68,7 @@ class McpServers:
 
 class McpServer:
     def __init__(
-        self, entry: McpEntry, clock: Clock, replace_tools: ReplaceTools, *, start_timeout: timedelta = START_TIMEOUT
+        self, entry: McpServerEntry, clock: Clock, replace_tools: ReplaceTools, *, start_timeout: timedelta = START_TIMEOUT
     ) -> None:
         self.id = entry.id
         self._entry, self._clock, self._adopt, self._start = entry, clock, replace_tools, start_timeout

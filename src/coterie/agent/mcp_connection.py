@@ -139,7 +139,7 @@ _CONNECTION_CLOSED = -32000
 """The SDK's error code for a connection that ended before the answer. A server may use it for other errors."""
 
 
-class McpEntry(Protocol):
+class McpServerEntry(Protocol):
     """Configuration of a server: a command to run, or the URL of a running server."""
 
     @property
@@ -161,7 +161,7 @@ class McpUnavailable(CoterieError):
 class McpConnection:
     """Owns a task that holds the connection, because the SDK's scopes belong to the task that entered them."""
 
-    def __init__(self, entry: McpEntry, clock: Clock) -> None:
+    def __init__(self, entry: McpServerEntry, clock: Clock) -> None:
         self.client: mcp.Client | None = None
         """None: not connected."""
         self._stderr = StderrLog(entry.id, _secrets(entry), clock)
@@ -285,7 +285,7 @@ def _check_command(command: str, env: Mapping[str, str]) -> None:
         raise OSError(number, os.strerror(number), command)
 
 
-def error_text(error: BaseException, entry: McpEntry) -> str:
+def error_text(error: BaseException, entry: McpServerEntry) -> str:
     """Return the error message without the secrets of the entry: errors repeat whole URLs."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -293,7 +293,7 @@ def error_text(error: BaseException, entry: McpEntry) -> str:
     return one_line(text, 300) or type(error).__name__
 
 
-def _secrets(entry: McpEntry) -> tuple[str, ...]:
+def _secrets(entry: McpServerEntry) -> tuple[str, ...]:
     return find_secrets(entry.env, entry.args, entry.url)
 
 

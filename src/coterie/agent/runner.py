@@ -270,7 +270,7 @@ class LlmHandler:
             else:
                 await turn.slot.acquire(for_person=claim.for_person)
         if isinstance(claim.action, AskModel):
-            hit("turn.pending_request")
+            hit("turn.asking")
             event = await self._ask(claim, profile, turn)
             hit("turn.answered")
             return ActionResult(event=event)
