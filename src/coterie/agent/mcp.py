@@ -68,7 +68,12 @@ class McpServers:
 
 class McpServer:
     def __init__(
-        self, entry: McpServerEntry, clock: Clock, replace_tools: ReplaceTools, *, start_timeout: timedelta = START_TIMEOUT
+        self,
+        entry: McpServerEntry,
+        clock: Clock,
+        replace_tools: ReplaceTools,
+        *,
+        start_timeout: timedelta = START_TIMEOUT,
     ) -> None:
         self.id = entry.id
         self._entry, self._clock, self._adopt, self._start = entry, clock, replace_tools, start_timeout
