@@ -10,9 +10,10 @@ import pytest
 
 from coterie.llm.providers.deadlines import Deadlines
 from coterie.llm.providers.errors import Asked, retry_after, without_key
-from coterie.llm.providers.openai_stream import MAX_CALLS, Assembly, EventReader, Reading
+from coterie.llm.providers.openai_stream import MAX_CALLS, Assembly, Reading
 from coterie.llm.service import ServiceError
 from coterie.llm.types import Answer
+from coterie.sse_parser import ServerSentEvent, SseParser
 from coterie.testing.clock import START
 from coterie.testing.replies import Calls, call_chunks, chunk
 
@@ -75,16 +76,16 @@ def test_an_answer_is_the_same_however_it_is_cut(cuts: int, newline: bytes) -> N
 
 
 def test_events_of_several_lines_comments_and_other_fields() -> None:
-    reader = EventReader()
+    reader = SseParser()
 
     events = list(reader.feed(b': hello\nevent: x\nid: 7\nretry: 1\ndata: {"a":\ndata: 1}\n\ndata\n\ndata:last\n'))
 
-    assert events == [b'{"a":\n1}', b""]
-    assert list(reader.end()) == [b"last"] and reader.other == b""
+    assert events == [ServerSentEvent(b'{"a":\n1}', "x", "7"), ServerSentEvent(b"")]
+    assert list(reader.end()) == [ServerSentEvent(b"last")] and reader.other == b""
 
 
 def test_a_long_line_is_not_searched_again_with_every_piece() -> None:
-    reader = EventReader()
+    reader = SseParser()
     for _ in range(20_000):
         assert list(reader.feed(b"x" * 500)) == []
 

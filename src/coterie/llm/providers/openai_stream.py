@@ -1,6 +1,4 @@
-"""Server-sent events out of whatever bytes a server sends.
-
-An answer put together from the pieces in which a chat completion comes.
+"""An answer put together from the pieces in which a chat completion comes.
 
 An answer as it is read off the wire.
 """
@@ -10,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, Protocol
@@ -22,60 +20,8 @@ from coterie.llm.providers import errors
 from coterie.llm.providers.errors import Asked
 from coterie.llm.service import Transient
 from coterie.llm.types import Answer, Call, Delta, Usage
+from coterie.sse_parser import ServerSentEvent, SseParser
 from coterie.text import clean
-
-
-class EventReader:
-    """Takes bytes as they come and gives the data of each event that is complete.
-
-    Lines that belong to no event stream are kept aside: a server that answers a request for a stream with one JSON
-    document, or breaks a stream off with one, is understood by what it sent and not by the content type it claims.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._searched = 0
-        self._data: list[bytes] = []
-        self._other: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        self._buffer += chunk
-        start = 0
-        while (end := self._buffer.find(b"\n", max(start, self._searched))) >= 0:
-            line = bytes(self._buffer[start:end]).rstrip(b"\r")
-            start = end + 1
-            if line:
-                self._take(line)
-            elif self._data:
-                yield self._event()
-        del self._buffer[:start]
-        # The rest of a long line is searched once, not again with every chunk that adds to it.
-        self._searched = len(self._buffer)
-
-    def end(self) -> Iterator[bytes]:
-        """The event that the end of the stream completes, if any; it may have been cut."""
-        if self._buffer:
-            self._take(bytes(self._buffer).rstrip(b"\r"))
-            self._buffer.clear()
-        if self._data:
-            yield self._event()
-
-    @property
-    def other(self) -> bytes:
-        """The lines that were no events."""
-        return b"\n".join(self._other)
-
-    def _take(self, line: bytes) -> None:
-        field, _, value = line.partition(b":")
-        if field == b"data":
-            self._data.append(value[1:] if value[:1] == b" " else value)
-        elif field not in (b"", b"event", b"id", b"retry"):
-            self._other.append(line)
-
-    def _event(self) -> bytes:
-        data = b"\n".join(self._data)
-        self._data.clear()
-        return data
 
 
 MAX_CALLS = 64
@@ -321,7 +267,7 @@ class Reading:
         self.done = False
         """The server has said that nothing more comes."""
         self._asked, self._assembly, self._now = asked, assembly, now
-        self._events = EventReader()
+        self._events = SseParser()
         self._seen = False
 
     @property
@@ -336,7 +282,7 @@ class Reading:
 
     def end(self) -> str:
         """The bytes have ended; what they were no events in is one document, or the last words of a broken stream."""
-        text = self._texts(event for event in self._events.end() if event == _DONE or _is_json(event))
+        text = self._texts(event for event in self._events.end() if event.data == _DONE or _is_json(event.data))
         rest = self._events.other.strip()
         if rest and not self._assembly.begun:
             text += self._document(rest)
@@ -357,13 +303,13 @@ class Reading:
             raise errors.filtered(self._asked)
         return answer
 
-    def _texts(self, events: Iterable[bytes]) -> str:
+    def _texts(self, events: Iterable[ServerSentEvent]) -> str:
         texts = []
         for event in events:
-            if event == _DONE:
+            if event.data == _DONE:
                 self.done = True
                 break
-            texts.append(self._add(self._decoded(event)))
+            texts.append(self._add(self._decoded(event.data)))
         return "".join(texts)
 
     def _document(self, document: bytes) -> str:
