@@ -10,8 +10,8 @@ import pytest
 import coterie as package
 from coterie.config import SocietyFolder
 
+from .commands import coterie, coterie_process
 from .conftest import schedule
-from .door import coterie, coterie_process
 
 
 def test_the_version_is_told() -> None:

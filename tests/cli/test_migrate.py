@@ -17,8 +17,8 @@ from coterie.stores.postgres.connection import connect
 from coterie.stores.sqlite import migrate as file_schema
 from coterie.stores.sqlite.connection import FolderLock
 
+from .commands import coterie
 from .conftest import schedule
-from .door import coterie
 
 NEWEST_FILE = file_schema.migrations()[-1][0]
 NEWEST_SHARED = shared_schema.migrations()[-1][0]

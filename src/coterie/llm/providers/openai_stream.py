@@ -23,7 +23,6 @@ from coterie.llm.types import Answer, Call, Delta, Usage
 from coterie.sse_parser import ServerSentEvent, SseParser
 from coterie.text import clean
 
-
 MAX_CALLS = 64
 MAX_DEPTH = 64
 _MAX_NAME = 256
