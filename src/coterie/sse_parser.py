@@ -1,4 +1,4 @@
-"""Incremental parser for server-sent events (WHATWG HTML, section 9.2), used for model streams and by the commands."""
+"""Incremental parser of server-sent events (WHATWG HTML, section 9.2): bytes in, events out."""
 
 from __future__ import annotations
 
@@ -8,67 +8,71 @@ from typing import NamedTuple
 
 class ServerSentEvent(NamedTuple):
     data: bytes
-    kind: str = "message"
-    """The `event` field."""
+    """The `data` lines, joined by newlines."""
+    type: str = "message"
     id: str | None = None
+    """The event's own id; None if it has none."""
 
 
 class SseParser:
-    """Turns chunks of bytes into events as soon as each is complete.
+    """Parses a stream that arrives in arbitrary chunks.
 
-    Lines that belong to no event stream are kept in `other`. A server may answer a request for a stream with one JSON
-    document, or end a stream with one.
+    The parser has no size limit: the caller must limit the bytes it feeds. Lines that belong to no event are collected
+    in `other_lines`, because some servers answer a stream request with a plain JSON document.
     """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._searched = 0
         self._data: list[bytes] = []
-        self._fields: dict[bytes, str] = {}
+        self._type = "message"
+        self._id: str | None = None
         self._other: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[ServerSentEvent]:
+        """Yield the events that `chunk` completes. The iterator must be exhausted before the next call."""
         self._buffer += chunk
         start = 0
         while (end := self._buffer.find(b"\n", max(start, self._searched))) >= 0:
             line = bytes(self._buffer[start:end]).rstrip(b"\r")
             start = end + 1
             if line:
-                self._add_line(line)
-            elif self._data:
-                yield self._take_event()
-            else:
-                self._fields.clear()
+                self._parse_line(line)
+            elif event := self._take_event():
+                yield event
         del self._buffer[:start]
-        # A long line that comes in many chunks is searched once, not again with every chunk.
+        # An unfinished line is searched once, not again with every chunk.
         self._searched = len(self._buffer)
 
-    def end(self) -> Iterator[ServerSentEvent]:
-        """Yield the event that the end of the stream completes, if any. It may be cut."""
+    def finish(self) -> Iterator[ServerSentEvent]:
+        """Yield the unterminated event at the end of the stream, if any. It may be incomplete."""
         if self._buffer:
-            self._add_line(bytes(self._buffer).rstrip(b"\r"))
+            self._parse_line(bytes(self._buffer).rstrip(b"\r"))
             self._buffer.clear()
-        if self._data:
-            yield self._take_event()
+        if event := self._take_event():
+            yield event
 
     @property
-    def other(self) -> bytes:
-        """The lines that were no events."""
+    def other_lines(self) -> bytes:
         return b"\n".join(self._other)
 
-    def _add_line(self, line: bytes) -> None:
-        field, _, value = line.partition(b":")
+    def _parse_line(self, line: bytes) -> None:
+        if line.startswith(b"data: "):  # fast path
+            self._data.append(line[6:])
+            return
+        name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
-        if field == b"data":
+        if name == b"data":
             self._data.append(value)
-        elif field in (b"event", b"id"):
-            self._fields[field] = value.decode(errors="replace")
-        elif field not in (b"", b"retry"):
+        elif name == b"event":
+            self._type = value.decode("utf-8", "replace")
+        elif name == b"id":
+            self._id = value.decode("utf-8", "replace")
+        elif name not in (b"", b"retry"):
             self._other.append(line)
 
-    def _take_event(self) -> ServerSentEvent:
-        fields = self._fields
-        event = ServerSentEvent(b"\n".join(self._data), fields.get(b"event") or "message", fields.get(b"id"))
+    def _take_event(self) -> ServerSentEvent | None:
+        event = ServerSentEvent(b"\n".join(self._data), self._type, self._id) if self._data else None
         self._data.clear()
-        fields.clear()
+        self._type, self._id = "message", None
         return event

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.cli.logs import JsonFormatter
-from coterie.telemetry import Context
+from coterie.telemetry import LogContextFilter
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import stage
 
@@ -18,7 +18,7 @@ from tests.agent.stage import stage
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.addFilter(Context())
+        self.addFilter(LogContextFilter())
         self.setFormatter(JsonFormatter())
         self.lines: list[dict[str, Any]] = []
 

@@ -28,7 +28,7 @@ def schedule(folder: Path, count: int) -> None:
     """So many messages for the assistant, due tomorrow."""
 
     async def send() -> None:
-        async with Society.visit(folder) as society:
+        async with Society.open_offline(folder) as society:
             await asyncio.gather(
                 *(society.send(to="assistant", text=f"{n}", delay_ms=DAY_MS + n) for n in range(count))
             )

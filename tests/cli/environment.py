@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from coterie.cli.server import SocietyServer, stop_server
-from coterie.config import Address, Server, SocietyFolder, leave_address
+from coterie.config import ServerAddress, ServerSettings, SocietyFolder, write_address
 from coterie.society import Society
 from coterie.testing import ModelServer
 from coterie.testing.replies import Reply, Says
@@ -82,11 +82,11 @@ class Environment(AbstractContextManager["Environment"]):
 
     def serve(self, token: str | None = None) -> None:
         async def begin() -> None:
-            self._server = SocietyServer.bind(Server(port=0), token)
+            self._server = SocietyServer.bind(ServerSettings(port=0), token)
             self.society = await Society.start(self.folder)
             data = SocietyFolder(self.folder).data
             await self._server.start(self.society, keep_token(data, token))
-            leave_address(data, Address(url=self._server.addresses.local, pid=os.getpid(), token=token))
+            write_address(data, ServerAddress(url=self._server.addresses.local, pid=os.getpid(), token=token))
 
         self.run(begin())
 
@@ -127,7 +127,7 @@ class Environment(AbstractContextManager["Environment"]):
 
     def asked(self, count: int = 1) -> None:
         """Wait until the model has got so many requests."""
-        self.run(self.model.asked(count))
+        self.run(self.model.wait_for_request(count))
 
 
 def _take_terminal() -> None:

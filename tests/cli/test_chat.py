@@ -143,11 +143,11 @@ def test_a_reply_is_shown_while_it_is_said(env: Environment) -> None:
     assert env.society
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
         chat.sees("You talk to ada.")
-        env.call(env.society.live.say, "ada", "draft-1", "Once upon")
+        env.call(env.society.live.append, "ada", "draft-1", "Once upon")
         chat.shows("ada: Once upon")
-        env.call(env.society.live.say, "ada", "draft-1", " a time")
+        env.call(env.society.live.append, "ada", "draft-1", " a time")
         chat.shows("ada: Once upon a time")
-        env.call(env.society.live.end, "draft-1", "withdrawn")
+        env.call(env.society.live.finish, "draft-1", "withdrawn")
         chat.sees("(withdrawn)")
 
 
@@ -158,7 +158,7 @@ def test_what_is_being_typed_stays_below_what_arrives(env: Environment) -> None:
         chat.sees("You talk to ada.")
         chat.type("half of a")
         chat.shows("> half of a")
-        env.call(env.society.live.say, "ada", "draft-1", "First line\nSecond")
+        env.call(env.society.live.append, "ada", "draft-1", "First line\nSecond")
         chat.shows("ada: First line")
         chat.shows("Second")
         assert chat.screen.rows[-1] == "> half of a"
@@ -174,7 +174,7 @@ def test_a_long_reply_is_wrapped_while_it_grows(env: Environment) -> None:
     words = " ".join(f"word{number}" for number in range(40))
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
         chat.sees("You talk to ada.")
-        env.call(env.society.live.say, "ada", "draft-1", words)
+        env.call(env.society.live.append, "ada", "draft-1", words)
         chat.shows("word39")
 
         start = next(number for number, row in enumerate(chat.screen.rows) if row.startswith("ada: word0"))

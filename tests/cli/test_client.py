@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.config import FILE_ADDRESS, Address, leave_address
+from coterie.config import ADDRESS_FILE, ServerAddress, write_address
 from coterie.stores.sqlite.connection import FolderLock
 
 from .commands import coterie
@@ -27,7 +27,7 @@ def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs
     data = env.folder / "data"
 
     assert coterie("send", "ada", "x", "--dir", env.folder).code == 0
-    assert (data / FILE_ADDRESS).stat().st_mode & 0o777 == 0o600
+    assert (data / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600
     env.stop_serving()
 
     assert not [file for file in data.iterdir() if file.is_file() and b"given-by-hand" in file.read_bytes()]
@@ -66,7 +66,9 @@ def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path)
         taken.bind(("127.0.0.1", 0))
         lock = FolderLock(folder / "data")
         try:
-            leave_address(folder / "data", Address(url=f"http://127.0.0.1:{taken.getsockname()[1]}", pid=os.getpid()))
+            write_address(
+                folder / "data", ServerAddress(url=f"http://127.0.0.1:{taken.getsockname()[1]}", pid=os.getpid())
+            )
             failure = coterie("send", "assistant", "x", "--dir", folder).failure
         finally:
             lock.release()
@@ -77,7 +79,7 @@ def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path)
 
 def test_a_note_left_by_a_server_that_died_counts_for_nothing(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
-    leave_address(folder / "data", Address(url="http://127.0.0.1:1", pid=1))
+    write_address(folder / "data", ServerAddress(url="http://127.0.0.1:1", pid=1))
 
     assert coterie("send", "assistant", "x", "--dir", folder).code == 0
 
@@ -180,5 +182,5 @@ def test_the_shell_completes_agents_from_the_folder(either: Environment) -> None
 
 
 def _rewrite(folder: Path, **other: str) -> None:
-    note = folder / "data" / FILE_ADDRESS
+    note = folder / "data" / ADDRESS_FILE
     note.write_text(json.dumps(json.loads(note.read_text()) | other))

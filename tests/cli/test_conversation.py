@@ -6,7 +6,7 @@ import pytest
 
 from coterie.cli.client import Client
 from coterie.cli.conversation import ChatMessage, Conversation, UnreadMessages
-from coterie.config import Address
+from coterie.config import ServerAddress
 from coterie.errors import Refused
 from tests.faults.harness import patience
 
@@ -56,7 +56,7 @@ async def test_an_event_that_cannot_be_read_ends_the_wait_for_events() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(patience(10)):
         host, port = server.sockets[0].getsockname()
         async with (
-            Client(Address(url=f"http://{host}:{port}", pid=1), "token") as client,
+            Client(ServerAddress(url=f"http://{host}:{port}", pid=1), "token") as client,
             Conversation.open(client, "ada") as conversation,
         ):
             with pytest.raises(ValueError, match="Expecting value"):

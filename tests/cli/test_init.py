@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.user_tools import load_user_tools
 
 from .commands import coterie
 
@@ -45,7 +45,7 @@ def test_what_the_template_of_tools_shows_is_a_tool_once_it_is_no_comment(folder
     lines = template.read_text().splitlines()
     template.write_text("\n".join(line.removeprefix("# ").removeprefix("#") for line in lines[3:]))
 
-    owned = load_owner_tools(folder, taken=set())
+    owned = load_user_tools(folder, reserved_names=set())
 
     assert (owned.problems, [tool.name for tool in owned.tools]) == ((), ["look_up", "water_the_plants"])
 

@@ -64,7 +64,7 @@ def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Pat
 
     with ServeProcess(folder) as second:
         assert coterie("verify", "--dir", folder).code == 0
-        assert not [line for line in second.messages if "did not stop in order" in line]
+        assert not [line for line in second.messages if "did not stop cleanly" in line]
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_after_kill_9_every_delayed_message_is_still_there(folder: Path) -> None
 
     with ServeProcess(folder) as again:
         assert delayed(folder) == before
-        again.wait_for_log("did not stop in order")
+        again.wait_for_log("did not stop cleanly")
         assert coterie("verify", "--dir", folder).code == 0
 
 

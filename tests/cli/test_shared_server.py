@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from coterie.config import Address, leave_address
+from coterie.config import ServerAddress, write_address
 from tests.engines import Postgres
 
 from .commands import coterie
@@ -37,6 +37,6 @@ def test_a_note_that_a_crash_left_behind_leads_nowhere(env: Environment, shared:
     folder = share(env, shared.url(tmp_path))
     (folder / "data").mkdir(mode=0o700)
     for pid in (os.getpid(), 2**30):  # another process has its number by now; nobody has
-        leave_address(folder / "data", Address(url="http://127.0.0.1:9", pid=pid))
+        write_address(folder / "data", ServerAddress(url="http://127.0.0.1:9", pid=pid))
         assert "nobody runs the society" in coterie("open", "--dir", folder).failure
         assert coterie("send", "ada", "hello", "--dir", folder).code == 0

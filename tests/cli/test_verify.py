@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import bytes_path, stored_bytes
+from coterie.admin.inspect import artifact_hashes, artifact_path
 from coterie.config import SocietyFolder
 
 from .commands import Result, coterie
@@ -18,8 +18,8 @@ def kept(folder: Path, tmp_path: Path) -> Path:
     """The bytes of the one artifact in the society."""
     (tmp_path / "note.txt").write_text("twelve bytes")
     coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
-    ((sha256, _),) = stored_bytes(folder / "data" / "coterie.db")
-    return bytes_path(SocietyFolder(folder), sha256)
+    ((sha256, _),) = artifact_hashes(folder / "data" / "coterie.db")
+    return artifact_path(SocietyFolder(folder), sha256)
 
 
 def test_a_sound_society_passes(folder: Path, kept: Path) -> None:

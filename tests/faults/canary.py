@@ -9,8 +9,7 @@ import sys
 import httpx
 
 from coterie.testing.model_faults import document, error_in_stream
-from coterie.testing.replies import Calls, Reply, Says, Status
-from coterie.testing.wire import Received
+from coterie.testing.replies import Calls, ReceivedRequest, Reply, Says, Status
 from tests.cli.environment import TIMEOUT_SECONDS, Environment
 
 CANARIES = {
@@ -96,7 +95,7 @@ def furnish(stage: Environment) -> None:
     (folder / "server.py").write_text(SERVER)
 
 
-def mind(request: Received) -> Reply:
+def mind(request: ReceivedRequest) -> Reply:
     """Whatever goes wrong, the service repeats the key it was given."""
     said = f"no luck with {request.headers['authorization'].removeprefix('Bearer ')}"
     messages = request.body["messages"]

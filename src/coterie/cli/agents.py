@@ -13,7 +13,7 @@ from coterie.cli.output import format_status, no_such_agent, print_json, print_l
 
 if TYPE_CHECKING:
     from coterie.admin.inspect import Inspection
-    from coterie.agent.service import Directory
+    from coterie.agent.service import AgentDirectory
     from coterie.agents import Agent
     from coterie.cli.client import Client
     from coterie.store import Store, Worker
@@ -31,7 +31,7 @@ def agents(dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
     """List the agents, each below the one that made it. Works beside a running society."""
     found, workers = run_quietly(_read_agents(dir))
     if json:
-        print_json({"items": found, "workers": [worker.to_wire() for worker in workers]})
+        print_json({"items": found, "workers": [worker.to_dict() for worker in workers]})
         return
     rows = [_row(agent, depth) for agent, depth in _sort_as_tree(found)]
     if rows:
@@ -49,7 +49,7 @@ async def _read_agents(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Wor
     async with Inspection.open(folder) as stored:
         directory = await read_directory(stored)
         unread = {thread.agent_id: thread.unread for thread in (await stored.store.snapshot()).threads}
-        holder = await stored.holders()
+        holder = await stored.worker_names()
         found: list[Agent] = []
         while page := await stored.store.agents(found[-1].id if found else "", PAGE_SIZE):
             found += page
@@ -61,35 +61,36 @@ async def _read_agents(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Wor
         return items, await stored.store.workers()
 
 
-async def read_directory(stored: Inspection) -> Directory:
+async def read_directory(stored: Inspection) -> AgentDirectory:
     """Profiles and services of the agents of a society that need not run."""
-    from coterie.agent.service import Directory, Registrar
+    from coterie.agent.service import AgentDirectory, AgentService
     from coterie.agent_runtime import load_services, read_profiles
     from coterie.clock import SystemClock
     from coterie.config import read_config
-    from coterie.llm.learned_limits import Refusals
+    from coterie.llm.learned_limits import LearnedLimits
 
-    folder = stored.place
+    folder = stored.folder
     profiles, _ = read_profiles(read_config(folder.path), folder)
-    directory = Directory(load_services(folder), Refusals(SystemClock(), folder.data / "refusals.json"), profiles)
-    await Registrar(stored.store, directory).recall()
+    limits = LearnedLimits(SystemClock(), folder.data / "refusals.json")
+    directory = AgentDirectory(load_services(folder), limits, profiles)
+    await AgentService(stored.store, directory).refresh_directory()
     return directory
 
 
 async def find_agent(store: Store, name: str, *, or_person: bool = False) -> Agent:
     """Find an agent in the stored society; `Refused` with a suggestion if there is none of that name."""
     from coterie.errors import Refused
-    from coterie.text import clean
+    from coterie.text import to_storable
 
     kinds = ("agent", "person") if or_person else ("agent",)
-    agent = await store.agent(clean(name))
+    agent = await store.agent(to_storable(name))
     if agent and agent.kind in kinds:
         return agent
     known = [agent.id for agent in await store.agents() if agent.kind in kinds]
     raise Refused("unknown_recipient" if or_person else "unknown_agent", no_such_agent(name, known))
 
 
-def _to_json(agent: Agent, directory: Directory, unread: int, worker: str | None) -> dict[str, Any]:
+def _to_json(agent: Agent, directory: AgentDirectory, unread: int, worker: str | None) -> dict[str, Any]:
     from coterie.errors import CoterieError
     from coterie.web import wire
 

@@ -17,11 +17,19 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from coterie import __version__
-from coterie.admin.inspect import owner, require_society
-from coterie.agents import ID
+from coterie.admin.inspect import owner_pid, require_society
+from coterie.agents import AGENT_ID
 from coterie.cli.output import no_such_agent
-from coterie.config import Address, find_address, read_config
-from coterie.errors import STATUS, ConfigError, Refused, ServerStopping, ServerUnusable, StoreOwned, StoreUnavailable
+from coterie.config import ServerAddress, read_address, read_config
+from coterie.errors import (
+    HTTP_STATUS,
+    ConfigError,
+    Refused,
+    ServerStopping,
+    ServerUnusable,
+    StoreOwned,
+    StoreUnavailable,
+)
 from coterie.messages import PERSON
 from coterie.sse_parser import SseParser
 from coterie.stores.open import is_shared
@@ -48,7 +56,7 @@ class ServerEvent:
 
 
 class Client:
-    def __init__(self, address: Address, token: str, *, is_private: bool = False) -> None:
+    def __init__(self, address: ServerAddress, token: str, *, is_private: bool = False) -> None:
         """`is_private`: the server belongs to this command, and no agent was at work before."""
         if not token.isascii() or not token.isprintable():
             raise ServerUnusable("the token cannot be sent: it must be letters, digits and signs without spaces")
@@ -100,7 +108,7 @@ class Client:
     async def agent(self, agent_id: str) -> Mapping[str, Any]:
         """One agent; `Refused` with a suggestion if there is none of that name."""
         with suppress(Refused):
-            if ID.fullmatch(agent_id):
+            if AGENT_ID.fullmatch(agent_id):
                 agent: Mapping[str, Any] = await self.get(f"/agents/{quote(agent_id)}")
                 return agent
         raise Refused("unknown_agent", no_such_agent(agent_id, [agent["id"] for agent in await self.agents()]))
@@ -127,7 +135,7 @@ class Client:
                 _check_response(response)
                 async for chunk in response.aiter_bytes():
                     for event in parser.feed(chunk):
-                        yield ServerEvent(event.id, event.kind, json.loads(event.data))
+                        yield ServerEvent(event.id, event.type, json.loads(event.data))
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
@@ -162,7 +170,7 @@ def _check_response(response: httpx.Response) -> None:
         code, detail = str(response.status_code), "it gave no reason, so it may be no Coterie"
     if code == "stopping":
         raise ServerStopping(detail)
-    if code in STATUS:
+    if code in HTTP_STATUS:
         raise Refused(code, detail)
     if code in _STORE_ERRORS:
         raise StoreUnavailable(detail, full=code == "store_full")
@@ -198,7 +206,7 @@ async def _run_society(folder: Path, work: bool) -> AsyncIterator[Society]:
     from coterie.society import Society
 
     if not work:
-        async with Society.visit(folder) as society:
+        async with Society.open_offline(folder) as society:
             yield society
         return
     society = await Society.start(folder)
@@ -206,20 +214,20 @@ async def _run_society(folder: Path, work: bool) -> AsyncIterator[Society]:
         yield society
     finally:
         # The end of a command is no stop of the society: delayed messages keep their time.
-        await society.stop(briefly=True)
+        await society.stop(quick=True)
 
 
 @asynccontextmanager
 async def _serve_privately(society: Society) -> AsyncIterator[Client]:
     """Serve on a free loopback port, with a token that no other process learns."""
     from coterie.cli.server import SocietyServer
-    from coterie.config import Server
+    from coterie.config import ServerSettings
 
     token = secrets.token_urlsafe()
-    server = SocietyServer.bind(Server(port=0), token)
+    server = SocietyServer.bind(ServerSettings(port=0), token)
     await server.start(society, token)
     try:
-        yield Client(Address(url=server.addresses.local, pid=os.getpid()), token, is_private=True)
+        yield Client(ServerAddress(url=server.addresses.local, pid=os.getpid()), token, is_private=True)
     finally:
         await server.end_streams()
         await server.stop()
@@ -231,7 +239,7 @@ def find_server(folder: Path, token: str | None = None) -> Client | None:
     The server leaves its address in the society's folder, and its token beside it.
     """
     society = require_society(folder)
-    pid, address = owner(society), find_address(society.data)
+    pid, address = owner_pid(society), read_address(society.data)
     if pid is None and not (address and _is_shared(folder) and _listens(address)):
         return None
     if address is None or pid not in (None, address.pid):
@@ -248,7 +256,7 @@ def _is_shared(folder: Path) -> bool:
     return False
 
 
-def _listens(address: Address) -> bool:
+def _listens(address: ServerAddress) -> bool:
     """False for an address that a crashed server left behind, even if its process id is in use again."""
     url = urlsplit(address.url)
     try:
@@ -259,7 +267,7 @@ def _listens(address: Address) -> bool:
     return True
 
 
-def _check_address(address: Address) -> None:
+def _check_address(address: ServerAddress) -> None:
     host = urlsplit(address.url).hostname or ""
     if not is_loopback(host):
         raise ServerUnusable(

@@ -51,7 +51,7 @@ def delayed(
     count, messages = run_quietly(_read_delayed(dir, recipient, limit))
     now = SystemClock().now()
     if json:
-        items = [m.to_wire() | {"dueInMs": to_ms(m.deliver_at or now) - to_ms(now)} for m in messages]
+        items = [m.to_dict() | {"dueInMs": to_ms(m.deliver_at or now) - to_ms(now)} for m in messages]
         print_json({"count": count, "items": items})
     elif not messages:
         print_line(f"No delayed messages{f' to {recipient}' if recipient else ''}.")

@@ -62,7 +62,7 @@ def export(
 
 async def _read_history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
     from coterie.admin.inspect import Inspection
-    from coterie.agent.context import Prompts
+    from coterie.agent.context import SystemPrompts
     from coterie.errors import CoterieError
     from coterie.web import wire
 
@@ -71,7 +71,7 @@ async def _read_history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
         rows = [wire.said(row) for row in await stored.store.history(agent_id)]
         directory = await read_directory(stored)
     try:
-        prompt = Prompts(directory).of(directory.profile(agent_id))
+        prompt = SystemPrompts(directory).render(directory.profile(agent_id))
     except CoterieError:  # terminated, or no longer described by the files
         return rows
     return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}, *rows]
@@ -90,17 +90,17 @@ def _print_row(row: Mapping[str, Any]) -> None:
 async def _read_export(folder: Path, agent_id: str, chosen: Format) -> str:
     import json
 
-    from coterie.admin.inspect import Inspection, as_markdown, whole_thread
-    from coterie.clock import SystemClock, to_wire
+    from coterie.admin.inspect import Inspection, read_thread, render_markdown
+    from coterie.clock import SystemClock, to_rfc3339
 
     async with Inspection.open(folder) as stored:
         agent = await find_agent(stored.store, agent_id)
-        messages = await whole_thread(stored.store, agent_id)
+        messages = await read_thread(stored.store, agent_id)
     if chosen is Format.MD:
-        return as_markdown(agent, messages)
+        return render_markdown(agent, messages)
     document = {
         "agent": {"id": agent.id, "name": agent.name},
-        "exportedAt": to_wire(SystemClock().now()),
-        "messages": [message.to_wire() for message in messages],
+        "exportedAt": to_rfc3339(SystemClock().now()),
+        "messages": [message.to_dict() for message in messages],
     }
     return json.dumps(document, ensure_ascii=False, indent=2) + "\n"

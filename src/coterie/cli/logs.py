@@ -9,8 +9,8 @@ import sys
 from datetime import UTC, datetime
 
 from coterie.cli.output import escape_controls
-from coterie.clock import to_wire
-from coterie.telemetry import Context, context_of
+from coterie.clock import to_rfc3339
+from coterie.telemetry import LogContextFilter, log_context_of
 
 _JSON_KEYS = {"agent": "agent", "message": "messageId", "turn": "turn"}
 """`message` is the text of the line itself."""
@@ -22,7 +22,7 @@ def start() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if sys.stderr.isatty() else JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    handler.addFilter(Context())
+    handler.addFilter(LogContextFilter())
     logging.getLogger("coterie").setLevel(logging.DEBUG if is_debugging() else logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # made only when debugging
@@ -53,7 +53,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        context = "".join(f"[{escape_controls(value)}] " for value in context_of(record).values())
+        context = "".join(f"[{escape_controls(value)}] " for value in log_context_of(record).values())
         lines = [f"{time} {level}{context}{escape_controls(record.getMessage())}", *_error_lines(self, record)]
         return "\n    ".join(lines)
 
@@ -61,11 +61,11 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": to_wire(datetime.fromtimestamp(record.created, UTC)),
+            "time": to_rfc3339(datetime.fromtimestamp(record.created, UTC)),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": escape_controls(record.getMessage()),
-            **{_JSON_KEYS[key]: escape_controls(value) for key, value in context_of(record).items()},
+            **{_JSON_KEYS[key]: escape_controls(value) for key, value in log_context_of(record).items()},
         }
         if lines := _error_lines(self, record):
             line["error"] = "\n".join(lines)

@@ -30,7 +30,7 @@ def init(place: DirArgument = None, dir: OptionalDir = None, json: Json = False)
     folder = SocietyFolder(place or dir or DEFAULT_FOLDER)
     if folder.exists:
         raise StoreUnusable(f"there is a society in {folder.path} already: run it with coterie serve {folder.path}")
-    written = folder.make()
+    written = folder.create()
     if json:
         print_json({"dir": str(folder.path), "written": [str(file) for file in written]})
         return
@@ -42,25 +42,28 @@ def init(place: DirArgument = None, dir: OptionalDir = None, json: Json = False)
 
 def check(dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
     """Look for mistakes in the society's files. Names every one with its file and place."""
-    from coterie.admin.inspect import engine_version, engine_warnings, owner, require_society, stored_problems
+    import sqlite3
+
+    from coterie.admin.inspect import owner_pid, require_society, storage_problems
+    from coterie.stores.sqlite.connection import version_warnings
 
     folder = require_society(dir)
     report: dict[str, Any] = {
         "version": __version__,
         "engine": "sqlite",
-        "engineVersion": engine_version(),
+        "engineVersion": sqlite3.sqlite_version,
         "agents": None,
         "services": None,
         "problems": [],
-        "warnings": list(engine_warnings()),
-        "runningPid": owner(folder),
+        "warnings": list(version_warnings()),
+        "runningPid": owner_pid(folder),
     }
     problems: list[Problem] = []
     config = _check_config(dir, report, problems)
     _check_services(dir, report, problems, config)
     if report["engine"] == "sqlite":
-        problems += stored_problems(folder)
-    report["problems"] = [{"place": p.place, "message": p.message, "fatal": p.fatal} for p in problems]
+        problems += storage_problems(folder)
+    report["problems"] = [{"place": p.location, "message": p.message, "fatal": p.fatal} for p in problems]
     if json:
         print_json(report)
     else:
@@ -71,12 +74,12 @@ def check(dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
 def _check_config(folder: Path, report: dict[str, Any], problems: list[Problem]) -> Config | None:
     from coterie.config import read_config
     from coterie.errors import ConfigError
-    from coterie.stores.open import check_engine, is_shared
+    from coterie.stores.open import is_shared, require_driver
     from coterie.web.addresses import addresses
 
     try:
         config = read_config(folder)
-        check_engine(config)
+        require_driver(config.store)
         addresses(config.server.host, config.server.port, config.server.public_url)
     except ConfigError as error:
         problems += error.problems
@@ -92,10 +95,10 @@ def _check_config(folder: Path, report: dict[str, Any], problems: list[Problem])
 def _check_services(folder: Path, report: dict[str, Any], problems: list[Problem], config: Config | None) -> None:
     from coterie.config import unknown_service
     from coterie.errors import ConfigError
-    from coterie.llm.config import Services
+    from coterie.llm.config import ServiceRegistry
 
     try:
-        services = Services.load(folder)
+        services = ServiceRegistry.load(folder)
     except ConfigError as error:
         problems += error.problems
         return
@@ -152,7 +155,7 @@ async def _find_violations(folder: Path, deep: bool, progress: Progress) -> list
     from coterie.admin.inspect import Inspection
 
     async with Inspection.open(folder) as stored:
-        return [violation async for violation in stored.findings(deep=deep, tell=progress.update)]
+        return [violation async for violation in stored.find_problems(deep=deep, on_progress=progress.update)]
 
 
 def backup(
@@ -172,13 +175,13 @@ def backup(
         made = back_up(dir, _backup_file(dir, to), progress.update)
     if made.lost:
         print_error(f"Warning: the bytes of {len(made.lost):,} artifacts are gone: see which with coterie verify")
-    if made.outside:
-        print_error(f"Warning: not in the backup, because outside the folder: {', '.join(made.outside)}")
+    if made.outside_files:
+        print_error(f"Warning: not in the backup, because outside the folder: {', '.join(made.outside_files)}")
     if json:
         print_json({"file": str(made.path), "size": made.size, "artifacts": made.artifacts, "lost": list(made.lost)})
         return
     print_line(f"Wrote {made.path}: {made.size:,} bytes, with {count_of(made.artifacts, 'artifact')}.")
-    print_line(f"Not in it: {NOT_IN_BACKUP}{', and the password in store.url' if made.password else ''}.")
+    print_line(f"Not in it: {NOT_IN_BACKUP}{', and the password in store.url' if made.had_password else ''}.")
     print_line(f"Restore it with: coterie restore {made.path} --dir NEW-FOLDER")
 
 
@@ -205,9 +208,9 @@ def restore(
 ) -> None:
     """Put the society of a backup into a folder that holds none, and if wanted into an empty PostgreSQL."""
     from coterie.admin.restore import restore as restore_backup
-    from coterie.config import SQLITE, is_shared_url
+    from coterie.config import SQLITE, is_postgres_url
 
-    if store is not None and store != SQLITE and not is_shared_url(store):
+    if store is not None and store != SQLITE and not is_postgres_url(store):
         raise typer.BadParameter("expected sqlite or postgresql://user@host/name", param_hint="--store")
     with _long_operation("Restoring") as progress:
         done = restore_backup(file, dir, progress.update, store)
@@ -232,23 +235,23 @@ def migrate(
 ) -> None:
     """Bring the society's database to the schema of this version. A start does so, too."""
     from coterie.admin.inspect import require_society
-    from coterie.admin.migrate import bring_up_to_date, find_schema
+    from coterie.admin.migrate import migrate_society, read_schema
     from coterie.cli import logs
 
     logs.silence()
     folder = require_society(dir)
     with Progress.show("Looking at the database"):
-        schema = find_schema(folder) if check else bring_up_to_date(folder)
+        schema = read_schema(folder) if check else migrate_society(folder)
     if json:
         migrated = not check and not schema.is_current
-        print_json({"engine": schema.engine, "from": schema.before, "to": schema.newest, "migrated": migrated})
+        print_json({"engine": schema.engine, "from": schema.version, "to": schema.newest, "migrated": migrated})
     elif schema.is_current:
-        print_line(f"{schema.where} has schema {schema.newest}, the newest: there is nothing to do.")
+        print_line(f"{schema.location} has schema {schema.newest}, the newest: there is nothing to do.")
     elif check:
-        versions = f"schema {schema.before}, the newest is {schema.newest}"
-        print_line(f"{schema.where} has {versions}: run coterie migrate --dir {dir}")
+        versions = f"schema {schema.version}, the newest is {schema.newest}"
+        print_line(f"{schema.location} has {versions}: run coterie migrate --dir {dir}")
     else:
-        print_line(f"Brought {schema.where} from schema {schema.before} to {schema.newest}.")
+        print_line(f"Brought {schema.location} from schema {schema.version} to {schema.newest}.")
     raise typer.Exit(1 if check and not schema.is_current else 0)
 
 
@@ -263,9 +266,9 @@ def copy(
 
     For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are.
     """
-    from coterie.admin.copy import Whereabouts, copy_society
+    from coterie.admin.copy import StoreLocation, copy_society
 
-    origin, goal = Whereabouts.of(source), Whereabouts.of(target)
+    origin, goal = StoreLocation.parse(source), StoreLocation.parse(target)
     with _long_operation("Copying") as progress:
         copied = copy_society(origin, goal, progress.update)
     if copied.lost:
@@ -278,8 +281,8 @@ def copy(
         return
     messages, artifacts = count_of(copied.rows["messages"], "message"), count_of(copied.artifacts, "artifact")
     print_line(f"Copied {origin} to {goal}: {messages}, {artifacts}; everything was counted and checked.")
-    if goal.place:
-        print_line(f"It goes on there with: coterie serve {goal.place.path}, once your own files are there, too.")
+    if goal.folder:
+        print_line(f"It goes on there with: coterie serve {goal.folder.path}, once your own files are there, too.")
     else:
         print_line("It goes on there once store.url in coterie.toml names it.")
     print_line("Do not run both: from here on they would differ.")

@@ -105,9 +105,9 @@ def format_status(state: str, phase: str | None, tool: str | None) -> str:
 
 def no_such_agent(name: str, known: Collection[str]) -> str:
     """An error message that names the agent probably meant, or those that exist."""
-    from coterie.text import nearest, one_line
+    from coterie.text import closest_match, one_line
 
-    if meant := nearest(name, set(known)):
+    if meant := closest_match(name, set(known)):
         hint = f'did you mean "{meant}"?'
     else:
         more = " and others" if len(known) > SUGGESTED_AGENTS else ""

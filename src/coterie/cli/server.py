@@ -19,11 +19,11 @@ from typing import Any, NoReturn, Self
 import typer
 
 from coterie import __version__
-from coterie.admin.inspect import Inspection, owner, require_society
+from coterie.admin.inspect import Inspection, owner_pid, require_society
 from coterie.cli.logs import is_debugging
 from coterie.cli.output import count_of, escape_controls, print_line
 from coterie.clock import SystemClock
-from coterie.config import Address, Server, SocietyFolder, leave_address, read_config, take_address_back
+from coterie.config import ServerAddress, ServerSettings, SocietyFolder, read_config, remove_address, write_address
 from coterie.errors import CoterieError, StoreError, StoreOwned, StoreUnusable
 from coterie.messages import PERSON
 from coterie.society import Society
@@ -59,12 +59,12 @@ class ServeOptions:
 class SocietyServer:
     """The HTTP server of one society. The port is bound before the society starts."""
 
-    def __init__(self, sockets: Sequence[socket.socket], config: Server) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], config: ServerSettings) -> None:
         self._sockets = sockets
         self.addresses = addresses(config.host, port_of(sockets), config.public_url, config.allowed_hosts)
 
     @classmethod
-    def bind(cls, config: Server, token: str | None) -> Self:
+    def bind(cls, config: ServerSettings, token: str | None) -> Self:
         """Listen on the configured address. Anything but loopback needs a token that the owner chose."""
         if token is None and not is_loopback(config.host):
             raise CoterieError(
@@ -130,7 +130,7 @@ async def run_server(options: ServeOptions) -> int:
     try:
         raise_file_limit()
         await server.start(society, keep_token(folder.data, options.token))
-        leave_address(folder.data, Address(url=server.addresses.local, pid=os.getpid(), token=options.token))
+        write_address(folder.data, ServerAddress(url=server.addresses.local, pid=os.getpid(), token=options.token))
     except BaseException:
         await society.abandon()
         raise
@@ -149,7 +149,7 @@ async def run_server(options: ServeOptions) -> int:
 
 def _bind(folder: SocietyFolder, options: ServeOptions) -> SocietyServer:
     config = read_config(folder.path).server
-    config = Server(
+    config = ServerSettings(
         host=config.host if options.host is None else options.host,
         port=config.port if options.port is None else options.port,
         public_url=config.public_url,
@@ -159,7 +159,7 @@ def _bind(folder: SocietyFolder, options: ServeOptions) -> SocietyServer:
         return SocietyServer.bind(config, options.token)
     except CoterieError as error:
         # A process that runs this society most likely has the port, too.
-        if isinstance(error.__cause__, OSError) and (pid := owner(folder)):
+        if isinstance(error.__cause__, OSError) and (pid := owner_pid(folder)):
             raise StoreOwned(folder.path, pid if pid > 0 else None) from None
         raise
 
@@ -168,7 +168,7 @@ async def stop_server(server: SocietyServer, society: Society, folder: SocietyFo
     """Refuse requests, stop the society, then the server. Return how many delayed messages were delivered early."""
     server.refuse_requests()
     shutdown = Shutdown()
-    await shutdown.step("remove the address", partial(asyncio.to_thread, take_address_back, folder.data))
+    await shutdown.step("remove the address", partial(asyncio.to_thread, remove_address, folder.data))
     early = await shutdown.step("stop the society", lambda: society.stop(server.end_streams)) or 0
     await shutdown.step("stop the web server", server.stop)
     shutdown.finish()
@@ -237,15 +237,15 @@ async def greet(society: Society, environ: Mapping[str, str] = os.environ) -> No
         return
     language = next(filter(None, map(environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
     chinese = language.lower().startswith("zh")
-    options = [scene.option.to(chinese) for scene in (*script.SCENES, script.LANGUAGE)]
-    payload = {"text": script.WELCOME.then.to(chinese)}
+    options = [scene.option.text(chinese) for scene in (*script.SCENES, script.LANGUAGE)]
+    payload = {"text": script.WELCOME.then.text(chinese)}
     guide = society.config.agents[0].id
     await society.bus.send(sender=guide, to=PERSON, payload=payload, quick_replies=options, client_id=GREETING_ID)
 
 
 async def _announce(society: Society, folder: Path, is_new: bool, server: SocietyServer) -> None:
     info, delayed = society.store.info, await society.bus.delayed_count()
-    agents = [agent.id for agent in society.agents.everybody()]
+    agents = [agent.id for agent in society.agents.all_profiles()]
     more = f" and {len(agents) - LISTED_AGENTS:,} more" if len(agents) > LISTED_AGENTS else ""
     kept = society.config.shutdown.delayed == "keep"
     if is_new:

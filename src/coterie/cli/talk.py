@@ -44,12 +44,12 @@ def send(
         seconds = None if timeout is None else timeout / 1000
         receipt, answers = run_quietly(_send_and_wait(dir, to, message, files, token, seconds, show=not json))
         if json:
-            print_json(receipt.to_wire() | {"answers": [answer.json for answer in answers]})
+            print_json(receipt.to_dict() | {"answers": [answer.json for answer in answers]})
         return
     with Progress.show(f"Sending to {to}"):
         receipt = run_quietly(_send(dir, to, message, files, token))
     if json:
-        print_json(receipt.to_wire())
+        print_json(receipt.to_dict())
     elif receipt.scheduled_delivery_time:
         print_line(f"Scheduled for {to}, due {local_time(receipt.scheduled_delivery_time)}: {receipt.message_id}")
     else:

@@ -44,7 +44,7 @@ def build_app(
     state.society, state.access = society, door
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
     state.health, state.meter = metrics.Health(society.store, society.disk), HttpMeter()
-    state.uploads = Uploads(society.artifacts.limit)
+    state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.on_shutdown = list[LastWords]()
     state.clock = clock or SystemClock()
     state.hub = Hub(society, society.live, state.clock)

@@ -19,8 +19,8 @@ from starlette.responses import RedirectResponse, Response
 
 from coterie.clock import Clock
 from coterie.errors import CoterieError
-from coterie.files import readable_by_others, write_private
-from coterie.rate_limit import Rates
+from coterie.files import is_readable_by_others, write_private
+from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import budget_of
 from coterie.web.errors import problem
 
@@ -45,7 +45,7 @@ class Access:
         self._token, self._clock = token.encode(), clock
         self._codes: dict[bytes, float] = {}
         self.secure = secure
-        self.guesses = Rates(clock, burst=GUESSES, per_second=1.0)
+        self.guesses = RateLimiter(clock, burst=GUESSES, per_second=1.0)
         """How often one client may be wrong about a token, a cookie or a code."""
         self.cookie_name = f"coterie-{hashlib.sha256(society_id.encode()).hexdigest()[:16]}"
         # Made from the token, so that it outlives a restart and ends when the token is changed.
@@ -100,7 +100,7 @@ def keep_token(data: Path, given: str | None) -> str:
     if not kept:
         kept = secrets.token_urlsafe(SECRET_BYTES)
         write_private(path, f"{kept}\n".encode())
-    elif readable_by_others(path):
+    elif is_readable_by_others(path):
         path.chmod(0o600)
         log.warning("%s could be read by others and is private now: delete it to get a new token", path)
     return check_token(kept, str(path))
@@ -148,7 +148,7 @@ def exchange(request: Request, access: Access, code: str) -> Response:
     # The code comes first: nobody who sends wrong ones can refuse a right one.
     if cookie := access.redeem(code):
         return RedirectResponse("/", 303, {"Set-Cookie": cookie})
-    if wait := access.guesses.take(budget_of(request.scope)):
+    if wait := access.guesses.try_acquire(budget_of(request.scope)):
         headers = {"Retry-After": str(math.ceil(wait))}
         return problem(429, "too_many_requests", f"too many attempts: wait {math.ceil(wait)} s", headers=headers)
     sentence = "this link was used already or is too old: make a new one with coterie open"

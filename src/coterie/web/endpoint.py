@@ -16,7 +16,7 @@ from fastapi import Depends, Query, Request
 from starlette.responses import Response
 
 from coterie.clock import Clock
-from coterie.errors import STATUS
+from coterie.errors import HTTP_STATUS
 from coterie.society import Society
 
 JSON = "application/json"
@@ -64,7 +64,7 @@ def problems(*codes: str, **statuses: str) -> Responses:
     """For a route's `responses`: each refusal it may answer with, by its code; others as `_401="…"`."""
     described: dict[int, list[str]] = {}
     for code in codes:
-        described.setdefault(STATUS[code], []).append(f"`{code}`")
+        described.setdefault(HTTP_STATUS[code], []).append(f"`{code}`")
     for status, words in statuses.items():
         described.setdefault(int(status.removeprefix("_")), []).append(words)
     return {status: _described(", ".join(words)) for status, words in described.items()}

@@ -13,7 +13,7 @@ import msgspec
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import to_wire
+from coterie.clock import to_rfc3339
 from coterie.events import Event
 from coterie.messages import Message
 from coterie.society import Society
@@ -59,8 +59,8 @@ class Teller:
         return _Known(
             self._society,
             self._draft_of,
-            await store.messages_named(messages) if messages else {},
-            await store.agents_named(agents) if agents else {},
+            await store.messages_by_id(messages) if messages else {},
+            await store.agents_by_id(agents) if agents else {},
             await store.unread(made) if made else {},
             await store.artifacts(artifacts) if artifacts else {},
             {agent: await store.waiting(agent) for agent in _subjects(events, ("queue.",))},
@@ -99,7 +99,7 @@ class _Known:
                 return self._delayed(subject)
             case "quick_replies.changed":
                 answer = self._messages[subject].answer if subject in self._messages else None
-                return {"messageId": subject, "answer": answer and answer.to_wire()}
+                return {"messageId": subject, "answer": answer and answer.to_dict()}
             case "queue.changed":
                 items = wire.messages(self._queues[subject])
                 return {"agent": subject, "items": items, "taken": [], "withdrawnCalls": 0}
@@ -115,7 +115,7 @@ class _Known:
                 return self._call(subject, ended=event.kind == "tool.ended")
             case "artifact.created":
                 artifact = self._artifacts.get(subject)
-                return artifact.to_wire() if artifact else _gone(subject)
+                return artifact.to_dict() if artifact else _gone(subject)
             case "read" | "thread.cleared":
                 return {"thread": subject}
             case "problem":
@@ -137,8 +137,8 @@ class _Known:
             told |= {
                 "from": message.sender,
                 "to": message.to,
-                "deliverAt": to_wire(message.deliver_at),
-                "deliveredAt": to_wire(message.delivered_at),
+                "deliverAt": to_rfc3339(message.deliver_at),
+                "deliveredAt": to_rfc3339(message.delivered_at),
                 "early": message.early,
                 "preview": wire.preview(message),
             }
@@ -150,7 +150,7 @@ class _Known:
         call = self._calls.get(agent, {}).get(call_id)
         if call is None:
             return told
-        told |= {"name": call.name, "args": call.arguments[:ARGUMENTS], "startedAt": to_wire(call.started_at)}
+        told |= {"name": call.name, "args": call.arguments[:ARGUMENTS], "startedAt": to_rfc3339(call.started_at)}
         if not ended:
             return told
         took = call.ended_at - call.started_at if call.started_at and call.ended_at else None

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from coterie.files import Disk
+from coterie.files import DiskMonitor
 from coterie.society import Society
 from coterie.store import Statistics, Store, Worker
 from coterie.web.errors import problem
@@ -104,10 +104,12 @@ class Numbers:
         )
         yield GaugeMetricFamily("coterie_delayed_messages", "Messages that wait for their time", found.delayed)
         yield GaugeMetricFamily("coterie_mailbox_messages", "Messages that wait for agents", found.waiting)
-        yield GaugeMetricFamily("coterie_mailbox_fullest", "Messages in the fullest mailbox", found.fullest)
+        yield GaugeMetricFamily("coterie_mailbox_fullest", "Messages in the fullest mailbox", found.largest_mailbox)
         yield _gauges("coterie_agents", "Agents, by state", "state", found.agents)
         yield GaugeMetricFamily("coterie_stream_clients", "Pages that listen to events", self._stream_clients())
-        yield GaugeMetricFamily("coterie_store_healthy", "1 while what is written gets through", float(store.healthy))
+        yield GaugeMetricFamily(
+            "coterie_store_healthy", "1 while what is written gets through", float(store.is_healthy)
+        )
 
 
 @router.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
@@ -164,7 +166,7 @@ def _gauges(name: str, words: str, label: str, values: Mapping[str, int]) -> Met
 
 
 class Health:
-    def __init__(self, store: Store, disk: Disk) -> None:
+    def __init__(self, store: Store, disk: DiskMonitor) -> None:
         self._store, self._disk = store, disk
         self.draining = False
         """Set when a stop begins: from then on no new request is taken."""
@@ -174,13 +176,13 @@ class Health:
         """Code and sentence; None: ready."""
         if self.draining:
             return "stopping", "the society is stopping"
-        if not self._store.healthy:
+        if not self._store.is_healthy:
             sentence = "what is written does not get through to the disk: the log says why"
-            return "store_unavailable", self._store.trouble or sentence
-        if missing := self._disk.missing:
+            return "store_unavailable", self._store.write_error or sentence
+        if missing := self._disk.folder_error:
             return "store_unavailable", missing
         if self._disk.is_full():
-            return "store_full", self._disk.sentence
+            return "store_full", self._disk.status_message
         return None
 
 

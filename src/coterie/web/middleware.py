@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.clock import Clock
-from coterie.files import Disk
-from coterie.rate_limit import Rates
+from coterie.files import DiskMonitor
+from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import Addresses, ClientAddresses, budget_of
 from coterie.web.auth import Access
 from coterie.web.connections import KNOWN
@@ -66,14 +66,14 @@ class Gate:
         clock: Clock,
         health: Health,
         meter: HttpMeter,
-        disk: Disk,
+        disk: DiskMonitor,
         clients: ClientAddresses | None = None,
     ) -> None:
         self._app, self._access, self._where, self._health = app, access, where, health
         self._clock, self._meter, self._disk = clock, meter, disk
         self._clients = clients or ClientAddresses()
-        self._rates = Rates(clock, burst=RATE, per_second=RATE)
-        self._strangers = Rates(clock, burst=STRANGERS_BURST, per_second=STRANGERS_RATE)
+        self._rates = RateLimiter(clock, burst=RATE, per_second=RATE)
+        self._strangers = RateLimiter(clock, burst=STRANGERS_BURST, per_second=STRANGERS_RATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,11 +119,11 @@ class Gate:
         is_public = path in PUBLIC or path.startswith("/static/")
         # The secret is compared first: what others did from the same address cannot refuse a right one.
         if who:
-            _hold_back(self._rates.take(budget))
+            _hold_back(self._rates.try_acquire(budget))
         elif not is_public and self._brings_secret(headers):
-            _hold_back(self._access.guesses.take(budget))
+            _hold_back(self._access.guesses.try_acquire(budget))
         if not who and not self._may_bring_code(scope):
-            _hold_back(self._strangers.take(budget))
+            _hold_back(self._strangers.try_acquire(budget))
         if not who and not is_public:
             sentence = "this needs the token of the society: data/token has it, coterie open makes a link for a browser"
             raise Rejected(401, "unauthorized", sentence, headers={"WWW-Authenticate": "Bearer"})
@@ -132,7 +132,7 @@ class Gate:
         if method in ("GET", "HEAD"):
             return receive
         if method == "POST" and path in INPUT and self._disk.is_low():
-            raise Rejected(507, "store_full", self._disk.sentence)
+            raise Rejected(507, "store_full", self._disk.status_message)
         return _checked_body(headers, path, method, receive)
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:

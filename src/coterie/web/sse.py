@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from datetime import timedelta
 from typing import Any
 
-from coterie.clock import Clock, to_wire
+from coterie.clock import Clock, to_rfc3339
 from coterie.errors import Lagged
-from coterie.live import Draft, Live
+from coterie.live import LiveReplies, LiveReply
 from coterie.society import Society
 from coterie.supervision import supervise
 from coterie.web.event_payloads import Teller, frame
@@ -126,7 +126,7 @@ def epoch_of(log_id: str) -> str:
 class Hub:
     """It works while somebody listens, and costs nothing otherwise."""
 
-    def __init__(self, society: Society, live: Live, clock: Clock) -> None:
+    def __init__(self, society: Society, live: LiveReplies, clock: Clock) -> None:
         self._society, self._live, self._clock = society, live, clock
         self.epoch = epoch_of(society.store.info.log_id)
         self._draft_of: dict[str, str] = {}
@@ -141,9 +141,9 @@ class Hub:
         self._empty = asyncio.Event()
         self._told: dict[str, int] = {}
         """How much of each reply the clients have."""
-        self._growing: dict[str, Draft] = {}
+        self._growing: dict[str, LiveReply] = {}
         self._last_words: bytes | None = None
-        live.listen(self._hear)
+        live.subscribe(self._hear)
 
     def __len__(self) -> int:
         """How many clients there are."""
@@ -195,7 +195,7 @@ class Hub:
         # From here on without a pause: whatever the hub tells next reaches this client too.
         self._flush()
         guest.seen, guest.live = seen, True
-        for draft in self._live.drafts:
+        for draft in self._live.replies:
             self._told[draft.id] = draft.length
             guest.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))
         if self._last_words is not None:
@@ -234,7 +234,7 @@ class Hub:
         about = {
             "epoch": self.epoch,
             "seq": seen,
-            "serverTime": to_wire(self._clock.now()),
+            "serverTime": to_rfc3339(self._clock.now()),
             "pingMs": PING // timedelta(milliseconds=1),
         }
         hello = frame("hello", about, place)
@@ -265,12 +265,12 @@ class Hub:
 
     # What is being said
 
-    def _hear(self, draft: Draft) -> None:
+    def _hear(self, draft: LiveReply) -> None:
         self._growing[draft.id] = draft
         if draft.outcome is None:
             self._said.set()
             return
-        for message_id in draft.messages:
+        for message_id in draft.message_ids:
             self._draft_of[message_id] = draft.id
         while len(self._draft_of) > REMEMBERED:
             del self._draft_of[next(iter(self._draft_of))]
@@ -295,7 +295,7 @@ class Hub:
                 for guest in self._listening():
                     guest.put(data)
 
-    def _news_of(self, draft: Draft) -> Iterator[bytes]:
+    def _news_of(self, draft: LiveReply) -> Iterator[bytes]:
         about = {"draftId": draft.id, "agent": draft.agent_id}
         told = self._told.get(draft.id)
         if told is None:
@@ -303,7 +303,7 @@ class Hub:
         if draft.length > (told or 0):
             yield frame("draft.delta", about | {"from": told or 0, "delta": draft.text[told or 0 :]})
         if draft.outcome is not None:
-            yield frame("draft.ended", about | {"outcome": draft.outcome, "messages": list(draft.messages)})
+            yield frame("draft.ended", about | {"outcome": draft.outcome, "messages": list(draft.message_ids)})
 
     # Signs of life
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from coterie.agent.context import SET_ASIDE
+from coterie.agent.context import QUARANTINED_NOTE
 from coterie.agents import Agent, AgentState
-from coterie.clock import to_wire
+from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Refused
 from coterie.llm.service import INFERRED, Capabilities
 from coterie.messages import Message
@@ -34,7 +34,7 @@ _PHASES: dict[AgentState, str] = {
 def message(one: Message) -> dict[str, Any]:
     """As people see it, with its text as a tree."""
     text = one.payload.get("text")
-    return one.to_wire() | {"rendered": rendered(text) if isinstance(text, str) and text else []}
+    return one.to_dict() | {"rendered": rendered(text) if isinstance(text, str) and text else []}
 
 
 def messages(many: Iterable[Message]) -> list[dict[str, Any]]:
@@ -71,10 +71,10 @@ def agent(society: Society, one: Agent, unread: int | None = None) -> dict[str, 
 def state(one: Agent) -> dict[str, Any]:
     """What it is doing. The store's states of work are one to people, with a phase."""
     phase = _PHASES.get(one.state)
-    optional = {"phase": phase, "tool": one.tool, "step": one.step, "why": one.why}
+    optional = {"phase": phase, "tool": one.tool, "step": one.tool_position, "why": one.state_reason}
     return {
         "state": "active" if phase else one.state,
-        "since": to_wire(one.since),
+        "since": to_rfc3339(one.state_since),
         **{key: value for key, value in optional.items() if value is not None},
     }
 
@@ -118,7 +118,7 @@ def run(plan: PlanRecord) -> dict[str, Any]:
         "text": plan.text,
         "outcome": plan.outcome,
         "interruptedBy": plan.interrupted_by,
-        "at": to_wire(plan.at),
+        "at": to_rfc3339(plan.at),
         "calls": [call(one) for one in plan.calls],
     }
 
@@ -130,8 +130,8 @@ def call(one: CallRecord) -> dict[str, Any]:
         "arguments": one.arguments,
         "state": one.state,
         "result": one.result,
-        "startedAt": to_wire(one.started_at),
-        "endedAt": to_wire(one.ended_at),
+        "startedAt": to_rfc3339(one.started_at),
+        "endedAt": to_rfc3339(one.ended_at),
     }
 
 
@@ -177,7 +177,7 @@ def said(row: HistoryRow) -> dict[str, Any]:
 
 def _heard(row: HistoryRow) -> dict[str, Any]:
     if row.hidden or row.message is None:
-        return {"content": SET_ASIDE, "hidden": True}
+        return {"content": QUARANTINED_NOTE, "hidden": True}
     payload = row.message.payload
     return {
         "content": payload.get("text", ""),

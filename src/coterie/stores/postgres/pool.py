@@ -1,8 +1,4 @@
-"""Connections for reading: as many as are wanted at once, and no more than the server gives.
-
-Whoever cannot get one of their own waits for another's. So a server with few connections to give makes reading slow
-before it makes it fail.
-"""
+"""Pool of connections for reading. When the server grants no more, readers wait for a free connection."""
 
 from __future__ import annotations
 
@@ -16,23 +12,23 @@ import psycopg
 from coterie.errors import StoreUnavailable
 from coterie.stores.postgres.connection import PgConnection, connect
 
-MOST = 4
-PATIENCE = 2.0
-"""Seconds for which somebody waits until a connection is free."""
+MAX_READERS = 4
+POOL_TIMEOUT_SECONDS = 2.0
+"""How long a reader waits for a free connection."""
 
 
-class Readers:
-    def __init__(self, url: str, each: str) -> None:
-        """`each`: what every statement is preceded by."""
-        self._url, self._each = url, each
+class ReaderPool:
+    def __init__(self, url: str, prefix: str) -> None:
+        """`prefix`: SQL sent before every statement."""
+        self._url, self._prefix = url, prefix
         self._idle: queue.LifoQueue[PgConnection] = queue.LifoQueue()
         self._open: set[PgConnection] = set()
         self._opening = 0
         self._lock = threading.Lock()
 
     @contextmanager
-    def one(self) -> Iterator[PgConnection]:
-        """A connection that met trouble is not given to anybody else."""
+    def connection(self) -> Iterator[PgConnection]:
+        """Lend a connection. It is closed after a database error, else returned to the pool."""
         db = self._take()
         try:
             yield db
@@ -52,16 +48,16 @@ class Readers:
         try:
             return self._idle.get_nowait()
         except queue.Empty:
-            return self._connected() or self._wait()
+            return self._open_connection() or self._wait_for_idle()
 
-    def _connected(self) -> PgConnection | None:
-        """A new one; None when there are enough, or no more to be had."""
+    def _open_connection(self) -> PgConnection | None:
+        """A new connection; None if the pool is full or the server grants no more."""
         with self._lock:
-            if len(self._open) + self._opening >= MOST:
+            if len(self._open) + self._opening >= MAX_READERS:
                 return None
             self._opening += 1
         try:
-            db = PgConnection(connect(self._url), self._each)
+            db = PgConnection(connect(self._url), self._prefix)
         except psycopg.Error:
             if not self._open:
                 raise
@@ -73,9 +69,9 @@ class Readers:
             self._open.add(db)
         return db
 
-    def _wait(self) -> PgConnection:
+    def _wait_for_idle(self) -> PgConnection:
         try:
-            return self._idle.get(timeout=PATIENCE)
+            return self._idle.get(timeout=POOL_TIMEOUT_SECONDS)
         except queue.Empty:
             raise StoreUnavailable("all connections to the database are in use: try again in a moment") from None
 

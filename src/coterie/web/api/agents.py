@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from coterie.agent.context import Prompts
+from coterie.agent.context import SystemPrompts
 from coterie.errors import CoterieError
 from coterie.llm.service import Direction
 from coterie.society import Society
@@ -34,7 +34,7 @@ async def everybody(
     if capability is not None:
         able = sorted(await society.agents.with_capability(capability, direction))
         wanted = [one for one in able if one > (after or "")]
-        found = await society.store.agents_named(wanted[:limit])
+        found = await society.store.agents_by_id(wanted[:limit])
         page = [found[one] for one in wanted[:limit] if one in found]
         following = wanted[limit - 1] if len(wanted) > limit else None
     else:
@@ -87,7 +87,7 @@ async def history(agent_id: str, society: SocietyDep, after: Cursor | None = Non
 
 def _told_first(society: Society, agent_id: str) -> list[dict[str, Any]]:
     try:
-        prompt = Prompts(society.agents).of(society.agents.profile(agent_id))
+        prompt = SystemPrompts(society.agents).render(society.agents.profile(agent_id))
     except CoterieError:  # it was terminated, or nobody is at work here
         return []
     return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}]

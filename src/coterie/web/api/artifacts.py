@@ -11,17 +11,17 @@ from urllib.parse import quote
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from coterie.artifact_service import Library
-from coterie.artifacts import OCTETS, Artifact
-from coterie.clock import to_wire
+from coterie.artifact_service import ArtifactService
+from coterie.artifacts import OCTET_STREAM, Artifact
+from coterie.clock import to_rfc3339
 from coterie.errors import Refused
-from coterie.ids import LENGTH
+from coterie.ids import ID_LENGTH
 from coterie.web.endpoint import BODY, COMMON, SocietyDep, Unsatisfiable, matches, problems, wanted
 from coterie.web.errors import problem
 
 router = APIRouter(prefix="/artifacts", tags=["artifacts"], responses=COMMON | BODY | problems("unknown_artifact"))
 
-_REF = re.compile(rf"[0-9a-f]{{{LENGTH}}}")
+_REF = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}")
 _BODY = {
     "requestBody": {
         "required": True,
@@ -37,7 +37,7 @@ _BODY = {
     }
 }
 _BYTES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}},
+    200: {"content": {OCTET_STREAM: {"schema": {"type": "string", "format": "binary"}}}},
     206: {"description": "The part that was asked for"},
     304: {"description": "Unchanged"},
     416: {"description": "Nothing of it is in that range"},
@@ -50,13 +50,13 @@ async def upload(request: Request, society: SocietyDep) -> dict[str, Any]:
     async with aclosing(request.app.state.uploads.receive(request)) as coming:
         filename, pieces = await anext(coming)
         async with aclosing(pieces):
-            return (await society.artifacts.put(pieces, filename)).to_wire()
+            return (await society.artifacts.put(pieces, filename)).to_dict()
 
 
 @router.get("", summary="Files, newest first")
 async def latest(
     society: SocietyDep,
-    before: Annotated[str | None, Query(max_length=LENGTH)] = None,
+    before: Annotated[str | None, Query(max_length=ID_LENGTH)] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> dict[str, Any]:
     found = await society.store.artifacts_before(before, limit + 1)
@@ -94,7 +94,7 @@ async def download(
     return StreamingResponse(pieces, 206 if part else 200, headers, _shown_as(artifact))
 
 
-async def _find(library: Library, ref: str) -> Artifact:
+async def _find(library: ArtifactService, ref: str) -> Artifact:
     if not _REF.fullmatch(ref):
         raise Refused("unknown_artifact", "there is no such artifact")
     return await library.describe(ref)
@@ -113,12 +113,12 @@ async def _begun(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _meta(artifact: Artifact) -> dict[str, Any]:
-    return {**artifact.to_wire(), "createdAt": to_wire(artifact.created_at)}
+    return {**artifact.to_dict(), "createdAt": to_rfc3339(artifact.created_at)}
 
 
 def _shown_as(artifact: Artifact) -> str:
     """Only the four kinds of pictures, told from their bytes, are what they are; all else is bytes."""
-    return artifact.mime_type if artifact.type == "image" else OCTETS
+    return artifact.mime_type if artifact.type == "image" else OCTET_STREAM
 
 
 def _headers(artifact: Artifact) -> dict[str, str]:

@@ -27,9 +27,9 @@ async def letters(society: SocietyDep, before: Cursor | None = None, limit: Limi
     | problems("unknown_message", "recipient_terminated", "mailbox_full", "hop_limit", "attachment_unknown"),
 )
 async def resend(message_id: str, society: SocietyDep) -> Response:
-    receipt = await society.store.resend(message_id)
-    society.bus.stored(None)
-    return answer(receipt.to_wire(), 202)
+    receipt = await society.store.resend_dead_letter(message_id)
+    society.bus.notify()
+    return answer(receipt.to_dict(), 202)
 
 
 @router.delete(
@@ -40,6 +40,6 @@ async def resend(message_id: str, society: SocietyDep) -> Response:
     responses=problems("unknown_message"),
 )
 async def forget(message_id: str, society: SocietyDep) -> Response:
-    await society.store.forget(message_id)
-    society.bus.stored(None)
+    await society.store.delete_dead_letter(message_id)
+    society.bus.notify()
     return nothing()

@@ -82,7 +82,7 @@ async def send(request: Request) -> Response:
         in_reply_to=draft.in_reply_to,
         option=draft.option,
     )
-    return answer(receipt.to_wire(), 202)
+    return answer(receipt.to_dict(), 202)
 
 
 def _read(body: bytes) -> Draft:
@@ -149,7 +149,7 @@ async def withdraw(message_id: str, society: SocietyDep) -> Response:
     | problems("unknown_message", "already_delivered", "delayMs_invalid", _422="`request_invalid`"),
 )
 async def move(message_id: str, to: shapes.Move, society: SocietyDep) -> Response:
-    return answer(wire.message(await society.bus.move(message_id, to.delay_ms)))
+    return answer(wire.message(await society.bus.reschedule(message_id, to.delay_ms)))
 
 
 async def found(store: Store, message_id: str) -> Message:

@@ -26,8 +26,8 @@ router = APIRouter(tags=["overview"], responses=COMMON)
 async def read(mark: shapes.ReadMark, society: SocietyDep) -> Response:
     if mark.thread != SYSTEM:  # the runtime's notices about no agent in particular
         wire.known(await society.store.agent(mark.thread), mark.thread)
-    count = await society.store.read(mark.thread, mark.upto)
-    society.bus.stored(None)
+    count = await society.store.mark_read(mark.thread, mark.upto)
+    society.bus.notify()
     return answer({"read": count})
 
 

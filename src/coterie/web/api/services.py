@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body
 from starlette.responses import Response
 
 from coterie.errors import ConfigError, Problem
-from coterie.llm.discovery import LOCAL, WITH_KEYS
+from coterie.llm.discovery import KEYED_SERVICES, LOCAL_SERVERS
 from coterie.web import shapes
 from coterie.web.endpoint import BODY, COMMON, SocietyDep, answer, gives, listing, nothing, problems
 from coterie.web.errors import Rejected
@@ -28,13 +28,13 @@ _CONFIG = "`config_invalid`"
 async def services(society: SocietyDep, probe: bool = False) -> Response:
     """Keys are masked. With `probe`, servers on this machine are looked for too."""
     setup = society.setup
-    offers = await setup.found(probe=probe)
+    offers = await setup.discover(probe=probe)
     return listing(
-        [one.to_wire() for one in setup.list()],
+        [one.to_dict() for one in setup.list()],
         None,
         problems=_told(setup.problems),
-        offers=[offer.to_wire() for offer in offers],
-        presets=[offer.to_wire() for offer in (*WITH_KEYS, *LOCAL)],
+        offers=[offer.to_json() for offer in offers],
+        presets=[offer.to_json() for offer in (*KEYED_SERVICES, *LOCAL_SERVERS)],
     )
 
 
@@ -53,7 +53,7 @@ async def put(service_id: str, society: SocietyDep, fields: dict[str, Any] = Bod
     if key is not None and not isinstance(key, str):
         raise Rejected(422, "service_invalid", "key must be a string")
     with _readable():
-        return answer((await society.setup.put(service_id, fields, key)).to_wire())
+        return answer((await society.setup.put(service_id, fields, key)).to_dict())
 
 
 @router.delete(
@@ -81,12 +81,12 @@ async def test(
 ) -> Response:
     """Without a body the service as it is; with one, as `PUT` would make it, and nothing is saved."""
     if not fields:
-        return answer((await society.setup.test(service_id)).to_wire())
+        return answer((await society.setup.test(service_id)).to_json())
     key = fields.pop("key", None)
     if key is not None and not isinstance(key, str):
         raise Rejected(422, "service_invalid", "key must be a string")
     with _readable():
-        return answer((await society.setup.test_entry(service_id, fields, key)).to_wire())
+        return answer((await society.setup.test_entry(service_id, fields, key)).to_json())
 
 
 @router.post(
@@ -109,4 +109,4 @@ def _readable() -> Iterator[None]:
 
 
 def _told(found: Sequence[Problem]) -> list[dict[str, str]]:
-    return [{"place": one.place, "message": one.message} for one in found]
+    return [{"place": one.location, "message": one.message} for one in found]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from coterie.clock import to_wire
+from coterie.clock import to_rfc3339
 from coterie.web import shapes, wire
 from coterie.web.endpoint import COMMON, ClockDep, SocietyDep, answer, gives
 from coterie.web.sse import epoch_of
@@ -22,7 +22,7 @@ async def snapshot(society: SocietyDep, clock: ClockDep) -> Response:
         {
             "epoch": epoch_of(society.store.info.log_id),
             "seq": seen.seq,
-            "serverTime": to_wire(clock.now()),
+            "serverTime": to_rfc3339(clock.now()),
             "paused": seen.paused,
             "agents": [wire.agent(society, one, unread.get(one.id, 0)) for one in seen.agents],
             "agentCount": seen.agent_count,

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Header, Query
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import Response
 
-from coterie.admin.inspect import as_markdown, whole_thread
-from coterie.clock import to_wire
+from coterie.admin.inspect import read_thread, render_markdown
+from coterie.clock import to_rfc3339
 from coterie.web import shapes, wire
 from coterie.web.endpoint import COMMON, ClockDep, Cursor, Limit, SocietyDep, answer, gives, listing, problems
 
@@ -54,7 +54,7 @@ async def read(
 async def clear(agent: str, society: SocietyDep) -> Response:
     wire.known(await society.store.agent(agent), agent)
     cleared = await society.store.clear_thread(agent)
-    society.bus.stored(None)
+    society.bus.notify()
     return answer({"messages": cleared})
 
 
@@ -72,17 +72,17 @@ async def export(
 ) -> Response:
     """By `format`, else by `Accept`, else Markdown."""
     known = wire.known(await society.store.agent(agent), agent)
-    whole = await whole_thread(society.store, agent)
+    whole = await read_thread(society.store, agent)
     as_json = format == "json" or (format is None and "json" in accept and MARKDOWN not in accept)
     name = f'attachment; filename="{agent}.{"json" if as_json else "md"}"'
     if as_json:
         told = answer(
             {
                 "agent": wire.agent(society, known),
-                "exportedAt": to_wire(clock.now()),
+                "exportedAt": to_rfc3339(clock.now()),
                 "messages": wire.messages(whole),
             }
         )
         told.headers["Content-Disposition"] = name
         return told
-    return Response(as_markdown(known, whole), headers={"Content-Disposition": name}, media_type=MARKDOWN)
+    return Response(render_markdown(known, whole), headers={"Content-Disposition": name}, media_type=MARKDOWN)
