@@ -33,7 +33,7 @@ def test_an_error_nobody_planned_for_is_one_sentence_with_an_incident(
     def fail(_: SocietyFolder) -> list[Path]:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(SocietyFolder, "make", fail)
+    monkeypatch.setattr(SocietyFolder, "create", fail)
 
     sentence = coterie("init", tmp_path / "x").failure
 

@@ -49,7 +49,7 @@ def test_a_model_that_fails_is_a_failure_in_its_own_words(either: Environment) -
     failure = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder).failure
 
     assert (
-        failure == 'service "main" wants a key (401): edit apiKey in llmservices.json. Mend it, then write to me again.'
+        failure == 'service "main" wants a key (401): edit apiKey in llmservices.json. Fix it, then write to me again.'
     )
 
 

@@ -64,8 +64,19 @@ async def _chat_on_terminal(conversation: Conversation) -> None:
     )
     session = ChatSession(conversation, screen)
     actions.put_nowait(session.begin)
-    listener = asyncio.create_task(_queue_events(session, actions), name="coterie-chat-events")
+
+    async def queue_events() -> None:
+        while True:
+            actions.put_nowait(partial(session.handle, await conversation.next_event()))
+
+    def queue_failure(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            actions.put_nowait(partial(_fail, error))
+
+    listener = asyncio.create_task(queue_events(), name="coterie-chat-events")
     typing = asyncio.create_task(screen.run(), name="coterie-chat-prompt")
+    for task in (listener, typing):
+        task.add_done_callback(queue_failure)
     try:
         with suppress(Quit):
             while True:
@@ -85,15 +96,8 @@ async def _chat_on_terminal(conversation: Conversation) -> None:
         await screen.flush()
 
 
-async def _queue_events(session: ChatSession, actions: asyncio.Queue[Action]) -> None:
-    async def fail(error: Exception) -> None:
-        raise error
-
-    try:
-        while True:
-            actions.put_nowait(partial(session.handle, await session.conversation.next_event()))
-    except Exception as error:
-        actions.put_nowait(partial(fail, error))
+async def _fail(error: BaseException) -> None:
+    raise error
 
 
 async def _chat_on_pipe(conversation: Conversation) -> bool:
