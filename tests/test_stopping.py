@@ -218,11 +218,11 @@ async def test_watchers_get_events_again_after_an_unexpected_error(
 async def test_if_the_address_file_cannot_be_written_the_society_stops_cleanly(
     home: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.cli import serving
+    from coterie.cli import server
 
-    monkeypatch.setattr(serving, "greet", fails(BrokenPipeError("nobody reads")))
+    monkeypatch.setattr(server, "greet", fails(BrokenPipeError("nobody reads")))
     with pytest.raises(BrokenPipeError):
-        await serving.run(serving.Wanted(folder=home))
+        await server.run_server(server.ServeOptions(folder=home))
     if engine.name == "sqlite":
         with engine.behind(home / "data") as db:
             assert db.execute("SELECT value FROM meta WHERE key = 'clean'").fetchone()[0] == "1"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.logs import JsonLines
+from coterie.cli.logs import JsonFormatter
 from coterie.telemetry import LogContextFilter
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import stage
@@ -19,7 +19,7 @@ class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.addFilter(LogContextFilter())
-        self.setFormatter(JsonLines())
+        self.setFormatter(JsonFormatter())
         self.lines: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:

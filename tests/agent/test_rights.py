@@ -125,7 +125,7 @@ def directory() -> AgentDirectory:
 
 
 @pytest.fixture
-def registrar(store: Store, directory: AgentDirectory) -> AgentService:
+def agent_service(store: Store, directory: AgentDirectory) -> AgentService:
     return AgentService(store, directory)
 
 
@@ -135,38 +135,38 @@ async def code(call: Any) -> str:
     return refusal.value.code
 
 
-async def test_a_role_belongs_to_its_maker(registrar: AgentService, store: Store) -> None:
-    await registrar.create_role("scout", "ada's", maker="ada")
-    assert await code(registrar.create_role("scout", "bob's", maker="bob")) == "role_taken"
-    await registrar.create_role("scout", "ada's second", maker="ada")
-    await registrar.create_role("guard", "the owner's")
-    assert await code(registrar.create_role("guard", "bob's", maker="bob")) == "role_taken"
+async def test_a_role_belongs_to_its_maker(agent_service: AgentService, store: Store) -> None:
+    await agent_service.create_role("scout", "ada's", maker="ada")
+    assert await code(agent_service.create_role("scout", "bob's", maker="bob")) == "role_taken"
+    await agent_service.create_role("scout", "ada's second", maker="ada")
+    await agent_service.create_role("guard", "the owner's")
+    assert await code(agent_service.create_role("guard", "bob's", maker="bob")) == "role_taken"
     assert {name: json.loads(one.profile)["prompt"] for name, one in (await store.roles()).items()} == {
         "guard": "the owner's", "scout": "ada's second"
     }  # fmt: skip
 
 
-async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(registrar: AgentService) -> None:
-    await registrar.create_role("scout", "x", maker="ada")
-    await registrar.create_role("guard", "x")
-    assert await code(registrar.spawn("bob", "scout", key="1")) == "unknown_role"
-    child = await registrar.spawn("ada", "scout", key="2")
-    await registrar.spawn(child.id, "scout", key="3")
-    await registrar.spawn("bob", "guard", key="4")
+async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(agent_service: AgentService) -> None:
+    await agent_service.create_role("scout", "x", maker="ada")
+    await agent_service.create_role("guard", "x")
+    assert await code(agent_service.spawn("bob", "scout", key="1")) == "unknown_role"
+    child = await agent_service.spawn("ada", "scout", key="2")
+    await agent_service.spawn(child.id, "scout", key="3")
+    await agent_service.spawn("bob", "guard", key="4")
 
 
 async def test_a_child_thinks_with_its_makers_service_or_one_that_its_maker_may_use(
-    registrar: AgentService, directory: AgentDirectory
+    agent_service: AgentService, directory: AgentDirectory
 ) -> None:
-    await registrar.create_role("plain", "x", maker="bob")
-    child = await registrar.spawn("bob", "plain", key="1")
+    await agent_service.create_role("plain", "x", maker="bob")
+    child = await agent_service.spawn("bob", "plain", key="1")
     assert directory.service_of(child.id).id == "cheap"
-    assert await code(registrar.create_role("bad", "x", service="main", maker="bob")) == "service_not_allowed"
-    assert await code(registrar.create_role("bad", "x", service="dear", maker="ada")) == "service_not_allowed"
-    await registrar.create_role("good", "x", service="dear", maker=child.id)
-    assert directory.service_of((await registrar.spawn(child.id, "good", key="2")).id).id == "dear"
-    await registrar.create_role("dear", "the owner's", service="dear")
-    assert await code(registrar.spawn("ada", "dear", key="3")) == "service_not_allowed"
+    assert await code(agent_service.create_role("bad", "x", service="main", maker="bob")) == "service_not_allowed"
+    assert await code(agent_service.create_role("bad", "x", service="dear", maker="ada")) == "service_not_allowed"
+    await agent_service.create_role("good", "x", service="dear", maker=child.id)
+    assert directory.service_of((await agent_service.spawn(child.id, "good", key="2")).id).id == "dear"
+    await agent_service.create_role("dear", "the owner's", service="dear")
+    assert await code(agent_service.spawn("ada", "dear", key="3")) == "service_not_allowed"
 
     directory.add(Profile(id="bob", service="cheap"))
     good = next(one for one in directory.all_profiles() if one.role == "good")
@@ -176,13 +176,13 @@ async def test_a_child_thinks_with_its_makers_service_or_one_that_its_maker_may_
 
 
 async def test_agents_stored_before_makers_were_kept_are_bound_by_their_parents(
-    registrar: AgentService, directory: AgentDirectory, store: SqlStore
+    agent_service: AgentService, directory: AgentDirectory, store: SqlStore
 ) -> None:
     old = {"id": "old", "name": "Old", "service": None, "prompt": "", "tools": ["*"], "parent": "ada", "role": "r"}
     by_owner = old | {"id": "own", "role": None}
     for profile in (old, by_owner):
         agent = Agent(id=str(profile["id"]), name="x", parent="ada", profile=json.dumps(profile | {"made_by": "k"}))
         await store.add_agents([agent])
-    await registrar.refresh_directory()
+    await agent_service.refresh_directory()
     assert directory.tools_of("old") == (("*",), ("a*", "create_role"))
     assert directory.tools_of("own") == (("*",),)

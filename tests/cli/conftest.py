@@ -10,8 +10,8 @@ from coterie.admin.inspect import Inspection
 from coterie.messages import Message
 from coterie.society import Society
 
-from .door import coterie
-from .stage import Stage
+from .commands import coterie
+from .environment import Environment
 
 DAY_MS = 86_400_000
 
@@ -53,15 +53,15 @@ def delayed(folder: Path) -> Sequence[Message]:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
+def env(tmp_path: Path) -> Iterator[Environment]:
     """Nobody runs its society until a test says `serve`."""
-    with Stage(tmp_path / "home") as made:
+    with Environment(tmp_path / "home") as made:
         yield made
 
 
 @pytest.fixture(params=["with a server", "without one"])
-def either(request: pytest.FixtureRequest, stage: Stage) -> Stage:
+def either(request: pytest.FixtureRequest, env: Environment) -> Environment:
     """Once beside a running server, once with a folder that nobody runs."""
     if request.param == "with a server":
-        stage.serve()
-    return stage
+        env.serve()
+    return env

@@ -16,8 +16,8 @@ import pytest
 from coterie.admin.inspect import Inspection, artifact_hashes, artifact_path
 from coterie.config import SocietyFolder
 
+from .commands import ServeProcess, coterie
 from .conftest import delayed, schedule, waiting
-from .door import Serving, coterie
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_backup_is_private_and_holds_no_keys(full: Path, archive: Path) -> Non
 
 @pytest.mark.slow
 def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp_path: Path) -> None:
-    with Serving(full) as society:
+    with ServeProcess(full) as society:
         made = coterie("backup", "--dir", full, "--to", tmp_path, "--json").json
         assert coterie("restore", made["file"], "--dir", tmp_path / "new").code == 0
         assert society.stop() == 0
@@ -76,7 +76,7 @@ def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp
     assert Path(made["file"]).name.startswith("society-20")
     assert coterie("verify", "--dir", tmp_path / "new").code == 0
     assert len(delayed(tmp_path / "new")) == 3
-    with Serving(tmp_path / "new") as restored:
+    with ServeProcess(tmp_path / "new") as restored:
         assert restored.stop(signal.SIGTERM) == 0
     assert not [line for line in restored.messages if "did not stop cleanly" in line]
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engines import Postgres
 
+from .commands import coterie
 from .conftest import delayed, schedule, waiting
-from .door import coterie
 
 
 @pytest.fixture

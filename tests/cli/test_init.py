@@ -6,7 +6,7 @@ import pytest
 
 from coterie.agent.user_tools import load_user_tools
 
-from .door import coterie
+from .commands import coterie
 
 
 def test_init_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:

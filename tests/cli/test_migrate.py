@@ -17,8 +17,8 @@ from coterie.stores.postgres.connection import connect
 from coterie.stores.sqlite import migrate as file_schema
 from coterie.stores.sqlite.connection import FolderLock
 
+from .commands import coterie
 from .conftest import schedule
-from .door import coterie
 
 OLD_SCHEMAS = Path(__file__).parents[1] / "stores" / "old_schemas"
 NEWEST_FILE = file_schema.SCHEMA.newest

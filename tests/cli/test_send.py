@@ -9,8 +9,8 @@ import pytest
 from coterie.admin.inspect import Inspection, artifact_path
 from coterie.stores.sqlite.connection import Durability, FolderLock, open_writer
 
+from .commands import coterie, coterie_process
 from .conftest import delayed, schedule, waiting
-from .door import coterie, coterie_process
 
 
 def test_a_message_is_stored_for_its_recipient(folder: Path) -> None:

@@ -16,7 +16,7 @@ from tests.busy_society import CHART, busy_society
 from tests.engines import Postgres
 from tests.test_copy import contents, copied
 
-from .door import coterie
+from .commands import coterie
 
 
 @pytest.fixture

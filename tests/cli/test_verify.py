@@ -9,8 +9,8 @@ import pytest
 from coterie.admin.inspect import artifact_hashes, artifact_path
 from coterie.config import SocietyFolder
 
+from .commands import Result, coterie
 from .conftest import schedule
-from .door import Outcome, coterie
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_damaged_page_is_found_and_told_without_a_traceback(folder: Path, page
     assert "Violation: database file: " in done.stdout or "is damaged" in done.failure
 
 
-def _only_violation(done: Outcome) -> str:
+def _only_violation(done: Result) -> str:
     assert done.code == 1
     (violation,) = done.json["violations"]
     return str(violation)

@@ -21,8 +21,8 @@ from coterie.web.app import build_app
 from coterie.web.auth import Access
 from tests.engines import Postgres
 
-from .door import coterie
-from .stage import Stage
+from .commands import coterie
+from .environment import Environment
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
 
@@ -98,15 +98,15 @@ async def metrics_when(society: Society, line: str) -> str:
     return text
 
 
-def test_a_society_in_a_file_has_one_process_that_works(stage: Stage) -> None:
-    stage.serve()
-    gated, go_on = stage.gated("done")
-    stage.script(gated)
-    coterie("send", "ada", "hello", "--dir", stage.folder)
-    stage.asked()
+def test_a_society_in_a_file_has_one_process_that_works(env: Environment) -> None:
+    env.serve()
+    gated, go_on = env.gated("done")
+    env.script(gated)
+    coterie("send", "ada", "hello", "--dir", env.folder)
+    env.asked()
 
-    found = coterie("agents", "--json", "--dir", stage.folder).json["items"]
+    found = coterie("agents", "--json", "--dir", env.folder).json["items"]
 
     assert {one["id"]: one["worker"] for one in found} == {"ada": worker_name(), "bob": None}
     go_on()
-    stage.until("message.created")
+    env.until("message.created")

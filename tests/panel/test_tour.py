@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
-from coterie.cli.greeting import greet
+from coterie.cli.server import greet
 from coterie.tour import script as script
 from coterie.tour.script import Translated
 from tests.panel import ui

@@ -15,7 +15,7 @@ import pytest
 from coterie.config import read_address
 from coterie.tour import script as script
 from coterie.tour.script import Translated
-from tests.cli.door import Serving
+from tests.cli.commands import ServeProcess
 from tests.faults.harness import patience
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(8) + (640).to_bytes(4) + (480).to_bytes(4) + bytes(16)
@@ -74,7 +74,7 @@ async def newcomer(folder: Path, monkeypatch: pytest.MonkeyPatch, lang: str) -> 
     monkeypatch.delenv("LC_ALL", raising=False)
     monkeypatch.delenv("LC_MESSAGES", raising=False)
     monkeypatch.setenv("LANG", lang)
-    with Serving(folder) as serving:
+    with ServeProcess(folder) as serving:
         assert any("a scripted tour answers" in line for line in serving.banner)
         where = read_address(folder / "data")
         assert where is not None

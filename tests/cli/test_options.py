@@ -4,7 +4,8 @@ from datetime import timedelta
 
 import pytest
 
-from coterie.cli.durations import shown, to_ms
+from coterie.cli.options import parse_duration_ms
+from coterie.cli.output import format_duration
 
 
 @pytest.mark.parametrize(
@@ -12,13 +13,13 @@ from coterie.cli.durations import shown, to_ms
     [("500ms", 500), ("10s", 10_000), ("5m", 300_000), ("2h", 7_200_000), ("1d", 86_400_000), ("1.5S", 1500)],
 )
 def test_a_duration_is_a_number_and_its_unit(text: str, ms: float) -> None:
-    assert to_ms(text) == ms
+    assert parse_duration_ms(text) == ms
 
 
 @pytest.mark.parametrize("text", ["", "10", "s", "-1s", "1y", "1e3s", "10 s", "1s2", "٣s", "nan"])
 def test_anything_else_is_refused_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="such as 500ms, 10s, 5m, 2h or 1d"):
-        to_ms(text)
+        parse_duration_ms(text)
 
 
 @pytest.mark.parametrize(
@@ -34,4 +35,4 @@ def test_anything_else_is_refused_with_examples(text: str) -> None:
     ],
 )
 def test_a_countdown_shows_its_two_largest_units(duration: timedelta, words: str) -> None:
-    assert shown(duration) == words
+    assert format_duration(duration) == words

@@ -1,4 +1,4 @@
-"""What was said: `history`, as an agent's model sees it, and `export`, as the person does."""
+"""Read what was said: `history` as the agent's model sees it, `export` as the person sees it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.completion import agent_ids
-from coterie.cli.options import HOME, Dir, Json
-from coterie.cli.output import say, say_json
-
-AgentArgument = Annotated[
-    str, typer.Argument(metavar="AGENT", help="The id of an agent.", show_default=False, autocompletion=agent_ids)
-]
+from coterie.cli.agents import find_agent, read_directory
+from coterie.cli.options import DEFAULT_FOLDER, AgentArgument, Dir, Json
+from coterie.cli.output import print_json, print_line, run_quietly
 
 
 class Format(StrEnum):
@@ -23,19 +19,14 @@ class Format(StrEnum):
     JSON = "json"
 
 
-def history(agent: AgentArgument, dir: Dir = HOME, json: Json = False) -> None:  # noqa: A002
+def history(agent: AgentArgument, dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
     """Show what an agent remembers, in the roles that its model sees. Works beside a running society."""
-    import asyncio
-
-    from coterie.cli import logs
-
-    logs.stay_quiet()
-    rows = asyncio.run(_history(dir, agent))
+    rows = run_quietly(_read_history(dir, agent))
     if json:
-        say_json({"agent": agent, "items": rows})
+        print_json({"agent": agent, "items": rows})
         return
     for row in rows:
-        _print(row)
+        _print_row(row)
 
 
 def export(
@@ -46,85 +37,70 @@ def export(
     to: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to write; standard output when not given.")
     ] = None,
-    dir: Dir = HOME,  # noqa: A002
+    dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     json: Json = False,
 ) -> None:
     """Write your whole conversation with an agent. Works beside a running society."""
-    import asyncio
-
-    from coterie.cli import logs
+    import sys
 
     if json and to is None and format is Format.MD:
         raise typer.BadParameter("Markdown is no JSON: leave out one of them, or name a file with --to")
-    logs.stay_quiet()
-    form = format or (Format.JSON if json else Format.MD)
-    written = asyncio.run(_export(dir, agent, form))
-    if to is None:
-        # Word for word, for a file or another program: what steers a terminal is taken out only where there is one.
-        _write_out(written)
-        return
-    to.write_text(written, encoding="utf-8")
-    if json:
-        say_json({"agent": agent, "file": str(to), "format": form.value, "size": len(written.encode())})
+    chosen = format or (Format.JSON if json else Format.MD)
+    text = run_quietly(_read_export(dir, agent, chosen))
+    if to is not None:
+        to.write_text(text, encoding="utf-8")
+        if json:
+            print_json({"agent": agent, "file": str(to), "format": chosen.value, "size": len(text.encode())})
+        else:
+            print_line(f"Wrote {to}.")
+    elif sys.stdout.isatty():
+        for line in text.splitlines():
+            print_line(line)
     else:
-        say(f"Wrote {to}.")
+        typer.echo(text, nl=False)  # unchanged: a file or a program is not controlled by escapes
 
 
-async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
+async def _read_history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
     from coterie.admin.inspect import Inspection
     from coterie.agent.context import SystemPrompts
-    from coterie.cli.recipients import check_agent
-    from coterie.cli.roster import directory_of
     from coterie.errors import CoterieError
     from coterie.web import wire
 
     async with Inspection.open(folder) as stored:
-        await check_agent(stored.store, agent_id)
+        await find_agent(stored.store, agent_id)
         rows = [wire.said(row) for row in await stored.store.history(agent_id)]
-        directory = await directory_of(stored)
+        directory = await read_directory(stored)
     try:
         prompt = SystemPrompts(directory).render(directory.profile(agent_id))
-    except CoterieError:  # it was ended, or the files describe it no more
+    except CoterieError:  # terminated, or no longer described by the files
         return rows
     return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}, *rows]
 
 
-def _print(row: Mapping[str, Any]) -> None:
+def _print_row(row: Mapping[str, Any]) -> None:
     from json import dumps
 
-    who = f"{row['role']} ({row['from']})" if "from" in row else row["role"]
     lines = str(row["content"]).split("\n") if row["content"] else []
     calls = [f"→ {call['name']} {dumps(call['arguments'], ensure_ascii=False)}" for call in row.get("calls", ())]
-    say(f"[{who}]")
+    print_line(f"[{row['role']} ({row['from']})]" if "from" in row else f"[{row['role']}]")
     for line in (*lines, *calls):
-        say(f"  {line.expandtabs(4)}")
+        print_line(f"  {line.expandtabs(4)}")
 
 
-async def _export(folder: Path, agent_id: str, form: Format) -> str:
+async def _read_export(folder: Path, agent_id: str, chosen: Format) -> str:
     import json
 
     from coterie.admin.inspect import Inspection, read_thread, render_markdown
-    from coterie.cli.recipients import check_agent
     from coterie.clock import SystemClock, to_rfc3339
 
     async with Inspection.open(folder) as stored:
-        agent = await check_agent(stored.store, agent_id)
+        agent = await find_agent(stored.store, agent_id)
         messages = await read_thread(stored.store, agent_id)
-    if form is Format.MD:
+    if chosen is Format.MD:
         return render_markdown(agent, messages)
-    told = {
+    document = {
         "agent": {"id": agent.id, "name": agent.name},
         "exportedAt": to_rfc3339(SystemClock().now()),
         "messages": [message.to_dict() for message in messages],
     }
-    return json.dumps(told, ensure_ascii=False, indent=2) + "\n"
-
-
-def _write_out(text: str) -> None:
-    import sys
-
-    if not sys.stdout.isatty():
-        typer.echo(text, nl=False)
-        return
-    for line in text.splitlines():
-        say(line)
+    return json.dumps(document, ensure_ascii=False, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""The command line as these tests use it: in this process for single commands, as a process of its own for `serve`."""
+"""Run commands: in this process, as a process of their own, and `coterie serve` as a server to test against."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 
-PATIENCE = 60
-"""Seconds. Nothing waits that long; it only keeps a hanging process from hanging the tests."""
+TIMEOUT_SECONDS = 60
+"""Ends a test whose process hangs."""
 
 
-class Outcome:
+class Result:
     def __init__(self, code: int, stdout: str, stderr: str) -> None:
         self.code, self.stdout, self.stderr = code, stdout, stderr
 
@@ -32,40 +32,42 @@ class Outcome:
 
     @property
     def failure(self) -> str:
-        """The one sentence of a command that failed as it should."""
+        """The error message of a command that failed with exit code 1."""
         assert self.code == 1, (self.code, self.stdout, self.stderr)
         *progress, line = self.stderr.splitlines()
-        assert all(one.endswith(" …") for one in progress), progress  # what takes a second says so
+        assert all(title.endswith(" …") for title in progress), progress
         assert line.startswith("Error: ")
         return line.removeprefix("Error: ")
 
 
-def coterie(*args: str | Path, env: Mapping[str, str] | None = None) -> Outcome:
+def coterie(*args: str | Path, env: Mapping[str, str] | None = None) -> Result:
     result = CliRunner().invoke(app, [str(arg) for arg in args], env=dict(env or {}))
-    return Outcome(result.exit_code, result.stdout, result.stderr)
+    return Result(result.exit_code, result.stdout, result.stderr)
 
 
-def coterie_process(*args: str | Path, env: Mapping[str, str] | None = None) -> Outcome:
+def coterie_process(*args: str | Path, env: Mapping[str, str] | None = None) -> Result:
     command = [sys.executable, "-m", "coterie", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | dict(env or {}))
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=os.environ | dict(env or {})
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
 
 
-class Serving(AbstractContextManager["Serving"]):
+class ServeProcess(AbstractContextManager["ServeProcess"]):
     """`coterie serve` as a process, ready when entered; killed on the way out if it still runs."""
 
-    def __init__(self, folder: Path, patience: float = PATIENCE, *, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, timeout: float = TIMEOUT_SECONDS, *, prefix: Sequence[str] = ()) -> None:
         """`prefix`: a command that runs the one behind it."""
         self.banner: list[str] = []
         self.log: list[dict[str, Any]] = []
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "coterie", "serve", str(folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._watchdog = threading.Timer(patience, self.process.kill)
+        self._watchdog = threading.Timer(timeout, self.process.kill)
         self._watchdog.start()
         self._reader = threading.Thread(target=self._read_log)
         self._reader.start()
@@ -92,22 +94,22 @@ class Serving(AbstractContextManager["Serving"]):
     def pid(self) -> int:
         return self.process.pid
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.tell(number)
+        self.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        code = self.process.wait(PATIENCE)
+        code = self.process.wait(TIMEOUT_SECONDS)
         self._watchdog.cancel()
-        self._reader.join(PATIENCE)
+        self._reader.join(TIMEOUT_SECONDS)
         return code
 
     def wait_for_log(self, text: str) -> str:
-        with self._news:
-            found = self._news.wait_for(lambda: next((m for m in self.messages if text in m), None), PATIENCE)
+        with self._changed:
+            found = self._changed.wait_for(lambda: next((m for m in self.messages if text in m), None), TIMEOUT_SECONDS)
         assert found, f"{text!r} was never logged: {self.messages}"
         return found
 
@@ -119,6 +121,6 @@ class Serving(AbstractContextManager["Serving"]):
         assert self.process.stderr is not None
         with self.process.stderr as lines:
             for line in lines:
-                with self._news:
+                with self._changed:
                     self.log.append(json.loads(line))
-                    self._news.notify_all()
+                    self._changed.notify_all()

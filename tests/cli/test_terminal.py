@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from coterie.cli.conversation import Line
-from coterie.cli.lines import shown
-from coterie.cli.screen import Screen
+from coterie.cli.conversation import ChatMessage
+from coterie.cli.terminal import Screen, format_message
 
 
 def lines_of(payload: dict[str, Any]) -> list[str]:
     wire = {"id": "m", "from": "ada", "to": "user", "state": "pending", "payload": payload}
-    return shown(Line.of(wire), Screen(io.StringIO()))
+    return format_message(ChatMessage.from_json(wire), Screen(io.StringIO()))
 
 
 def test_a_question_about_a_call_shows_all_of_its_arguments() -> None:
