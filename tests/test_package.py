@@ -52,20 +52,40 @@ def test_only_addresses_of_the_owner_are_contacted() -> None:
 
 
 def test_no_sql_is_made_from_values() -> None:
-    """SQL strings may contain constants (upper-case names) only."""
+    """SQL strings contain constants (upper-case names) only; values are named parameters."""
     wrong = []
     for path in (PACKAGE / "stores").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.JoinedStr):
+            if not isinstance(node, ast.Constant | ast.JoinedStr):
                 continue
-            text = "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
-            parts = [ast.unparse(part.value) for part in node.values if isinstance(part, ast.FormattedValue)]
-            if re.match(r"\s*(SELECT|INSERT|UPDATE|DELETE)\b", text):
+            text, parts = _literal_text(node)
+            if re.match(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b", text):
                 wrong += [f"{path.name}:{node.lineno} {part}" for part in parts if not _is_constant(part)]
+                wrong += [f"{path.name}:{node.lineno} ?" for mark in re.findall(r"'[^']*'|\?", text) if mark == "?"]
     assert wrong == []
 
 
+def test_no_sql_is_made_from_words_of_other_sql() -> None:
+    """Statements are written out: no `replace` or `format` of a constant."""
+    wrong = []
+    for path in (PACKAGE / "stores").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("replace", "format", "format_map"):
+                source = ast.unparse(node.value)
+                if source.isupper() or re.match(r"f?['\"]+\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b", source):
+                    wrong.append(f"{path.name}:{node.lineno} {source}")
+    assert wrong == []
+
+
+def _literal_text(node: ast.Constant | ast.JoinedStr) -> tuple[str, list[str]]:
+    """The literal text of a string, and the expressions that an f-string inserts into it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value), []
+    text = "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+    return text, [ast.unparse(part.value) for part in node.values if isinstance(part, ast.FormattedValue)]
+
+
 def _is_constant(expression: str) -> bool:
-    # Local names that are built from literals a few lines above their use.
-    local = ("is_due", "placeholders", "into", "sets", "', '.join([row] * size)", "', '.join(MAILBOX_COLUMNS)")
-    return expression.isupper() or expression in local
+    # Table and columns of the bulk INSERT, and the fields of `Mailbox` that an UPDATE sets.
+    generated = ("into", "columns", "table", "', '.join([row] * size)", "sets")
+    return expression.isupper() or expression in generated

@@ -18,7 +18,7 @@ from coterie.store import Limits, Promotion
 from coterie.stores.sql import claims, commands, queries, replies, turn_rows
 from coterie.stores.sql.claims import EagerClaimer, EagerClaims
 from coterie.stores.sql.invariants import INVARIANTS
-from coterie.stores.sql.mailbox import SELECT_MAILBOX
+from coterie.stores.sql.mailbox import SELECT_MAILBOX, Mailbox
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite import engine
@@ -153,9 +153,8 @@ class World:
 
         result = self.transaction(work)
         for agent_id, row in self.session.cached_agents.items():
-            assert row == self.db.execute(SELECT_MAILBOX, (agent_id,)).fetchone(), (
-                f"{agent_id} differs from its cached row"
-            )
+            stored = Mailbox(*self.db.execute(SELECT_MAILBOX, {"id": agent_id}).fetchone())
+            assert row == stored, f"{agent_id} differs from its cached row"
         return result
 
     def transaction(self, run: Callable[[sqlite3.Connection], T]) -> T:

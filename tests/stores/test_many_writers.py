@@ -235,7 +235,7 @@ async def test_prefetched_mail_is_dropped_when_a_job_is_rolled_back(
 
         def waiting(name: str) -> list[str]:
             unit_of_work = UnitOfWork(db, now=session.now, limits=Limits(), session=session)
-            return [id_ for _, id_, *_ in unit_of_work.read_waiting(name)]
+            return [row.id for row in unit_of_work.read_waiting(name)]
 
         session.prefetch(["bob"])
         assert (waiting("ada"), waiting("bob")) == ([sent["ada"]], [sent["bob"]])

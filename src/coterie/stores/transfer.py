@@ -92,7 +92,7 @@ def transfer_rows(source: Source, target: Target, on_progress: OnProgress = lamb
     """Copy everything except artifact bytes. Return the number of rows by table."""
     rows = {table: _transfer_table(source, target.db, table, on_progress) for table in TABLES}
     for ((paused,),) in source.rows("log", "paused"):
-        target.db.execute("UPDATE log SET paused = ?", (paused,))
+        target.db.execute("UPDATE log SET paused = :paused", {"paused": paused})
     for table in SEQUENCE_TABLES:
         target.set_last_sequence(table, source.last_sequence(table))
     target.finish()
@@ -170,7 +170,7 @@ class SqliteSource:
             raise to_store_error(error) from error
 
     def columns(self, table: str) -> Sequence[str]:
-        return [name for _, name, *_ in self._db.execute("SELECT * FROM pragma_table_info(?)", (table,))]
+        return [name for (name,) in self._db.execute("SELECT name FROM pragma_table_info(:table)", {"table": table})]
 
     def count(self, table: str) -> int:
         return int(self._db.execute("SELECT count(*) FROM " + table).fetchone()[0])
@@ -181,7 +181,7 @@ class SqliteSource:
             yield batch
 
     def last_sequence(self, table: str) -> int:
-        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
+        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = :table", {"table": table}).fetchone()
         return int(row[0]) if row else 0
 
     def read_blob(self, sha256: str) -> Iterator[bytes] | None:
@@ -214,9 +214,11 @@ class SqliteTarget:
             os.fsync(file.fileno())
 
     def set_last_sequence(self, table: str, number: int) -> None:
-        self.db.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
+        self.db.execute("DELETE FROM sqlite_sequence WHERE name = :table", {"table": table})
         if number:
-            self.db.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (table, number))
+            self.db.execute(
+                "INSERT INTO sqlite_sequence (name, seq) VALUES (:table, :number)", {"table": table, "number": number}
+            )
 
     def write_blob(self, sha256: str, size: int, chunks: Iterator[bytes]) -> None:
         write_blob(self._artifacts, sha256, chunks)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -44,27 +44,27 @@ KEEPALIVE_SECONDS = 60.0
 
 _UPSERT_PROCESS = f"""
 INSERT INTO processes (id, seen_at, began_at, name, worker, heartbeats, fenced, takeovers)
-VALUES (?, {CLOCK}, {CLOCK}, ?, ?, ?, ?, ?)
+VALUES (:id, {CLOCK}, {CLOCK}, :name, :worker, :heartbeats, :fenced, :takeovers)
     ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at, worker = excluded.worker,
        heartbeats = excluded.heartbeats, fenced = excluded.fenced, takeovers = excluded.takeovers
 """
 # Claims that were released or have expired are not renewed.
 _RENEW_CLAIMS = f"""
-WITH mine AS (
-    SELECT id FROM agents WHERE worker = ANY (?1) AND state IN ('llm', 'tools') AND runnable_at > {CLOCK}
+WITH claimed AS (
+    SELECT id FROM agents WHERE worker = ANY (:workers) AND state IN ('llm', 'tools') AND runnable_at > {CLOCK}
      ORDER BY id FOR UPDATE)
-UPDATE agents SET runnable_at = {CLOCK} + ?2 FROM mine WHERE agents.id = mine.id
+UPDATE agents SET runnable_at = {CLOCK} + :lease_ms FROM claimed WHERE agents.id = claimed.id
 """
-_COUNT_OTHERS = f"SELECT count(*) FROM processes WHERE id <> ? AND seen_at > {CLOCK} - ?"
-_DELETE_PROCESS = "DELETE FROM processes WHERE id = ?1"
-_DELETE_DEAD_PROCESSES = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
-_DELETE_SLOTS = "DELETE FROM places WHERE process = ? OR process NOT IN (SELECT id FROM processes)"
+_COUNT_OTHERS = f"SELECT count(*) FROM processes WHERE id <> :id AND seen_at > {CLOCK} - :lease_ms"
+_DELETE_PROCESS = "DELETE FROM processes WHERE id = :id"
+_DELETE_DEAD_PROCESSES = f"DELETE FROM processes WHERE seen_at < {CLOCK} - :age_ms"
+_DELETE_SLOTS = "DELETE FROM places WHERE process = :process OR process NOT IN (SELECT id FROM processes)"
 # Also deletes marks older than 30 days.
-_DELETE_BATCH_MARKS = f"DELETE FROM batches WHERE process = ? OR at < {CLOCK} - 2592000000"
+_DELETE_BATCH_MARKS = f"DELETE FROM batches WHERE process = :process OR at < {CLOCK} - 2592000000"
 _LIST_WORKERS = f"""
-SELECT p.worker, p.name, p.began_at, p.seen_at, p.heartbeats, p.fenced, p.takeovers,
-       (SELECT count(*) FROM agents a WHERE a.worker = p.worker AND a.state IN ('llm', 'tools'))
-  FROM processes p WHERE p.seen_at > {CLOCK} - ? ORDER BY p.name, p.began_at
+SELECT worker, name, began_at, seen_at, heartbeats, fenced, takeovers,
+       (SELECT count(*) FROM agents WHERE agents.worker = processes.worker AND agents.state IN ('llm', 'tools'))
+  FROM processes WHERE seen_at > {CLOCK} - :lease_ms ORDER BY name, began_at
 """
 
 
@@ -127,10 +127,17 @@ class Heartbeat:
             db.execute_now(f"BEGIN; {SET_TIMEOUTS}")
             db.execute(
                 _UPSERT_PROCESS,
-                (self.process, self._name, worker, counters.heartbeats + 1, counters.fenced, counters.takeovers),
+                {
+                    "id": self.process,
+                    "name": self._name,
+                    "worker": worker,
+                    "heartbeats": counters.heartbeats + 1,
+                    "fenced": counters.fenced,
+                    "takeovers": counters.takeovers,
+                },
             )
             if self._workers:
-                db.execute(_RENEW_CLAIMS, (self._workers, int(self.lease * 1000)))
+                db.execute(_RENEW_CLAIMS, {"workers": self._workers, "lease_ms": int(self.lease * 1000)})
             db.execute_now("COMMIT")
         except psycopg.Error as error:
             log.warning("claims could not be renewed: %s", to_store_error(error))
@@ -154,16 +161,17 @@ class Heartbeat:
     def _deregister(self) -> None:
         with contextlib.suppress(psycopg.Error, OSError):
             db = self._connection()
-            db.execute(_DELETE_PROCESS, (self.process,))
-            db.execute(_DELETE_DEAD_PROCESSES, (int(self.lease * 1000 * 10),))
-            db.execute(_DELETE_SLOTS, (self.process,))
-            db.execute(_DELETE_BATCH_MARKS, (self.process,))
+            db.execute(_DELETE_PROCESS, {"id": self.process})
+            db.execute(_DELETE_DEAD_PROCESSES, {"age_ms": int(self.lease * 1000 * 10)})
+            db.execute(_DELETE_SLOTS, {"process": self.process})
+            db.execute(_DELETE_BATCH_MARKS, {"process": self.process})
         self._disconnect()
 
     def _count_others(self) -> int:
         db = PgConnection(connect(self._url))
         try:
-            return int(db.execute(_COUNT_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])
+            others = db.execute(_COUNT_OTHERS, {"id": self.process, "lease_ms": int(self.lease * 1000)})
+            return int(others.fetchone()[0])
         finally:
             db.close()
 
@@ -278,22 +286,34 @@ class Listener:
             self._loop.call_soon_threadsafe(callback, argument)
 
 
+class _WorkerRow(NamedTuple):
+    """Columns of `_LIST_WORKERS`."""
+
+    worker: str | None
+    name: str
+    began_at: int
+    seen_at: int
+    heartbeats: int
+    fenced: int
+    takeovers: int
+    claims: int
+
+
 def list_workers(db: PgConnection, lease: timedelta) -> list[Worker]:
     """Processes seen within the last lease."""
+    rows = [_WorkerRow._make(row) for row in db.execute(_LIST_WORKERS, {"lease_ms": lease // _MS})]
     return [
         Worker(
-            id=id_,
-            name=name,
-            since=from_ms(since),
-            seen_at=from_ms(seen),
-            claims=claims,
-            heartbeats=heartbeats,
-            fenced=fenced,
-            takeovers=takeovers,
+            id=row.worker,
+            name=row.name,
+            since=from_ms(row.began_at),
+            seen_at=from_ms(row.seen_at),
+            claims=row.claims,
+            heartbeats=row.heartbeats,
+            fenced=row.fenced,
+            takeovers=row.takeovers,
         )
-        for id_, name, since, seen, heartbeats, fenced, takeovers, claims in db.execute(
-            _LIST_WORKERS, (lease // timedelta(milliseconds=1),)
-        )
+        for row in rows
     ]
 
 
@@ -302,20 +322,21 @@ WAITING_TTL = timedelta(seconds=5)
 _MS = timedelta(milliseconds=1)
 # Slots have no value after a crash, so the commit need not be durable.
 _BEGIN = tuple(f"BEGIN; {SET_TIMEOUTS} SET LOCAL synchronous_commit = off".split(";"))
-_LOCK_SERVICE = "SELECT pg_advisory_xact_lock(hashtextextended(?, 0))"
+_LOCK_SERVICE = "SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"
 _SELECT_OTHERS = f"""
-SELECT r.kept, CASE WHEN r.asked_at > {CLOCK} - ?3 THEN r.waiting ELSE 0 END, r.urgent
-  FROM places r JOIN processes p ON p.id = r.process AND p.seen_at > {CLOCK} - ?4
- WHERE r.service = ?1 AND r.process <> ?2
+SELECT places.kept, CASE WHEN places.asked_at > {CLOCK} - :waiting_ttl_ms THEN places.waiting ELSE 0 END, places.urgent
+  FROM places JOIN processes ON processes.id = places.process AND processes.seen_at > {CLOCK} - :lease_ms
+ WHERE places.service = :service AND places.process <> :process
 """
-_SELECT_OWN = "SELECT kept, waiting, urgent FROM places WHERE service = ? AND process = ?"
+_SELECT_OWN = "SELECT kept, waiting, urgent FROM places WHERE service = :service AND process = :process"
 _UPSERT_OWN = f"""
-INSERT INTO places (service, process, kept, waiting, urgent, asked_at) VALUES (?, ?, ?, ?, ?, {CLOCK})
+INSERT INTO places (service, process, kept, waiting, urgent, asked_at)
+VALUES (:service, :process, :held, :waiting, :urgent, {CLOCK})
     ON CONFLICT (service, process) DO UPDATE
    SET kept = excluded.kept, waiting = excluded.waiting, urgent = excluded.urgent, asked_at = excluded.asked_at
 """
-_DELETE_OWN = "DELETE FROM places WHERE service = ? AND process = ?"
-_NOTIFY = "SELECT pg_notify(?, ?)"
+_DELETE_OWN = "DELETE FROM places WHERE service = :service AND process = :process"
+_NOTIFY = "SELECT pg_notify(:channel, :notice)"
 
 
 def request_slots(
@@ -329,23 +350,28 @@ def request_slots(
     urgent: int,
 ) -> SlotGrant:
     """Report held slots and waiting requests, and return the grant. One transaction in two round trips."""
-    key, was_pipelining, db.pipelining = (service, channels.process), db.pipelining, True
+    key = {"service": service, "process": channels.process}
+    was_pipelining, db.pipelining = db.pipelining, True
     try:
         for statement in _BEGIN:
             db.execute(statement)
-        db.execute(_LOCK_SERVICE, (f"{channels.change_channel} {service}",))
-        rows = db.execute(_SELECT_OTHERS, (*key, WAITING_TTL // _MS, lease // _MS))
+        db.execute(_LOCK_SERVICE, {"name": f"{channels.change_channel} {service}"})
+        rows = db.execute(_SELECT_OTHERS, {**key, "waiting_ttl_ms": WAITING_TTL // _MS, "lease_ms": lease // _MS})
         held_before, waited_before, urgent_before = db.execute(_SELECT_OWN, key).fetchone() or (0, 0, 0)
         others = [OtherProcess(*row) for row in rows]
         grant = divide_slots(limit, held, waiting, others, urgent=urgent, releases_slot=held < held_before)
         still_waiting, still_urgent = waiting - grant.granted, max(0, urgent - grant.granted)
         if held or waiting:
-            db.execute(_UPSERT_OWN, (*key, held + grant.granted, still_waiting, still_urgent))
+            db.execute(
+                _UPSERT_OWN,
+                {**key, "held": held + grant.granted, "waiting": still_waiting, "urgent": still_urgent},
+            )
         else:
             db.execute(_DELETE_OWN, key)
         released = grant.others_wait and held + grant.granted < held_before
         if released or (still_waiting and not waited_before) or (still_urgent and not urgent_before):
-            db.execute(_NOTIFY, channels.slot_notice())
+            channel, notice = channels.slot_notice()
+            db.execute(_NOTIFY, {"channel": channel, "notice": notice})
         db.execute_now("COMMIT")
     finally:
         db.pipelining = was_pipelining

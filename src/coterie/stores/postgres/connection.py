@@ -1,7 +1,7 @@
 """PostgreSQL connections that run the SQL both engines share.
 
-Shared SQL is written in SQLite's dialect and translated here. Statements can be pipelined: queued and sent together
-in one round trip.
+Shared SQL is written in SQLite's dialect and translated here; see `translate_sql`. Statements can be pipelined: queued
+and sent together in one round trip.
 
 A connection keeps no session state: no prepared statements, no settings that outlive a transaction. So it also works
 through a pooler in transaction mode.
@@ -10,7 +10,7 @@ through a pooler in transaction mode.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, lru_cache
 from typing import Any, Self
@@ -188,25 +188,26 @@ class PgConnection:
         self._queued: list[tuple[bytes, LazyResult | None]] = []
         self._queued_bytes = 0
 
-    def execute(self, sql: str, parameters: Any = (), /) -> Rows:
-        text, values = bind(sql, parameters)
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = (), /) -> Rows:
+        text = translate_sql(sql)
         if not self.pipelining and not self._queued:
-            return _last_result(self.raw.execute(self._prefix + text, values))
+            return _last_result(self.raw.execute(self._prefix + text, parameters))
         result = LazyResult(self)
-        self._enqueue(self._render(text, values), result)
+        self._enqueue(self._render(text, parameters), result)
         if not self.pipelining or self._queued_bytes > MAX_QUEUED_BYTES:
             self.flush()
         return result
 
-    def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
+    def executemany(self, sql: str, parameters: Iterable[Mapping[str, Any]], /) -> None:
         """Queue the statements; the next `execute` or `flush` sends them."""
+        text = translate_sql(sql)
         for values in parameters:
-            self._enqueue(self._render(*bind(sql, values)))
+            self._enqueue(self._render(text, values))
 
     def insert_rows(self, into: str, rows: Iterable[Sequence[Any]]) -> None:
         """Insert rows as one JSON parameter: faster than thousands of separate values."""
         statement, columns = json_insert(into)
-        self.execute(statement, (encode_rows(columns, rows),))
+        self.execute(statement, {"rows": encode_rows(columns, rows)})
 
     def execute_now(self, sql: str) -> psycopg.Cursor[Any]:
         """Send the queued statements and `sql`, untranslated, in one round trip. Return the last result."""
@@ -247,7 +248,7 @@ class PgConnection:
         self._queued.append((text, result))
         self._queued_bytes += len(text)
 
-    def _render(self, text: bytes, values: Any) -> bytes:
+    def _render(self, text: bytes, values: Mapping[str, Any] | Sequence[Any]) -> bytes:
         """The statement with its values as SQL literals."""
         return self._cursor.mogrify(text, values).encode()
 
@@ -265,32 +266,44 @@ def _last_result(cursor: psycopg.Cursor[Any]) -> psycopg.Cursor[Any]:
     return cursor
 
 
-_POSTGRES_HINT = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
-"""SQL that only PostgreSQL executes."""
 _TABLE_AND_COLUMNS = re.compile(r"(\w+) \(([^)]*)\)")
-_NUMBERED = re.compile(r"\?(\d+)")
-_JSON_INSERT = "INSERT INTO {} SELECT {} FROM json_populate_recordset(NULL::{}, ?)"
 _encode = msgspec.json.Encoder().encode
-_REPLACEMENTS = {"CAST(payload AS BLOB)": "payload", "CAST(m.payload AS BLOB)": "m.payload"}
-"""SQLite needs these casts for damaged text. PostgreSQL's text is always valid."""
-
-
-def bind(sql: str, parameters: Any) -> tuple[bytes, Any]:
-    """Translate the statement and its parameters for psycopg."""
-    text, is_numbered = translate_sql(sql)
-    if not is_numbered:
-        return text, parameters
-    return text, {f"p{n}": value for n, value in enumerate(parameters, 1)}
+_POSTGRES_CLAUSE = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
+_SQLITE_SYNTAX = re.compile(
+    r"""
+    (?P<literal>'(?:[^']|'')*')
+    | (?P<cast>::)
+    | :(?P<name>[A-Za-z_]\w*)
+    | (?P<positional>\?)
+    | CAST\((?P<blob>[\w.]+)\ AS\ BLOB\)
+    | (?P<percent>%)
+    """,
+    re.VERBOSE,
+)
 
 
 @lru_cache(maxsize=1024)
-def translate_sql(sql: str) -> tuple[bytes, bool]:
-    """Return the SQL with psycopg's placeholders, and whether they are numbered (`?1`)."""
-    text = _POSTGRES_HINT.sub(r"\1", sql).replace("%", "%%")
-    for sqlite_expression, expression in _REPLACEMENTS.items():
-        text = text.replace(sqlite_expression, expression)
-    text, numbered = _NUMBERED.subn(r"%(p\1)s", text)
-    return (text if numbered else text.replace("?", "%s")).encode(), bool(numbered)
+def translate_sql(sql: str) -> bytes:
+    """Translate shared SQL for psycopg.
+
+    `:name` becomes `%(name)s`, and `?` becomes `%s`; string literals and `::type` stay. `/*+ clause */` becomes
+    `clause`. `CAST(column AS BLOB)` becomes `column`: SQLite needs the cast for damaged text, PostgreSQL's text is
+    always valid.
+    """
+    return _SQLITE_SYNTAX.sub(_translate_token, _POSTGRES_CLAUSE.sub(r"\1", sql)).encode()
+
+
+def _translate_token(match: re.Match[str]) -> str:
+    text = match.group(match.lastgroup or 0)
+    match match.lastgroup:
+        case "name":
+            return f"%({text})s"
+        case "positional":
+            return "%s"
+        case "literal" | "percent":
+            return text.replace("%", "%%")
+        case _:
+            return text
 
 
 @cache
@@ -299,7 +312,8 @@ def json_insert(into: str) -> tuple[str, Sequence[str]]:
     match = _TABLE_AND_COLUMNS.fullmatch(into)
     assert match, into  # noqa: S101
     table, columns = match.groups()
-    return _JSON_INSERT.format(into, columns, table), columns.replace(" ", "").split(",")
+    statement = f"INSERT INTO {into} SELECT {columns} FROM json_populate_recordset(NULL::{table}, :rows)"
+    return statement, columns.replace(" ", "").split(",")
 
 
 def encode_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

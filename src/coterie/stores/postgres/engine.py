@@ -52,7 +52,7 @@ READ_ATTEMPTS = 4
 LEASE = timedelta(seconds=30)
 _MS = timedelta(milliseconds=1)
 _SET_READ_TIMEOUT = f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS};"
-_BROADCAST = "SELECT pg_notify(?, payload) FROM unnest(?::text[]) AS payload"
+_BROADCAST = "SELECT pg_notify(:channel, payload) FROM unnest(:texts::text[]) AS payload"
 TimeMs = Callable[[], int]
 
 
@@ -127,7 +127,7 @@ class PostgresStore(SqlStore):
         )
 
     async def broadcast(self, texts: Sequence[str]) -> None:
-        await self._query(_BROADCAST, self._channels.broadcast_channel, list(texts))
+        await self._query(_BROADCAST, channel=self._channels.broadcast_channel, texts=list(texts))
 
     def _publish_change(self, has_work: bool) -> None:
         if has_work and self._worker:
@@ -258,8 +258,9 @@ def _unusable(error: psycopg.Error) -> StoreError:
 
 _SEARCH = f"""
 SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE (?1 IS NULL OR seq < ?1) AND (?2 IS NULL OR ?2 IN (sender, recipient)) AND said(payload) ILIKE ALL (?3)
- ORDER BY seq DESC LIMIT ?4
+ WHERE (:before IS NULL OR seq < :before) AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
+   AND said(payload) ILIKE ALL (:patterns)
+ ORDER BY seq DESC LIMIT :limit
 """
 _ANY_TEXT = "%"
 SEARCH_PAGE_ROWS = 500
@@ -271,9 +272,15 @@ def search(db: Connection, words: str, page: Page, agent_id: str | None) -> list
     if not patterns:
         return []
     if words.isascii() or words.lower() == words.upper():
-        rows = db.execute(_SEARCH, (page.before, agent_id, patterns, page.limit))
-        return [to_message(row) for row in rows]
+        return _search_page(db, patterns, page.before, agent_id, page.limit)
     return _search_casefold(db, words.casefold().split()[: len(patterns)], page, agent_id)
+
+
+def _search_page(
+    db: Connection, patterns: list[str], before: int | None, agent_id: str | None, limit: int
+) -> list[Message]:
+    rows = db.execute(_SEARCH, {"patterns": patterns, "before": before, "agent_id": agent_id, "limit": limit})
+    return [to_message(row) for row in rows]
 
 
 def _search_casefold(db: Connection, words: list[str], page: Page, agent_id: str | None) -> list[Message]:
@@ -281,7 +288,7 @@ def _search_casefold(db: Connection, words: list[str], page: Page, agent_id: str
     found: list[Message] = []
     before = page.before
     while len(found) < page.limit:
-        messages = [to_message(row) for row in db.execute(_SEARCH, (before, agent_id, [_ANY_TEXT], SEARCH_PAGE_ROWS))]
+        messages = _search_page(db, [_ANY_TEXT], before, agent_id, SEARCH_PAGE_ROWS)
         for message in messages:
             text = str(message.payload.get("text", "")).casefold()
             if all(word in text for word in words):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -12,48 +11,56 @@ import psycopg
 
 from coterie.ids import new_id
 from coterie.stores.postgres.cluster import NotifyChannels
-from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, encode_rows
+from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, encode_rows, translate_sql
 from coterie.stores.postgres.errors import AgentLocked, PauseChanged
-from coterie.stores.sql.mailbox import MAILBOX_COLUMNS, SELECT_MAILBOX
+from coterie.stores.sql.mailbox import MAILBOX_COLUMNS, Mailbox
 from coterie.stores.sql.rows import read_secret
-from coterie.stores.sql.session import SELECT_WAITING, EventRow, MailboxPosition
+from coterie.stores.sql.session import SELECT_WAITING, WAITING_COLUMNS, EventRow, MailboxPosition, WaitingRow
 
-_LOCK_AGENTS = SELECT_MAILBOX.replace("SELECT ", "SELECT id, ").replace("id = ?", "id IN ({}) ORDER BY id FOR UPDATE")
-# First value: the pause state that jobs of this batch have read, or NULL. Second: the new state, or NULL.
+_LOCK_AGENTS = f"SELECT id, {MAILBOX_COLUMNS} FROM agents WHERE id = ANY (:ids) ORDER BY id FOR UPDATE"
+_LOCK_AGENT = f"""
+SELECT {CLOCK}, pg_current_xact_id()::text, {MAILBOX_COLUMNS} FROM agents WHERE id = :id FOR UPDATE NOWAIT
+"""
+# `:paused_read`: the pause state that jobs of this batch have read, or NULL. `:paused_new`: the new state, or NULL.
 # If the state has changed since, the CASE yields NULL and violates NOT NULL, so the batch fails and is retried.
 # Every writing batch locks this row last anyway, so the check costs nothing and orders batches and pauses.
-_SET_PAUSED = "paused = CASE WHEN paused = coalesce(?::int, paused) THEN coalesce(?::int, paused) END"
+_SET_PAUSED = """
+paused = CASE WHEN paused = coalesce(:paused_read::int, paused) THEN coalesce(:paused_new::int, paused) END
+"""
+_UPDATE_PAUSED = f"UPDATE log SET {_SET_PAUSED}"
 # Numbers and writes the events in one round trip. The notification is sent at commit.
 _WRITE_EVENTS = f"""
 WITH numbered AS (
-    UPDATE log SET last = last + ?, last_at = greatest(last_at, ?), {_SET_PAUSED}
-    RETURNING last - ? AS before, pg_notify(?, ?)::text)
+    UPDATE log SET last = last + :count, last_at = greatest(last_at, :timestamp), {_SET_PAUSED}
+    RETURNING last - :count AS before, pg_notify(:channel, :notice)::text)
 INSERT INTO events (seq, at, kind, subject, data)
 SELECT before + position, at, kind, subject, data
-  FROM numbered, json_to_recordset(?) AS event (position BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
+  FROM numbered, json_to_recordset(:events) AS event (position BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
 RETURNING pg_current_xact_id()::text
 """
 _EVENT_COLUMNS = ("position", "at", "kind", "subject", "data")
 MAX_PREFETCHED_MAIL = 100
 """Mailboxes with more waiting messages are not prefetched."""
-_AGENT_MAIL = SELECT_WAITING.replace("recipient = ? AND in_seq > ?", "recipient = a.id AND in_seq > a.taken_seq")
 # LATERAL: reads each mailbox by its index, whatever the planner's statistics say.
 _SELECT_ALL_WAITING = f"""
-SELECT a.id, mail.* FROM agents a, LATERAL ({_AGENT_MAIL}) AS mail
- WHERE a.id = ANY (?::text[]) AND a.waiting <= {MAX_PREFETCHED_MAIL} ORDER BY a.id, mail.position
+SELECT agents.id, mail.*
+  FROM agents,
+       LATERAL (SELECT {WAITING_COLUMNS} FROM messages
+                 WHERE recipient = agents.id AND in_seq > agents.taken_seq AND messages.state = 'pending'
+                 ORDER BY in_seq) AS mail
+ WHERE agents.id = ANY (:ids) AND agents.waiting <= {MAX_PREFETCHED_MAIL} ORDER BY agents.id, mail.in_seq
 """
-_STATE, _TAKEN, _NEXT, _WAITING = map(MAILBOX_COLUMNS.index, ("state", "taken_seq", "next_in_seq", "waiting"))
-_TRANSACTION_ID = "pg_current_xact_id_if_assigned()::text"
-_SELECT_LOG = f"SELECT {CLOCK}, last_at, paused, {_TRANSACTION_ID} FROM log"
-_SELECT_NOW = f"SELECT {CLOCK}, {_TRANSACTION_ID}"
-_NOTIFY = "SELECT pg_notify(?, ?)"
+_SELECT_TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
+_SELECT_LOG = f"SELECT {CLOCK}, last_at, paused, pg_current_xact_id_if_assigned()::text FROM log"
+_SELECT_NOW = f"SELECT {CLOCK}, pg_current_xact_id_if_assigned()::text"
+_NOTIFY = "SELECT pg_notify(:channel, :notice)"
 _MARK_BATCH = f"""
-INSERT INTO batches (process, batch, at) VALUES (?, ?, {CLOCK})
+INSERT INTO batches (process, batch, at) VALUES (:process, :batch, {CLOCK})
     ON CONFLICT (process) DO UPDATE SET batch = excluded.batch, at = excluded.at
 """
-_IS_BATCH_MARKED = "SELECT 1 FROM batches WHERE process = ? AND batch = ?"
-_TRANSACTION_STATUS = "SELECT pg_xact_status(?::xid8)"
-_NEXT_MESSAGE_SEQS = "SELECT nextval('messages_seq_seq') FROM generate_series(1, {})"
+_IS_BATCH_MARKED = "SELECT 1 FROM batches WHERE process = :process AND batch = :batch"
+_TRANSACTION_STATUS = "SELECT pg_xact_status(:transaction::xid8)"
+_NEXT_MESSAGE_SEQS = "SELECT nextval('messages_seq_seq') FROM generate_series(1, :count)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,16 @@ class BatchCommit:
 
     def is_in_progress(self, db: PgConnection) -> bool:
         try:
-            return bool(db.execute(_TRANSACTION_STATUS, (self.transaction,)).fetchone()[0] == "in progress")
+            return bool(
+                db.execute(_TRANSACTION_STATUS, {"transaction": self.transaction}).fetchone()[0] == "in progress"
+            )
         except psycopg.DataError:  # after a crash or failover the server may not know this transaction id
             return False
 
     def is_committed(self, db: PgConnection) -> bool:
         """Call it only when the batch is no longer in progress."""
-        return db.execute(_IS_BATCH_MARKED, (self.process, self.batch)).fetchone() is not None
+        mark = db.execute(_IS_BATCH_MARKED, {"process": self.process, "batch": self.batch})
+        return mark.fetchone() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +119,10 @@ class PostgresSession:
         self._reserved_seqs: list[int] = []
         """Numbers fetched after `touches` were locked: valid for messages to these agents only."""
         self._events: list[EventRow] = []
-        self._rows: dict[str, tuple[Any, ...]] = {}
+        self._rows: dict[str, Mailbox] = {}
         self._positions: dict[str, MailboxPosition] = {}
         """Mailboxes with waiting mail that was not read yet, as they were when locked."""
-        self._mail: dict[str, tuple[MailboxPosition, list[Any]]] = {}
+        self._mail: dict[str, tuple[MailboxPosition, list[WaitingRow]]] = {}
         self._transaction: str | None = None
         self._paused = False
         self._paused_read: bool | None = None
@@ -127,11 +137,10 @@ class PostgresSession:
 
     def _begin(self, touches: Sequence[str], messages: int) -> None:
         """One round trip: locks in order, then numbers and time, which must be read under the locks."""
-        placeholders = ", ".join(["%s"] * len(touches))
-        lock = f"{_LOCK_AGENTS.format(placeholders)};" if touches else ""
-        numbers = f"{_NEXT_MESSAGE_SEQS.format(messages)};" if messages else ""
+        lock = f"{_LOCK_AGENTS};" if touches else ""
+        numbers = f"{_NEXT_MESSAGE_SEQS};" if messages else ""
         script = f"BEGIN; {SET_TIMEOUTS} {lock} {numbers} {_SELECT_LOG}; SAVEPOINT job"
-        cursor = self._db.raw.execute(script.encode(), touches or None)
+        cursor = self._db.raw.execute(translate_sql(script), {"ids": touches, "count": messages})
         results = []
         while cursor.nextset():
             if cursor.description:
@@ -166,61 +175,64 @@ class PostgresSession:
         self._secret = self._secret or read_secret(self._db)
         return self._secret
 
-    def lock_agent(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
-        if (row := self._rows.pop(agent_id, None)) is not None:
-            return row
+    def lock_agent(self, agent_id: str) -> Mailbox | None:
+        if (mailbox := self._rows.pop(agent_id, None)) is not None:
+            return mailbox
         try:
-            locked = self._db.execute(_lock_sql(sql), (agent_id,)).fetchone()
+            row = self._db.execute(_LOCK_AGENT, {"id": agent_id}).fetchone()
         except psycopg.errors.LockNotAvailable as error:
             raise AgentLocked(agent_id) from error
-        if locked is None:
+        if row is None:
             return None
-        *row_values, now, self._transaction = locked
+        now, self._transaction, *columns = row  # the time is read after the lock was granted
         self._advance_timestamp(now)
-        return tuple(row_values)
+        return Mailbox(*columns)
 
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         if not agent_ids:
             return
-        placeholders = ", ".join(["?"] * len(agent_ids))
-        rows, time = self._db.execute(_LOCK_AGENTS.format(placeholders), agent_ids), self._db.execute(_SELECT_NOW)
-        mail = self._db.execute(_SELECT_ALL_WAITING, (list(agent_ids),))
+        ids = {"ids": list(agent_ids)}
+        rows, time = self._db.execute(_LOCK_AGENTS, ids), self._db.execute(_SELECT_NOW)
+        mail = self._db.execute(_SELECT_ALL_WAITING, ids)
         now, self._transaction = time.fetchone()
         self._advance_timestamp(now)
         self._cache_rows(rows)
         self._cache_mail(agent_ids, mail)
 
-    def cache_agent(self, agent_id: str, row: tuple[Any, ...]) -> None:
+    def cache_agent(self, agent_id: str, row: Mailbox) -> None:
         pass  # another process may change the row next
 
     def _advance_timestamp(self, now: int) -> None:
         if not self._clock:
             self.timestamp = max(self.timestamp, now)
 
-    def read_waiting(self, agent_id: str, position: MailboxPosition, *, full: bool) -> list[Any]:
+    def read_waiting(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
         """Reads the mail of all locked agents in one round trip: they are likely to be asked for next."""
         if self._positions.get(agent_id) == position:
             agent_ids = [*self._positions]
-            self._cache_mail(agent_ids, self._db.execute(_SELECT_ALL_WAITING, (agent_ids,)))
-        cached_position, rows = self._mail.pop(agent_id, (None, []))
+            self._cache_mail(agent_ids, self._db.execute(_SELECT_ALL_WAITING, {"ids": agent_ids}))
+        cached_position, mail = self._mail.pop(agent_id, (None, []))
         if cached_position == position:
-            return rows
-        return self._db.execute(SELECT_WAITING, (agent_id, position[0])).fetchall()
+            return mail
+        rows = self._db.execute(SELECT_WAITING, {"recipient": agent_id, "taken_seq": position[0]})
+        return [WaitingRow(*row) for row in rows]
+
+    def read_waiting_headers(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
+        return self.read_waiting(agent_id, position)  # a second round trip would cost more than the payloads
 
     def _cache_mail(self, agent_ids: Iterable[str], mail: Iterable[Sequence[Any]]) -> None:
         for agent_id in agent_ids:
             if position := self._positions.pop(agent_id, None):
                 self._mail[agent_id] = (position, [])
-        for agent_id, *row in mail:
+        for agent_id, *columns in mail:
             if agent_id in self._mail:
-                self._mail[agent_id][1].append(tuple(row))
+                self._mail[agent_id][1].append(WaitingRow(*columns))
 
     def _cache_rows(self, rows: Iterable[Sequence[Any]]) -> None:
-        for agent_id, *row in rows:
-            self._rows[agent_id] = tuple(row)
-            state, position = row[_STATE], (row[_TAKEN], row[_NEXT], row[_WAITING])
-            if state in ("ready", "llm", "tools") and 0 < row[_WAITING] <= MAX_PREFETCHED_MAIL:
-                self._positions[agent_id] = position
+        for agent_id, *columns in rows:
+            mailbox = self._rows[agent_id] = Mailbox(*columns)
+            if mailbox.state in ("ready", "llm", "tools") and 0 < mailbox.waiting <= MAX_PREFETCHED_MAIL:
+                self._positions[agent_id] = (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting)
 
     def next_message_seq(self) -> int:
         if not self._message_seqs:
@@ -236,7 +248,7 @@ class PostgresSession:
 
     def _fetch_seqs(self, count: int) -> list[int]:
         """`count` message numbers, descending: the next one is popped from the end."""
-        rows = self._db.execute(_NEXT_MESSAGE_SEQS.format("?"), (count,))
+        rows = self._db.execute(_NEXT_MESSAGE_SEQS, {"count": count})
         return sorted((number for (number,) in rows), reverse=True)
 
     def append_events(self, events: Sequence[EventRow]) -> None:
@@ -260,28 +272,32 @@ class PostgresSession:
         if transaction is None:
             return None
         commit = BatchCommit(transaction, self._channels.process, new_id())
-        self._db.execute(_MARK_BATCH, (commit.process, commit.batch))
+        self._db.execute(_MARK_BATCH, {"process": commit.process, "batch": commit.batch})
         return commit
 
     def _write_events(self) -> str:
         events = encode_rows(_EVENT_COLUMNS, ((position, *event) for position, event in enumerate(self._events, 1)))
-        count, notice = len(self._events), self._channels.change_notice(self.has_unclaimed_work)
+        channel, notice = self._channels.change_notice(self.has_unclaimed_work)
         result = self._db.execute(
-            _WRITE_EVENTS, (count, self.timestamp, self._paused_read, self._paused_new, count, *notice, events)
+            _WRITE_EVENTS,
+            {
+                "count": len(self._events),
+                "timestamp": self.timestamp,
+                "paused_read": self._paused_read,
+                "paused_new": self._paused_new,
+                "channel": channel,
+                "notice": notice,
+                "events": events,
+            },
         )
         return self._transaction or str(result.fetchone()[0])
 
     def _close_without_events(self) -> str | None:
         if self._paused_read is not None or self._paused_new is not None:
-            self._db.execute(f"UPDATE log SET {_SET_PAUSED}", (self._paused_read, self._paused_new))
+            self._db.execute(_UPDATE_PAUSED, {"paused_read": self._paused_read, "paused_new": self._paused_new})
         if self.has_unclaimed_work:
-            self._db.execute(_NOTIFY, self._channels.change_notice(self.has_unclaimed_work))
+            channel, notice = self._channels.change_notice(self.has_unclaimed_work)
+            self._db.execute(_NOTIFY, {"channel": channel, "notice": notice})
         if self._transaction is None:
-            (self._transaction,) = self._db.execute(f"SELECT {_TRANSACTION_ID}").fetchone()
+            (self._transaction,) = self._db.execute(_SELECT_TRANSACTION).fetchone()
         return self._transaction
-
-
-@cache
-def _lock_sql(sql: str) -> str:
-    """Lock the row and return it with the time, which is read after the lock was granted."""
-    return sql.replace(" FROM ", f", {CLOCK}, pg_current_xact_id()::text FROM ") + " FOR UPDATE NOWAIT"

@@ -19,10 +19,10 @@ from coterie.stores.transfer import BATCH_ROWS, TABLES
 _BLOCK_WRITES = (
     f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}; LOCK TABLE {', '.join(TABLES)}, log, processes IN EXCLUSIVE MODE"
 )
-_COUNT_PROCESSES = f"SELECT count(*) FROM processes WHERE seen_at > {CLOCK} - ?"
-_READ_CHUNK = "SELECT bytes FROM pieces WHERE sha256 = ? AND start >= ? ORDER BY start LIMIT 1"
-_INSERT_BLOB = f"INSERT INTO blobs (sha256, size, at) VALUES (?, ?, {CLOCK})"
-_INSERT_CHUNK = "INSERT INTO pieces (sha256, start, bytes) VALUES (?, ?, ?)"
+_COUNT_PROCESSES = f"SELECT count(*) FROM processes WHERE seen_at > {CLOCK} - :lease_ms"
+_READ_CHUNK = "SELECT bytes FROM pieces WHERE sha256 = :sha256 AND start >= :start ORDER BY start LIMIT 1"
+_INSERT_BLOB = f"INSERT INTO blobs (sha256, size, at) VALUES (:sha256, :size, {CLOCK})"
+_INSERT_CHUNK = "INSERT INTO pieces (sha256, start, bytes) VALUES (:sha256, :start, :bytes)"
 _RESET_LOG = "UPDATE log SET (last, last_at) = (SELECT coalesce(max(seq), 0), coalesce(max(at), 0) FROM events)"
 # SQLite releases claims at the next start. Here no start does, so release them now.
 _RELEASE_CLAIMS = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools') AND runnable_at IS NULL"
@@ -69,12 +69,12 @@ class PostgresSource:
     def read_blob(self, sha256: str) -> Iterator[bytes] | None:
         if self._folder:
             return read_blob(self._folder, sha256)
-        exists = self._db.execute("SELECT 1 FROM blobs WHERE sha256 = ?", (sha256,)).fetchone()
+        exists = self._db.execute("SELECT 1 FROM blobs WHERE sha256 = :sha256", {"sha256": sha256}).fetchone()
         return self._read_chunks(sha256) if exists else None
 
     def _read_chunks(self, sha256: str) -> Iterator[bytes]:
         for start in itertools.count(0, CHUNK_BYTES):
-            row = self._db.execute(_READ_CHUNK, (sha256, start)).fetchone()
+            row = self._db.execute(_READ_CHUNK, {"sha256": sha256, "start": start}).fetchone()
             if row is None:
                 return
             yield bytes(row[0])
@@ -106,15 +106,18 @@ class PostgresTarget:
 
     def set_last_sequence(self, table: str, number: int) -> None:
         sequence = f"{table}_seq_seq"
-        self.db.execute("SELECT setval(?::regclass, ?, ?::int::bool)", (sequence, max(1, number), number > 0))
+        self.db.execute(
+            "SELECT setval(:sequence::regclass, :number, :is_called::int::bool)",
+            {"sequence": sequence, "number": max(1, number), "is_called": number > 0},
+        )
 
     def write_blob(self, sha256: str, size: int, chunks: Iterator[bytes]) -> None:
         if self._folder:
             self._new_files += write_blob(self._folder, sha256, chunks)
             return
-        self.db.execute(_INSERT_BLOB, (sha256, size))
+        self.db.execute(_INSERT_BLOB, {"sha256": sha256, "size": size})
         for number, chunk in enumerate(_rechunk(chunks)):
-            self.db.execute(_INSERT_CHUNK, (sha256, number * CHUNK_BYTES, chunk))
+            self.db.execute(_INSERT_CHUNK, {"sha256": sha256, "start": number * CHUNK_BYTES, "bytes": chunk})
 
     def _delete_new_files(self) -> None:
         for path in self._new_files:
@@ -127,7 +130,7 @@ class PostgresTarget:
 
 
 def _require_no_process(db: PgConnection, lease: timedelta) -> None:
-    if count := _fetch_int(db, _COUNT_PROCESSES, lease // timedelta(milliseconds=1)):
+    if count := _fetch_int(db, _COUNT_PROCESSES, lease_ms=lease // timedelta(milliseconds=1)):
         who = "a process runs" if count == 1 else f"{count} processes run"
         raise StoreUnusable(
             f"{who} the society in this database: stop them first; one that was killed counts as gone"
@@ -147,7 +150,7 @@ def _columns(db: PgConnection, table: str) -> list[str]:
     ]
 
 
-def _fetch_int(db: PgConnection, sql: str, *values: Any) -> int:
+def _fetch_int(db: PgConnection, sql: str, **values: Any) -> int:
     return int(db.execute(sql, values).fetchone()[0])
 
 

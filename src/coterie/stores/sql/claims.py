@@ -18,7 +18,7 @@ from coterie.llm.types import Completion, TokenUsage
 from coterie.messages import Envelope
 from coterie.stores.sql.poison import UnclaimableAgent
 from coterie.stores.sql.queries import count_tokens_since
-from coterie.stores.sql.rows import Connection
+from coterie.stores.sql.rows import Connection, json_keys
 from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.text import to_storable
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # step are suspects: they run one at a time, and progress clears them. So a poison turn quarantines no other turn.
 _SUSPECT = f"state IN ('llm', 'tools') AND worker IS NOT NULL AND crash_step = step_no AND crashes = {MAX_CRASHES - 2}"
 _SUSPECT_RUNS = (
-    "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > ?1)"
+    "state IN ('llm', 'tools') AND (runnable_at IS NULL OR runnable_at > :now)"
     f" AND crash_step = step_no AND crashes = {MAX_CRASHES - 1}"
 )
 MAX_RETRY_WAIT_MS = 600_000
@@ -41,14 +41,37 @@ MAX_LEASE_MS = 3_600_000
 # The stored end of a wait is too far away after the clock was set back. One second of tolerance: another process may
 # have written after our transaction began.
 _WAITS_TOO_LONG = (
-    "runnable_at > ?1 + 1000 AND (state NOT IN ('llm', 'tools', 'wait_retry')"
-    f" OR (state = 'wait_retry' AND runnable_at > ?1 + coalesce(retry_ms, {MAX_RETRY_WAIT_MS}))"
-    f" OR (state IN ('llm', 'tools') AND runnable_at > ?1 + {MAX_LEASE_MS}))"
+    "runnable_at > :now + 1000 AND (state NOT IN ('llm', 'tools', 'wait_retry')"
+    f" OR (state = 'wait_retry' AND runnable_at > :now + coalesce(retry_ms, {MAX_RETRY_WAIT_MS}))"
+    f" OR (state IN ('llm', 'tools') AND runnable_at > :now + {MAX_LEASE_MS}))"
 )
 # A paused agent finishes the step that runs; otherwise it stays as it is.
 _IS_HELD = "hold = 1 AND state NOT IN ('llm', 'tools')"
-_IS_CLAIMABLE = f"runnable_at <= ? AND NOT ({_SUSPECT}) AND NOT ({_IS_HELD})"
-_ORDER = "ORDER BY person DESC, runnable_at"
+_IS_CLAIMABLE = f"runnable_at <= :now AND NOT ({_SUSPECT}) AND NOT ({_IS_HELD})"
+_SELECT_CLAIMABLE = f"SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} ORDER BY person DESC, runnable_at"
+_LOCK_CLAIMABLE = f"""
+SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} ORDER BY person DESC, runnable_at LIMIT :limit
+/*+ FOR UPDATE SKIP LOCKED */
+"""
+_LOCK_ADMITTED = f"""
+SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} AND id IN (SELECT key FROM json_each(:ids))
+ ORDER BY person DESC, runnable_at /*+ FOR UPDATE SKIP LOCKED */
+"""
+_LOCK_SUSPECT = f"""
+SELECT id FROM agents WHERE runnable_at <= :now AND {_SUSPECT}
+   AND NOT EXISTS (SELECT 1 FROM agents WHERE {_SUSPECT_RUNS})
+ ORDER BY runnable_at LIMIT 1 /*+ FOR UPDATE SKIP LOCKED */
+"""
+_LOCK_WAITING_TOO_LONG = f"SELECT id FROM agents WHERE {_WAITS_TOO_LONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */"
+_SELECT_CLAIMED = "SELECT id FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') ORDER BY id"
+_INSERT_SUMMARY = "INSERT INTO summaries (agent_id, upto, text, at) VALUES (:agent_id, :upto, :text, :at)"
+_INSERT_SUMMARY_USAGE = """
+INSERT INTO llm_calls
+       (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at, estimated)
+SELECT :agent_id, :turn_no, :step_no, 1 + coalesce(max(call_no), 0), :service, :input_tokens, :output_tokens, 'used',
+       :at, :estimated
+  FROM llm_calls WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no
+"""
 
 
 def claim_agents(
@@ -67,19 +90,9 @@ def claim_agents(
     if admits := admission.begin_round() if admission else None:
         claimable = _lock_admitted(db, uow.now, limit, others, admits)
     else:
-        claimable = db.execute(
-            f"SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} {_ORDER} LIMIT ? /*+ FOR UPDATE SKIP LOCKED */",
-            (uow.now, limit),
-        )
-    suspects = db.execute(
-        f"SELECT id FROM agents WHERE runnable_at <= ?1 AND {_SUSPECT}"
-        f" AND NOT EXISTS (SELECT 1 FROM agents WHERE {_SUSPECT_RUNS}) ORDER BY runnable_at LIMIT ?2"
-        " /*+ FOR UPDATE SKIP LOCKED */",
-        (uow.now, 1),
-    )
-    too_long = db.execute(
-        f"SELECT id FROM agents WHERE {_WAITS_TOO_LONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */", (uow.now,)
-    )
+        claimable = db.execute(_LOCK_CLAIMABLE, {"now": uow.now, "limit": limit})
+    suspects = db.execute(_LOCK_SUSPECT, {"now": uow.now})
+    too_long = db.execute(_LOCK_WAITING_TOO_LONG, {"now": uow.now})
     # Results are read after all three queries were sent: PostgreSQL answers them in one round trip.
     agent_ids = _limit_agents(list(claimable), limit, others)
     suspect_ids = [agent_id for (agent_id,) in suspects][: limit - len(agent_ids)]
@@ -114,18 +127,13 @@ def _lock_admitted(
     db: Connection, now: int, limit: int, others: int, admits: AdmitFunction
 ) -> Iterable[tuple[str, int]]:
     """Lock the claimable agents that `admits` accepts. The others may be many and are not locked."""
-    runnable = db.execute(f"SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} {_ORDER}", (now,))
+    runnable = db.execute(_SELECT_CLAIMABLE, {"now": now})
     admitted = _limit_agents(
         ((agent_id, person) for agent_id, person in runnable if admits(agent_id, person == 1)), limit, others
     )
     if not admitted:
         return ()
-    placeholders = ", ".join("?" * len(admitted))
-    return db.execute(
-        f"SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} AND id IN ({placeholders}) {_ORDER}"
-        " /*+ FOR UPDATE SKIP LOCKED */",
-        (now, *admitted),
-    )
+    return db.execute(_LOCK_ADMITTED, {"now": now, "ids": json_keys(admitted)})
 
 
 def _limit_agents(agents: Iterable[tuple[str, int]], limit: int, others: int) -> list[str]:
@@ -159,7 +167,7 @@ def _claim_agent(db: Connection, uow: UnitOfWork, agent_id: str, worker: str, ru
 
 
 def release_claims(db: Connection, uow: UnitOfWork, worker: str, busy: Sequence[str], failed: bool) -> None:
-    claimed = db.execute("SELECT id FROM agents WHERE worker = ? AND state IN ('llm', 'tools') ORDER BY id", (worker,))
+    claimed = db.execute(_SELECT_CLAIMED, {"worker": worker})
     for agent_id in [agent_id for (agent_id,) in claimed if agent_id not in busy]:
         # One UPDATE of all rows locks in any order, and can deadlock with batches that lock in the order of ids.
         row = uow.mailbox(agent_id)
@@ -184,18 +192,22 @@ def summarise(db: Connection, uow: UnitOfWork, claim: Claim, upto: int, text: st
     turn.check_fence(claim)
     turn.mailbox.history_version += 1
     db.execute(
-        "INSERT INTO summaries (agent_id, upto, text, at) VALUES (?, ?, ?, ?)",
-        (claim.agent_id, upto, to_storable(text), uow.timestamp),
+        _INSERT_SUMMARY, {"agent_id": claim.agent_id, "upto": upto, "text": to_storable(text), "at": uow.timestamp}
     )
     if answer:
         db.execute(
-            "INSERT INTO llm_calls"
-            " (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at, estimated)"
-            " SELECT ?1, ?2, ?3, 1 + coalesce(max(call_no), 0), ?4, ?5, ?6, 'used', ?7, ?8 FROM llm_calls"
-            " WHERE agent_id = ?1 AND turn_no = ?2 AND step_no = ?3",
-            (claim.agent_id, claim.turn_no, claim.step_no, answer.service, answer.usage.input_tokens,
-             answer.usage.output_tokens, uow.timestamp, int(answer.usage.estimated)),
-        )  # fmt: skip
+            _INSERT_SUMMARY_USAGE,
+            {
+                "agent_id": claim.agent_id,
+                "turn_no": claim.turn_no,
+                "step_no": claim.step_no,
+                "service": answer.service,
+                "input_tokens": answer.usage.input_tokens,
+                "output_tokens": answer.usage.output_tokens,
+                "at": uow.timestamp,
+                "estimated": int(answer.usage.estimated),
+            },
+        )
     return msgspec.structs.replace(claim, history_version=turn.mailbox.history_version)
 
 

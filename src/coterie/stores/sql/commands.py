@@ -17,43 +17,92 @@ from coterie.stores.sql.mailbox import Mailbox, answered_approval_status, reopen
 from coterie.stores.sql.queries import thread_position
 from coterie.stores.sql.rows import ARTIFACT_COLUMNS, Connection, find_message, set_meta, to_artifact
 from coterie.stores.sql.turn_transaction import TurnTransaction
-from coterie.stores.sql.unit_of_work import MessageRow, UnitOfWork
+from coterie.stores.sql.unit_of_work import STORED_MESSAGE_COLUMNS, StoredMessage, UnitOfWork
 from coterie.turn import Rules
 
-_MESSAGE_ROW = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
 PRUNE_BATCH = 5_000
 _MS = timedelta(milliseconds=1)
+_UPSERT_AGENT = """
+INSERT INTO agents (id, kind, name, parent, profile, created_at)
+VALUES (:id, :kind, :name, :parent, :profile, :created_at)
+    ON CONFLICT (id) DO UPDATE SET name = excluded.name, parent = excluded.parent, profile = excluded.profile
+"""
+_UPSERT_ROLE = """
+INSERT INTO roles (name, profile, maker) VALUES (:name, :profile, :maker)
+    ON CONFLICT (name) DO UPDATE SET profile = excluded.profile WHERE roles.maker = excluded.maker
+"""
+_SELECT_WAITING = f"""
+SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE recipient = :recipient AND state = 'pending'
+   AND in_seq > (SELECT taken_seq FROM agents WHERE id = :recipient) ORDER BY in_seq
+"""
+_SELECT_DUE = f"""
+SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND deliver_at <= :now
+ ORDER BY deliver_at, seq LIMIT :limit /*+ FOR UPDATE */
+"""
+_SELECT_DELAYED = f"""
+SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed'
+ ORDER BY deliver_at, seq LIMIT :limit /*+ FOR UPDATE */
+"""
 # The conditions match the partial index of unread messages.
 _READ = """
-UPDATE messages SET state = 'taken', taken_at = ?
- WHERE thread = ? AND sender <> 'user' AND state = 'pending' AND (delivered_at, seq) <= (?, ?)
+UPDATE messages SET state = 'taken', taken_at = :now
+ WHERE thread = :thread AND sender <> 'user' AND state = 'pending' AND (delivered_at, seq) <= (:delivered_at, :seq)
 RETURNING length(payload)
 """
 _READ_NOTICES = """
-UPDATE messages SET state = 'taken', taken_at = ?
- WHERE recipient = 'user' AND thread IS NULL AND state = 'pending' AND (delivered_at, seq) <= (?, ?)
+UPDATE messages SET state = 'taken', taken_at = :now
+ WHERE recipient = 'user' AND thread IS NULL AND state = 'pending' AND (delivered_at, seq) <= (:delivered_at, :seq)
 RETURNING length(payload)
 """
 _CLEAR = """
 DELETE FROM messages
- WHERE thread = ?1 AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = ?1)
+ WHERE thread = :agent_id AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = :agent_id)
 RETURNING recipient, state, length(payload)
 """
 _DELETE_HISTORY = (
-    "DELETE FROM summaries WHERE agent_id = ?",
-    "DELETE FROM history WHERE agent_id = ?",
-    "DELETE FROM calls WHERE agent_id = ?",
-    "DELETE FROM plans WHERE agent_id = ?",
+    "DELETE FROM summaries WHERE agent_id = :agent_id",
+    "DELETE FROM history WHERE agent_id = :agent_id",
+    "DELETE FROM calls WHERE agent_id = :agent_id",
+    "DELETE FROM plans WHERE agent_id = :agent_id",
 )
+_INSERT_ARTIFACT = """
+INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at, maker)
+VALUES (:ref, :filename, :type, :mime_type, :size, :sha256, :created_at, :maker) ON CONFLICT (ref) DO NOTHING
+"""
+_PRUNE_DEAD = """
+DELETE FROM messages WHERE seq IN (
+    SELECT seq FROM messages WHERE state = 'dead' AND created_at < :before LIMIT :limit)
+"""
+# Messages in an agent's history stay.
+_PRUNE_DONE = """
+DELETE FROM messages WHERE seq IN (
+    SELECT seq FROM messages WHERE state IN ('taken', 'withdrawn') AND created_at < :before
+       AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id) ORDER BY seq LIMIT :limit)
+"""
+# The newest event stays: its time is the latest stored one.
+_PRUNE_EVENTS = """
+DELETE FROM events WHERE seq IN (
+    SELECT seq FROM events WHERE at < :before AND seq < (SELECT max(seq) FROM events) ORDER BY seq LIMIT :limit)
+"""
+_PRUNE_ARTIFACTS = """
+DELETE FROM artifacts WHERE created_at < :before
+   AND NOT EXISTS (SELECT 1 FROM attachments WHERE artifact_ref = ref) RETURNING sha256
+"""
 
 
 def add_agents(db: Connection, uow: UnitOfWork, agents: Sequence[Agent]) -> None:
     db.executemany(
-        "INSERT INTO agents (id, kind, name, parent, profile, created_at) VALUES (?, ?, ?, ?, ?, ?)"
-        " ON CONFLICT (id) DO UPDATE SET name = excluded.name, parent = excluded.parent, profile = excluded.profile",
+        _UPSERT_AGENT,
         # Agent rows are always locked in the order of ids: another process may be adding the same ones.
         [
-            (agent.id, agent.kind, agent.name, agent.parent, agent.profile, uow.timestamp)
+            {
+                "id": agent.id,
+                "kind": agent.kind,
+                "name": agent.name,
+                "parent": agent.parent,
+                "profile": agent.profile,
+                "created_at": uow.timestamp,
+            }
             for agent in sorted(agents, key=lambda agent: agent.id)
         ],
     )
@@ -62,11 +111,7 @@ def add_agents(db: Connection, uow: UnitOfWork, agents: Sequence[Agent]) -> None
 
 
 def put_role(db: Connection, name: str, profile: str, maker: str) -> None:
-    written = db.execute(
-        "INSERT INTO roles (name, profile, maker) VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE"
-        " SET profile = excluded.profile WHERE roles.maker = excluded.maker",
-        (name, profile, maker),
-    )
+    written = db.execute(_UPSERT_ROLE, {"name": name, "profile": profile, "maker": maker})
     if written.rowcount == 0:
         raise Refused("role_taken", f"the role {name!r} belongs to another agent: choose another name")
 
@@ -79,13 +124,8 @@ def terminate(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
         return
     TurnTransaction(db, uow, agent_id, Rules()).terminate()
     mailbox.state, mailbox.runnable_at, mailbox.waiting, mailbox.waiting_bytes = "terminated", None, 0, 0
-    waiting = db.execute(
-        f"SELECT {_MESSAGE_ROW} FROM messages WHERE recipient = ?1 AND state = 'pending'"
-        " AND in_seq > (SELECT taken_seq FROM agents WHERE id = ?1) ORDER BY in_seq",
-        (agent_id,),
-    ).fetchall()
-    for row in waiting:
-        uow.dead_letter(MessageRow(*row), "recipient_terminated")
+    for row in db.execute(_SELECT_WAITING, {"recipient": agent_id}).fetchall():
+        uow.dead_letter(StoredMessage._make(row), "recipient_terminated")
     uow.record_event("agent.state", agent_id)
     uow.record_event("agent.removed", agent_id)
 
@@ -159,14 +199,12 @@ def _active_mailbox(uow: UnitOfWork, agent_id: str) -> Mailbox:
 
 
 def promote_due(db: Connection, uow: UnitOfWork, limit: int, early: bool) -> Promotion:
-    is_due = "deliver_at <= ?1" if not early else "?1 = ?1"
-    due = db.execute(
-        f"SELECT {_MESSAGE_ROW} FROM messages WHERE state = 'delayed' AND {is_due} ORDER BY deliver_at, seq LIMIT ?2"
-        " /*+ FOR UPDATE */",
-        (uow.now, limit),
-    ).fetchall()
+    if early:
+        rows = db.execute(_SELECT_DELAYED, {"limit": limit}).fetchall()
+    else:
+        rows = db.execute(_SELECT_DUE, {"now": uow.now, "limit": limit}).fetchall()
     hit("promote.selected")
-    delivered, dead = uow.deliver_due((MessageRow(*row) for row in due), early=early)
+    delivered, dead = uow.deliver_due(map(StoredMessage._make, rows), early=early)
     hit("promote.moved")
     next_row = db.execute(
         "SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1"
@@ -188,10 +226,10 @@ def withdraw(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Messa
     if message.state == "delayed":
         mailbox.delayed -= 1
     else:
-        (size,) = db.execute("SELECT length(payload) FROM messages WHERE seq = ?", (message.seq,)).fetchone()
+        (size,) = db.execute("SELECT length(payload) FROM messages WHERE seq = :seq", {"seq": message.seq}).fetchone()
         mailbox.remove_message(size)
         uow.record_event("queue.changed", message.to)
-    db.execute("UPDATE messages SET state = 'withdrawn' WHERE seq = ?", (message.seq,))
+    db.execute("UPDATE messages SET state = 'withdrawn' WHERE seq = :seq", {"seq": message.seq})
     uow.record_event("delayed.withdrawn" if message.state == "delayed" else "message.updated", message.id)
     if message.sender == PERSON:
         for question in reopen_questions(db, message.id):
@@ -206,7 +244,9 @@ def reschedule(db: Connection, uow: UnitOfWork, message_id: str, delay: timedelt
     if message.state != "delayed":
         raise Refused("already_delivered", f"too late to move: the message is {message.state}")
     deliver_at = uow.now + delay // _MS
-    db.execute("UPDATE messages SET deliver_at = ? WHERE seq = ?", (deliver_at, message.seq))
+    db.execute(
+        "UPDATE messages SET deliver_at = :deliver_at WHERE seq = :seq", {"deliver_at": deliver_at, "seq": message.seq}
+    )
     uow.record_event("delayed.moved", message.id)
     return _reload(db, message)
 
@@ -214,9 +254,9 @@ def reschedule(db: Connection, uow: UnitOfWork, message_id: str, delay: timedelt
 def resend_dead_letter(db: Connection, uow: UnitOfWork, message_id: str) -> Receipt:
     message = _find_dead_letter(db, message_id)
     payload, question, thread = db.execute(
-        "SELECT payload, question, thread FROM messages WHERE seq = ?", (message.seq,)
+        "SELECT payload, question, thread FROM messages WHERE seq = :seq", {"seq": message.seq}
     ).fetchone()
-    refs = db.execute("SELECT artifact_ref FROM attachments WHERE message_seq = ?", (message.seq,)).fetchall()
+    refs = db.execute("SELECT artifact_ref FROM attachments WHERE message_seq = :seq", {"seq": message.seq}).fetchall()
     envelope = Envelope(
         id=new_id(),
         sender=message.sender,
@@ -233,44 +273,41 @@ def resend_dead_letter(db: Connection, uow: UnitOfWork, message_id: str) -> Rece
 
 def delete_dead_letter(db: Connection, uow: UnitOfWork, message_id: str) -> None:
     message = _find_dead_letter(db, message_id)
-    db.execute("DELETE FROM messages WHERE seq = ?", (message.seq,))
+    db.execute("DELETE FROM messages WHERE seq = :seq", {"seq": message.seq})
     set_meta(db, "pruned", "1")
     uow.record_event("message.updated", message.id)
 
 
 def add_artifact(db: Connection, uow: UnitOfWork, artifact: Artifact, maker: str | None) -> Artifact:
     db.execute(
-        "INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at, maker)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (ref) DO NOTHING",
-        (
-            artifact.ref,
-            artifact.filename,
-            artifact.type,
-            artifact.mime_type,
-            artifact.size,
-            artifact.sha256,
-            uow.timestamp,
-            maker,
-        ),
+        _INSERT_ARTIFACT,
+        {
+            "ref": artifact.ref,
+            "filename": artifact.filename,
+            "type": artifact.type,
+            "mime_type": artifact.mime_type,
+            "size": artifact.size,
+            "sha256": artifact.sha256,
+            "created_at": uow.timestamp,
+            "maker": maker,
+        },
     )
     uow.record_event("artifact.created", artifact.ref)
-    row = db.execute(f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref = ?", (artifact.ref,)).fetchone()
+    row = db.execute(f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref = :ref", {"ref": artifact.ref}).fetchone()
     return to_artifact(row)
 
 
 def prune(db: Connection, uow: UnitOfWork, retention: Retention) -> Pruned:
     """Delete one bounded batch. Call it again until it deletes nothing."""
-    messages = _prune_dead(db, uow.now - retention.dead_letters // _MS)
+    before = uow.now - retention.dead_letters // _MS
+    messages = db.execute(_PRUNE_DEAD, {"before": before, "limit": PRUNE_BATCH}).rowcount
     if retention.messages is not None:
-        messages += _prune_done(db, uow.now - retention.messages // _MS)
+        before = uow.now - retention.messages // _MS
+        messages += db.execute(_PRUNE_DONE, {"before": before, "limit": PRUNE_BATCH}).rowcount
     if messages:
         set_meta(db, "pruned", "1")  # invariant checks accept gaps in mailboxes from now on
-    # The newest event stays: its time is the latest stored one.
-    events = db.execute(
-        "DELETE FROM events WHERE seq IN (SELECT seq FROM events WHERE at < ?"
-        " AND seq < (SELECT max(seq) FROM events) ORDER BY seq LIMIT ?)",
-        (uow.now - retention.events // _MS, PRUNE_BATCH),
-    ).rowcount
+    before = uow.now - retention.events // _MS
+    events = db.execute(_PRUNE_EVENTS, {"before": before, "limit": PRUNE_BATCH}).rowcount
     return Pruned(
         messages=messages,
         events=events,
@@ -278,38 +315,21 @@ def prune(db: Connection, uow: UnitOfWork, retention: Retention) -> Pruned:
     )
 
 
-def _prune_dead(db: Connection, before: int) -> int:
-    return db.execute(
-        "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages WHERE state = 'dead' AND created_at < ? LIMIT ?)",
-        (before, PRUNE_BATCH),
-    ).rowcount
-
-
-def _prune_done(db: Connection, before: int) -> int:
-    return db.execute(
-        # Messages in an agent's history stay.
-        "DELETE FROM messages WHERE seq IN (SELECT seq FROM messages m WHERE state IN ('taken', 'withdrawn')"
-        " AND created_at < ? AND NOT EXISTS (SELECT 1 FROM history h WHERE h.message_id = m.id) ORDER BY seq LIMIT ?)",
-        (before, PRUNE_BATCH),
-    ).rowcount
-
-
 def _prune_artifacts(db: Connection, before: int) -> list[str]:
-    deleted = db.execute(
-        "DELETE FROM artifacts WHERE created_at < ? AND NOT EXISTS"
-        " (SELECT 1 FROM attachments WHERE artifact_ref = ref) RETURNING sha256",
-        (before,),
-    ).fetchall()
-    is_used = "SELECT 1 FROM artifacts WHERE sha256 = ?"
-    return [sha256 for (sha256,) in deleted if not db.execute(is_used, (sha256,)).fetchone()]
+    """Delete artifacts that no message has; return the hashes of bytes that no artifact needs any more."""
+    deleted = db.execute(_PRUNE_ARTIFACTS, {"before": before}).fetchall()
+    is_used = "SELECT 1 FROM artifacts WHERE sha256 = :sha256"
+    return [sha256 for (sha256,) in deleted if not db.execute(is_used, {"sha256": sha256}).fetchone()]
 
 
 def mark_read(db: Connection, uow: UnitOfWork, thread: str, upto: str) -> int:
     mailbox = uow.mailbox(PERSON)
-    if thread == SYSTEM:
-        rows = db.execute(_READ_NOTICES, (uow.timestamp, *thread_position(db, None, upto))).fetchall()
-    else:
-        rows = db.execute(_READ, (uow.timestamp, thread, *thread_position(db, thread, upto))).fetchall()
+    is_agent = thread != SYSTEM
+    delivered_at, seq = thread_position(db, thread if is_agent else None, upto)
+    rows = db.execute(
+        _READ if is_agent else _READ_NOTICES,
+        {"now": uow.timestamp, "thread": thread, "delivered_at": delivered_at, "seq": seq},
+    ).fetchall()
     for (size,) in rows:
         mailbox.remove_message(size)
     if rows:
@@ -328,13 +348,13 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
     if mailbox.state in ACTIVE_STATES:
         raise Refused("agent_busy", f"{agent_id!r} is at work: stop it first, or wait until it is done")
     person_mailbox = uow.mailbox(PERSON)
-    deleted = db.execute(_CLEAR, (agent_id,)).fetchall()
+    deleted = db.execute(_CLEAR, {"agent_id": agent_id}).fetchall()
     for recipient, state, size in deleted:
         if recipient == PERSON and state == "pending":
             person_mailbox.remove_message(size)
     for sql in _DELETE_HISTORY:
-        db.execute(sql, (agent_id,))
-    db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = ?", (agent_id,))
+        db.execute(sql, {"agent_id": agent_id})
+    db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = :id", {"id": agent_id})
     mailbox.epoch, mailbox.next_hist_seq, mailbox.why = mailbox.epoch + 1, 1, None
     mailbox.history_version += 1
     if mailbox.state == "blocked":
@@ -350,7 +370,7 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
 
 def _lock_message(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Message:
     """Return the message after its recipient's mailbox is locked. `Refused` unless `by` may change it."""
-    row = db.execute("SELECT recipient FROM messages WHERE id = ?", (message_id,)).fetchone()
+    row = db.execute("SELECT recipient FROM messages WHERE id = :id", {"id": message_id}).fetchone()
     if row is None:
         raise Refused("unknown_message", f"there is no message {message_id!r}")
     uow.mailbox(row[0])  # locked: no other process delivers or takes the message now

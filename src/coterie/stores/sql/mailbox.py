@@ -6,20 +6,23 @@ A row is read once, changed in memory and written once, by `Mailboxes.save`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import astuple as as_row
+from msgspec.structs import astuple
 
 from coterie.errors import Refused
 from coterie.messages import PERSON, Envelope, Message, QuestionAnswer
 from coterie.stores.sql import turn_rows
-from coterie.stores.sql.rows import Connection, to_payload
-from coterie.stores.sql.session import Session
+from coterie.stores.sql.rows import Connection, NewMessageRow, to_payload
 from coterie.stores.sql.turn_rows import approval_question_id
 from coterie.turn import DENIED_RESULT
+
+if TYPE_CHECKING:
+    from coterie.stores.sql.session import Session
 
 
 class Mailbox(Struct):
@@ -82,20 +85,22 @@ class Mailbox(Struct):
         return self.runnable_at is not None and self.runnable_at <= now
 
 
-MAILBOX_COLUMNS = Mailbox.__struct_fields__
-SELECT_MAILBOX = f"SELECT {', '.join(MAILBOX_COLUMNS)} FROM agents WHERE id = ?"
-_STATE, _RUNNABLE_AT = MAILBOX_COLUMNS.index("state"), MAILBOX_COLUMNS.index("runnable_at")
+MAILBOX_COLUMNS = ", ".join(Mailbox.__struct_fields__)
+SELECT_MAILBOX = f"SELECT {MAILBOX_COLUMNS} FROM agents WHERE id = :id"
 
 
 @cache
-def _update_sql(columns: tuple[int, ...]) -> str:
+def _update_sql(columns: tuple[str, ...]) -> str:
     """UPDATE of some columns. A step changes few of them, and writing all costs three times as much."""
-    sets = ", ".join(f"{MAILBOX_COLUMNS[column]} = ?" for column in columns)
-    return f"UPDATE agents SET {sets} WHERE id = ?"
+    sets = ", ".join(f"{column} = :{column}" for column in columns)
+    return f"UPDATE agents SET {sets} WHERE id = :id"
 
 
-def _was_runnable(row: tuple[Any, ...], now: int) -> bool:
-    return row[_RUNNABLE_AT] is not None and row[_RUNNABLE_AT] <= now
+class _LockedRow(NamedTuple):
+    mailbox: Mailbox
+    """The row as the transaction changes it."""
+    before: Mailbox
+    """The row as it was read."""
 
 
 class Mailboxes:
@@ -103,37 +108,38 @@ class Mailboxes:
 
     def __init__(self, db: Connection, session: Session) -> None:
         self._db, self._session = db, session
-        self._locked: dict[str, tuple[Mailbox, tuple[Any, ...]] | None] = {}
-        """Per agent id: the mailbox, and the row as it was read. None: no such agent."""
+        self._locked: dict[str, _LockedRow | None] = {}
+        """By agent id. None: no such agent."""
 
     def get(self, agent_id: str) -> Mailbox | None:
         """Lock the agent's row and return its mailbox. None: no such agent."""
         try:
             locked = self._locked[agent_id]
         except KeyError:
-            row = self._session.lock_agent(SELECT_MAILBOX, agent_id)
-            locked = self._locked[agent_id] = row and (Mailbox(*row), row)
-        return locked[0] if locked else None
+            row = self._session.lock_agent(agent_id)
+            locked = self._locked[agent_id] = _LockedRow(copy(row), row) if row else None
+        return locked.mailbox if locked else None
 
     def newly_runnable(self, now: int) -> list[tuple[str, str]]:
         """Ids and states of agents that are runnable now and were not when they were read."""
         return [
-            (agent_id, locked[0].state)
+            (agent_id, locked.mailbox.state)
             for agent_id, locked in self._locked.items()
-            if locked and locked[0].is_runnable(now) and not _was_runnable(locked[1], now)
+            if locked and locked.mailbox.is_runnable(now) and not locked.before.is_runnable(now)
         ]
 
     def save(self, now: int) -> None:
         """Write the changed rows and release all mailboxes."""
-        changed: dict[tuple[int, ...], list[list[Any]]] = {}
+        changed: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for agent_id, locked in self._locked.items():
-            if locked is None or as_row(locked[0]) == locked[1]:
+            if locked is None or locked.mailbox == locked.before:
                 continue
-            before = locked[1]
-            row = self._row_to_write(locked[0], before, now)
-            columns = tuple([column for column, value in enumerate(row) if value != before[column]])
-            changed.setdefault(columns, []).append([*[row[column] for column in columns], agent_id])
-            self._session.cache_agent(agent_id, row)
+            mailbox, before = locked
+            self._set_times(mailbox, before, now)
+            columns = _changed_columns(before, mailbox)
+            row = {column: getattr(mailbox, column) for column in columns} | {"id": agent_id}
+            changed.setdefault(columns, []).append(row)
+            self._session.cache_agent(agent_id, copy(mailbox))
         for columns, rows in changed.items():
             if len(rows) == 1:
                 self._db.execute(_update_sql(columns), rows[0])
@@ -141,34 +147,42 @@ class Mailboxes:
                 self._db.executemany(_update_sql(columns), rows)
         self._locked.clear()
 
-    def _row_to_write(self, mailbox: Mailbox, before: tuple[Any, ...], now: int) -> tuple[Any, ...]:
-        """Set the time of a state change and the end of the lease, and return the row."""
-        if mailbox.state != before[_STATE]:
+    def _set_times(self, mailbox: Mailbox, before: Mailbox, now: int) -> None:
+        """Set the time of a state change and the end of the lease."""
+        if mailbox.state != before.state:
             mailbox.since = self._session.timestamp
         if self._session.lease_ms is not None and mailbox.is_leased():
             mailbox.runnable_at = now + self._session.lease_ms
-        return as_row(mailbox)
+
+
+def _changed_columns(before: Mailbox, after: Mailbox) -> tuple[str, ...]:
+    values = zip(Mailbox.__struct_fields__, astuple(before), astuple(after), strict=True)
+    return tuple([column for column, old, new in values if old != new])
 
 
 _SELECT_QUESTION = """
-SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option FROM messages WHERE id = ?
+SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option FROM messages WHERE id = :id
 """
 _SELECT_OPEN = """
 SELECT id FROM messages
- WHERE sender = ? AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
+ WHERE sender = :sender AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
 """
-_ANSWER = "UPDATE messages SET answered_by = ?, answered_option = ? WHERE id = ?"
+_ANSWER = "UPDATE messages SET answered_by = :answer, answered_option = :option WHERE id = :id"
 # A question that was closed without an answer has its own id in answered_by.
-_CLOSE = "UPDATE messages SET answered_by = id WHERE id = ? AND question = 1 AND answered_by IS NULL RETURNING sender"
-_REOPEN = "UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE answered_by = ? RETURNING seq, id"
+_CLOSE = """
+UPDATE messages SET answered_by = id WHERE id = :id AND question = 1 AND answered_by IS NULL RETURNING sender
+"""
+_REOPEN = """
+UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE answered_by = :answer RETURNING seq, id
+"""
 
 _decode = msgspec.json.decode
 
 
 class _QuestionRow(NamedTuple):
     sender: str
-    payload_json: str | bytes
-    is_question: bool
+    payload: str | bytes
+    question: int
     answered_by: str | None
     answered_option: int | None
 
@@ -176,19 +190,18 @@ class _QuestionRow(NamedTuple):
 class Questions:
     """Open questions to the person, and the messages that answer them."""
 
-    def __init__(self, db: Connection, rows: list[list[Any]]) -> None:
-        """`rows`: buffered messages; their last two columns are the answer."""
-        self._db, self._rows = db, rows
-        self._buffered: dict[str, tuple[int, Envelope]] = {}
-        """Per id: index in `rows` and envelope of a buffered question."""
+    def __init__(self, db: Connection) -> None:
+        self._db = db
+        self._buffered: dict[str, NewMessageRow] = {}
+        """Questions that are not written yet, by id."""
         self._open: dict[str, dict[str, None]] = {}
         """Per agent looked up so far: ids of its open questions, in order."""
 
-    def add(self, envelope: Envelope) -> None:
-        """Register the question in the last buffered row."""
-        self._buffered[envelope.id] = (len(self._rows) - 1, envelope)
-        if envelope.sender in self._open and not envelope.delay:
-            self._open[envelope.sender][envelope.id] = None
+    def add(self, row: NewMessageRow) -> None:
+        """Register a question that is buffered."""
+        self._buffered[row.id] = row
+        if row.sender in self._open and row.state != "delayed":
+            self._open[row.sender][row.id] = None
 
     def mark_flushed(self) -> None:
         """Forget buffered questions: their rows are in the database now."""
@@ -203,15 +216,14 @@ class Questions:
     def record_answer(self, questions: Sequence[str], envelope: Envelope) -> None:
         for question in questions:
             self._open.get(envelope.to, {}).pop(question, None)
-            if question in self._buffered:
-                index, _ = self._buffered[question]
-                self._rows[index][-2:] = envelope.id, envelope.option
+            if row := self._buffered.get(question):
+                row.answered_by, row.answered_option = envelope.id, envelope.option
             else:
-                self._db.execute(_ANSWER, (envelope.id, envelope.option, question))
+                self._db.execute(_ANSWER, {"answer": envelope.id, "option": envelope.option, "id": question})
 
     def close(self, question: str) -> bool:
         """Close a stored question without an answer. False: it is not open."""
-        row = self._db.execute(_CLOSE, (question,)).fetchone()
+        row = self._db.execute(_CLOSE, {"id": question}).fetchone()
         if row is None:
             return False
         self._open.get(row[0], {}).pop(question, None)
@@ -223,11 +235,11 @@ class Questions:
             raise Refused("inReplyTo_unknown", f"there is no message {message_id!r} to reply to")
         if envelope.option is not None:
             _check_option(envelope, envelope.option, message_id, question)
-        if envelope.sender != PERSON or not question.is_question or envelope.to != question.sender:
+        if envelope.sender != PERSON or not question.question or envelope.to != question.sender:
             return ()
         if envelope.option is None:
             return () if question.answered_by else (message_id,)  # free text is never refused
-        status = approval_status(self._db, message_id, question.sender, question.payload_json)
+        status = approval_status(self._db, message_id, question.sender, question.payload)
         if question.answered_by is None and status in ("decided", "void"):
             raise Refused(
                 "already_answered",
@@ -242,25 +254,29 @@ class Questions:
         raise Refused("already_answered", reason, answer=first_answer.to_dict())
 
     def _find(self, message_id: str) -> _QuestionRow | None:
-        if message_id in self._buffered:
-            index, envelope = self._buffered[message_id]
-            return _QuestionRow(envelope.sender, envelope.payload_json, True, *self._rows[index][-2:])
-        row = self._db.execute(_SELECT_QUESTION, (message_id,)).fetchone()
-        return row and _QuestionRow(*row)
+        if row := self._buffered.get(message_id):
+            return _QuestionRow(row.sender, row.payload, row.question, row.answered_by, row.answered_option)
+        return _read_question(self._db, message_id)
 
     def _open_questions(self, agent_id: str) -> dict[str, None]:
         if agent_id not in self._open:
-            questions = dict.fromkeys(question for (question,) in self._db.execute(_SELECT_OPEN, (agent_id,)))
-            for question, (index, envelope) in self._buffered.items():
-                if envelope.sender == agent_id and not envelope.delay and self._rows[index][-2] is None:
-                    questions[question] = None
+            stored = self._db.execute(_SELECT_OPEN, {"sender": agent_id})
+            questions = dict.fromkeys(question for (question,) in stored)
+            for row in self._buffered.values():
+                if row.sender == agent_id and row.state != "delayed" and row.answered_by is None:
+                    questions[row.id] = None
             self._open[agent_id] = questions
         return self._open[agent_id]
 
 
 def reopen_questions(db: Connection, answer_id: str) -> list[str]:
     """Reopen the questions that the withdrawn message `answer_id` answered; return their ids."""
-    return [question for _, question in sorted(db.execute(_REOPEN, (answer_id,)))]
+    return [question for _, question in sorted(db.execute(_REOPEN, {"answer": answer_id}))]
+
+
+def _read_question(db: Connection, message_id: str | None) -> _QuestionRow | None:
+    row = db.execute(_SELECT_QUESTION, {"id": message_id}).fetchone()
+    return row and _QuestionRow._make(row)
 
 
 ApprovalStatus = Literal["waiting", "decided", "void"]
@@ -281,17 +297,17 @@ def approval_status(db: Connection, question: str, agent_id: str, payload_json: 
 
 def answered_approval_status(db: Connection, answer: Message) -> ApprovalStatus | None:
     """Return the status of the approval that `answer` replies to. None: it replies to none."""
-    row = db.execute(_SELECT_QUESTION, (answer.in_reply_to,)).fetchone() if answer.option is not None else None
-    return approval_status(db, answer.in_reply_to or "", row[0], row[1]) if row else None
+    question = _read_question(db, answer.in_reply_to) if answer.option is not None else None
+    return approval_status(db, answer.in_reply_to or "", question.sender, question.payload) if question else None
 
 
 def _check_option(envelope: Envelope, option: int, message_id: str, question: _QuestionRow) -> None:
-    options = to_payload(message_id, question.payload_json).get("quickReplies")
+    options = to_payload(message_id, question.payload).get("quickReplies")
     if not isinstance(options, list):
         options = []
     if option >= len(options):
         raise Refused("option_invalid", f"that message offers {len(options)} quick replies, not {option + 1}")
     if _decode(envelope.payload_json).get("text") != options[option]:
         raise Refused("option_invalid", "payload.text must be the text of the chosen quick reply, unchanged")
-    if envelope.sender == PERSON and question.is_question and envelope.to != question.sender:
+    if envelope.sender == PERSON and question.question and envelope.to != question.sender:
         raise Refused("option_invalid", f"a quick reply must go to the agent that offered it: {question.sender!r}")

@@ -9,7 +9,7 @@ import msgspec
 from coterie.errors import StoreError
 from coterie.messages import PERSON, SYSTEM, make_envelope
 from coterie.stores.sql.rows import Connection
-from coterie.stores.sql.unit_of_work import MessageRow, UnitOfWork
+from coterie.stores.sql.unit_of_work import STORED_MESSAGE_COLUMNS, StoredMessage, UnitOfWork
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def quarantine(db: Connection, uow: UnitOfWork, *, error: UnreadableMessage | Un
 
 def _count_attempt(db: Connection, uow: UnitOfWork, error: UnreadableMessage) -> None:
     seq, attempts = db.execute(
-        "UPDATE messages SET attempts = attempts + 1 WHERE id = ? RETURNING seq, attempts", (error.message_id,)
+        "UPDATE messages SET attempts = attempts + 1 WHERE id = :id RETURNING seq, attempts", {"id": error.message_id}
     ).fetchone()
     log.error("%s; attempt %d of %d", error, attempts, MAX_READ_ATTEMPTS)
     if attempts >= MAX_READ_ATTEMPTS:
@@ -78,17 +78,17 @@ def _count_attempt(db: Connection, uow: UnitOfWork, error: UnreadableMessage) ->
 
 
 def _dead_letter(db: Connection, uow: UnitOfWork, seq: int) -> None:
-    *row, payload = db.execute(
-        "SELECT seq, id, sender, recipient, created_at, deliver_at, length(payload), CAST(payload AS BLOB)"
-        " FROM messages WHERE seq = ?",
-        (seq,),
+    payload, *stored = db.execute(
+        f"SELECT CAST(payload AS BLOB), {STORED_MESSAGE_COLUMNS} FROM messages WHERE seq = :seq", {"seq": seq}
     ).fetchone()
-    dead = MessageRow._make(row)
+    dead = StoredMessage._make(stored)
     uow.mailbox(dead.recipient).remove_message(dead.payload_size)
     uow.dead_letter(dead, "poison")
     uow.record_event("queue.changed", dead.recipient)
     # A payload that is not valid UTF-8 cannot be listed.
-    db.execute("UPDATE messages SET payload = ? WHERE seq = ?", (_text(payload, "replace"), seq))
+    db.execute(
+        "UPDATE messages SET payload = :payload WHERE seq = :seq", {"payload": _text(payload, "replace"), "seq": seq}
+    )
 
 
 def _block_agent(uow: UnitOfWork, error: UnclaimableAgent) -> None:

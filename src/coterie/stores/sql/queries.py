@@ -5,9 +5,9 @@ They run on a reader. Numbers for `/metrics` are counted when they are read, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,10 +22,10 @@ from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
     ARTIFACT_COLUMNS,
-    JOINED_MESSAGE_COLUMNS,
     MESSAGE_COLUMNS,
     SHOWN_STATE,
     Connection,
+    MessageRow,
     read_secret,
     to_agent,
     to_artifact,
@@ -39,18 +39,21 @@ ThreadPosition = tuple[int, int]
 _END: ThreadPosition = (1 << 62, 1 << 62)
 _UP_TO = f"""
 SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE thread = ? AND delivered_at IS NOT NULL AND (delivered_at, seq) <= (?, ?)
- ORDER BY delivered_at DESC, seq DESC LIMIT ?
+ WHERE thread = :thread AND delivered_at IS NOT NULL AND (delivered_at, seq) <= (:delivered_at, :seq)
+ ORDER BY delivered_at DESC, seq DESC LIMIT :limit
 """
 _AFTER = f"""
 SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE thread = ? AND delivered_at IS NOT NULL AND (delivered_at, seq) > (?, ?)
- ORDER BY delivered_at, seq LIMIT ?
+ WHERE thread = :thread AND delivered_at IS NOT NULL AND (delivered_at, seq) > (:delivered_at, :seq)
+ ORDER BY delivered_at, seq LIMIT :limit
 """
-_IS_OPEN = """
-question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken')
+_IS_OPEN = "question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken')"
+_OPEN_QUESTIONS = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages WHERE {_IS_OPEN} AND (:sender IS NULL OR sender = :sender)
+ ORDER BY delivered_at DESC, seq DESC LIMIT :limit
 """
-_UNREAD = "SELECT count(*) FROM messages WHERE thread = ? AND sender <> 'user' AND state = 'pending'"
+_OPEN_QUESTION_COUNT = f"SELECT count(*) FROM messages WHERE {_IS_OPEN}"
+_UNREAD = "SELECT count(*) FROM messages WHERE thread = :thread AND sender <> 'user' AND state = 'pending'"
 
 
 def read_thread(
@@ -72,37 +75,38 @@ def read_thread(
 
 
 def count_unread(db: Connection, agent_id: str) -> int:
-    (count,) = db.execute(_UNREAD, (agent_id,)).fetchone()
+    (count,) = db.execute(_UNREAD, {"thread": agent_id}).fetchone()
     return int(count)
 
 
 def read_open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Message]:
-    rows = db.execute(
-        f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE {_IS_OPEN} AND (?1 IS NULL OR sender = ?1)"
-        " ORDER BY delivered_at DESC, seq DESC LIMIT ?2",
-        (agent_id, limit),
-    )
+    rows = db.execute(_OPEN_QUESTIONS, {"sender": agent_id, "limit": limit})
     return [to_message(row) for row in rows]
 
 
 def count_open_questions(db: Connection) -> int:
-    return int(db.execute(f"SELECT count(*) FROM messages WHERE {_IS_OPEN}").fetchone()[0])
+    return int(db.execute(_OPEN_QUESTION_COUNT).fetchone()[0])
 
 
 def _up_to(db: Connection, agent_id: str, position: ThreadPosition, limit: int) -> list[Message]:
-    return [to_message(row) for row in db.execute(_UP_TO, (agent_id, *position, limit))][::-1]
+    delivered_at, seq = position
+    rows = db.execute(_UP_TO, {"thread": agent_id, "delivered_at": delivered_at, "seq": seq, "limit": limit})
+    return [to_message(row) for row in rows][::-1]
 
 
 def _after(db: Connection, agent_id: str, position: ThreadPosition, limit: int) -> list[Message]:
-    return [to_message(row) for row in db.execute(_AFTER, (agent_id, *position, limit))]
+    delivered_at, seq = position
+    rows = db.execute(_AFTER, {"thread": agent_id, "delivered_at": delivered_at, "seq": seq, "limit": limit})
+    return [to_message(row) for row in rows]
 
 
 def thread_position(db: Connection, thread: str | None, message_id: str) -> ThreadPosition:
     """Return the position of a message, or raise `Refused` if it is not in `thread`. None: notices of no agent."""
-    row = db.execute("SELECT delivered_at, seq, thread FROM messages WHERE id = ?", (message_id,)).fetchone()
-    if row is None or row[0] is None or row[2] != thread:
+    row = db.execute("SELECT delivered_at, seq, thread FROM messages WHERE id = :id", {"id": message_id}).fetchone()
+    delivered_at, seq, its_thread = row or (None, 0, None)
+    if delivered_at is None or its_thread != thread:
         raise Refused("unknown_message", f"there is no message {message_id!r} in this conversation")
-    return int(row[0]), int(row[1])
+    return int(delivered_at), int(seq)
 
 
 _COUNTS = """
@@ -110,27 +114,39 @@ SELECT count(*), coalesce(sum(waiting), 0), (SELECT coalesce(sum(delayed), 0) FR
  WHERE kind = 'agent'
 """
 _LAST_OF_THREAD = """
-(SELECT seq FROM messages WHERE thread = a.id AND delivered_at IS NOT NULL
+(SELECT seq FROM messages WHERE thread = agents.id AND delivered_at IS NOT NULL
   ORDER BY delivered_at DESC, seq DESC LIMIT 1)
 """
-_UNREAD_OF_AGENT = "messages u WHERE u.thread = a.id AND u.sender <> 'user' AND u.state = 'pending'"
 _THREADS = f"""
-SELECT {JOINED_MESSAGE_COLUMNS}, a.id, (SELECT count(*) FROM {_UNREAD_OF_AGENT}),
-       (SELECT u.id FROM {_UNREAD_OF_AGENT} ORDER BY u.delivered_at, u.seq LIMIT 1)
-  FROM agents a JOIN messages m ON m.seq = {_LAST_OF_THREAD}
- ORDER BY m.delivered_at DESC, m.seq DESC LIMIT ?
+SELECT {MESSAGE_COLUMNS}, agents.id,
+       (SELECT count(*) FROM messages AS unread
+         WHERE unread.thread = agents.id AND unread.sender <> 'user' AND unread.state = 'pending'),
+       (SELECT unread.id FROM messages AS unread
+         WHERE unread.thread = agents.id AND unread.sender <> 'user' AND unread.state = 'pending'
+         ORDER BY unread.delivered_at, unread.seq LIMIT 1)
+  FROM agents JOIN messages ON messages.seq = {_LAST_OF_THREAD}
+ ORDER BY messages.delivered_at DESC, messages.seq DESC LIMIT :limit
 """
-_THREAD_COUNT = f"SELECT count({_LAST_OF_THREAD}) FROM agents a"
+_THREAD_COUNT = f"SELECT count({_LAST_OF_THREAD}) FROM agents"
 # Agents come first in the join: few have waiting messages, and an index has those of one agent together.
 _QUEUES = f"""
-SELECT {JOINED_MESSAGE_COLUMNS} FROM agents a CROSS JOIN messages m
- WHERE a.kind = 'agent' AND a.waiting > 0 AND m.recipient = a.id AND m.in_seq > a.taken_seq AND m.state = 'pending'
- ORDER BY a.id, m.in_seq LIMIT ?
+SELECT {MESSAGE_COLUMNS} FROM agents CROSS JOIN messages
+ WHERE agents.kind = 'agent' AND agents.waiting > 0 AND messages.recipient = agents.id
+   AND messages.in_seq > agents.taken_seq AND messages.state = 'pending'
+ ORDER BY agents.id, messages.in_seq LIMIT :limit
 """
-_DELAYED = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' ORDER BY deliver_at, seq LIMIT ?"
-_AGENTS = (
-    f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE kind = 'agent' ORDER BY state = 'terminated', id LIMIT ?"
-)
+_DELAYED = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' ORDER BY deliver_at, seq LIMIT :limit"
+_AGENTS = f"""
+SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE kind = 'agent' ORDER BY state = 'terminated', id LIMIT :limit
+"""
+
+
+class _ThreadRow(MessageRow):
+    """The last message of a thread, with the columns that `_THREADS` adds."""
+
+    agent_id: str
+    unread: int
+    first_unread: str | None
 
 
 def read_snapshot(db: Connection) -> Snapshot:
@@ -141,7 +157,7 @@ def read_snapshot(db: Connection) -> Snapshot:
     return Snapshot(
         seq=seq,
         paused=bool(db.execute(SELECT_PAUSED).fetchone()[0]),
-        agents=[to_agent(row) for row in db.execute(_AGENTS, (MAX_LISTED,))],
+        agents=[to_agent(row) for row in db.execute(_AGENTS, {"limit": MAX_LISTED})],
         agent_count=agent_count,
         threads=_threads(db),
         thread_count=thread_count,
@@ -155,59 +171,98 @@ def read_snapshot(db: Connection) -> Snapshot:
 
 
 def _threads(db: Connection) -> list[Thread]:
+    rows = [_ThreadRow(*row) for row in db.execute(_THREADS, {"limit": MAX_LISTED})]
     return [
-        Thread(agent_id=agent_id, last=to_message(tuple(last)), unread=unread, first_unread=first_unread)
-        for *last, agent_id, unread, first_unread in db.execute(_THREADS, (MAX_LISTED,))
+        Thread(agent_id=row.agent_id, last=row.to_message(), unread=row.unread, first_unread=row.first_unread)
+        for row in rows
     ]
 
 
 def _messages(db: Connection, sql: str) -> list[Message]:
-    return [to_message(row) for row in db.execute(sql, (MAX_LISTED,))]
+    return [to_message(row) for row in db.execute(sql, {"limit": MAX_LISTED})]
 
 
-_PLAN = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at"
-_PLANS = f"SELECT {_PLAN} FROM plans WHERE ?1 IS NULL OR seq < ?1 ORDER BY seq DESC LIMIT ?2"
+_PLAN_COLUMNS = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at"
+"""Columns of `_PlanRow`."""
+_PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE :before IS NULL OR seq < :before ORDER BY seq DESC LIMIT :limit"
 # The same order, but along the index of one agent's plans.
 _PLANS_OF = f"""
-SELECT {_PLAN} FROM plans WHERE agent_id = ?3 AND (?1 IS NULL OR seq < ?1)
- ORDER BY turn_no DESC, step_no DESC LIMIT ?2
+SELECT {_PLAN_COLUMNS} FROM plans WHERE agent_id = :agent_id AND (:before IS NULL OR seq < :before)
+ ORDER BY turn_no DESC, step_no DESC LIMIT :limit
 """
 _CALLS = """
 SELECT call_id, name, arguments, state, result, started_at, ended_at FROM calls
- WHERE agent_id = ? AND turn_no = ? AND step_no = ? ORDER BY idx
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no ORDER BY idx
 """
 _USAGE = """
 SELECT at / 86400000 AS day, agent_id, service, count(*), count(*) FILTER (WHERE outcome = 'withdrawn'),
        sum(input_tokens), sum(output_tokens),
        coalesce(sum(input_tokens + output_tokens) FILTER (WHERE estimated = 1), 0)
-  FROM llm_calls WHERE at >= ? GROUP BY day, agent_id, service ORDER BY day DESC, agent_id, service
+  FROM llm_calls WHERE at >= :since GROUP BY day, agent_id, service ORDER BY day DESC, agent_id, service
+"""
+_ARTIFACTS_BEFORE = f"""
+SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE (created_at, ref) < (:created_at, :ref)
+ ORDER BY created_at DESC, ref DESC LIMIT :limit
 """
 MAX_WORDS, MAX_WORD_CHARS = 16, 200
 
 
+class _PlanRow(NamedTuple):
+    seq: int
+    agent_id: str
+    turn_no: int
+    step_no: int
+    text: str
+    outcome: Literal["open", "closed", "withdrawn"]
+    interrupted_by: str | None
+    at: int
+
+
+class _CallRow(NamedTuple):
+    """Columns of `_CALLS`."""
+
+    call_id: str
+    name: str
+    arguments: str
+    state: str
+    result: str
+    started_at: int | None
+    ended_at: int | None
+
+
+class _UsageRow(NamedTuple):
+    """Columns of `_USAGE`."""
+
+    day: int
+    agent_id: str
+    service: str
+    requests: int
+    withdrawn: int
+    input_tokens: int
+    output_tokens: int
+    estimated_tokens: int
+
+
 def read_runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
-    if agent_id is None:
-        plans = db.execute(_PLANS, (page.before, page.limit)).fetchall()
-    else:
-        plans = db.execute(_PLANS_OF, (page.before, page.limit, agent_id)).fetchall()
-    return [_to_plan(row, db.execute(_CALLS, row[1:4])) for row in plans]
+    sql = _PLANS if agent_id is None else _PLANS_OF
+    plans = db.execute(sql, {"before": page.before, "limit": page.limit, "agent_id": agent_id}).fetchall()
+    return [_read_plan(db, _PlanRow._make(plan)) for plan in plans]
 
 
 def read_usage(db: Connection, since: int) -> list[Usage]:
+    rows = [_UsageRow._make(row) for row in db.execute(_USAGE, {"since": since})]
     return [
         Usage(
-            day=(UNIX_EPOCH + timedelta(days=day)).strftime("%Y-%m-%d"),
-            agent_id=agent_id,
-            service=service,
-            requests=requests,
-            withdrawn=withdrawn,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            estimated_tokens=estimated_tokens,
+            day=(UNIX_EPOCH + timedelta(days=row.day)).strftime("%Y-%m-%d"),
+            agent_id=row.agent_id,
+            service=row.service,
+            requests=row.requests,
+            withdrawn=row.withdrawn,
+            input_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            estimated_tokens=row.estimated_tokens,
         )
-        for day, agent_id, service, requests, withdrawn, input_tokens, output_tokens, estimated_tokens in db.execute(
-            _USAGE, (since,)
-        )
+        for row in rows
     ]
 
 
@@ -217,16 +272,13 @@ def like_patterns(words: str) -> list[str]:
 
 
 def read_artifacts_before(db: Connection, ref: str | None, limit: int) -> list[Artifact]:
-    position: tuple[Any, ...] = (1 << 62, "")
+    created_at, last_ref = 1 << 62, ""
     if ref is not None:
-        position = db.execute("SELECT created_at, ref FROM artifacts WHERE ref = ?", (ref,)).fetchone()
-        if position is None:
+        row = db.execute("SELECT created_at FROM artifacts WHERE ref = :ref", {"ref": ref}).fetchone()
+        if row is None:
             raise Refused("unknown_artifact", f"there is no artifact {ref!r}")
-    rows = db.execute(
-        f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE (created_at, ref) < (?, ?)"
-        " ORDER BY created_at DESC, ref DESC LIMIT ?",
-        (*position, limit),
-    )
+        created_at, last_ref = row[0], ref
+    rows = db.execute(_ARTIFACTS_BEFORE, {"created_at": created_at, "ref": last_ref, "limit": limit})
     return [to_artifact(row) for row in rows]
 
 
@@ -234,41 +286,44 @@ def _escaped(word: str) -> str:
     return word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
 
 
-def _to_plan(row: tuple[Any, ...], calls: Iterable[tuple[Any, ...]]) -> PlanRecord:
-    seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at = row
+def _read_plan(db: Connection, plan: _PlanRow) -> PlanRecord:
+    calls = db.execute(_CALLS, {"agent_id": plan.agent_id, "turn_no": plan.turn_no, "step_no": plan.step_no}).fetchall()
     return PlanRecord(
-        seq=seq,
-        agent_id=agent_id,
-        turn_no=turn_no,
-        step_no=step_no,
-        text=text,
-        outcome=outcome,
-        interrupted_by=interrupted_by,
-        at=from_ms(at),
-        calls=[_to_call(*call) for call in calls],
+        seq=plan.seq,
+        agent_id=plan.agent_id,
+        turn_no=plan.turn_no,
+        step_no=plan.step_no,
+        text=plan.text,
+        outcome=plan.outcome,
+        interrupted_by=plan.interrupted_by,
+        at=from_ms(plan.at),
+        calls=[_to_call(_CallRow._make(call)) for call in calls],
     )
 
 
-def _to_call(
-    call_id: str, name: str, arguments: str, state: str, result: str, started_at: int | None, ended_at: int | None
-) -> CallRecord:
+def _to_call(row: _CallRow) -> CallRecord:
     return CallRecord(
-        call_id=call_id,
-        name=name,
-        arguments=arguments,
-        state=state,
-        result=result,
-        started_at=None if started_at is None else from_ms(started_at),
-        ended_at=None if ended_at is None else from_ms(ended_at),
+        call_id=row.call_id,
+        name=row.name,
+        arguments=row.arguments,
+        state=row.state,
+        result=row.result,
+        started_at=None if row.started_at is None else from_ms(row.started_at),
+        ended_at=None if row.ended_at is None else from_ms(row.ended_at),
     )
+
+
+_EVENT_COUNTS = "SELECT kind, count(*), max(seq) FROM events WHERE seq > :after GROUP BY kind"
+_AGENT_SUMS = """
+SELECT coalesce(sum(turn_no), 0), coalesce(sum(waiting), 0), coalesce(max(waiting), 0), coalesce(sum(delayed), 0)
+  FROM agents WHERE kind = 'agent'
+"""
+_STATE_COUNTS = f"SELECT {SHOWN_STATE}, count(*) FROM agents WHERE kind = 'agent' GROUP BY 1"
 
 
 def read_statistics(db: Connection, after: int) -> Statistics:
-    events = db.execute("SELECT kind, count(*), max(seq) FROM events WHERE seq > ? GROUP BY kind", (after,)).fetchall()
-    turns, waiting, fullest, delayed = db.execute(
-        "SELECT coalesce(sum(turn_no), 0), coalesce(sum(waiting), 0), coalesce(max(waiting), 0),"
-        " coalesce(sum(delayed), 0) FROM agents WHERE kind = 'agent'"
-    ).fetchone()
+    events = db.execute(_EVENT_COUNTS, {"after": after}).fetchall()
+    turns, waiting, largest_mailbox, delayed = db.execute(_AGENT_SUMS).fetchone()
     (withdrawn,) = db.execute("SELECT count(*) FROM plans WHERE outcome = 'withdrawn'").fetchone()
     return Statistics(
         seq=max((seq for _, _, seq in events), default=after),
@@ -278,11 +333,9 @@ def read_statistics(db: Connection, after: int) -> Statistics:
         tool_calls=dict(db.execute("SELECT state, count(*) FROM calls GROUP BY state").fetchall()),
         withdrawn_plans=withdrawn,
         waiting=int(waiting),
-        largest_mailbox=fullest,
+        largest_mailbox=largest_mailbox,
         delayed=int(delayed),
-        agents=dict(
-            db.execute(f"SELECT {SHOWN_STATE}, count(*) FROM agents WHERE kind = 'agent' GROUP BY 1").fetchall()
-        ),
+        agents=dict(db.execute(_STATE_COUNTS).fetchall()),
     )
 
 
@@ -290,14 +343,29 @@ _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
+_SELECT_HISTORY = f"""
+SELECT {MESSAGE_COLUMNS}, history.seq, history.turn_no, history.role, history.content, history.calls, history.call_id,
+       history.hidden
+  FROM history LEFT JOIN messages ON messages.id = history.message_id
+ WHERE history.agent_id = :agent_id AND history.seq > :after ORDER BY history.seq
+"""
+
+
+class _HistoryMessageRow(MessageRow):
+    """Columns of `_SELECT_HISTORY`. Those of the message are all None if the history row has no message."""
+
+    history_seq: int
+    turn_no: int
+    role: str
+    content: str | None
+    calls: str | None
+    call_id: str | None
+    hidden: int
+
+
 def read_history(db: Connection, agent_id: str, after: int) -> list[HistoryRow]:
     secret = read_secret(db)
-    rows = db.execute(
-        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {JOINED_MESSAGE_COLUMNS}"
-        " FROM history h LEFT JOIN messages m ON m.id = h.message_id"
-        " WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq",
-        (agent_id, after),
-    )
+    rows = db.execute(_SELECT_HISTORY, {"agent_id": agent_id, "after": after})
     return [_to_history_row(row, secret) for row in rows]
 
 
@@ -308,18 +376,18 @@ def message_mark(message: Message | None, secret: bytes) -> str:
     return frame_mark(secret, message.id, _encode(message.payload).decode())
 
 
-def _to_history_row(row: tuple[Any, ...], secret: bytes) -> HistoryRow:
-    seq, turn_no, role, content, calls, call_id, hidden = row[:7]
-    message = to_message(row[7:]) if row[7] is not None else None
+def _to_history_row(values: Sequence[Any], secret: bytes) -> HistoryRow:
+    row = _HistoryMessageRow(*values)
+    message = row.to_message() if row.id else None
     return HistoryRow(
-        seq=seq,
-        turn_no=turn_no,
-        role=role,
+        seq=row.history_seq,
+        turn_no=row.turn_no,
+        role=row.role,
         message=message,
-        text=content or "",
-        calls=tuple(ToolCall(**call) for call in _decode(calls)) if calls else (),
-        call_id=call_id,
-        hidden=bool(hidden),
+        text=row.content or "",
+        calls=tuple(ToolCall(**call) for call in _decode(row.calls)) if row.calls else (),
+        call_id=row.call_id,
+        hidden=bool(row.hidden),
         mark=message_mark(message, secret),
     )
 
@@ -329,15 +397,19 @@ def read_history_view(db: Connection, agent_id: str, claim: Claim | None = None)
 
     `StaleClaim` if `claim` is given and another worker has taken the agent over.
     """
-    agent = db.execute("SELECT epoch, step_no, history_version FROM agents WHERE id = ?", (agent_id,)).fetchone()
+    agent = db.execute("SELECT epoch, step_no, history_version FROM agents WHERE id = :id", {"id": agent_id}).fetchone()
     epoch, step_no, version = agent or (0, 0, 0)
     if claim and (epoch, step_no) != (claim.epoch, claim.step_no):
         raise StaleClaim(f"{agent_id} was taken over by another worker")
-    row = db.execute("SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1", (agent_id,))
-    upto, text = row.fetchone() or (0, "")
+    summary = db.execute(
+        "SELECT upto, text FROM summaries WHERE agent_id = :agent_id ORDER BY upto DESC LIMIT 1", {"agent_id": agent_id}
+    ).fetchone()
+    upto, text = summary or (0, "")
     return HistoryView(text, read_history(db, agent_id, upto), version)
 
 
 def count_tokens_since(db: Connection, start: int) -> int:
-    row = db.execute("SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= ?", (start,))
-    return int(row.fetchone()[0])
+    (tokens,) = db.execute(
+        "SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= :start", {"start": start}
+    ).fetchone()
+    return int(tokens)

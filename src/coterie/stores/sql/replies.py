@@ -18,16 +18,30 @@ from coterie.turn_store import ReplyTarget
 log = logging.getLogger(__name__)
 
 
-_COLUMNS = "m.id, m.sender, m.automatic, m.in_reply_to, m.cause, m.hops"
+_COLUMNS = "messages.id, messages.sender, messages.automatic, messages.in_reply_to, messages.cause, messages.hops"
+"""Columns of `ReplyTarget`."""
 # A turn that ended with a text has answered its messages. The rows of a turn are adjacent, so the first message of the
 # next turn bounds the search.
 _ANSWERED = """
-SELECT q.seq, EXISTS (
-    SELECT 1 FROM history a WHERE a.agent_id = q.agent_id AND a.turn_no = q.turn_no AND a.seq > q.seq
-       AND a.seq < (SELECT n.seq FROM history n WHERE n.agent_id = q.agent_id AND n.turn_no > q.turn_no
-                       AND n.message_id IS NOT NULL ORDER BY n.turn_no, n.seq LIMIT 1)
-       AND a.role = 'assistant' AND a.calls IS NULL)
-  FROM history q WHERE q.message_id = ?
+SELECT question.seq, EXISTS (
+    SELECT 1 FROM history AS answer
+     WHERE answer.agent_id = question.agent_id AND answer.turn_no = question.turn_no AND answer.seq > question.seq
+       AND answer.seq < (SELECT later.seq FROM history AS later
+                          WHERE later.agent_id = question.agent_id AND later.turn_no > question.turn_no
+                            AND later.message_id IS NOT NULL ORDER BY later.turn_no, later.seq LIMIT 1)
+       AND answer.role = 'assistant' AND answer.calls IS NULL)
+  FROM history AS question WHERE question.message_id = :message_id
+"""
+_SELECT_TAKEN = f"""
+SELECT {_COLUMNS} FROM history JOIN messages ON messages.id = history.message_id
+ WHERE history.agent_id = :agent_id AND history.turn_no = :turn_no AND history.message_id IS NOT NULL
+ ORDER BY history.seq
+"""
+_SELECT_MESSAGE = f"SELECT {_COLUMNS} FROM messages WHERE messages.id = :id"
+# All plans of a turn: their names begin with its number and "/"; the next character after "/" is "0".
+_SELECT_SENT = """
+SELECT id, CAST(payload AS BLOB) FROM messages
+ WHERE sender = :sender AND plan >= :first_plan AND plan < :end_plan AND recipient = :recipient
 """
 
 
@@ -80,11 +94,7 @@ def find_askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, ReplyT
 
     A message of this turn is newer than any request of an earlier turn that a late answer leads back to.
     """
-    rows = db.execute(
-        f"SELECT {_COLUMNS} FROM history h JOIN messages m ON m.id = h.message_id"
-        " WHERE h.agent_id = ? AND h.turn_no = ? AND h.message_id IS NOT NULL ORDER BY h.seq",
-        (agent_id, turn_no),
-    ).fetchall()
+    rows = db.execute(_SELECT_TAKEN, {"agent_id": agent_id, "turn_no": turn_no}).fetchall()
     requests: dict[str, dict[str, ReplyTarget]] = {}
     direct: dict[str, ReplyTarget] = {}
     for message in (ReplyTarget(*row) for row in rows):
@@ -105,7 +115,7 @@ def _newest_unanswered(db: Connection, messages: list[ReplyTarget]) -> ReplyTarg
         return messages[0]
 
     def rank(message: ReplyTarget) -> tuple[bool, int]:
-        row = db.execute(_ANSWERED, (message.id,)).fetchone()
+        row = db.execute(_ANSWERED, {"message_id": message.id}).fetchone()
         return (not row[1], row[0]) if row else (False, 0)
 
     return max(messages, key=rank)
@@ -125,15 +135,14 @@ def _original_request(db: Connection, agent_id: str, message: ReplyTarget) -> Re
 
 
 def _read_message(db: Connection, message_id: str | None) -> ReplyTarget | None:
-    row = db.execute(f"SELECT {_COLUMNS} FROM messages m WHERE m.id = ?", (message_id,)).fetchone()
+    row = db.execute(_SELECT_MESSAGE, {"id": message_id}).fetchone()
     return ReplyTarget(*row) if row else None
 
 
 def _was_sent(db: Connection, agent_id: str, asker: str, turn_no: int, text: str) -> bool:
     """True if this turn sent the same text to `asker` with `send_message`."""
     rows = db.execute(
-        # All plans of the turn: their names begin with its number and "/"; the next character after "/" is "0".
-        "SELECT id, CAST(payload AS BLOB) FROM messages WHERE sender = ? AND plan >= ? AND plan < ? AND recipient = ?",
-        (agent_id, f"{turn_no}/", f"{turn_no}0", asker),
-    ).fetchall()
+        _SELECT_SENT,
+        {"sender": agent_id, "first_plan": f"{turn_no}/", "end_plan": f"{turn_no}0", "recipient": asker},
+    )
     return any(to_payload(message_id, payload).get("text") == text for message_id, payload in rows)

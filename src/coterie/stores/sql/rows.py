@@ -1,7 +1,9 @@
 """The connection that both engines provide, bulk inserts, the `meta` table, and conversion of rows to objects.
 
-SQL uses SQLite's parameters: `?`, `?1`. A comment with a plus, `/*+ FOR UPDATE */`, holds what several writers need:
-SQLite ignores the comment, and the PostgreSQL engine turns it into SQL.
+SQL is written in SQLite's dialect with named parameters, `:name`; the PostgreSQL engine translates both. A comment with
+a plus, `/*+ FOR UPDATE */`, holds a clause that only PostgreSQL executes: SQLite has one writer and needs no row locks.
+
+A row type has the columns of its SELECT as fields, in the same order: `MessageRow(*row)`.
 
 The society's secret is one random row of `meta` that never changes. Message ids and the marks around messages in a
 model's request are hashed with it. It leaves the database only in a backup or a copy of the whole society.
@@ -11,18 +13,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from coterie.agents import CLAIMED_STATES, Agent
-from coterie.artifacts import Artifact
+from coterie.agents import CLAIMED_STATES, Agent, AgentState
+from coterie.artifacts import Artifact, ArtifactType
 from coterie.clock import from_ms
 from coterie.ids import new_secret
-from coterie.messages import Message, Payload, QuestionAnswer
+from coterie.messages import Message, Payload, QuestionAnswer, State
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +50,24 @@ class Connection(Protocol):
     @property
     def OperationalError(self) -> type[Exception]: ...  # noqa: N802
 
-    def execute(self, sql: str, parameters: Any = ..., /) -> Rows: ...
+    def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = ..., /) -> Rows:
+        """Run `sql`. A mapping sets parameters `:name`; a sequence sets the `?` of the INSERT that `insert` writes."""
+        ...
 
-    def executemany(self, sql: str, parameters: Iterable[Any], /) -> object:
-        """Run `sql` once per row. It has no result and may run together with the next statement."""
+    def executemany(self, sql: str, parameters: Iterable[Mapping[str, Any]], /) -> object:
+        """Run `sql` once per mapping. It has no result and may run together with the next statement."""
         ...
 
 
 def get_meta(db: Connection, key: str) -> str | None:
-    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    row = db.execute("SELECT value FROM meta WHERE key = :key", {"key": key}).fetchone()
     return row[0] if row else None
 
 
 def set_meta(db: Connection, key: str, value: str) -> str:
     db.execute(
-        "INSERT INTO meta (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-        (key, value),
+        "INSERT INTO meta (key, value) VALUES (:key, :value) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+        {"key": key, "value": value},
     )
     return value
 
@@ -75,8 +79,9 @@ ROWS_PER_INSERT = (64, 8, 4, 3, 2, 1)
 def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
     """Insert `rows` into `into`, a table with its columns: `events (at, kind)`.
 
-    One INSERT of many rows holds the interpreter lock once; `executemany` takes it once per row. A connection with a
-    faster way has a method `insert_rows`.
+    One INSERT of many rows holds the interpreter lock once; `executemany` takes it once per row. It is the only
+    statement with `?`: SQLite looks named parameters up one by one. A connection with a faster way has a method
+    `insert_rows`.
     """
     if len(rows) == 1:
         db.execute(_statement(into, len(rows[0]), 1), rows[0])
@@ -106,84 +111,139 @@ def read_secret(db: Connection) -> bytes:
 
 def make_secret(db: Connection) -> bytes:
     """Return the secret; create it if it is missing. Call it when a store opens, outside any other transaction."""
-    db.execute("INSERT INTO meta (key, value) VALUES ('secret', ?) ON CONFLICT (key) DO NOTHING", (new_secret(),))
+    db.execute(
+        "INSERT INTO meta (key, value) VALUES ('secret', :secret) ON CONFLICT (key) DO NOTHING",
+        {"secret": new_secret()},
+    )
     return read_secret(db)
 
 
-MESSAGE_COLUMNS = (
-    "seq, id, sender, recipient, CAST(payload AS BLOB), state, created_at, deliver_at, delivered_at, taken_at, in_seq,"
-    " in_reply_to, option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option"
-)
-"""The payload as bytes: one that is not valid UTF-8 must not make the other rows unreadable."""
-JOINED_MESSAGE_COLUMNS = ", ".join(f"m.{column.strip()}" for column in MESSAGE_COLUMNS.split(",")).replace(
-    "m.CAST(", "CAST(m."
-)
-"""The same for messages joined as `m`."""
-SHOWN_STATE = """
-CASE WHEN (SELECT paused FROM log) = 1 AND kind = 'agent'
-          AND (state IN ('idle', 'ready', 'wait_retry')
-               OR (state IN ('llm', 'tools') AND (worker IS NULL OR runnable_at = 0)))
-     THEN 'paused' ELSE state END
-"""
-"""State of an agent as people see it. While the society is paused, agents that no worker runs are `paused`."""
-AGENT_COLUMNS = (
-    f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
-)
-AGENTS_WITH_CALL = """
-(SELECT a.*, c.name AS tool, c.idx + 1 AS call_no,
-        (SELECT count(*) FROM calls n
-          WHERE n.agent_id = c.agent_id AND n.turn_no = c.turn_no AND n.step_no = c.step_no) AS call_count
-   FROM agents a
-   LEFT JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
-   LEFT JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-                    AND c.state IN ('started', 'gated')) AS at_work
-"""
-"""Agents with the call that runs or waits for approval; each has at most one."""
-ARTIFACT_COLUMNS = "ref, filename, type, mime_type, size, sha256, created_at"
-IS_READABLE_BY = """
-(maker = ? OR EXISTS (SELECT 1 FROM attachments t JOIN messages m ON m.seq = t.message_seq
-                       WHERE t.artifact_ref = artifacts.ref AND m.recipient = ? AND m.state = 'taken'))
-"""
-"""True if an agent, given twice, made the artifact or took a message with it."""
-# Each half of the UNION uses its own index.
-SELECT_READABLE_ARTIFACTS = f"""
-SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (
-    SELECT ref FROM artifacts WHERE maker = ?1
-     UNION
-    SELECT t.artifact_ref FROM messages m JOIN attachments t ON t.message_seq = m.seq
-     WHERE m.recipient = ?1 AND m.in_seq IS NOT NULL AND m.state = 'taken')
- ORDER BY created_at DESC, ref DESC LIMIT ?2
-"""
+def json_keys(values: Iterable[str]) -> str:
+    """Return the parameter of `IN (SELECT key FROM json_each(:ids))`: a JSON object with `values` as keys.
 
+    Both engines have `json_each` for objects, but not for arrays.
+    """
+    return _encode(dict.fromkeys(values)).decode()
+
+
+MESSAGE_COLUMNS = """
+messages.seq, messages.id, messages.sender, messages.recipient, CAST(messages.payload AS BLOB), messages.state,
+messages.created_at, messages.deliver_at, messages.delivered_at, messages.taken_at, messages.in_seq,
+messages.in_reply_to, messages.option, messages.cause, messages.hops, messages.early, messages.stopped,
+messages.reason, messages.replay_of, messages.answered_by, messages.answered_option
+"""
+"""Columns of `MessageRow`. The payload as bytes: one that is not valid UTF-8 must not make other rows unreadable."""
+
+
+class MessageRow(msgspec.Struct):
+    seq: int
+    id: str
+    sender: str
+    recipient: str
+    payload: str | bytes
+    state: State
+    created_at: int
+    deliver_at: int | None
+    delivered_at: int | None
+    taken_at: int | None
+    in_seq: int | None
+    in_reply_to: str | None
+    option: int | None
+    cause: str | None
+    hops: int
+    early: int
+    stopped: int
+    reason: str | None
+    replay_of: str | None
+    answered_by: str | None
+    answered_option: int | None
+
+    def to_message(self) -> Message:
+        return Message(
+            seq=self.seq,
+            id=self.id,
+            sender=self.sender,
+            to=self.recipient,
+            payload=to_payload(self.id, self.payload),
+            state=self.state,
+            created_at=from_ms(self.created_at),
+            deliver_at=None if self.deliver_at is None else from_ms(self.deliver_at),
+            delivered_at=None if self.delivered_at is None else from_ms(self.delivered_at),
+            taken_at=None if self.taken_at is None else from_ms(self.taken_at),
+            mailbox_position=self.in_seq,
+            in_reply_to=self.in_reply_to,
+            option=self.option,
+            cause=self.cause,
+            hops=self.hops,
+            early=bool(self.early),
+            stopped=bool(self.stopped),
+            reason=self.reason,
+            replay_of=self.replay_of,
+            answer=None if self.answered_by is None else QuestionAnswer(self.answered_by, self.answered_option),
+        )
+
+
+class NewMessageRow(msgspec.Struct, kw_only=True):
+    """A message to insert; the fields are columns of `messages`."""
+
+    seq: int
+    id: str
+    sender: str
+    recipient: str
+    state: State
+    in_seq: int | None = None
+    created_at: int
+    deliver_at: int | None = None
+    delivered_at: int | None = None
+    taken_at: int | None = None
+    queued: bool = False
+    hops: int = 0
+    option: int | None = None
+    in_reply_to: str | None = None
+    cause: str | None = None
+    replay_of: str | None = None
+    automatic: bool = False
+    stopped: bool = False
+    plan: str | None = None
+    reason: str | None = None
+    payload: str
+    thread: str | None = None
+    question: bool = False
+    answered_by: str | None = None
+    answered_option: int | None = None
+
+    def to_taken_message(self, taken_at: int) -> Message:
+        """The message as it is after its recipient takes it."""
+        return Message(
+            seq=self.seq,
+            id=self.id,
+            sender=self.sender,
+            to=self.recipient,
+            payload=to_payload(self.id, self.payload),
+            state="taken",
+            created_at=from_ms(self.created_at),
+            delivered_at=None if self.delivered_at is None else from_ms(self.delivered_at),
+            taken_at=from_ms(taken_at),
+            mailbox_position=self.in_seq,
+            in_reply_to=self.in_reply_to,
+            option=self.option,
+            cause=self.cause,
+            hops=self.hops,
+            stopped=self.stopped,
+            replay_of=self.replay_of,
+        )
+
+
+NEW_MESSAGES = f"messages ({', '.join(NewMessageRow.__struct_fields__)})"
+"""Table and columns for `insert` of `NewMessageRow`."""
 DAMAGED_TEXT = "[This message is damaged: what it said is lost.]"
 _decode = msgspec.json.Decoder(Payload).decode
+_encode = msgspec.json.Encoder().encode
 
 
-def to_message(row: tuple[Any, ...]) -> Message:
-    (seq, id_, sender, to, payload, state, created_at, deliver_at, delivered_at, taken_at, in_seq, in_reply_to,
-     option, cause, hops, early, stopped, reason, replay_of, answered_by, answered_option) = row  # fmt: skip
-    return Message(
-        seq=seq,
-        id=id_,
-        sender=sender,
-        to=to,
-        payload=to_payload(id_, payload),
-        state=state,
-        created_at=from_ms(created_at),
-        deliver_at=None if deliver_at is None else from_ms(deliver_at),
-        delivered_at=None if delivered_at is None else from_ms(delivered_at),
-        taken_at=None if taken_at is None else from_ms(taken_at),
-        mailbox_position=in_seq,
-        in_reply_to=in_reply_to,
-        option=option,
-        cause=cause,
-        hops=hops,
-        early=bool(early),
-        stopped=bool(stopped),
-        reason=reason,
-        replay_of=replay_of,
-        answer=QuestionAnswer(answered_by, answered_option) if answered_by is not None else None,
-    )
+def to_message(row: Sequence[Any]) -> Message:
+    """Convert a row of `MESSAGE_COLUMNS`."""
+    return MessageRow(*row).to_message()
 
 
 def to_payload(message_id: str, stored: str | bytes) -> Payload:
@@ -197,38 +257,112 @@ def to_payload(message_id: str, stored: str | bytes) -> Payload:
         return {"text": DAMAGED_TEXT}
 
 
-def to_agent(row: tuple[Any, ...]) -> Agent:
-    (id_, name, kind, state, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker) = row
-    return Agent(
-        id=id_,
-        name=name,
-        kind=kind,
-        state=state,
-        waiting=waiting,
-        delayed=delayed,
-        parent=parent,
-        profile=profile,
-        state_since=None if since is None else from_ms(since),
-        state_reason=why,
-        tool=tool,
-        tool_position=None if tool is None else (call_no, call_count),
-        worker=worker if state in CLAIMED_STATES else None,
-    )
-
-
-def to_artifact(row: tuple[Any, ...]) -> Artifact:
-    ref, filename, type_, mime_type, size, sha256, created_at = row
-    return Artifact(
-        ref=ref,
-        filename=filename,
-        type=type_,
-        mime_type=mime_type,
-        size=size,
-        sha256=sha256,
-        created_at=from_ms(created_at),
-    )
-
-
 def find_message(db: Connection, message_id: str) -> Message | None:
-    row = db.execute(f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id = ?", (message_id,)).fetchone()
+    row = db.execute(f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id = :id", {"id": message_id}).fetchone()
     return row and to_message(row)
+
+
+SHOWN_STATE = """
+CASE WHEN (SELECT paused FROM log) = 1 AND kind = 'agent'
+          AND (state IN ('idle', 'ready', 'wait_retry')
+               OR (state IN ('llm', 'tools') AND (worker IS NULL OR runnable_at = 0)))
+     THEN 'paused' ELSE state END
+"""
+"""State of an agent as people see it. While the society is paused, agents that no worker runs are `paused`."""
+AGENT_COLUMNS = (
+    f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
+)
+"""Columns of `AgentRow`, from `AGENTS_WITH_CALL`."""
+AGENTS_WITH_CALL = """
+(SELECT agents.*, active_call.name AS tool, active_call.idx + 1 AS call_no,
+        (SELECT count(*) FROM calls
+          WHERE calls.agent_id = active_call.agent_id AND calls.turn_no = active_call.turn_no
+            AND calls.step_no = active_call.step_no) AS call_count
+   FROM agents
+   LEFT JOIN plans ON plans.agent_id = agents.id AND plans.outcome = 'open'
+   LEFT JOIN calls AS active_call
+          ON active_call.agent_id = plans.agent_id AND active_call.turn_no = plans.turn_no
+         AND active_call.step_no = plans.step_no AND active_call.state IN ('started', 'gated')) AS agents_with_call
+"""
+"""Agents with the call that runs or waits for approval; each has at most one."""
+
+
+class AgentRow(NamedTuple):
+    id: str
+    name: str
+    kind: Literal["agent", "person"]
+    state: AgentState
+    waiting: int
+    delayed: int
+    parent: str | None
+    profile: str
+    since: int | None
+    why: str | None
+    tool: str | None
+    call_no: int
+    call_count: int
+    worker: str | None
+
+
+def to_agent(values: Sequence[Any]) -> Agent:
+    """Convert a row of `AGENT_COLUMNS`."""
+    row = AgentRow._make(values)
+    return Agent(
+        id=row.id,
+        name=row.name,
+        kind=row.kind,
+        state=row.state,
+        waiting=row.waiting,
+        delayed=row.delayed,
+        parent=row.parent,
+        profile=row.profile,
+        state_since=None if row.since is None else from_ms(row.since),
+        state_reason=row.why,
+        tool=row.tool,
+        tool_position=None if row.tool is None else (row.call_no, row.call_count),
+        worker=row.worker if row.state in CLAIMED_STATES else None,
+    )
+
+
+ARTIFACT_COLUMNS = "ref, filename, type, mime_type, size, sha256, created_at"
+"""Columns of `ArtifactRow`."""
+IS_READABLE = """
+(maker = :reader
+ OR EXISTS (SELECT 1 FROM attachments JOIN messages ON messages.seq = attachments.message_seq
+             WHERE attachments.artifact_ref = artifacts.ref AND messages.recipient = :reader
+               AND messages.state = 'taken'))
+"""
+"""True if the agent `:reader` made the artifact or took a message with it."""
+# Each half of the UNION uses its own index.
+SELECT_READABLE_ARTIFACTS = f"""
+SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (
+    SELECT ref FROM artifacts WHERE maker = :reader
+     UNION
+    SELECT attachments.artifact_ref FROM messages JOIN attachments ON attachments.message_seq = messages.seq
+     WHERE messages.recipient = :reader AND messages.in_seq IS NOT NULL AND messages.state = 'taken')
+ ORDER BY created_at DESC, ref DESC LIMIT :limit
+"""
+
+
+class ArtifactRow(NamedTuple):
+    ref: str
+    filename: str
+    type: ArtifactType
+    mime_type: str
+    size: int
+    sha256: str
+    created_at: int
+
+
+def to_artifact(values: Sequence[Any]) -> Artifact:
+    """Convert a row of `ARTIFACT_COLUMNS`."""
+    row = ArtifactRow._make(values)
+    return Artifact(
+        ref=row.ref,
+        filename=row.filename,
+        type=row.type,
+        mime_type=row.mime_type,
+        size=row.size,
+        sha256=row.sha256,
+        created_at=from_ms(row.created_at),
+    )

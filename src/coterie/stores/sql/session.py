@@ -6,24 +6,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, insert, read_secret
+from coterie.stores.sql.mailbox import SELECT_MAILBOX, Mailbox
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, MessageRow, insert, read_secret
 
 SELECT_PAUSED = "SELECT paused FROM log"
 EVENT_COLUMNS = "events (at, kind, subject, data)"
-_PENDING = "FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq"
-_HEADER = "in_seq AS position, id, sender, in_reply_to, option, cause"
-_SELECT_HEADERS = f"SELECT {_HEADER} {_PENDING}"
-SELECT_WAITING = f"SELECT {_HEADER}, length(payload), {MESSAGE_COLUMNS} {_PENDING}"
-HEADER_COLUMN_COUNT = len(_HEADER.split(","))
-"""Leading columns of `SELECT_WAITING` that a turn decision needs."""
+_SELECT_HEADERS = """
+SELECT in_seq, id, sender, in_reply_to, option, cause FROM messages
+ WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending' ORDER BY in_seq
+"""
+WAITING_COLUMNS = f"{MESSAGE_COLUMNS}, length(messages.payload)"
+"""Columns of `WaitingRow`."""
+SELECT_WAITING = f"""
+SELECT {WAITING_COLUMNS} FROM messages
+ WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending' ORDER BY in_seq
+"""
 MAX_CACHED_AGENTS = 4_096
 """Agent rows in memory: one or two megabytes."""
 EventRow = tuple[int, str, str, str | None]
 """Time in ms, kind, subject and JSON data of an event that has no number yet."""
 MailboxPosition = tuple[int, int, int]
 """`taken_seq`, `next_in_seq` and `waiting` of a mailbox. While they are unchanged, so are the waiting messages."""
+
+
+class WaitingHeader(NamedTuple):
+    """What a turn decision needs of a waiting message."""
+
+    in_seq: int
+    id: str
+    sender: str
+    in_reply_to: str | None
+    option: int | None
+    cause: str | None
+
+
+class WaitingRow(MessageRow):
+    """A waiting message with the size of its payload in characters."""
+
+    payload_size: int
 
 
 class Session(Protocol):
@@ -42,27 +64,30 @@ class Session(Protocol):
         """How long a claim holds without a heartbeat. None: until the process ends."""
         ...
 
-    def lock_agent(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
-        """Return the agent's row, read with `sql`, and lock it until the transaction ends. None: no such agent."""
+    def lock_agent(self, agent_id: str) -> Mailbox | None:
+        """Return the agent's row and lock it until the transaction ends. Do not change it. None: no such agent."""
         ...
 
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         """Read the rows of agents that are locked already and are used next."""
         ...
 
-    def cache_agent(self, agent_id: str, row: tuple[Any, ...]) -> None:
-        """Remember the row that was just written."""
+    def cache_agent(self, agent_id: str, row: Mailbox) -> None:
+        """Remember the row that was just written. The session owns it from now on."""
         ...
 
     def invalidate(self) -> None:
         """Drop cached rows: they were changed directly in the database, or rolled back."""
         ...
 
-    def read_waiting(self, agent_id: str, position: MailboxPosition, *, full: bool) -> list[Any]:
-        """Return the agent's waiting messages in order, as rows of `SELECT_WAITING`.
+    def read_waiting(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
+        """Return the agent's waiting messages in order. The caller owns the rows."""
+        ...
 
-        `full=False`: the first `HEADER_COLUMN_COUNT` columns suffice.
-        """
+    def read_waiting_headers(
+        self, agent_id: str, position: MailboxPosition
+    ) -> Sequence[WaitingHeader] | Sequence[WaitingRow]:
+        """The same, but headers suffice."""
         ...
 
     def next_message_seq(self) -> int: ...
@@ -89,7 +114,7 @@ class SqliteSession:
         self._db, self.timestamp = db, timestamp
         self._last_seq: int | None = None
         """Number of the newest message. Numbers of rolled back transactions are not reused."""
-        self.cached_agents: dict[str, tuple[Any, ...]] = {}
+        self.cached_agents: dict[str, Mailbox] = {}
         """Agent rows as the database has them, by id."""
         self._data_version: object = None
         self._secret = b""
@@ -110,18 +135,20 @@ class SqliteSession:
             self._data_version = version
             self.invalidate()
 
-    def lock_agent(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
+    def lock_agent(self, agent_id: str) -> Mailbox | None:
         if cached := self.cached_agents.get(agent_id):
             return cached
-        row: tuple[Any, ...] | None = self._db.execute(sql, (agent_id,)).fetchone()
-        if row is not None:
-            self.cache_agent(agent_id, row)
-        return row
+        row = self._db.execute(SELECT_MAILBOX, {"id": agent_id}).fetchone()
+        if row is None:
+            return None
+        mailbox = Mailbox(*row)
+        self.cache_agent(agent_id, mailbox)
+        return mailbox
 
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         pass
 
-    def cache_agent(self, agent_id: str, row: tuple[Any, ...]) -> None:
+    def cache_agent(self, agent_id: str, row: Mailbox) -> None:
         if len(self.cached_agents) >= MAX_CACHED_AGENTS and agent_id not in self.cached_agents:
             self.cached_agents.clear()
         self.cached_agents[agent_id] = row
@@ -136,11 +163,16 @@ class SqliteSession:
         return self._paused
 
     def set_society_paused(self, paused: bool) -> None:
-        self._db.execute("UPDATE log SET paused = ?", (paused,))
+        self._db.execute("UPDATE log SET paused = :paused", {"paused": paused})
         self._paused = paused
 
-    def read_waiting(self, agent_id: str, position: MailboxPosition, *, full: bool) -> list[Any]:
-        return self._db.execute(SELECT_WAITING if full else _SELECT_HEADERS, (agent_id, position[0])).fetchall()
+    def read_waiting(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
+        rows = self._db.execute(SELECT_WAITING, {"recipient": agent_id, "taken_seq": position[0]})
+        return [WaitingRow(*row) for row in rows]
+
+    def read_waiting_headers(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingHeader]:
+        rows = self._db.execute(_SELECT_HEADERS, {"recipient": agent_id, "taken_seq": position[0]})
+        return [WaitingHeader._make(row) for row in rows]
 
     def next_message_seq(self) -> int:
         # Attachments need the number before the message row is written.

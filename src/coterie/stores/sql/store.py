@@ -46,11 +46,12 @@ from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
     ARTIFACT_COLUMNS,
-    IS_READABLE_BY,
+    IS_READABLE,
     MESSAGE_COLUMNS,
     SELECT_READABLE_ARTIFACTS,
     Connection,
     find_message,
+    json_keys,
     to_agent,
     to_artifact,
     to_message,
@@ -62,6 +63,38 @@ from coterie.turn import Rules
 from coterie.turn_store import Admission, Claim, HistoryRow, HistoryView, StaleClaim, TurnWorker
 
 T = TypeVar("T")
+
+_SELECT_AGENTS = f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id > :after ORDER BY id LIMIT :limit"
+_SELECT_AGENT = f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id = :id"
+_SELECT_AGENTS_BY_ID = f"""
+SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id IN (SELECT key FROM json_each(:ids))
+"""
+_SELECT_MESSAGES_BY_ID = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id IN (SELECT key FROM json_each(:ids))"
+_SELECT_MESSAGES = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
+ WHERE (:before IS NULL OR seq < :before) AND (:agent IS NULL OR :agent IN (sender, recipient))
+   AND (:state IS NULL OR state = :state)
+ ORDER BY seq DESC LIMIT :limit
+"""
+_SELECT_WAITING = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages WHERE recipient = :recipient AND state = 'pending'
+   AND in_seq > (SELECT taken_seq FROM agents WHERE id = :recipient) ORDER BY in_seq LIMIT :limit
+"""
+_SELECT_DELAYED = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
+ WHERE state = 'delayed' AND (deliver_at, seq) > (:deliver_at, :seq)
+   AND (:recipient IS NULL OR recipient = :recipient) AND (:sender IS NULL OR sender = :sender)
+ ORDER BY deliver_at, seq LIMIT :limit
+"""
+_COUNT_DELAYED = "SELECT coalesce(sum(delayed), 0) FROM agents WHERE :recipient IS NULL OR id = :recipient"
+_SELECT_ARTIFACTS = f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs))"
+_SELECT_READABLE_BY_REF = f"""
+SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND {IS_READABLE}
+"""
+_SELECT_BLOBS = """
+SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (:sha256, :size) ORDER BY sha256, size LIMIT :limit
+"""
+_SELECT_EVENTS = "SELECT seq, at, kind, subject, data FROM events WHERE seq > :after ORDER BY seq LIMIT :limit"
 
 
 class SqlDatabase(ABC):
@@ -152,7 +185,7 @@ class SqlDatabase(ABC):
         """Time that due times are compared with."""
         ...
 
-    async def _query(self, sql: str, *parameters: Any) -> list[Any]:
+    async def _query(self, sql: str, **parameters: Any) -> list[Any]:
         return await self._read(lambda db: db.execute(sql, parameters).fetchall())
 
 
@@ -249,21 +282,17 @@ class SqlStore(SqlOverview):
         return {name: Role(profile, maker) for name, profile, maker in rows}
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
-        rows = await self._query(
-            f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id > ? ORDER BY id LIMIT ?", after, limit
-        )
-        return [to_agent(row) for row in rows]
+        return [to_agent(row) for row in await self._query(_SELECT_AGENTS, after=after, limit=limit)]
 
     async def agent(self, agent_id: str) -> Agent | None:
-        rows = await self._query(f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id = ?", agent_id)
+        rows = await self._query(_SELECT_AGENT, id=agent_id)
         return to_agent(rows[0]) if rows else None
 
     async def agents_by_id(self, ids: Sequence[str]) -> Mapping[str, Agent]:
         if not ids:
             return {}
-        placeholders = ", ".join("?" * len(ids))
-        rows = await self._query(f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id IN ({placeholders})", *ids)
-        return {row[0]: to_agent(row) for row in rows}
+        rows = await self._query(_SELECT_AGENTS_BY_ID, ids=json_keys(ids))
+        return {agent.id: agent for agent in map(to_agent, rows)}
 
     # Messages
 
@@ -318,39 +347,27 @@ class SqlStore(SqlOverview):
     async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]:
         if not ids:
             return {}
-        placeholders = ", ".join("?" * len(ids))
-        rows = await self._query(f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id IN ({placeholders})", *ids)
+        rows = await self._query(_SELECT_MESSAGES_BY_ID, ids=json_keys(ids))
         return {message.id: message for message in map(to_message, rows)}
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
-        rows = await self._query(
-            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE (?1 IS NULL OR seq < ?1)"
-            " AND (?2 IS NULL OR ?2 IN (sender, recipient)) AND (?3 IS NULL OR state = ?3) ORDER BY seq DESC LIMIT ?4",
-            page.before, agent, state, page.limit,
-        )  # fmt: skip
+        rows = await self._query(_SELECT_MESSAGES, before=page.before, agent=agent, state=state, limit=page.limit)
         return [to_message(row) for row in rows]
 
     async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
-        rows = await self._query(
-            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE recipient = ?1 AND state = 'pending'"
-            " AND in_seq > (SELECT taken_seq FROM agents WHERE id = ?1) ORDER BY in_seq LIMIT ?2",
-            recipient, limit,
-        )  # fmt: skip
-        return [to_message(row) for row in rows]
+        return [to_message(row) for row in await self._query(_SELECT_WAITING, recipient=recipient, limit=limit)]
 
     async def delayed(
         self, recipient: str | None = None, *, sender: str | None = None, after: Message | None = None, limit: int = 50
     ) -> Sequence[Message]:
-        position = (to_ms(after.deliver_at), after.seq) if after and after.deliver_at else (0, 0)
+        deliver_at, seq = (to_ms(after.deliver_at), after.seq) if after and after.deliver_at else (0, 0)
         rows = await self._query(
-            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND (deliver_at, seq) > (?1, ?2)"
-            " AND (?3 IS NULL OR recipient = ?3) AND (?4 IS NULL OR sender = ?4) ORDER BY deliver_at, seq LIMIT ?5",
-            *position, recipient, sender, limit,
-        )  # fmt: skip
+            _SELECT_DELAYED, deliver_at=deliver_at, seq=seq, recipient=recipient, sender=sender, limit=limit
+        )
         return [to_message(row) for row in rows]
 
     async def delayed_count(self, recipient: str | None = None) -> int:
-        rows = await self._query("SELECT coalesce(sum(delayed), 0) FROM agents WHERE ?1 IS NULL OR id = ?1", recipient)
+        rows = await self._query(_COUNT_DELAYED, recipient=recipient)
         return int(rows[0][0])
 
     # Turns
@@ -418,33 +435,27 @@ class SqlStore(SqlOverview):
     async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
         if not refs:
             return {}
-        placeholders = ", ".join("?" * len(refs))
         if reader is None:
-            rows = await self._query(f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN ({placeholders})", *refs)
+            rows = await self._query(_SELECT_ARTIFACTS, refs=json_keys(refs))
         else:
-            sql = f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN ({placeholders}) AND {IS_READABLE_BY}"
-            rows = await self._query(sql, *refs, reader, reader)
-        return {row[0]: to_artifact(row) for row in rows}
+            rows = await self._query(_SELECT_READABLE_BY_REF, refs=json_keys(refs), reader=reader)
+        return {artifact.ref: artifact for artifact in map(to_artifact, rows)}
 
     async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
         if reader is None:
             return await self.artifacts_before(None, limit)
-        return [to_artifact(row) for row in await self._query(SELECT_READABLE_ARTIFACTS, reader, limit)]
+        rows = await self._query(SELECT_READABLE_ARTIFACTS, reader=reader, limit=limit)
+        return [to_artifact(row) for row in rows]
 
     async def artifact_blobs(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
         """Hashes and sizes of the blobs that artifacts refer to, in order, after the pair `after`."""
-        return await self._query(
-            "SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (?, ?) ORDER BY sha256, size LIMIT ?",
-            *after,
-            limit,
-        )
+        sha256, size = after
+        return await self._query(_SELECT_BLOBS, sha256=sha256, size=size, limit=limit)
 
     # Event log and maintenance
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
-        rows = await self._query(
-            "SELECT seq, at, kind, subject, data FROM events WHERE seq > ? ORDER BY seq LIMIT ?", after, limit
-        )
+        rows = await self._query(_SELECT_EVENTS, after=after, limit=limit)
         return [Event(seq, from_ms(at), kind, subject, data) for seq, at, kind, subject, data in rows]
 
     async def last_event(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from coterie.ids import id_for
 from coterie.llm.types import ToolCall
 from coterie.messages import encode_payload, validate_payload
 from coterie.stores.sql.rows import Connection, insert
-from coterie.turn import ENDED_STATES, ArgumentsFile, Plan, PlannedCall
+from coterie.turn import ENDED_STATES, ArgumentsFile, CallState, Effect, Plan, PlannedCall
 
 PlanKey = tuple[int, int]
 """Turn and step in which a plan was made."""
@@ -21,10 +21,45 @@ _CALLS = (
     " ended_at)"
 )
 _UPDATE_CALL = """
-UPDATE calls SET state = ?, effect = ?, gated = ?, result = ?, started_at = coalesce(started_at, ?), ended_at = ?
- WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND idx = ?
+UPDATE calls SET state = :state, effect = :effect, gated = :gated, result = :result,
+       started_at = coalesce(started_at, :started_at), ended_at = :ended_at
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND idx = :idx
+"""
+_SELECT_CALLS = """
+SELECT call_id, name, arguments, raw, effect, gated, state, result FROM calls
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no ORDER BY idx
+"""
+_SELECT_CALL_STATE = """
+SELECT state, result FROM calls
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND idx = :idx
+"""
+_INSERT_PLAN = """
+INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at)
+VALUES (:agent_id, :turn_no, :step_no, :text, :outcome, :interrupted_by, :at)
+"""
+_CLOSE_PLAN = """
+UPDATE plans SET outcome = 'closed', interrupted_by = :interrupted_by WHERE agent_id = :agent_id AND outcome = 'open'
 """
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
+
+
+class _CallRow(NamedTuple):
+    """Columns of `_SELECT_CALLS`."""
+
+    call_id: str
+    name: str
+    arguments: str
+    raw: str | None
+    effect: Effect
+    gated: int
+    state: CallState
+    result: str
+
+    def to_planned_call(self) -> PlannedCall:
+        call = ToolCall(id=self.call_id, name=self.name, arguments=_decode(self.arguments), invalid_arguments=self.raw)
+        return PlannedCall(
+            call=call, effect=self.effect, needs_approval=bool(self.gated), state=self.state, result=self.result
+        )
 
 
 def assign_call_ids(plan: Plan, key: PlanKey) -> Plan:
@@ -38,26 +73,23 @@ def assign_call_ids(plan: Plan, key: PlanKey) -> Plan:
 
 def read_open_plan(db: Connection, agent_id: str) -> tuple[PlanKey, Plan] | None:
     row = db.execute(
-        "SELECT turn_no, step_no, text FROM plans WHERE agent_id = ? AND outcome = 'open'", (agent_id,)
+        "SELECT turn_no, step_no, text FROM plans WHERE agent_id = :agent_id AND outcome = 'open'",
+        {"agent_id": agent_id},
     ).fetchone()
     if row is None:
         return None
-    key, text = (row[0], row[1]), row[2]
-    calls = db.execute(
-        "SELECT call_id, name, arguments, raw, effect, gated, state, result FROM calls"
-        " WHERE agent_id = ? AND turn_no = ? AND step_no = ? ORDER BY idx",
-        (agent_id, *key),
-    ).fetchall()
-    return key, Plan(text=text, calls=tuple(_to_planned_call(*call) for call in calls))
+    turn_no, step_no, text = row
+    calls = db.execute(_SELECT_CALLS, {"agent_id": agent_id, "turn_no": turn_no, "step_no": step_no})
+    return (turn_no, step_no), Plan(text=text, calls=tuple(_CallRow._make(call).to_planned_call() for call in calls))
 
 
 def read_call_state(db: Connection, agent_id: str, call_id: str) -> tuple[str, str]:
     """Return state and result of a call. A call without a row counts as cancelled."""
     key = call_id.removeprefix("call_").split("_")
     if len(key) == 3 and all(number.isascii() and number.isdecimal() and len(number) < 19 for number in key):
+        turn_no, step_no, idx = map(int, key)
         row = db.execute(
-            "SELECT state, result FROM calls WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND idx = ?",
-            (agent_id, *map(int, key)),
+            _SELECT_CALL_STATE, {"agent_id": agent_id, "turn_no": turn_no, "step_no": step_no, "idx": idx}
         ).fetchone()
         if row:
             return row[0], row[1]
@@ -68,9 +100,16 @@ def insert_plan(
     db: Connection, agent_id: str, key: PlanKey, plan: Plan, outcome: str, timestamp: int, by: str | None = None
 ) -> None:
     db.execute(
-        "INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (agent_id, *key, plan.text, outcome, by, timestamp),
+        _INSERT_PLAN,
+        {
+            "agent_id": agent_id,
+            "turn_no": key[0],
+            "step_no": key[1],
+            "text": plan.text,
+            "outcome": outcome,
+            "interrupted_by": by,
+            "at": timestamp,
+        },
     )
     insert(
         db,
@@ -88,26 +127,25 @@ def update_calls(db: Connection, agent_id: str, key: PlanKey, before: Plan, afte
     """Write the calls that differ between `before` and `after`."""
     for idx, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
         if new is not old and new != old:
-            started_at = timestamp if new.state == "started" else None
-            ended_at = timestamp if new.state in ENDED_STATES else None
             db.execute(
                 _UPDATE_CALL,
-                (new.state, new.effect, new.needs_approval, new.result, started_at, ended_at, agent_id, *key, idx),
+                {
+                    "state": new.state,
+                    "effect": new.effect,
+                    "gated": new.needs_approval,
+                    "result": new.result,
+                    "started_at": timestamp if new.state == "started" else None,
+                    "ended_at": timestamp if new.state in ENDED_STATES else None,
+                    "agent_id": agent_id,
+                    "turn_no": key[0],
+                    "step_no": key[1],
+                    "idx": idx,
+                },
             )
 
 
 def close_plan(db: Connection, agent_id: str, by: str | None) -> None:
-    db.execute(
-        "UPDATE plans SET outcome = 'closed', interrupted_by = ? WHERE agent_id = ? AND outcome = 'open'",
-        (by, agent_id),
-    )
-
-
-def _to_planned_call(
-    call_id: str, name: str, arguments: str, raw: str | None, effect: Any, gated: int, state: Any, result: str
-) -> PlannedCall:
-    call = ToolCall(id=call_id, name=name, arguments=_decode(arguments), invalid_arguments=raw)
-    return PlannedCall(call=call, effect=effect, needs_approval=bool(gated), state=state, result=result)
+    db.execute(_CLOSE_PLAN, {"agent_id": agent_id, "interrupted_by": by})
 
 
 APPROVAL_OPTIONS = ("Approve", "Deny")

@@ -23,8 +23,8 @@ from coterie.stores.sql import turn_rows
 from coterie.stores.sql.poison import check_readable
 from coterie.stores.sql.queries import message_mark
 from coterie.stores.sql.replies import send_replies
-from coterie.stores.sql.rows import Connection, insert, to_message
-from coterie.stores.sql.session import HEADER_COLUMN_COUNT
+from coterie.stores.sql.rows import Connection, insert
+from coterie.stores.sql.session import WaitingHeader, WaitingRow
 from coterie.stores.sql.turn_rows import APPROVE, approval_payload, approval_question_id
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import (
@@ -66,20 +66,36 @@ from coterie.turn import (
 from coterie.turn_store import Claim, HistoryRow, ReplyTarget, StaleClaim
 
 _TAKE = """
-UPDATE messages SET state = 'taken', taken_at = ?
- WHERE recipient = ? AND in_seq > ? AND in_seq <= ? AND state = 'pending'
+UPDATE messages SET state = 'taken', taken_at = :taken_at
+ WHERE recipient = :recipient AND in_seq > :taken_seq AND in_seq <= :last_in_seq AND state = 'pending'
 """
 _SELECT_DECISION = """
-SELECT option FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' AND sender = ?
-   AND in_reply_to = ? AND option IS NOT NULL ORDER BY in_seq LIMIT 1
+SELECT option FROM messages
+ WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending' AND sender = 'user'
+   AND in_reply_to = :question AND option IS NOT NULL ORDER BY in_seq LIMIT 1
 """
-_SELECT_SENT = "SELECT id FROM messages WHERE sender = ? AND plan = ?"
+_SELECT_SENT = "SELECT id FROM messages WHERE sender = :sender AND plan = :plan"
 # The hop limit bounds the chain.
 _SELECT_CAUSED_BY_PLAN = """
 WITH RECURSIVE chain (id) AS
- (SELECT m.id FROM messages m WHERE m.id = ?1
-  UNION SELECT m.cause FROM messages m JOIN chain c ON m.id = c.id)
-SELECT 1 FROM messages m JOIN chain c ON m.id = c.id WHERE m.sender = ?2 AND m.plan = ?3
+ (SELECT messages.id FROM messages WHERE messages.id = :cause
+  UNION SELECT messages.cause FROM messages JOIN chain ON messages.id = chain.id)
+SELECT 1 FROM messages JOIN chain ON messages.id = chain.id WHERE messages.sender = :sender AND messages.plan = :plan
+"""
+_SELECT_CAUSE = """
+SELECT message_id FROM history WHERE agent_id = :agent_id AND turn_no = :turn_no AND message_id IS NOT NULL
+ ORDER BY seq DESC LIMIT 1
+"""
+_HIDE_MESSAGES = "UPDATE history SET hidden = 1 WHERE agent_id = :agent_id AND turn_no = :turn_no AND role = 'user'"
+_UPSERT_USAGE = """
+INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated)
+VALUES (:agent_id, :turn_no, :step_no, :service, :input_tokens, :output_tokens, :outcome, :at, :estimated)
+    ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE
+   SET service = excluded.service, input_tokens = excluded.input_tokens, output_tokens = excluded.output_tokens,
+       outcome = excluded.outcome, at = excluded.at, estimated = excluded.estimated
+"""
+_DELETE_RESERVED_TOKENS = """
+DELETE FROM llm_calls WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND call_no = 0
 """
 
 
@@ -93,7 +109,7 @@ class Inbox:
         """Messages that this transaction adds later are left for the next step."""
         self._buffered: list[tuple[int, Message]] = []
         """Sizes and messages that are not in the database yet."""
-        self._rows: list[Any] = []
+        self._rows: Sequence[WaitingHeader] | Sequence[WaitingRow] = ()
         """Stored waiting messages, as `waiting_messages` read them."""
         self._sent_by_plan: set[str] | None = None
         """Ids of messages that the open plan sent. None: not read yet."""
@@ -123,22 +139,29 @@ class Inbox:
                 for _, message in self._buffered
             )
         # Without a plan this step takes the messages. With a plan it looks before every call, so headers suffice.
-        self._rows = self._uow.read_waiting(self._agent_id, full=plan is None)
+        read = self._uow.read_waiting if plan is None else self._uow.read_waiting_headers
+        self._rows = read(self._agent_id)
         return tuple(
             [
-                WaitingMessage(id_, in_seq, sender == PERSON,
-                               self._is_approval_answer(plan, sender, in_reply_to, option)
-                               or self._is_echo(plan, plan_name, sender, cause))
-                for in_seq, id_, sender, in_reply_to, option, cause, *_ in self._rows
+                WaitingMessage(
+                    row.id,
+                    row.in_seq or 0,
+                    row.sender == PERSON,
+                    self._is_approval_answer(plan, row) or self._is_echo(plan, plan_name, row),
+                )
+                for row in self._rows
             ]
-        )  # fmt: skip
+        )
 
     def read_decision(self, plan: Plan | None) -> bool | None:
         """Return the person's first answer about the call that waits for approval. None: there is none yet."""
         if self._mailbox.state != "wait_approval" or plan is None:
             return None
         question = approval_question_id(self._agent_id, plan.awaiting_approval())
-        row = self._db.execute(_SELECT_DECISION, (self._agent_id, self._mailbox.taken_seq, PERSON, question)).fetchone()
+        row = self._db.execute(
+            _SELECT_DECISION,
+            {"recipient": self._agent_id, "taken_seq": self._mailbox.taken_seq, "question": question},
+        ).fetchone()
         return row[0] == APPROVE if row else None
 
     def take_all(self) -> list[Message]:
@@ -152,39 +175,52 @@ class Inbox:
         return [message for _, message in taken]
 
     def _take_stored(self) -> list[tuple[int, Message]]:
-        rows, taken_at = self._rows, self._uow.timestamp
-        if rows and len(rows[0]) == HEADER_COLUMN_COUNT:
-            rows = self._uow.read_waiting(self._agent_id)
-        if rows:
-            self._db.execute(_TAKE, (taken_at, self._agent_id, self._mailbox.taken_seq, rows[-1][0]))
-        taken = [(row[HEADER_COLUMN_COUNT], row[HEADER_COLUMN_COUNT + 1 :]) for row in rows]
-        for _, (_, message_id, _, _, payload, *_) in taken:
-            check_readable(message_id, payload)
-        return [(size, to_message((*row[:5], "taken", *row[6:9], taken_at, *row[10:]))) for size, row in taken]
+        rows = [row for row in self._rows if isinstance(row, WaitingRow)]
+        if len(rows) < len(self._rows):
+            rows = [*self._uow.read_waiting(self._agent_id)]
+        if not rows:
+            return []
+        taken_at = self._uow.timestamp
+        self._db.execute(
+            _TAKE,
+            {
+                "taken_at": taken_at,
+                "recipient": self._agent_id,
+                "taken_seq": self._mailbox.taken_seq,
+                "last_in_seq": rows[-1].in_seq,
+            },
+        )
+        for row in rows:
+            check_readable(row.id, row.payload)
+            row.state, row.taken_at = "taken", taken_at
+        return [(row.payload_size, row.to_message()) for row in rows]
 
-    def _is_approval_answer(self, plan: Plan | None, sender: str, in_reply_to: str | None, option: int | None) -> bool:
+    def _is_approval_answer(self, plan: Plan | None, row: WaitingHeader | WaitingRow) -> bool:
         """True for a button pressed on an approval question of this plan. The plan must end before it is taken."""
-        if plan is None or sender != PERSON or option is None:
+        if plan is None or row.sender != PERSON or row.option is None:
             return False
         return any(
-            in_reply_to == approval_question_id(self._agent_id, planned.call.id)
+            row.in_reply_to == approval_question_id(self._agent_id, planned.call.id)
             for planned in plan.calls
             if planned.needs_approval
         )
 
-    def _is_echo(self, plan: Plan | None, plan_name: str, sender: str, cause: str | None) -> bool:
+    def _is_echo(self, plan: Plan | None, plan_name: str, row: WaitingHeader | WaitingRow) -> bool:
         """True for a message of the agent itself, or one caused by a message of the open plan."""
-        if sender == self._agent_id:
+        if row.sender == self._agent_id:
             return True
-        if plan is None or cause is None or not plan.has_completed(SEND_MESSAGE_TOOL):
+        if plan is None or row.cause is None or not plan.has_completed(SEND_MESSAGE_TOOL):
             return False
         if self._sent_by_plan is None:
-            rows = self._db.execute(_SELECT_SENT, (self._agent_id, plan_name))
+            rows = self._db.execute(_SELECT_SENT, {"sender": self._agent_id, "plan": plan_name})
             self._sent_by_plan = {message_id for (message_id,) in rows}
         # Most answers are caused directly: the whole chain is rarely read.
-        if not self._sent_by_plan or cause in self._sent_by_plan:
+        if not self._sent_by_plan or row.cause in self._sent_by_plan:
             return bool(self._sent_by_plan)
-        return self._db.execute(_SELECT_CAUSED_BY_PLAN, (cause, self._agent_id, plan_name)).fetchone() is not None
+        caused = self._db.execute(
+            _SELECT_CAUSED_BY_PLAN, {"cause": row.cause, "sender": self._agent_id, "plan": plan_name}
+        )
+        return caused.fetchone() is not None
 
 
 _MS = timedelta(milliseconds=1)
@@ -316,11 +352,7 @@ class TurnTransaction:
         if stored := turn_rows.read_open_plan(self._db, self._agent_id):
             self._plan_key, self._plan = stored
             self._stored_plan = self._plan
-        row = self._db.execute(
-            "SELECT message_id FROM history WHERE agent_id = ? AND turn_no = ? AND message_id IS NOT NULL"
-            " ORDER BY seq DESC LIMIT 1",
-            (self._agent_id, self.mailbox.turn_no),
-        ).fetchone()
+        row = self._db.execute(_SELECT_CAUSE, {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no}).fetchone()
         self._cause = row[0] if row else None
 
     def _write(self, write: Write) -> None:
@@ -448,10 +480,7 @@ class TurnTransaction:
         self._flush_history()
         self._history_changed = True
         self.mailbox.history_version += 1
-        self._db.execute(
-            "UPDATE history SET hidden = 1 WHERE agent_id = ? AND turn_no = ? AND role = 'user'",
-            (self._agent_id, self.mailbox.turn_no),
-        )
+        self._db.execute(_HIDE_MESSAGES, {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no})
 
     def _change_state(self, change: SetState) -> None:
         row = self.mailbox
@@ -488,21 +517,25 @@ class TurnTransaction:
     def record_usage(self, service: str, usage: TokenUsage, outcome: Literal["used", "withdrawn"]) -> None:
         """Write the token usage of this step. It replaces the tokens reserved for it."""
         self._db.execute(
-            "INSERT INTO llm_calls"
-            " (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE"
-            " SET service = excluded.service, input_tokens = excluded.input_tokens,"
-            " output_tokens = excluded.output_tokens, outcome = excluded.outcome, at = excluded.at,"
-            " estimated = excluded.estimated",
-            (self._agent_id, self.mailbox.turn_no, self.mailbox.step_no, service, usage.input_tokens,
-             usage.output_tokens, outcome, self._uow.timestamp, int(usage.estimated)),
-        )  # fmt: skip
+            _UPSERT_USAGE,
+            {
+                "agent_id": self._agent_id,
+                "turn_no": self.mailbox.turn_no,
+                "step_no": self.mailbox.step_no,
+                "service": service,
+                "input_tokens": usage.input_tokens,
+                "output_tokens": usage.output_tokens,
+                "outcome": outcome,
+                "at": self._uow.timestamp,
+                "estimated": int(usage.estimated),
+            },
+        )
 
     def release_reserved_tokens(self) -> None:
         """Delete the tokens reserved for this step."""
         self._db.execute(
-            "DELETE FROM llm_calls WHERE agent_id = ? AND turn_no = ? AND step_no = ? AND call_no = 0",
-            (self._agent_id, self.mailbox.turn_no, self.mailbox.step_no),
+            _DELETE_RESERVED_TOKENS,
+            {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no, "step_no": self.mailbox.step_no},
         )
 
     def _append_history(

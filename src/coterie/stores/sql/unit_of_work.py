@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import astuple
 
 from coterie.agents import ACTIVE_STATES
 from coterie.clock import from_ms
@@ -21,18 +22,15 @@ from coterie.ids import keyed_id
 from coterie.messages import NEW_CHAIN_DELAY, PERSON, RESERVED_IDS, SYSTEM, Envelope, Message, Receipt, make_envelope
 from coterie.store import Delivery, Limits
 from coterie.stores.sql.mailbox import Mailbox, Mailboxes, Questions
-from coterie.stores.sql.rows import IS_READABLE_BY, Connection, insert, to_message
-from coterie.stores.sql.session import Session
+from coterie.stores.sql.rows import IS_READABLE, NEW_MESSAGES, Connection, NewMessageRow, insert
+from coterie.stores.sql.session import MailboxPosition, Session, WaitingHeader, WaitingRow
 
-_MESSAGES = (
-    "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, taken_at, queued, hops,"
-    " option, in_reply_to, cause, replay_of, automatic, stopped, plan, reason, payload,"
-    " thread, question, answered_by, answered_option)"
-)
-_STATE, _TAKEN_AT = 4, 9
-"""Indexes in such a row."""
-_DELIVER = "UPDATE messages SET state = 'pending', in_seq = ?, delivered_at = ?, early = ? WHERE seq = ?"
-_DEAD_LETTER = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
+_DELIVER = """
+UPDATE messages SET state = 'pending', in_seq = :in_seq, delivered_at = :delivered_at, early = :early WHERE seq = :seq
+"""
+_DEAD_LETTER = "UPDATE messages SET state = 'dead', reason = :reason WHERE seq = :seq"
+_SELECT_ARTIFACT = "SELECT 1 FROM artifacts WHERE ref = :ref"
+_SELECT_READABLE_ARTIFACT = f"SELECT 1 FROM artifacts WHERE ref = :ref AND {IS_READABLE}"
 
 _MS = timedelta(milliseconds=1)
 MAX_IDS_IN_NOTICE = 20
@@ -40,7 +38,13 @@ MAX_IDS_IN_NOTICE = 20
 _encode = msgspec.json.Encoder().encode
 
 
-class MessageRow(NamedTuple):
+STORED_MESSAGE_COLUMNS = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
+"""Columns of `StoredMessage`."""
+
+
+class StoredMessage(NamedTuple):
+    """What the unit of work needs of a message in the database to deliver it or make it a dead letter."""
+
     seq: int
     id: str
     sender: str
@@ -58,16 +62,16 @@ class UnitOfWork:
         self._mailboxes = Mailboxes(db, self._session)
         self.frees_other_agents = False
         """Agents became claimable whose rows this transaction did not lock."""
-        self._new_rows: list[list[Any]] = []
-        """Rows of messages that are not written yet."""
-        self._waiting_indexes: dict[str, list[int]] = {}
-        """Per recipient, the indexes in `_new_rows` of its waiting messages."""
+        self._new_rows: list[NewMessageRow] = []
+        """Messages that are not written yet."""
+        self._new_waiting: dict[str, list[NewMessageRow]] = {}
+        """Those of `_new_rows` that wait, by recipient."""
         self._attachments: list[tuple[str, int]] = []
         self._events: list[tuple[int, EventKind, str, str | None]] = []
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason: ids and recipients of new dead letters."""
-        self._questions = Questions(db, self._new_rows)
+        self._questions = Questions(db)
 
     @property
     def timestamp(self) -> int:
@@ -148,20 +152,38 @@ class UnitOfWork:
         else:
             in_seq = mailbox.add_message(len(envelope.payload_json), self.now, envelope.sender)
             delivered_at = self.timestamp
-        state = "delayed" if deliver_at else "pending"
-        self._new_rows.append(
-            [seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.timestamp, deliver_at, delivered_at,
-             None, queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
-             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.is_question, None, None]
-        )  # fmt: skip
+        row = NewMessageRow(
+            seq=seq,
+            id=envelope.id,
+            sender=envelope.sender,
+            recipient=envelope.to,
+            state="delayed" if deliver_at else "pending",
+            in_seq=in_seq,
+            created_at=self.timestamp,
+            deliver_at=deliver_at,
+            delivered_at=delivered_at,
+            queued=queued and not deliver_at,
+            hops=hops,
+            option=envelope.option,
+            in_reply_to=envelope.in_reply_to,
+            cause=envelope.cause,
+            replay_of=replay_of,
+            automatic=automatic,
+            stopped=stopped,
+            plan=plan,
+            payload=envelope.payload_json,
+            thread=envelope.thread,
+            question=envelope.is_question,
+        )
+        self._new_rows.append(row)
         if not deliver_at:
-            self._waiting_indexes.setdefault(envelope.to, []).append(len(self._new_rows) - 1)
+            self._new_waiting.setdefault(envelope.to, []).append(row)
         if envelope.is_question:
-            self._questions.add(envelope)
+            self._questions.add(row)
         self.record_event("delayed.scheduled" if deliver_at else "message.created", envelope.id)
         return _receipt(envelope.id, queued, deliver_at)
 
-    def deliver_due(self, due: Iterable[MessageRow], *, early: bool) -> tuple[list[Delivery], int]:
+    def deliver_due(self, due: Iterable[StoredMessage], *, early: bool) -> tuple[list[Delivery], int]:
         """Move delayed messages into their mailboxes, in the order given.
 
         Messages to terminated agents become dead letters. Return the deliveries and the number of dead letters.
@@ -175,9 +197,13 @@ class UnitOfWork:
                 self.dead_letter(row, "recipient_terminated")
                 dead += 1
                 continue
-            is_early = early and row.deliver_at > self.now
             moved.append(
-                (mailbox.add_message(row.payload_size, self.now, row.sender), self.timestamp, is_early, row.seq)
+                {
+                    "in_seq": mailbox.add_message(row.payload_size, self.now, row.sender),
+                    "delivered_at": self.timestamp,
+                    "early": early and row.deliver_at > self.now,
+                    "seq": row.seq,
+                }
             )
             self.record_event("delayed.delivered", row.id)
             delivered.append(Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at))
@@ -189,9 +215,9 @@ class UnitOfWork:
         if self._questions.close(question):
             self.record_event("quick_replies.changed", question)
 
-    def dead_letter(self, row: MessageRow, reason: str) -> None:
+    def dead_letter(self, row: StoredMessage, reason: str) -> None:
         """Make a stored message a dead letter. `flush` sends one notice per sender and reason."""
-        self._db.execute(_DEAD_LETTER, (reason, row.seq))
+        self._db.execute(_DEAD_LETTER, {"reason": reason, "seq": row.seq})
         self.record_event("message.updated", row.id)
         self._dead.setdefault((row.sender, reason), []).append((row.id, row.recipient))
 
@@ -201,14 +227,26 @@ class UnitOfWork:
             return
         seq = self._session.next_message_seq()
         # A dead letter keeps its files, because it can be sent again.
-        exists = "SELECT 1 FROM artifacts WHERE ref = ?"
-        refs = [ref for ref in dict.fromkeys(envelope.attachments) if self._db.execute(exists, (ref,)).fetchone()]
-        self._attachments += ((ref, seq) for ref in refs)
+        for ref in dict.fromkeys(envelope.attachments):
+            if self._db.execute(_SELECT_ARTIFACT, {"ref": ref}).fetchone():
+                self._attachments.append((ref, seq))
         self._new_rows.append(
-            [seq, envelope.id, envelope.sender, envelope.to, "dead", None, self.timestamp, None,
-             None, None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
-             envelope.payload_json, envelope.thread, envelope.is_question, None, None]
-        )  # fmt: skip
+            NewMessageRow(
+                seq=seq,
+                id=envelope.id,
+                sender=envelope.sender,
+                recipient=envelope.to,
+                state="dead",
+                created_at=self.timestamp,
+                in_reply_to=envelope.in_reply_to,
+                cause=envelope.cause,
+                automatic=True,
+                reason=reason,
+                payload=envelope.payload_json,
+                thread=envelope.thread,
+                question=envelope.is_question,
+            )
+        )
         self.record_event("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
 
@@ -239,36 +277,40 @@ class UnitOfWork:
         """True if an agent is runnable and not claimed."""
         return self.frees_other_agents or bool(self.newly_runnable())
 
-    def read_waiting(self, agent_id: str, *, full: bool = True) -> list[Any]:
-        """Return the stored waiting messages; see `Session.read_waiting`."""
+    def read_waiting(self, agent_id: str) -> Sequence[WaitingRow]:
+        """Return the stored waiting messages in order."""
+        return self._session.read_waiting(agent_id, self._mailbox_position(agent_id))
+
+    def read_waiting_headers(self, agent_id: str) -> Sequence[WaitingHeader] | Sequence[WaitingRow]:
+        """The same, but headers suffice."""
+        return self._session.read_waiting_headers(agent_id, self._mailbox_position(agent_id))
+
+    def _mailbox_position(self, agent_id: str) -> MailboxPosition:
         mailbox = self.mailbox(agent_id)
-        return self._session.read_waiting(
-            agent_id, (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting), full=full
-        )
+        return mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting
 
     def buffered_messages(self, agent_id: str) -> list[tuple[int, Message]]:
         """Return sizes and messages, in state taken, of a mailbox whose messages are all still buffered.
 
         Empty if a waiting message is in the database.
         """
-        indexes = self._waiting_indexes.get(agent_id, ())
-        if len(indexes) != self.mailbox(agent_id).waiting:
+        rows = self._new_waiting.get(agent_id, ())
+        if len(rows) != self.mailbox(agent_id).waiting:
             return []
-        return [_as_taken(self._new_rows[index], self.timestamp) for index in indexes]
+        return [(len(row.payload), row.to_taken_message(self.timestamp)) for row in rows]
 
     def take_buffered(self, agent_id: str) -> None:
         """Mark the agent's buffered messages as taken before they are written; this saves an UPDATE."""
-        for index in self._waiting_indexes.pop(agent_id):
-            row = self._new_rows[index]
-            row[_STATE], row[_TAKEN_AT] = "taken", self.timestamp
+        for row in self._new_waiting.pop(agent_id):
+            row.state, row.taken_at = "taken", self.timestamp
 
     def flush_messages(self) -> None:
         """Write buffered messages, so that SQL can read them."""
         if self._new_rows:
-            insert(self._db, _MESSAGES, self._new_rows)
+            insert(self._db, NEW_MESSAGES, [astuple(row) for row in self._new_rows])
             insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
             self._new_rows.clear()
-            self._waiting_indexes.clear()
+            self._new_waiting.clear()
             self._attachments.clear()
             self._questions.mark_flushed()
 
@@ -298,7 +340,8 @@ class UnitOfWork:
         if receipt := self._receipts.get(envelope.id):
             return receipt
         row = self._db.execute(
-            "SELECT id, queued, deliver_at FROM messages WHERE id = ? OR id = ?", (envelope.id, unkeyed_id)
+            "SELECT id, queued, deliver_at FROM messages WHERE id = :id OR id = :unkeyed_id",
+            {"id": envelope.id, "unkeyed_id": unkeyed_id},
         ).fetchone()
         return row and _receipt(row[0], bool(row[1]), row[2])
 
@@ -320,7 +363,7 @@ class UnitOfWork:
     def _count_hops(self, envelope: Envelope) -> int:
         if envelope.cause is None or envelope.delay >= NEW_CHAIN_DELAY:
             return 0
-        row = self._db.execute("SELECT hops FROM messages WHERE id = ?", (envelope.cause,)).fetchone()
+        row = self._db.execute("SELECT hops FROM messages WHERE id = :id", {"id": envelope.cause}).fetchone()
         return row[0] + 1 if row else 0
 
     def _check_hops(self, hops: int) -> None:
@@ -334,11 +377,9 @@ class UnitOfWork:
     def _check_artifact(self, ref: str, sender: str) -> None:
         """Refuse a file that is missing or that the sender may not read, with the same error for both."""
         if sender in RESERVED_IDS or self._limits.shared_artifacts:
-            rows = self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,))
+            rows = self._db.execute(_SELECT_ARTIFACT, {"ref": ref})
         else:
-            rows = self._db.execute(
-                f"SELECT 1 FROM artifacts WHERE ref = ? AND {IS_READABLE_BY}", (ref, sender, sender)
-            )
+            rows = self._db.execute(_SELECT_READABLE_ARTIFACT, {"ref": ref, "reader": sender})
         if not rows.fetchone():
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
 
@@ -366,14 +407,6 @@ def undeliverable_payload(dead: list[tuple[str, str]], reason: str) -> dict[str,
             "messageIds": [message_id for message_id, _ in dead[:MAX_IDS_IN_NOTICE]],
         },
     }
-
-
-def _as_taken(row: list[Any], timestamp: int) -> tuple[int, Message]:
-    (seq, id_, sender, to, _, in_seq, created_at, _, delivered_at, _, _, hops, option, in_reply_to, cause, replay_of,
-     _, stopped, _, _, payload, *_) = row  # fmt: skip
-    message = (seq, id_, sender, to, payload, "taken", created_at, None, delivered_at, timestamp, in_seq, in_reply_to,
-               option, cause, hops, False, stopped, None, replay_of, None, None)  # fmt: skip
-    return len(payload), to_message(message)
 
 
 def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:

@@ -161,7 +161,7 @@ def copy_database(path: Path, target: Path) -> None:
     db = open_reader(path)
     try:
         db.execute("PRAGMA query_only = OFF")  # VACUUM INTO writes, though not to this file
-        db.execute("VACUUM INTO ?", (str(target),))
+        db.execute("VACUUM INTO :target", {"target": str(target)})
     except sqlite3.Error as error:
         raise to_store_error(error) from error
     finally:

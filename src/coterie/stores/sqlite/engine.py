@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 DATABASE = "coterie.db"
 READERS = 2
-_COUNT_CLAIMS = "SELECT count(*) FROM agents WHERE worker = ? AND state IN ('llm', 'tools')"
+_COUNT_CLAIMS = "SELECT count(*) FROM agents WHERE worker = :worker AND state IN ('llm', 'tools')"
 
 
 class SqliteStore(SqlStore):
@@ -162,7 +162,7 @@ class SqliteStore(SqlStore):
         """This process, if its agents work."""
         if self._worker is None:
             return []
-        ((claims,),) = await self._query(_COUNT_CLAIMS, self._worker.worker)
+        ((claims,),) = await self._query(_COUNT_CLAIMS, worker=self._worker.worker)
         return [
             Worker(
                 id=self._worker.worker,
@@ -382,14 +382,21 @@ def _make_private(folder: Path) -> None:
         ) from error
 
 
-_TEXT = "coalesce(json_extract(payload, '$.text'), '')"
-_SELECT_PAGE = f"""
-SELECT {MESSAGE_COLUMNS} FROM messages WHERE (?1 IS NULL OR seq < ?1) AND (?2 IS NULL OR ?2 IN (sender, recipient))
+# Finds the messages that match all patterns: no pattern fails.
+_SEARCH = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
+ WHERE (:before IS NULL OR seq < :before) AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
+   AND NOT EXISTS (SELECT 1 FROM json_each(:patterns)
+                    WHERE coalesce(json_extract(payload, '$.text'), '') NOT LIKE value ESCAPE '\\')
+ ORDER BY seq DESC LIMIT :limit
 """
-_NO_PATTERN_FAILS = "AND NOT EXISTS (SELECT 1 FROM json_each(?3) WHERE"
-_ORDERED = "NOT LIKE value ESCAPE '\\') ORDER BY seq DESC LIMIT ?4"
-_SEARCH = f"{_SELECT_PAGE} {_NO_PATTERN_FAILS} {_TEXT} {_ORDERED}"
-_SEARCH_CASEFOLD = f"{_SELECT_PAGE} {_NO_PATTERN_FAILS} casefold({_TEXT}) {_ORDERED}"
+_SEARCH_CASEFOLD = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
+ WHERE (:before IS NULL OR seq < :before) AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
+   AND NOT EXISTS (SELECT 1 FROM json_each(:patterns)
+                    WHERE casefold(coalesce(json_extract(payload, '$.text'), '')) NOT LIKE value ESCAPE '\\')
+ ORDER BY seq DESC LIMIT :limit
+"""
 
 
 def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None) -> list[Message]:
@@ -402,5 +409,13 @@ def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None)
         # SQLite's LIKE ignores case for ASCII letters only, but is faster than a Python call for each row.
         db.create_function("casefold", 1, str.casefold, deterministic=True)
         sql = _SEARCH_CASEFOLD
-    rows = db.execute(sql, (page.before, agent_id, msgspec.json.encode(patterns).decode(), page.limit))
+    rows = db.execute(
+        sql,
+        {
+            "patterns": msgspec.json.encode(patterns).decode(),
+            "before": page.before,
+            "agent_id": agent_id,
+            "limit": page.limit,
+        },
+    )
     return [to_message(row) for row in rows]
