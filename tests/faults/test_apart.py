@@ -165,7 +165,7 @@ async def stream(society: Society) -> AsyncIterator[Any]:
         async with listening(hub) as ear:
             yield ear
     finally:
-        await hub.shut(0)
+        await hub.shut_down(0)
 
 
 async def test_a_reply_is_seen_word_by_word_at_servers_whose_agents_do_not_speak_it(

@@ -9,7 +9,7 @@ import pytest
 
 from coterie.errors import CoterieError
 from coterie.testing import FakeClock
-from coterie.web.auth import Access, keep_token
+from coterie.web.auth import Access, load_token
 
 from .conftest import BASE, TOKEN
 
@@ -84,27 +84,27 @@ def test_codes_are_hard_to_guess_and_their_number_is_bounded(clock: FakeClock) -
 
 
 def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
-    token = keep_token(tmp_path, None)
+    token = load_token(tmp_path, None)
     assert len(token) >= 22
-    assert keep_token(tmp_path, None) == token
+    assert load_token(tmp_path, None) == token
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-    assert keep_token(tmp_path, "given") == "given"
+    assert load_token(tmp_path, "given") == "given"
 
 
 def test_a_token_that_others_could_read_is_made_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    token = keep_token(tmp_path, None)
+    token = load_token(tmp_path, None)
     (tmp_path / "token").chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        assert keep_token(tmp_path, None) == token
-    assert "could be read by others" in caplog.text
+        assert load_token(tmp_path, None) == token
+    assert "was readable by others" in caplog.text
     assert token not in caplog.text
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("token", ["", "with space", "ümlaut", "new\nline"])
 def test_a_token_that_no_header_can_carry_is_refused(tmp_path: Path, token: str) -> None:
-    with pytest.raises(CoterieError, match="cannot be used"):
-        keep_token(tmp_path, token)
+    with pytest.raises(CoterieError, match="is invalid"):
+        load_token(tmp_path, token)
 
 
 def test_nothing_shows_the_token(clock: FakeClock) -> None:

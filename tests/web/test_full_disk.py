@@ -86,7 +86,7 @@ async def test_a_write_that_the_quota_refuses_is_a_full_disk_and_no_reason_to_en
     with monkeypatch.context() as patch:
         patch.setattr(connection, "has_room", lambda _: False)
         patch.setattr("coterie.stores.sql.commands.send", refused, raising=False)
-        patch.setattr("coterie.stores.sql.unit_of_work.Post.close", refused)
+        patch.setattr("coterie.stores.sql.unit_of_work.UnitOfWork.close", refused)
         answer = await client.post("/api/v1/messages", json=message)
     assert answer.status_code == 507, answer.text
     assert not society.broken.done()

@@ -11,7 +11,7 @@ from coterie.society import Society
 from coterie.testing import FakeClock
 from coterie.web.app import build_app
 from coterie.web.auth import Access
-from coterie.web.middleware import BODY_BYTES, EVENTS, POLICY
+from coterie.web.middleware import EVENTS, MAX_BODY_BYTES, POLICY
 
 from .conftest import BASE, TOKEN
 
@@ -109,7 +109,7 @@ async def test_json_cannot_be_uploaded_as_a_file(client: httpx.AsyncClient) -> N
 
 
 async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
-    answer = await client.post(LINK, content=b" " * (BODY_BYTES + 1), headers={"Content-Type": "application/json"})
+    answer = await client.post(LINK, content=b" " * (MAX_BODY_BYTES + 1), headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
@@ -180,6 +180,6 @@ async def test_who_can_begin_nothing_for_want_of_disk_is_not_ready(
 
 
 async def test_only_the_whole_token_is_the_token(access: Access) -> None:
-    assert access.knows_token(TOKEN.encode())
+    assert access.is_token(TOKEN.encode())
     for wrong in (TOKEN[:-1].encode(), TOKEN.upper().encode(), b"", "ä".encode()):
-        assert not access.knows_token(wrong)
+        assert not access.is_token(wrong)

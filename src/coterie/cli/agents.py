@@ -56,7 +56,7 @@ async def _read(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Worker]]:
 
 def _told(agent: Agent, directory: Directory, unread: int, worker: str | None) -> dict[str, Any]:
     from coterie.errors import CoterieError
-    from coterie.web import wire
+    from coterie.web.schemas import AgentStatus
 
     service, parent = None, agent.parent
     try:
@@ -64,7 +64,7 @@ def _told(agent: Agent, directory: Directory, unread: int, worker: str | None) -
         service = directory.service_of(agent.id).id
     except CoterieError:
         pass  # it was ended, or the files describe neither it nor its service any more
-    told = {"id": agent.id, "name": agent.name} | wire.state(agent)
+    told = {"id": agent.id, "name": agent.name} | AgentStatus.of(agent).to_dict()
     return told | {
         "service": service,
         "parent": parent,

@@ -98,9 +98,9 @@ async def _give(order: Order, agent_id: str | None, folder: Path, token: str | N
 
 async def _states(store: Store) -> dict[str, Told]:
     """Of everybody, after an order to the whole society."""
-    from coterie.web import wire
+    from coterie.web.schemas import AgentStatus
 
-    return {one.id: (str(wire.state(one)["state"]), False) for one in await _everybody(store)}
+    return {one.id: (AgentStatus.of(one).state, False) for one in await _everybody(store)}
 
 
 async def _each(store: Store, agent_id: str | None, tell: Callable[[str], Awaitable[Told]]) -> dict[str, Told]:
@@ -127,16 +127,16 @@ async def _ask_server(client: Client, stored: Store, order: Order, agent_id: str
     from urllib.parse import quote
 
     from coterie.cli.recipients import check_agent
-    from coterie.web import wire
+    from coterie.web.schemas import AgentStatus
 
     before = await check_agent(stored, agent_id)
     after = await client.post(f"/agents/{quote(agent_id)}/{order}")
-    return str(after["state"]), wire.state(before)["state"] == "active"
+    return str(after["state"]), AgentStatus.of(before).state == "active"
 
 
 async def _order(society: Society, order: Order, agent_id: str) -> Told:
     from coterie.cli.recipients import check_agent
-    from coterie.web import wire
+    from coterie.web.schemas import AgentStatus
 
     await check_agent(society.store, agent_id)
     if order == "pause":
@@ -145,4 +145,4 @@ async def _order(society: Society, order: Order, agent_id: str) -> Told:
         await society.resume(agent_id)
     now = await check_agent(society.store, agent_id)
     # Nobody is at work in a society that does not run.
-    return str(wire.state(now)["state"]), False
+    return AgentStatus.of(now).state, False

@@ -15,7 +15,7 @@ from coterie.config import Address, find_address, read_config
 from coterie.errors import ConfigError, ServerUnusable, StoreOwned
 from coterie.stores.open import is_shared
 from coterie.web.addresses import is_loopback
-from coterie.web.auth import FILE as TOKEN
+from coterie.web.auth import FILENAME as TOKEN_FILENAME
 
 if TYPE_CHECKING:
     from coterie.cli.client import Client
@@ -71,7 +71,7 @@ def _check(address: Address) -> None:
 
 
 def _kept_token(data: Path) -> str:
-    path = data / TOKEN
+    path = data / TOKEN_FILENAME
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

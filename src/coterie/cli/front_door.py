@@ -19,7 +19,7 @@ from coterie.society import Society
 from coterie.supervision import Shutdown
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
-from coterie.web.auth import Access, check_token, keep_token, link
+from coterie.web.auth import Access, check_token, load_token, one_time_link
 from coterie.web.server import WebServer, close, listen, port_of, raise_file_limit
 
 
@@ -55,7 +55,7 @@ class FrontDoor:
     async def open(self, society: Society) -> None:
         """Requests are answered when it returns."""
         clock = SystemClock()
-        token = keep_token(self._data, self._token)
+        token = load_token(self._data, self._token)
         self._access = Access(token, society.store.info.log_id, clock, secure=self.where.secure)
         self._app = build_app(society, self._access, where=self.where, clock=clock)
         raise_file_limit()
@@ -70,7 +70,7 @@ class FrontDoor:
         leave_address(self._data, Address(url=self.where.local, pid=os.getpid(), token=self._token))
 
     def link(self) -> str:
-        return link(self.where.url, self._access)
+        return one_time_link(self.where.url, self._access)
 
     @property
     def ended(self) -> asyncio.Future[Any]:

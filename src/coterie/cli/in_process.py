@@ -16,7 +16,7 @@ from coterie.events import Event
 from coterie.live import Draft
 from coterie.messages import Receipt
 from coterie.society import Society
-from coterie.web import wire
+from coterie.web.schemas import AgentStatus
 
 
 class OwnConversation:
@@ -58,7 +58,7 @@ class OwnConversation:
 
     async def stands(self) -> Stands:
         agent = await self._society.store.agent(self._agent)
-        return Stands.of(wire.state(agent)) if agent else Stands(state="terminated")
+        return Stands.of(AgentStatus.of(agent).to_dict()) if agent else Stands(state="terminated")
 
     async def attach(self, file: Path) -> str:
         return (await self._society.artifacts.put(pieces(file), file.name)).ref

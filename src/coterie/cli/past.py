@@ -76,11 +76,11 @@ async def _history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
     from coterie.cli.recipients import check_agent
     from coterie.cli.roster import directory_of
     from coterie.errors import CoterieError
-    from coterie.web import wire
+    from coterie.web.schemas import HistoryItem
 
     async with Inspection.open(folder) as stored:
         await check_agent(stored.store, agent_id)
-        rows = [wire.said(row) for row in await stored.store.history(agent_id)]
+        rows = [HistoryItem.of(row).to_dict() for row in await stored.store.history(agent_id)]
         directory = await directory_of(stored)
     try:
         prompt = Prompts(directory).of(directory.profile(agent_id))
