@@ -64,8 +64,6 @@ async def hub(society: Society, clock: FakeClock) -> AsyncIterator[Hub]:
 async def listening(
     hub: Hub, last: str | None = None, reader: StreamReader | None = None
 ) -> AsyncIterator[StreamReader]:
-    hub: Hub, last: str | None = None, reader: StreamReader | None = None
-) -> AsyncIterator[StreamReader]:
     """A client that has caught up."""
     reader = reader or StreamReader()
     task = asyncio.create_task(hub.serve(reader.write, last))
