@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
@@ -44,11 +45,13 @@ class Metrics:
             buckets=BUCKET_SECONDS,
             registry=None,
         )
+        # `labels()` takes a lock and costs more than the observation itself.
+        self._labelled = functools.cache(self._requests.labels)
 
     def observe_request(self, scope: Scope, status: int, seconds: float) -> None:
         """Labels take few values: known methods, route templates, statuses."""
         method = scope["method"] if scope["method"] in METHODS else "other"
-        self._requests.labels(method, _route_template(scope), status).observe(seconds)
+        self._labelled(method, _route_template(scope), status).observe(seconds)
 
     async def render(self) -> bytes:
         statistics = await self._society.store.statistics(self._counted)

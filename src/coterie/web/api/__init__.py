@@ -8,8 +8,8 @@ from coterie.web.routing import Router
 ROUTERS: list[Router] = [
     messages.router,
     events.router,
-    threads.router,
     agents.router,
+    threads.router,
     services.router,
     artifacts.router,
 ]
