@@ -1,4 +1,4 @@
-"""A society behind a real server on loopback, in a thread with a loop of its own."""
+"""A society on a real server on loopback, in a thread with its own event loop."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ async def list_agents(
     """With `capability`: only agents whose model has it."""
     if capability is not None:
         ids = [
-            one for one in sorted(await society.agents.with_capability(capability, direction)) if one > (after or "")
+            agent_id
+            for agent_id in sorted(await society.agents.with_capability(capability, direction))
+            if agent_id > (after or "")
         ]
         by_id = await society.store.agents_named(ids[:limit])
         page = [by_id[agent_id] for agent_id in ids[:limit] if agent_id in by_id]
