@@ -1,4 +1,4 @@
-# The program and its locked dependencies; the society is a folder that is mounted at /society.
+# Contains the program and its locked dependencies. Mount the society's folder at /society.
 FROM python:3.13-slim AS build
 RUN pip install --no-cache-dir uv==0.13.7
 WORKDIR /source
@@ -11,7 +11,7 @@ RUN UV_PROJECT_ENVIRONMENT=/opt/coterie UV_PYTHON_DOWNLOADS=never \
 FROM python:3.13-slim
 COPY --from=build /opt/coterie /opt/coterie
 ENV PATH=/opt/coterie/bin:$PATH COTERIE_DIR=/society PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
-# Whoever runs it may choose another; root it never needs to be.
+# Any other user works as well; root is never needed.
 USER 1000:1000
 EXPOSE 8642
 ENTRYPOINT ["coterie"]

@@ -1,1 +1,1 @@
-"""How fast Coterie is, beside what the machine can do: `python -m bench [name …]` prints JSON lines."""
+"""Benchmarks of Coterie compared with the limits of the machine: `python -m bench [name …]` prints JSON lines."""

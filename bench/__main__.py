@@ -1,4 +1,4 @@
-"""`python -m bench` runs every bench, `python -m bench send timers` those two."""
+"""`python -m bench` runs every benchmark, `python -m bench send timers` runs two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fresh processes to measure in."""
+"""Runs measurements in new processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Environment = Mapping[str, str]
 
 
 def seconds(*arguments: str, env: Environment) -> float:
-    """A run of Python from its start to its end."""
+    """Duration of a Python process."""
     start = time.perf_counter()
     subprocess.run([sys.executable, *arguments], check=True, env=env, cwd=ROOT, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
 def seconds_to_first_line(*arguments: str, env: Environment, kill: bool = False) -> float:
-    """From the start of Python until it prints something; then it may end in order, or is killed."""
+    """Time from the start of Python to its first output. Then the process ends by itself, or is killed."""
     start = time.perf_counter()
     with subprocess.Popen([sys.executable, *arguments], env=env, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -34,17 +34,17 @@ def seconds_to_first_line(*arguments: str, env: Environment, kill: bool = False)
 
 
 def figure(*arguments: str) -> float:
-    """The number that a run of Python prints."""
+    """The number that a Python process prints."""
     done = subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return float(done.stdout)
 
 
 def with_bytecode(folder: Path) -> Environment:
-    """An environment whose modules are compiled once, into `folder`."""
+    """An environment that caches bytecode in `folder`."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     return env | {"PYTHONPYCACHEPREFIX": str(folder)}
 
 
 def without_bytecode(empty: Path) -> Environment:
-    """An environment in which every start compiles every module, the standard library's too."""
+    """An environment in which each start compiles all modules, including the standard library."""
     return dict(os.environ) | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(empty)}

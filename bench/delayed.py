@@ -1,4 +1,4 @@
-"""100,000 delayed messages: how long it takes to schedule them durably, and to deliver them once they are due."""
+"""100,000 delayed messages: time to schedule them durably and to deliver them when due."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def _send_delayed(folder: Path, count: int) -> float:
 
 
 class LaterClock(SystemClock):
-    """The time after everything has become due: as if the society had been down until now."""
+    """A clock after the last due time, as if the society had been stopped until now."""
 
     def now(self) -> datetime:
         return super().now() + 2 * DELAY

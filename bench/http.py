@@ -1,6 +1,6 @@
-"""Messages over HTTP: a durable POST beside an empty route of the same framework, 64 connections each.
+"""Messages over HTTP: a durable POST compared with an empty route of the same framework, 64 connections each.
 
-Server and load client run in processes of their own.
+Server and load client run in separate processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def run() -> None:
 
 
 def measure(kind: str) -> float:
-    """Requests a second."""
+    """Requests per second."""
     with tempfile.TemporaryDirectory(prefix="bench-http-") as folder:
         server = subprocess.Popen(_command("serve", kind, folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
         try:
@@ -85,7 +85,7 @@ def _empty_app() -> Any:
 
 
 class Caller(asyncio.Protocol):
-    """One connection: the next request goes out when the last was answered."""
+    """One connection that sends the next request after each response."""
 
     def __init__(self, request: bytes, left: list[int], done: asyncio.Future[None]) -> None:
         self._request, self._left, self._done = request, left, done

@@ -1,6 +1,6 @@
-"""The check for interjections alone: seeing whether mail waits, and deciding what follows. No write, no flush.
+"""Cost of the interruption check alone: look for waiting mail and decide. No write, no flush.
 
-It happens before every tool call, in the transaction that the call's result needs anyway; so this is all it adds.
+The check runs before each tool call, inside the transaction that stores the last result, so this is its whole cost.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from bench.report import Report, best, percentile
 from bench.rows import PAYLOAD_JSON, open_plain
 from coterie.store import Limits
 from coterie.stores.sql import turn_rows
-from coterie.stores.sql.session import OneWriter
+from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
-from coterie.turn import Ran, Rules, Run, reduce
+from coterie.turn import CallEnded, Rules, RunCall, reduce
 from coterie.turn_store import Claim
 
 FEW, MANY = 1_000, 100_000
@@ -64,7 +64,7 @@ def run() -> None:
                 db = society(Path(folder, f"{count}-{mail}", "coterie.db"), count, mail=mail)
                 ways[f"{'with' if mail else 'without'} mail, {count:,} messages read before"] = partial(p99_ms, db)
         figures = best(ways | {"counting": counting_p99_ms}, pick=min)
-    # Hardly anything: how much of a p99 is this machine's.
+    # Almost no work: the part of the p99 that the machine causes.
     report.line(f"p99 of counting to {NUMBERS}", figures.pop("counting"), "ms")
     for name, value in figures.items():
         report.line(f"p99 of a check {name}", value, "ms", at_most=GOAL_MS)
@@ -74,7 +74,7 @@ def run() -> None:
 
 
 def society(path: Path, count: int, *, mail: bool) -> sqlite3.Connection:
-    """An agent in the middle of a plan, with `count` messages behind it."""
+    """A database with an agent in the middle of a plan and `count` older messages."""
     db = open_plain(path, 2)
     db.execute("BEGIN")
     db.execute(_PAST, (count, AGENT, PAYLOAD_JSON))
@@ -89,15 +89,15 @@ def society(path: Path, count: int, *, mail: bool) -> sqlite3.Connection:
 
 
 def p99_ms(db: sqlite3.Connection) -> float:
-    rules, ran, claim, ledger = Rules(), Ran(index=0, ok=True, result="seen"), _claim(db), OneWriter(db, 0)
+    rules, ran, claim, session = Rules(), CallEnded(index=0, ok=True, result="seen"), _claim(db), SqliteSession(db, 0)
     took = []
-    db.execute("BEGIN IMMEDIATE")  # as in the store, where the writer has begun already
+    db.execute("BEGIN IMMEDIATE")  # as in the store, where a transaction is open
     for _ in range(CHECKS):
         start = time.perf_counter()
-        ledger.begin(0)
-        desk = TurnTransaction(db, UnitOfWork(db, now=0, limits=LIMITS, ledger=ledger), AGENT, rules)
-        desk.go_on(claim)
-        reduce(desk._turn(), ran)
+        session.begin(0)
+        transaction = TurnTransaction(db, UnitOfWork(db, now=0, limits=LIMITS, session=session), AGENT, rules)
+        transaction.resume(claim)
+        reduce(transaction._build_turn(), ran)
         took.append(time.perf_counter() - start)
     db.execute("ROLLBACK")
     return percentile(took, 0.99) * 1e3
@@ -114,9 +114,11 @@ def counting_p99_ms() -> float:
 
 
 def _claim(db: sqlite3.Connection) -> Claim:
-    """As whoever runs the first call of the plan holds it."""
-    found = turn_rows.read_open(db, AGENT)
+    """The claim of a worker that runs the first call of the plan."""
+    found = turn_rows.read_open_plan(db, AGENT)
     assert found is not None
     key, plan = found
     epoch, step_no, turn_no = db.execute("SELECT epoch, step_no, turn_no FROM agents WHERE id = ?", (AGENT,)).fetchone()
-    return Claim(agent_id=AGENT, epoch=epoch, step_no=step_no, turn_no=turn_no, effect=Run(0), plan=plan, plan_key=key)
+    return Claim(
+        agent_id=AGENT, epoch=epoch, step_no=step_no, turn_no=turn_no, action=RunCall(0), plan=plan, plan_key=key
+    )

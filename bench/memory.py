@@ -1,4 +1,4 @@
-"""What lies in the store costs no memory: resident bytes of a society at work, beside an empty one."""
+"""Stored data needs no memory: resident bytes of a large society compared with an empty one."""
 
 from __future__ import annotations
 

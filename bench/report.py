@@ -1,4 +1,4 @@
-"""JSON lines, the best of several rounds, and a machine that is quiet enough to measure on."""
+"""Prints results as JSON lines, takes the best of several rounds, waits until the machine is idle."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 ROUNDS = 3
 BUSY = 0.2
-"""Share of all processors in use above which a round waits, though never longer than PATIENCE seconds."""
-PATIENCE = 2.0
+"""A round waits while more than this share of all processors is in use."""
+IDLE_TIMEOUT_SECONDS = 2.0
 
 
 class Report:
-    """The lines of one bench."""
+    """The results of one benchmark."""
 
     def __init__(self, bench: str) -> None:
         self._bench = bench
@@ -32,7 +32,7 @@ class Report:
         at_least: float | None = None,
         check: int | None = None,
     ) -> None:
-        """One figure, and whether it reaches its target where it has one. `check`: the panel's acceptance check."""
+        """Print one figure and whether it meets its target. `check`: number of the panel's acceptance check."""
         shown: dict[str, Any] = {"bench": self._bench, "metric": metric, "value": _rounded(value), "unit": unit}
         if check is not None:
             shown["check"] = check
@@ -45,14 +45,14 @@ class Report:
     def ratio(
         self, metric: str, ours: float, limit: float, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
-        """Ours as a multiple of the plain limit, both from the same run."""
+        """Print our figure as a multiple of the plain limit, both from the same run."""
         self.line(f"ratio: {metric}", ours / limit, "x", at_most=at_most, at_least=at_least)
 
 
 def best(
     ways: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, pick: Callable[..., float] = max
 ) -> dict[str, float]:
-    """The best figure of every way. They take turns, so that noise on the machine meets all of them."""
+    """The best figure of each variant. The variants alternate, so that noise affects all of them."""
     figures: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, measure in ways.items():
@@ -62,9 +62,9 @@ def best(
 
 
 def settle() -> None:
-    """Wait a little for others on this machine to pause."""
+    """Wait for other processes of this machine to pause, with a timeout."""
     gc.collect()
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + IDLE_TIMEOUT_SECONDS
     while _busy() > BUSY and time.monotonic() < end:
         pass
 
@@ -81,7 +81,7 @@ def _busy(seconds: float = 0.2) -> float:
 
 
 def _processor_time() -> tuple[int, int]:
-    """All of it, and the idle part; both 0 where there is no /proc, so that nobody waits."""
+    """Total and idle processor time; both 0 without /proc."""
     try:
         first = Path("/proc/stat").read_text().split("\n", 1)[0]
     except OSError:

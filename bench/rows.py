@@ -1,4 +1,4 @@
-"""The rows that sends leave behind, written without us: the same tables, indexes and pragmas, and nothing else."""
+"""Writes the rows of a send with plain SQL: the same tables, indexes and pragmas, without Coterie."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from coterie.config import SocietyFolder
 from coterie.ids import new_id
-from coterie.stores.sql.connection import insert
+from coterie.stores.sql.rows import insert
 from coterie.stores.sqlite.connection import open_writer
 from coterie.stores.sqlite.engine import DATABASE
 from coterie.stores.sqlite.migrate import migrate
@@ -47,7 +47,7 @@ def agent_names(count: int) -> list[str]:
 
 
 def open_plain(path: Path, agents: int) -> sqlite3.Connection:
-    """A new database as the store would make it."""
+    """Create a database as the store does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     db = open_writer(path, "full")
     migrate(db)
@@ -74,7 +74,7 @@ def _row(number: int, to: str, place: int, now: int, delay_ms: int | None) -> Ro
 
 
 def write(db: sqlite3.Connection, rows: Sequence[Row], batch: int, insert_many: InsertMany) -> float:
-    """Rows a second, with one durable commit for each batch."""
+    """Rows per second, with one durable commit per batch."""
     start = time.perf_counter()
     for part in _parts(rows, batch):
         db.execute("BEGIN IMMEDIATE")
@@ -86,16 +86,16 @@ def write(db: sqlite3.Connection, rows: Sequence[Row], batch: int, insert_many: 
 
 
 def make_society(folder: Path, agents: int, messages: Sequence[Row]) -> None:
-    """A society with stored messages."""
+    """Create a society with stored messages."""
     place = SocietyFolder(folder)
-    place.make()
+    place.create()
     db = open_plain(place.data / DATABASE, agents)
     write(db, messages, 10_000, many_rows_a_statement)
     db.close()
 
 
 def add_delayed(folder: Path, count: int, agents: int = 100) -> None:
-    """Delayed messages by the million, due tomorrow and the day after; for `agents` agents that are there."""
+    """Add `count` delayed messages to existing agents, due in one to two days."""
     db = open_writer(SocietyFolder(folder).data / DATABASE, "relaxed")
     db.execute("BEGIN")
     db.execute(_MANY_DELAYED, (count, agents, time.time_ns() // 1_000_000, PAYLOAD_JSON))

@@ -1,4 +1,4 @@
-"""Durable sends: every one is on the disk when `send` returns."""
+"""Durable sends: each message is on disk when `send` returns."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _plain(batch: int, count: int, insert_many: rows.InsertMany) -> float:
 async def open_bus(
     folder: Path, agents: int, *, clock: Clock | None = None, store_type: type[SqliteStore] = SqliteStore
 ) -> AsyncIterator[tuple[SqliteStore, MessageBus]]:
-    """A store with agents in it and the bus before it, not yet started."""
+    """A store with agents, and a bus that is not started."""
     clock = clock or SystemClock()
     store = await store_type.open(folder, clock, limits=UNLIMITED)
     names = rows.agent_names(agents)
@@ -84,7 +84,7 @@ async def open_bus(
 
 
 async def send_from(bus: MessageBus, callers: int, count: int, agents: int, *, delay_ms: float | None = None) -> None:
-    """`count` sends, shared by `callers` that each wait for their last one before the next."""
+    """Send `count` messages from concurrent callers; each waits for its send before the next."""
     numbers, names = iter(range(count)), rows.agent_names(agents)
 
     async def call() -> None:

@@ -1,7 +1,7 @@
-"""What the fresh processes of the other benches run; it imports nothing that a society would not.
+"""Runs in the new processes of other benchmarks; imports only what a society needs.
 
-`open FOLDER` says when a society is ready, `send FOLDER` sends until it is killed, `memory FOLDER` prints the bytes in
-use after the bus has worked for a while. All their mail goes to the person: an agent would answer it.
+`open FOLDER` prints when a society is ready, `send FOLDER` sends until killed, `memory FOLDER` prints the bytes in use
+after some work. All mail goes to the person, because agents would answer it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # a killed run is reported at the next start, as it should be
+    logging.disable(logging.WARNING)  # each start reports that the last run was killed
     work = {"open": open_society, "send": send_for_ever, "memory": measure_memory}[sys.argv[1]]
     asyncio.run(work(Path(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""How long it takes until Coterie is there: imports, the command line, and a society ready for messages."""
+"""Startup time of imports, of the command line and of a society."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _societies(report: Report, folder: Path) -> None:
         return ready(full)
 
     def serving(place: Path) -> float:
-        """Until the door answers: the last line of the announcement comes after that."""
+        """Time until the server answers; the last announced line comes after that."""
         command = ("-m", "coterie", "serve", str(place), "--port", "0")
         return child.seconds_to_first_line(*command, env=env, kill=True)
 

@@ -1,7 +1,7 @@
-"""What it costs to listen to many models at once: processor time of a client to which 200 answers stream.
+"""Processor time of a client that receives 200 streams at once.
 
-The stand-in server runs in a process of its own. The same work is done by our provider and, in an environment made for
-it with uv, by the openai SDK.
+The stand-in server runs in its own process. Our provider is compared with the openai SDK, which runs in a separate
+environment made with uv.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ async def measure(client: Callable[[str], Awaitable[list[int]]], url: str) -> No
 
 async def ours(url: str) -> list[int]:
     from coterie.llm.providers.openai import OpenAIService
-    from coterie.llm.types import Answer, Request, Text, UserSaid
+    from coterie.llm.types import Completion, ModelRequest, TextPart, UserMessage
 
     service = OpenAIService(id="bench", base_url=url, model="m")
-    request = Request(said=(UserSaid((Text(PROMPT),)),))
+    request = ModelRequest(messages=(UserMessage((TextPart(PROMPT),)),))
 
     async def hear() -> int:
         pieces = [piece async for piece in service.generate(request)]
-        return sum(len(piece.text.split()) for piece in pieces if not isinstance(piece, Answer))
+        return sum(len(piece.text.split()) for piece in pieces if not isinstance(piece, Completion))
 
     counts = await asyncio.gather(*(hear() for _ in range(STREAMS)))
     await service.close()

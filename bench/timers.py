@@ -1,4 +1,4 @@
-"""How late 10,000 durable timers are: from the due moment until the delivery is known to be on the disk."""
+"""Lateness of 10,000 durable timers: from the due time until the delivery is on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coterie.stores.sqlite import SqliteStore
 
 TIMERS, AGENTS, ROUNDS = 10_000, 100, 3
 SCHEDULING = 3.0
-"""Seconds given to the sends before the first timer is due."""
+"""Seconds for the sends before the first timer is due."""
 _ELAPSED = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 Lateness = list[float]
@@ -73,23 +73,23 @@ async def _durable(folder: Path) -> Lateness:
 
 
 class TimedStore(SqliteStore):
-    """Notes when the event loop learns that a delivery is durable, on a clock finer than the store's."""
+    """Records when the event loop learns that a delivery is durable, with a finer clock than the store's."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.seen: list[tuple[datetime, int]] = []
 
-    async def promote(self, limit: int, *, early: bool = False) -> Promotion:
-        promotion = await super().promote(limit, early=early)
+    async def promote_due(self, limit: int, *, early: bool = False) -> Promotion:
+        promotion = await super().promote_due(limit, early=early)
         known = time.clock_gettime_ns(_ELAPSED)
         self.seen += ((delivery.deliver_at, known) for delivery in promotion.delivered)
         return promotion
 
 
 async def _schedule(bus: MessageBus) -> int:
-    """All the sends before the first is due; how many of them are timers, which on a busy machine can be fewer.
+    """Send all messages before the first is due; return how many are delayed (fewer on a busy machine).
 
-    The delays count from a moment that all of them share.
+    All delays are relative to the same moment.
     """
     names, base = rows.agent_names(AGENTS), time.monotonic() + SCHEDULING
     timers = enumerate(_delays())
@@ -109,7 +109,7 @@ async def _schedule(bus: MessageBus) -> int:
 def _offset(clock: SystemClock) -> int:
     """Nanoseconds from the elapsed-time clock to `clock`, whose milliseconds are whole.
 
-    Read when the millisecond changes. Whatever interrupts a reading makes it smaller, so the largest is the truest.
+    Read when the millisecond changes. An interrupted reading is smaller, so the largest is the best.
     """
     return max(_offset_at_next_tick(clock) for _ in range(50))
 

@@ -1,7 +1,7 @@
-"""What a turn costs: a model stub that asks for one tool call and then answers, without and beside our durability.
+"""Cost of a turn: a model stub asks for one tool call and then answers.
 
 The peers keep their history in memory (autogen-core) or in SQLite (openai-agents); ours is durable at every step.
-Everybody runs in a process of its own; a new conversation begins every ten turns, so that histories stay short.
+Each runs in its own process. A new conversation starts every ten turns, so that histories stay short.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def crowd() -> float:
 
 
 async def idle() -> float:
-    """What each of many agents that rest adds to the memory of a society."""
+    """Memory of each idle agent."""
     async with _society("relaxed", 1) as (society, _):
         before = _resident()
         agent = importlib.import_module("coterie.agents").Agent
@@ -109,21 +109,21 @@ async def idle() -> float:
 
 
 def _society(durability: str, agents: int) -> Any:
-    """An open society whose model is a stub, and a queue that hears of each turn that is over."""
+    """An open society with a stub model, and a queue that gets the agent of each finished turn."""
     from contextlib import asynccontextmanager
 
     from coterie import Society
-    from coterie.llm.types import Answer, Call, ToolSaid
+    from coterie.llm.types import Completion, ToolCall, ToolMessage
     from coterie.turn import Rest
 
     class Stub:
         id = "main"
 
         async def generate(self, request: Any) -> Any:
-            if isinstance(request.said[-1], ToolSaid):
-                yield Answer(text="ok")
+            if isinstance(request.said[-1], ToolMessage):
+                yield Completion(text="ok")
             else:
-                yield Answer(text="", calls=(Call(id="c1", name="add", arguments={"x": 1}),))
+                yield Completion(text="", calls=(ToolCall(id="c1", name="add", arguments={"x": 1}),))
 
         async def close(self) -> None: ...
 
@@ -138,7 +138,7 @@ def _society(durability: str, agents: int) -> Any:
 
                 async def watched(claim: Any, *arguments: Any, **more: Any) -> Any:
                     after = await advance(claim, *arguments, **more)
-                    if isinstance(after.effect, Rest):
+                    if isinstance(after.action, Rest):
                         rested.put_nowait(claim.agent_id)
                     return after
 

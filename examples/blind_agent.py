@@ -1,4 +1,4 @@
-"""A picture for an agent that cannot see: it is told what it got and who can look at it, and passes it on."""
+"""A picture for an agent without vision: it gets a description and the ids of agents with vision, and forwards it."""
 
 import asyncio
 import json
@@ -7,13 +7,13 @@ import re
 from stand_in import PICTURE, society
 
 from coterie.testing import Calls, Says
-from coterie.testing.wire import Received
+from coterie.testing.replies import ReceivedRequest
 
 AGENTS = '[agents.reader]\nservice = "blind"\n[agents.seer]\nservice = "seeing"\n'
 
 
-def answer(request: Received) -> Says | str:
-    """What two simple models would do: the one that sees says so, the other one forwards."""
+def answer(request: ReceivedRequest) -> Says | str:
+    """Answers of two simple models: one with vision, one that forwards the picture."""
     messages = request.body["messages"]
     if request.body["model"] == "seeing":
         return "I see one red pixel." if "image_url" in json.dumps(messages) else "I see nothing."

@@ -1,4 +1,4 @@
-"""An interruption: the person speaks while the agent works, and the plan that had not begun is withdrawn."""
+"""An interruption: the person writes while the agent works, and the plan that was not started is withdrawn."""
 
 import asyncio
 
@@ -16,10 +16,10 @@ async def main() -> None:
         )
 
         await here.send(to="ada", text="Write to everybody.")
-        await model.asked(1)  # the model is at work …
+        await model.wait_for_request(1)  # the model is working …
         receipt = await here.send(to="ada", text="Stop, not yet!")
         print(f"the second message is {receipt.state}")
-        thinking.set()  # … and only now says what it plans
+        thinking.set()  # … and only now returns its plan
 
         async for message in here.inbox("user"):
             print(f"{message.sender}: {message.payload['text']}")

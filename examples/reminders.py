@@ -1,4 +1,4 @@
-"""Reminders: a delayed message is kept by the store, not by the process, and arrives when it is due."""
+"""Reminders: a delayed message is stored durably and delivered when it is due."""
 
 import asyncio
 
@@ -13,15 +13,15 @@ async def main() -> None:
         model.script(Says(calls=(remind,)), "I will remind you.")
 
         await here.send(to="ada", text="Remind me of the tea.")
-        heard = 0
+        received = 0
         async for message in here.inbox("user"):
             print(f"{message.sender}: {message.payload['text']}")
             if message.deliver_at:
                 print(f"  due {message.deliver_at:%H:%M:%S}, delivered {message.delivered_at:%H:%M:%S}")
-            heard += 1
-            if heard == 1:
+            received += 1
+            if received == 1:
                 print(f"still delayed for you: {await here.bus.delayed_count('user')}")
-            if heard == 2:
+            if received == 2:
                 break
 
 

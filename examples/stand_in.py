@@ -1,6 +1,6 @@
-"""A society in a temporary folder whose model is the stand-in server, so that the examples run without a key.
+"""A society in a temporary folder with a stand-in model server, so that the examples run without a key.
 
-With your own models, write their entries into llmservices.json and leave all this out.
+With your own models you do not need this module: add the models to llmservices.json.
 """
 
 import json
@@ -20,7 +20,7 @@ PICTURE = bytes.fromhex(  # one pixel, PNG
 
 @asynccontextmanager
 async def society(agents: str, **services: list[str]) -> AsyncIterator[tuple[Society, ModelServer]]:
-    """`agents` as in coterie.toml; `services`: their ids, each with what its model can take in."""
+    """`agents`: text of coterie.toml. `services`: input capabilities by service id."""
     async with ModelServer() as server:
         entries = [
             {"id": name, "baseURL": server.base_url, "model": name, "capabilities": {"input": reads, "output": SAYS}}

@@ -1,4 +1,4 @@
-"""Two agents and a person: Grace asks Ada, and the answer finds its way back to whoever asked first."""
+"""Two agents and a person: Grace asks Ada, and the answer returns to the person through Grace."""
 
 import asyncio
 from collections.abc import Iterator

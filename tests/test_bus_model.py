@@ -1,4 +1,4 @@
-"""The bus against a model of it: random sends, delays, withdrawals, moves, restarts and time, in any order."""
+"""The bus compared with a model: random sends, delays, withdrawals, reschedules, restarts and time steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Expected:
     order: int
     state: str
     deliver_at: datetime | None
-    place: int | None = None
+    position: int | None = None
     early: bool = False
 
 
@@ -54,12 +54,12 @@ class BusMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        # In memory where there is such a place: what a flush takes is not what this is about.
+        # In memory if possible: the time of a flush does not matter here.
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.clock = FakeClock()
         self.expected: dict[str, Expected] = {}
-        self.places = dict.fromkeys([*AGENTS, "user"], 0)
-        self.gone: set[str] = set()
+        self.positions = dict.fromkeys([*AGENTS, "user"], 0)
+        self.terminated: set[str] = set()
         self.clients: dict[str, str] = {}
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -77,14 +77,14 @@ class BusMachine(RuleBasedStateMachine):
 
         self.run(work())
 
-    # What the model says must happen
+    # The model
 
     def deliver(self, message: Expected, *, early: bool = False) -> None:
-        if message.to in self.gone:
+        if message.to in self.terminated:
             message.state = "dead"
             return
-        self.places[message.to] += 1
-        message.state, message.place, message.early = "pending", self.places[message.to], early
+        self.positions[message.to] += 1
+        message.state, message.position, message.early = "pending", self.positions[message.to], early
 
     def due(self, until: datetime | None) -> list[Expected]:
         delayed = [m for m in self.expected.values() if m.state == "delayed" and m.deliver_at]
@@ -93,9 +93,9 @@ class BusMachine(RuleBasedStateMachine):
 
     def pending(self, name: str) -> list[Expected]:
         waiting = [m for m in self.expected.values() if m.to == name and m.state == "pending"]
-        return sorted(waiting, key=lambda m: m.place or 0)
+        return sorted(waiting, key=lambda m: m.position or 0)
 
-    # What can happen
+    # Actions
 
     @rule(target=messages, to=st.sampled_from(AGENTS), delay=st.sampled_from([None, 0, 1, 40, 1000, 20_000]))
     def send(self, to: str, delay: int | None) -> str:
@@ -115,10 +115,10 @@ class BusMachine(RuleBasedStateMachine):
         try:
             receipt = self.run(call)
         except Refused as refusal:
-            assert (refusal.code == "recipient_terminated") == (to in self.gone)
-            assert (refusal.code == "mailbox_full") == (to not in self.gone and full)
+            assert (refusal.code == "recipient_terminated") == (to in self.terminated)
+            assert (refusal.code == "mailbox_full") == (to not in self.terminated and full)
             return ""
-        assert to not in self.gone and not full
+        assert to not in self.terminated and not full
         deliver_at = self.clock.now() + timedelta(milliseconds=delay) if delay else None
         message = Expected(receipt.message_id, to, len(self.expected), "delayed", deliver_at)
         self.expected[message.id] = message
@@ -148,11 +148,11 @@ class BusMachine(RuleBasedStateMachine):
         message.state = "withdrawn"
 
     @rule(message_id=messages, delay=st.sampled_from([1, 500, 40_000]))
-    def move(self, message_id: str, delay: int) -> None:
+    def reschedule(self, message_id: str, delay: int) -> None:
         if not (message := self.expected.get(message_id)):
             return
         try:
-            self.run(self.bus.move(message_id, delay))
+            self.run(self.bus.reschedule(message_id, delay))
         except Refused as refusal:
             assert refusal.code == "already_delivered" and message.state != "delayed"
             return
@@ -161,10 +161,10 @@ class BusMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(AGENTS), sure=st.integers(0, 9))
     def terminate(self, name: str, sure: int) -> None:
-        if sure:  # seldom, or there is nobody left to talk to
+        if sure:  # rarely, or no agent would be left
             return
         self.run(self.store.terminate(name))
-        self.gone.add(name)
+        self.terminated.add(name)
         for message in self.pending(name):
             message.state = "dead"
 
@@ -179,7 +179,7 @@ class BusMachine(RuleBasedStateMachine):
             self.deliver(message, early=True)
         self.open()
 
-    # What must hold after each of them
+    # Invariants after each action
 
     @invariant()
     def mailboxes_hold_what_they_should_in_order(self) -> None:

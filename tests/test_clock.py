@@ -1,4 +1,4 @@
-"""The door to the time."""
+"""The system clock and the fake clock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from coterie.clock import SystemClock, from_ms, to_ms, to_wire
+from coterie.clock import SystemClock, from_ms, to_ms, to_rfc3339
 from coterie.testing import FakeClock
 
 
 def test_instants_on_the_wire_are_rfc_3339_in_utc_with_milliseconds() -> None:
-    assert to_wire(datetime(2026, 1, 2, 3, 4, 5, 6000, tzinfo=UTC)) == "2026-01-02T03:04:05.006Z"
-    assert to_wire(datetime(2026, 1, 2, tzinfo=UTC)) == "2026-01-02T00:00:00.000Z"
-    assert to_wire(None) is None
+    assert to_rfc3339(datetime(2026, 1, 2, 3, 4, 5, 6000, tzinfo=UTC)) == "2026-01-02T03:04:05.006Z"
+    assert to_rfc3339(datetime(2026, 1, 2, tzinfo=UTC)) == "2026-01-02T00:00:00.000Z"
+    assert to_rfc3339(None) is None
 
 
 @pytest.mark.parametrize("milliseconds", [0, 1, 999, 1_767_322_645_006, 4_102_444_800_123])
@@ -45,29 +45,29 @@ def test_a_step_of_the_wall_clock_moves_nothing_and_is_noticed_once(step: float)
     before = clock.now()
     machine.wall += int(step * 1e9)
     assert clock.now() == before
-    assert clock.stepped() == timedelta(seconds=step)
-    assert clock.stepped() is None
+    assert clock.wall_clock_step() == timedelta(seconds=step)
+    assert clock.wall_clock_step() is None
 
 
 def test_a_wall_clock_that_is_slewed_gently_is_not_a_step() -> None:
     machine = Machine()
     clock = machine.clock()
     machine.wall += 10**9
-    assert clock.stepped() is None
+    assert clock.wall_clock_step() is None
 
 
-def test_a_process_that_is_put_aside_between_two_looks_does_not_read_the_clock_wrong() -> None:
-    machine, aside = Machine(), [17 * 10**6]
+def test_a_process_that_is_preempted_between_two_readings_does_not_misread_the_clock() -> None:
+    machine, preemptions = Machine(), [17 * 10**6]
 
-    def read_and_be_put_aside() -> int:
-        read, passed = machine.wall, aside.pop() if aside else 0
+    def read_and_be_preempted() -> int:
+        read, passed = machine.wall, preemptions.pop() if preemptions else 0
         machine.boot += passed
         machine.wall += passed
         return read
 
-    clock = SystemClock(wall_ns=read_and_be_put_aside, boot_ns=lambda: machine.boot)
+    clock = SystemClock(wall_ns=read_and_be_preempted, boot_ns=lambda: machine.boot)
     assert clock.now() == from_ms(machine.wall // 10**6)
-    assert clock.stepped() is None
+    assert clock.wall_clock_step() is None
 
 
 def test_time_goes_on_while_the_machine_sleeps() -> None:

@@ -1,4 +1,4 @@
-"""`coterie.toml`: every mistake is named with its place, and nothing right is lost because of something wrong."""
+"""Reading coterie.toml: every mistake is reported with its location; valid entries are still used."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def config(folder: Path, text: str) -> Config:
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """Those that stop a start, or those that were reported on the way."""
+    """The problems of a configuration, fatal or not."""
     try:
         return [str(problem) for problem in config(folder, text).problems]
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
 
 
-def test_nothing_said_means_the_documented_defaults_and_one_agent(tmp_path: Path) -> None:
+def test_an_empty_file_means_the_documented_defaults_and_one_agent(tmp_path: Path) -> None:
     read = read_config(tmp_path)
     assert (read.server.host, read.server.port) == ("127.0.0.1", 8642)
     assert (read.store.url, read.store.durability, read.store.keep_days) == ("sqlite", "full", 0)
@@ -35,7 +35,7 @@ def test_nothing_said_means_the_documented_defaults_and_one_agent(tmp_path: Path
     assert read.problems == ()
 
 
-def test_the_template_says_the_defaults_in_every_line_it_comments_out(tmp_path: Path) -> None:
+def test_commented_lines_of_the_template_show_the_defaults(tmp_path: Path) -> None:
     template = (Path(__file__).parents[1] / "src/coterie/templates/coterie.toml").read_text()
     assert config(tmp_path, template) == Config()
     settings = [
@@ -69,7 +69,7 @@ def test_the_template_says_the_defaults_in_every_line_it_comments_out(tmp_path: 
         ("[server\n", "coterie.toml: cannot be read: "),
     ],
 )
-def test_a_mistake_is_named_with_its_place_and_the_remedy(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_is_reported_with_its_location_and_remedy(tmp_path: Path, text: str, said: str) -> None:
     (found,) = problems(tmp_path, text)
     assert said in found
 
@@ -86,12 +86,12 @@ def test_a_mistake_is_named_with_its_place_and_the_remedy(tmp_path: Path, text: 
         ('[store]\nurl = "postgre://x/y?password=canary"', 'got "postgre://x/y"'),
     ],
 )
-def test_what_is_wrong_is_told_without_what_may_be_a_key(tmp_path: Path, text: str, sentence: str) -> None:
+def test_problems_do_not_show_possible_secrets(tmp_path: Path, text: str, sentence: str) -> None:
     told = " ".join(problems(tmp_path, text))
     assert sentence in told and "canary" not in told
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     text = '[server]\nport = "x"\n[store]\nkeep_days = -1\n[agents.BAD]\n[agents.ada]\nname = 7\n'
     assert len(problems(tmp_path, text)) == 4
 
@@ -102,16 +102,16 @@ def test_a_wrong_agent_is_left_out_and_the_others_run(tmp_path: Path) -> None:
     assert len(read.problems) == 2
 
 
-def test_agents_of_whom_nothing_is_said_are_the_assistant(tmp_path: Path) -> None:
+def test_without_agents_in_the_file_there_is_the_assistant(tmp_path: Path) -> None:
     assert [agent.id for agent in config(tmp_path, "[agents]\n").agents] == ["assistant"]
 
 
-def test_a_wrong_setting_of_the_whole_society_refuses_the_start(tmp_path: Path) -> None:
+def test_a_wrong_setting_of_the_society_prevents_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         config(tmp_path, "[server]\nport = 0")
 
 
-def test_a_file_that_is_no_text_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "coterie.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         read_config(tmp_path)
@@ -128,7 +128,7 @@ toml_key = st.sampled_from(SECTIONS + KEYS)
 
 
 @given(st.dictionaries(st.tuples(toml_key, toml_key), toml_value, max_size=8))
-def test_whatever_is_written_there_is_a_configuration_or_a_list_of_problems(
+def test_any_text_gives_a_configuration_or_a_list_of_problems(
     tmp_path_factory: pytest.TempPathFactory, written: dict[tuple[str, str], str]
 ) -> None:
     text = "\n".join(f"{section}.{key} = {value}" for (section, key), value in written.items())

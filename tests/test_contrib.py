@@ -1,4 +1,4 @@
-"""What lies ready for those who run Coterie as a service: it is written for the program as it is."""
+"""The files for running Coterie as a service fit the current program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 import yaml
 
 from coterie.cli import app
-from coterie.config import Shutdown, read_config
+from coterie.config import ShutdownSettings, read_config
 
 ROOT = Path(__file__).parents[1]
 UNITS = sorted((ROOT / "contrib").glob("*.service"))
@@ -26,7 +26,7 @@ DRAIN = read_config(ROOT / "contrib" / "society").shutdown.drain_seconds
 
 
 def assert_is_a_command(words: list[str]) -> None:
-    """Its name and its options are known."""
+    """Check that the command and its options exist."""
     group: Any = typer.main.get_command(app)
     with group.make_context("coterie", words, resilient_parsing=True) as context:
         name, command, rest = group.resolve_command(context, words)
@@ -74,11 +74,11 @@ def test_the_society_of_compose_is_sound_and_in_its_database() -> None:
     assert config.store.url == f"postgresql://{database['POSTGRES_USER']}@postgres/{database['POSTGRES_DB']}"
 
 
-def test_whoever_stops_it_waits_longer_than_turns_may_take_to_end() -> None:
+def test_stop_timeouts_are_longer_than_the_drain_time() -> None:
     for name in ("serve", "worker"):
         assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= DRAIN + 10
     for unit in UNITS:
-        assert int(settings(unit)["TimeoutStopSec"]) >= max(DRAIN, Shutdown().drain_seconds) + 10
+        assert int(settings(unit)["TimeoutStopSec"]) >= max(DRAIN, ShutdownSettings().drain_seconds) + 10
         assert settings(unit)["KillSignal"] == "SIGTERM" and settings(unit)["KillMode"] == "mixed"
 
 
@@ -95,7 +95,7 @@ def test_the_image_is_built_from_files_that_are_there_with_extras_that_exist() -
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_a_unit_runs_a_command_that_exists_as_somebody_who_is_not_root(unit: Path) -> None:
+def test_a_unit_runs_an_existing_command_and_not_as_root(unit: Path) -> None:
     written = settings(unit)
     program, *words = shlex.split(written["ExecStart"])
     assert Path(program).name == "coterie" and written["User"] == "coterie"

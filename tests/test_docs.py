@@ -1,4 +1,4 @@
-"""What the documents say is so: their settings load, their commands and tests exist, their links lead somewhere."""
+"""Check the documents: settings load, commands and named tests exist, relative links resolve."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.user_tools import load_user_tools
 from coterie.cli import app
 from coterie.config import read_config
-from coterie.llm.config import read_services
+from coterie.llm.config import parse_services
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PROOF = re.compile(r"`?(tests/[\w/]+\.py)::(test_\w+)")
 CALL = re.compile(r"(?:\bcoterie|\./dev run) ([a-z]+)\b(?![./:])((?: +(?!#)\S+)*)")
-HABIT = re.compile(r"(?:\./dev|\bmake) ([a-z-]+)")
+DEV_COMMAND = re.compile(r"(?:\./dev|\bmake) ([a-z-]+)")
 
 
 def name(page: Path) -> str:
@@ -37,7 +37,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def code_of(page: Path) -> Iterator[str]:
-    """Lines to be typed: those of shell blocks, and what stands in the text as code."""
+    """Yield the lines of shell blocks and the inline code of a page."""
     for block in blocks(page, "sh"):
         yield from block.splitlines()
     yield from re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text()))
@@ -45,7 +45,7 @@ def code_of(page: Path) -> Iterator[str]:
 
 @cache
 def commands() -> dict[str, set[str]]:
-    """The commands, each with the options it takes."""
+    """Return the commands of the CLI with their options."""
     group = get_command(app)
     assert hasattr(group, "commands")
     return {
@@ -71,11 +71,11 @@ def test_every_command_exists_with_its_options(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_every_habit_exists(page: Path) -> None:
-    habits = set(runpy.run_path(str(ROOT / "dev"))["HABITS"])
+def test_every_dev_command_exists(page: Path) -> None:
+    dev_commands = set(runpy.run_path(str(ROOT / "dev"))["COMMANDS"])
     targets = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.M))
-    known = habits | {target for line in targets for target in line.split()}
-    named = {habit for line in code_of(page) for habit in HABIT.findall(line)}
+    known = dev_commands | {target for line in targets for target in line.split()}
+    named = {command for line in code_of(page) for command in DEV_COMMAND.findall(line)}
     assert named - known == set()
 
 
@@ -107,7 +107,7 @@ def test_services_shown_load_without_problems(page: Path) -> None:
     for block in blocks(page, "json"):
         shown = json.loads(block)
         if "services" in shown:
-            entries, problems = read_services(block.encode(), lambda _: "a-key")
+            entries, problems = parse_services(block.encode(), lambda _: "a-key")
             assert list(problems) == [] and len(entries) == len(shown["services"])
 
 
@@ -117,7 +117,7 @@ def test_tools_shown_can_be_loaded(page: Path, tmp_path: Path) -> None:
         compile(block, name(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         if "@tool" in block:
             (tmp_path / "tools.py").write_text(block)
-            loaded = load_owner_tools(tmp_path)
+            loaded = load_user_tools(tmp_path)
             assert loaded.problems == () and len(loaded.tools) == block.count("@tool")
 
 
@@ -125,7 +125,7 @@ def test_both_readmes_give_the_same_commands_and_proofs() -> None:
     english, chinese = (readme.read_text() for readme in READMES)
 
     def typed(text: str) -> list[list[str]]:
-        """The commands of the shell blocks, without comments and quoted words."""
+        """Return the commands of the shell blocks without comments and quoted text."""
         lines = [line for kind, block in BLOCK.findall(text) if kind == "sh" for line in block.splitlines()]
         return [re.sub(r'"[^"]*"', "…", line.partition(" #")[0]).split() for line in lines]
 

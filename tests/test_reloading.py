@@ -1,4 +1,4 @@
-"""The owner's files read again while the society runs."""
+"""Reloading the owner's files while the society runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO = "[agents.ada]\n[agents.bob]\n"
 
 
 def places(problems: Any) -> list[str]:
-    return [problem.place for problem in problems]
+    return [problem.location for problem in problems]
 
 
 def services(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -49,7 +49,7 @@ async def test_a_file_that_cannot_be_read_leaves_everything_as_it_was(
         (tmp_path / file).write_text(text)
         with pytest.raises(ConfigError) as error:
             await here.society.reload()
-        assert error.value.problems[0].place.startswith(place)
+        assert error.value.problems[0].location.startswith(place)
         assert here.society.config == before and [entry.id for entry in here.society.services] == ["main"]
         await here.say("still there?")
         assert await here.texts() == ["ok"]
@@ -66,7 +66,7 @@ async def test_new_agents_work_at_once_and_known_ones_are_as_the_file_says_now(t
         await here.say("hello", to="zoe")
         assert await here.texts() == ["ok"]
         await here.say("hello")
-        assert "You count." in (await here.server.asked(2)).body["messages"][0]["content"]
+        assert "You count." in (await here.server.wait_for_request(2)).body["messages"][0]["content"]
         ada, zoe = await here.society.store.agent("ada"), await here.society.store.agent("zoe")
         assert ada is not None and ada.name == "Countess" and zoe is not None and zoe.parent == "ada"
 
@@ -84,7 +84,7 @@ async def test_an_agent_taken_out_of_the_file_keeps_its_mail_and_goes_on_when_it
         assert "no longer described" in texts[0] and texts[1] == "ok"
 
 
-async def test_blocked_agents_go_on_when_their_service_was_mended_and_not_before(tmp_path: Path) -> None:
+async def test_blocked_agents_continue_once_their_service_is_repaired(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(401, "no"))
         await here.say("hello")
@@ -99,7 +99,7 @@ async def test_blocked_agents_go_on_when_their_service_was_mended_and_not_before
         assert here.server.requests[-1].headers["authorization"] == "Bearer a-new-key"
 
 
-async def test_whoever_the_person_paused_is_not_woken_by_a_mended_service(tmp_path: Path) -> None:
+async def test_a_paused_agent_is_not_woken_by_a_repaired_service(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(401, "no"))
         await here.say("hello")
@@ -114,7 +114,7 @@ async def test_whoever_the_person_paused_is_not_woken_by_a_mended_service(tmp_pa
         assert (await here.texts(3))[2] == "ok"
 
 
-async def test_a_raised_budget_frees_those_it_had_stopped(tmp_path: Path) -> None:
+async def test_a_raised_token_budget_unblocks_agents(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="[limits]\ntokens_per_day = 1\n" + TWO) as here:
         await here.say("one")
         await here.texts()
@@ -133,7 +133,7 @@ async def test_limits_count_from_the_next_step_on(tmp_path: Path) -> None:
         here.server.default = each(ada=[Says(calls=(Calls("look", {}),))])
         await here.say("work")
         await here.texts()
-        assert len(here.server.requests) == 1 and here.society.artifacts.limit == 1_000_000
+        assert len(here.server.requests) == 1 and here.society.artifacts.max_file_bytes == 1_000_000
         assert here.society.config.shutdown.delayed == "keep" and here.society.store.limits.mailbox == 1
 
 
@@ -148,25 +148,25 @@ async def test_what_only_a_restart_can_change_is_reported_until_then(tmp_path: P
         (tmp_path / "coterie.toml").write_text(TWO)
 
 
-async def test_the_owners_tools_are_read_again_and_a_slip_in_them_is_reported(tmp_path: Path) -> None:
+async def test_user_tools_are_reloaded_and_errors_in_them_are_reported(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         code = "from coterie import tool\n@tool\ndef hum() -> str:\n    'Hum.'\n    return 'mmm'\n"
         (tmp_path / "tools.py").write_text(code)
         await here.society.reload()
         await here.say("hello")
-        offered = [tool["function"]["name"] for tool in (await here.server.asked()).body["tools"]]
+        offered = [tool["function"]["name"] for tool in (await here.server.wait_for_request()).body["tools"]]
         assert "hum" in offered and "ring" not in offered
         (tmp_path / "tools.py").write_text("def oops(:\n")
         assert places(await here.society.reload()) == ["tools.py: line 1"]
 
 
-async def test_an_agent_whose_service_is_not_there_is_reported_with_the_one_that_was_probably_meant(
+async def test_an_unknown_service_of_an_agent_is_reported_with_a_suggestion(
     tmp_path: Path,
 ) -> None:
     async with stage(tmp_path) as here:
         (tmp_path / "coterie.toml").write_text("[agents.ada]\nservice = 'mian'\n[agents.bob]\n")
         (problem,) = await here.society.reload()
-        assert problem.place == "coterie.toml: agents.ada.service" and 'did you mean "main"' in problem.message
+        assert problem.location == "coterie.toml: agents.ada.service" and 'did you mean "main"' in problem.message
         await here.say("hello")
         await here.state("ada", "blocked")
         assert "mian" in (await here.texts())[0]
@@ -189,5 +189,5 @@ async def test_a_terminated_agent_does_not_come_back_by_being_described(tmp_path
     async with stage(tmp_path) as here:
         await here.society.terminate_agent("bob")
         (problem,) = await here.society.reload()
-        assert problem.place == "coterie.toml: agents.bob" and "terminated" in problem.message
+        assert problem.location == "coterie.toml: agents.bob" and "terminated" in problem.message
         assert list(here.society.agents) == ["ada"]

@@ -1,4 +1,4 @@
-"""`docs/requirements.md` is true: every criterion of the requirement documents is there, with a test that exists."""
+"""Check `docs/requirements.md`: every criterion of the requirement documents is listed with existing tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Services set up while the society runs: written whole or not at all, keys kept apart, tried with a real question."""
+"""Changing services while the society runs: atomic writes, separate keys, health checks."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ async def answer_of(society: Society, to: str) -> str:
 async def test_the_tour_answers_until_a_real_service_is_there_and_again_when_the_last_is_gone(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
-    assert ids(society) == ["tour", "tour-sees"] and society.setup.view("tour").to_wire()["tour"]
+    assert ids(society) == ["tour", "tour-sees"] and society.setup.view("tour").to_dict()["tour"]
     view = await society.setup.put("first", entry(server))
-    assert ids(society) == ["first"] and not view.to_wire()["tour"]
-    assert (view.used_by, view.trial, view.problems) == (["ada"], None, [])
+    assert ids(society) == ["first"] and not view.to_dict()["tour"]
+    assert (view.used_by, view.health, view.problems) == (["ada"], None, [])
     assert await answer_of(society, "ada") == "ok"
     await society.setup.delete("first")
     assert ids(society) == ["tour", "tour-sees"]
@@ -86,10 +86,10 @@ async def test_a_key_goes_to_the_secrets_and_the_file_gets_its_name(
     assert (tmp_path / "data/secrets.json").stat().st_mode & 0o777 == 0o600
     assert await answer_of(society, "ada") == "ok"
     assert server.requests[-1].headers["authorization"] == f"Bearer {KEY}"
-    assert KEY not in f"{view} {view.to_wire()} {society.setup.list()} {caplog.text}"
+    assert KEY not in f"{view} {view.to_dict()} {society.setup.list()} {caplog.text}"
 
 
-async def test_a_key_that_was_put_in_the_field_of_the_reference_is_a_key_all_the_same(
+async def test_a_key_in_the_api_key_field_is_stored_as_a_secret(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     await society.setup.put("main", entry(server, apiKey=KEY))
@@ -144,7 +144,7 @@ async def test_what_the_owner_wrote_stays_other_entries_unknown_keys_and_their_o
     assert (tmp_path / "llmservices.json").stat().st_mode & 0o777 == 0o640
 
 
-async def test_a_file_that_is_a_link_stays_one(society: Society, server: ModelServer, tmp_path: Path) -> None:
+async def test_a_symbolic_link_stays_a_link(society: Society, server: ModelServer, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.json").write_text('{"services": []}')
     (tmp_path / "llmservices.json").symlink_to("elsewhere.json")
     await society.setup.put("main", entry(server))
@@ -155,7 +155,7 @@ async def test_an_entry_sent_back_as_it_was_listed_changes_nothing_that_matters(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     await society.setup.put("main", entry(server), KEY)
-    shown = society.setup.view("main").to_wire()
+    shown = society.setup.view("main").to_dict()
     await society.setup.put("main", shown | {"description": "for every day"})
     again = society.setup.view("main")
     assert again.entry.api_key is not None and again.entry.api_key.reveal() == KEY
@@ -189,7 +189,7 @@ async def test_no_id_and_a_key_that_cannot_be_one_are_refused(society: Society, 
     assert refusal.value.code == "service_invalid" and "schlüssel" not in str(refusal.value)
 
 
-async def test_a_reference_to_a_key_that_nobody_has_is_saved_and_marked(society: Society, server: ModelServer) -> None:
+async def test_a_reference_to_a_missing_key_is_saved_and_reported(society: Society, server: ModelServer) -> None:
     view = await society.setup.put("main", entry(server, apiKey="${NOBODYS_KEY}"))
     assert [problem.message for problem in view.problems] == [
         "NOBODYS_KEY is set neither in the environment nor in data/secrets.json"
@@ -217,14 +217,14 @@ async def test_when_the_file_cannot_be_written_no_key_stays_behind(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("coterie.setup.write_whole", full)
+    monkeypatch.setattr("coterie.setup.replace_file", full)
     with pytest.raises(StoreUnavailable, match="nothing was changed") as error:
         await society.setup.put("main", {}, OTHER)
     assert error.value.full
     assert (tmp_path / "llmservices.json").read_bytes() == before and secrets(tmp_path) == {"MAIN_API_KEY": KEY}
 
 
-async def test_a_mistake_in_coterie_toml_keeps_no_service_from_being_set_up(
+async def test_an_error_in_coterie_toml_does_not_prevent_service_changes(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     (tmp_path / "coterie.toml").write_text("= oops")
@@ -232,7 +232,7 @@ async def test_a_mistake_in_coterie_toml_keeps_no_service_from_being_set_up(
     assert ids(society) == ["main"]
 
 
-async def test_a_service_that_agents_name_is_not_deleted_under_them(society: Society, server: ModelServer) -> None:
+async def test_a_service_used_by_agents_cannot_be_deleted(society: Society, server: ModelServer) -> None:
     await society.setup.put("main", entry(server))
     with pytest.raises(Refused, match="bob") as refusal:
         await society.setup.delete("main")
@@ -241,10 +241,10 @@ async def test_a_service_that_agents_name_is_not_deleted_under_them(society: Soc
     assert await code(society.setup.test("nowhere")) == "unknown_service"
 
 
-async def test_an_agent_that_was_blocked_for_want_of_its_service_goes_on_once_it_is_there(
+async def test_an_agent_blocked_without_its_service_continues_once_it_is_added(
     society: Society, server: ModelServer
 ) -> None:
-    assert "Mend it" in await answer_or_notice(society, "bob")
+    assert "Fix it" in await answer_or_notice(society, "bob")
     blocked = await society.store.agent("bob")
     assert blocked is not None and blocked.state == "blocked"
     await society.setup.put("main", entry(server))
@@ -261,7 +261,7 @@ async def answer_or_notice(society: Society, to: str) -> str:
     raise AssertionError
 
 
-# Trying out
+# Health checks
 
 
 @pytest.mark.parametrize(
@@ -277,47 +277,47 @@ async def answer_or_notice(society: Society, to: str) -> str:
         (reset(), "unreachable"),
     ],
 )
-async def test_a_trial_says_in_one_word_and_one_sentence_how_it_went(
+async def test_a_health_check_gives_a_code_and_a_message(
     society: Society, server: ModelServer, reply: Reply, expected: str
 ) -> None:
     server.default = reply
     trial = await society.setup.test_entry("main", entry(server), KEY)
     assert (trial.code, trial.ok) == (expected, expected == "ok")
-    assert trial.message.endswith(".") and KEY not in str(trial.to_wire()) and bool(trial.detail) != trial.ok
+    assert trial.message.endswith(".") and KEY not in str(trial.to_json()) and bool(trial.detail) != trial.ok
     assert len(server.requests) == 1 and ids(society) == ["tour", "tour-sees"]
 
 
-async def test_a_service_that_says_nothing_fails_its_trial_in_time(
+async def test_a_silent_service_fails_its_health_check_in_time(
     society: Society, server: ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datetime import timedelta
 
     from coterie.testing.model_faults import no_first_byte
 
-    monkeypatch.setattr("coterie.llm.discovery.PATIENCE", timedelta(seconds=1))  # to connect takes a part of it
+    monkeypatch.setattr(
+        "coterie.llm.discovery.HEALTH_CHECK_TIMEOUT", timedelta(seconds=1)
+    )  # connecting takes a part of it
     server.default = no_first_byte()
     assert (await society.setup.test_entry("main", entry(server))).code == "timeout"
 
 
-async def test_what_a_trial_showed_counts_for_just_that_entry_and_key_over_restarts(
-    tmp_path: Path, server: ModelServer
-) -> None:
+async def test_a_health_check_belongs_to_one_entry_and_key_across_restarts(tmp_path: Path, server: ModelServer) -> None:
     async with Society.open(tmp_path) as society:
         await society.setup.test_entry("main", entry(server), OTHER)
-        assert (await society.setup.put("main", entry(server), KEY)).trial is None, "another key was tried"
+        assert (await society.setup.put("main", entry(server), KEY)).health is None, "another key was tried"
         await society.setup.test_entry("main", {}, OTHER)
-        tried = (await society.setup.put("main", {}, OTHER)).trial
+        tried = (await society.setup.put("main", {}, OTHER)).health
         assert tried is not None and tried.ok
     async with Society.open(tmp_path) as society:
-        assert society.setup.view("main").trial == tried
-        assert (await society.setup.put("main", {"model": "another"})).trial is None
+        assert society.setup.view("main").health == tried
+        assert (await society.setup.put("main", {"model": "another"})).health is None
         assert (await society.setup.test("main")).code == "no_model"
-        seen = society.setup.view("main").trial
+        seen = society.setup.view("main").health
         assert seen is not None and not seen.ok
-        assert (await society.setup.put("main", {}, KEY)).trial is None
+        assert (await society.setup.put("main", {}, KEY)).health is None
 
 
-# What could be set up
+# Discovery
 
 
 async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
@@ -325,11 +325,11 @@ async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
 ) -> None:
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    assert await society.setup.found() == []
+    assert await society.setup.discover() == []
     monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
     monkeypatch.setenv("GEMINI_API_KEY", "  ")
-    (offer,) = await society.setup.found()
-    assert offer.to_wire() == {
+    (offer,) = await society.setup.discover()
+    assert offer.to_json() == {
         "id": "anthropic",
         "name": "Anthropic",
         "provider": "openai",
@@ -353,7 +353,7 @@ async def test_a_key_is_asked_for_again_when_the_address_changes_and_is_not_sent
         before = (tmp_path / "llmservices.json").read_bytes()
         fields: dict[str, Any] = {"baseURL": elsewhere.base_url}
         if change == "address sent back as listed":
-            fields = society.setup.view("main").to_wire() | fields
+            fields = society.setup.view("main").to_dict() | fields
         elif change == "provider":
             fields = {"provider": "tour"}
         elif change == "own reference":

@@ -1,4 +1,4 @@
-"""Errors of the store in background work, and in each step of a stop: turns are handed over and the store closes."""
+"""Store errors in background tasks and in each step of a stop: turns are released and the store is closed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from coterie.agent.mcp import McpServers
 from coterie.agent.toolbox import Toolbox
-from coterie.agent_runtime import Crew
-from coterie.artifact_service import Library
+from coterie.agent_runtime import AgentRuntime
+from coterie.artifact_service import ArtifactService
 from coterie.bus import MessageBus
 from coterie.errors import StoreUnavailable
-from coterie.llm.gateway import Models
+from coterie.llm.gateway import ModelGateway
 from coterie.society import Society
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock, ModelServer
@@ -45,7 +45,7 @@ def home(tmp_path: Path, server: ModelServer, engine: Engine) -> Path:
 
 
 def claims(engine: Engine, home: Path) -> list[tuple[Any, ...]]:
-    """State, worker and counted crashes of Ada, as the database has them."""
+    """State, worker and crash count of Ada in the database."""
     folder = home if engine.name == "postgres" else home / "data"
     with engine.behind(folder) as db:
         return [tuple(row) for row in db.execute("SELECT state, worker, crashes FROM agents WHERE id = 'ada'")]
@@ -56,18 +56,18 @@ async def next_answer(society: Society) -> str:
         return str((await anext(society.inbox())).payload["text"])
 
 
-async def test_after_a_store_error_the_cleaner_cleans_again_and_a_stop_hands_turns_over(
+async def test_pruning_retries_after_a_store_error_and_a_stop_releases_turns(
     home: Path, engine: Engine, server: ModelServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tidied: list[str] = []
+    runs: list[str] = []
 
-    async def tidy(_: Library, __: object) -> None:
-        tidied.append("tried")
-        if len(tidied) < 3:
+    async def prune(_: ArtifactService, __: object) -> None:
+        runs.append("run")
+        if len(runs) < 3:
             raise LOST
 
-    monkeypatch.setattr(Library, "tidy", tidy)
-    monkeypatch.setattr("coterie.society.TIDY_EVERY", timedelta(seconds=20))  # an hour has 3,600 sweeps
+    monkeypatch.setattr(ArtifactService, "prune", prune)
+    monkeypatch.setattr("coterie.society.PRUNE_INTERVAL", timedelta(seconds=20))  # an hour has 3,600 sweeps
     held = asyncio.Event()
     server.script(Says("here"), Says("never said", gate=held), Says("after the restart"))
     society = await Society.start(home, clock=clock)
@@ -75,10 +75,10 @@ async def test_after_a_store_error_the_cleaner_cleans_again_and_a_stop_hands_tur
     await society.send(to="ada", text="are you there?")
     assert await next_answer(society) == "here"
     await clock.advance(seconds=20)
-    assert len(tidied) >= 3, "it went on after two errors"
+    assert len(runs) >= 3, "pruning continues after two errors"
 
     await society.send(to="ada", text="a long question")
-    await server.asked(2)
+    await server.wait_for_request(2)
     await society.stop()
 
     assert claims(engine, home) == [("llm", None, 0)]
@@ -93,22 +93,22 @@ def fails(error: Exception) -> Callable[..., Any]:
 
 
 STEPS: dict[str, tuple[type, str]] = {
-    "end the cleaner": (Society, "_end_tidying"),
-    "claim no more": (Crew, "stop_claiming"),
-    "see whether others run": (SqlStore, "is_last"),
+    "stop pruning": (Society, "_stop_pruning"),
+    "claim no more": (AgentRuntime, "stop_claiming"),
+    "see whether others run": (SqlStore, "is_only_process"),
     "stop deliveries": (MessageBus, "stop"),
     "give up deliveries": (MessageBus, "abandon"),
     "count delayed messages": (SqlStore, "delayed_count"),
     "close MCP servers": (McpServers, "close"),
     "stop tools": (Toolbox, "close"),
-    "close models": (Models, "close"),
-    "leave the others": (Society, "_hear_no_more"),
+    "close models": (ModelGateway, "close"),
+    "close the relay": (Society, "_close_relay"),
 }
 
 
 @pytest.mark.parametrize("stop", [Society.stop, Society.abandon])
 @pytest.mark.parametrize("step", STEPS)
-async def test_whatever_step_of_a_stop_fails_the_turn_is_handed_over_and_the_store_closed(
+async def test_if_any_step_of_a_stop_fails_turns_are_released_and_the_store_is_closed(
     step: str,
     stop: Callable[[Society], Any],
     home: Path,
@@ -121,7 +121,7 @@ async def test_whatever_step_of_a_stop_fails_the_turn_is_handed_over_and_the_sto
     server.script(Says("never said", gate=held), Says("after the restart"))
     society = await Society.start(home, clock=clock)
     await society.send(to="ada", text="a question")
-    await server.asked(1)
+    await server.wait_for_request(1)
     error = OSError(f"cannot {step}")
     with monkeypatch.context() as patch:
         patch.setattr(*STEPS[step], fails(error))
@@ -143,16 +143,16 @@ async def test_the_first_error_of_a_stop_is_raised_after_the_last_step_and_the_o
     first, second = OSError("first"), ValueError("second")
     with monkeypatch.context() as patch:
         patch.setattr(MessageBus, "stop", fails(first))
-        patch.setattr(Models, "close", fails(second))
+        patch.setattr(ModelGateway, "close", fails(second))
         with pytest.raises(OSError, match="first"):
             await society.stop()
-    told = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
-    assert told[:2] == ["first", "second"]
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert logged[:2] == ["first", "second"]
     async with Society.open(home, clock=clock):
         pass
 
 
-async def test_a_cancelled_stop_still_hands_turns_over_and_closes_the_store(
+async def test_a_cancelled_stop_still_releases_turns_and_closes_the_store(
     home: Path, engine: Engine, server: ModelServer, clock: FakeClock
 ) -> None:
     (home / "coterie.toml").write_text((home / "coterie.toml").read_text().replace("drain_seconds = 0", ""))
@@ -160,7 +160,7 @@ async def test_a_cancelled_stop_still_hands_turns_over_and_closes_the_store(
     server.script(Says("never said", gate=held))
     society = await Society.start(home, clock=clock)
     await society.send(to="ada", text="a question")
-    await server.asked(1)
+    await server.wait_for_request(1)
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -172,15 +172,15 @@ async def test_a_cancelled_stop_still_hands_turns_over_and_closes_the_store(
         pass
 
 
-async def test_turns_are_released_though_the_store_fails_once(
+async def test_turns_are_released_even_if_the_store_fails_once(
     home: Path, engine: Engine, server: ModelServer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = asyncio.Event()
     server.script(Says("never said", gate=held))
     society = await Society.start(home, clock=clock)
     await society.send(to="ada", text="a question")
-    await server.asked(1)
-    release, failures = SqlStore.release, [LOST]
+    await server.wait_for_request(1)
+    release, failures = SqlStore.release_claims, [LOST]
 
     async def once(self: SqlStore, *args: Any, **options: Any) -> None:
         if failures:
@@ -188,14 +188,14 @@ async def test_turns_are_released_though_the_store_fails_once(
         await release(self, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SqlStore, "release", once)
+        patch.setattr(SqlStore, "release_claims", once)
         await society.stop()
 
     assert claims(engine, home) == [("llm", None, 0)]
     held.set()
 
 
-async def test_watchers_hear_of_events_again_after_an_unexpected_error(
+async def test_watchers_get_events_again_after_an_unexpected_error(
     home: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Society.open(home, clock=clock, work=False) as society:
@@ -215,14 +215,14 @@ async def test_watchers_hear_of_events_again_after_an_unexpected_error(
     assert any(record.levelno == logging.ERROR and "event log" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_server_that_cannot_announce_itself_stops_the_society_in_order(
+async def test_if_the_address_file_cannot_be_written_the_society_stops_cleanly(
     home: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from coterie.cli import serving
+    from coterie.cli import server
 
-    monkeypatch.setattr(serving, "greet", fails(BrokenPipeError("nobody reads")))
+    monkeypatch.setattr(server, "greet", fails(BrokenPipeError("nobody reads")))
     with pytest.raises(BrokenPipeError):
-        await serving.run(serving.Wanted(folder=home))
+        await server.run_server(server.ServeOptions(folder=home))
     if engine.name == "sqlite":
         with engine.behind(home / "data") as db:
             assert db.execute("SELECT value FROM meta WHERE key = 'clean'").fetchone()[0] == "1"

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from coterie.config import shown, with_store_url, without_password, written_in
+from coterie.config import read_store_url, redact_url, replace_store_url, without_password
 from coterie.errors import StoreUnusable
 
 NEW = "postgresql://me@there/it"
@@ -25,19 +25,19 @@ NEW = "postgresql://me@there/it"
     ],
 )
 def test_only_the_address_changes(before: str, after: str) -> None:
-    assert with_store_url(before, NEW) == after
-    assert written_in(after) == NEW
+    assert replace_store_url(before, NEW) == after
+    assert read_store_url(after) == NEW
 
 
 @pytest.mark.parametrize("text", ['store = { url = "sqlite" }', "[store", "store = 7"])
-def test_what_cannot_be_changed_safely_is_left_to_its_owner(text: str) -> None:
+def test_a_file_that_cannot_be_changed_safely_is_refused(text: str) -> None:
     with pytest.raises(StoreUnusable, match=r"write store\.url on a line of its own"):
-        with_store_url(text, NEW)
+        replace_store_url(text, NEW)
 
 
-def test_an_address_with_strange_letters_stays_the_same_address() -> None:
+def test_special_characters_in_a_url_survive() -> None:
     strange = 'postgresql://m%20e@h/"d\\b"?options=-c%20search_path%3Dx'
-    assert tomllib.loads(with_store_url("", strange))["store"]["url"] == strange
+    assert tomllib.loads(replace_store_url("", strange))["store"]["url"] == strange
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_an_address_with_strange_letters_stays_the_same_address() -> None:
 )
 def test_a_password_is_neither_kept_nor_shown(url: str, bare: str, seen: str) -> None:
     assert without_password(url) == bare
-    assert shown(url).startswith(seen) and "secret" not in shown(url) and "?" not in shown(url)
+    assert redact_url(url).startswith(seen) and "secret" not in redact_url(url) and "?" not in redact_url(url)
 
 
-def test_a_file_that_cannot_be_read_names_the_engine_that_needs_nothing() -> None:
-    assert [written_in(text) for text in ("[store", "store = 7", "", "[store]\nurl = 7")] == ["sqlite"] * 4
+def test_an_unreadable_file_means_sqlite() -> None:
+    assert [read_store_url(text) for text in ("[store", "store = 7", "", "[store]\nurl = 7")] == ["sqlite"] * 4

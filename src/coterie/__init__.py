@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "CoterieError": "coterie.errors",
     "Message": "coterie.messages",
     "Receipt": "coterie.messages",
@@ -26,12 +26,12 @@ __all__ = ["CoterieError", "Message", "Receipt", "Refused", "Society", "ToolCont
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used, so that `import coterie` costs nothing."""
-    if name not in _HOMES:
+    """Import a public name on first use; `import coterie` itself stays cheap."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'coterie' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

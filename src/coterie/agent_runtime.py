@@ -1,4 +1,4 @@
-"""The agents at work: models, tools, handler and scheduler, put together."""
+"""Wires the parts that run agents: model gateway, tools, turn handler and scheduler."""
 
 from __future__ import annotations
 
@@ -11,90 +11,90 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
-from coterie.agent.builtins import SEND_MESSAGE, built_in_tools, people_tools
+from coterie.agent.builtins import SEND_MESSAGE, agent_management_tools, built_in_tools
 from coterie.agent.mcp import McpServers
 from coterie.agent.runner import LlmHandler
 from coterie.agent.scheduler import Scheduler, ServiceAdmission
-from coterie.agent.service import Directory, Registrar
+from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import ToolContext
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.user_tools import load_user_tools
 from coterie.agents import Profile
-from coterie.artifact_service import AgentLibrary, Library
-from coterie.artifacts import Bytes
+from coterie.artifact_service import AgentArtifacts, ArtifactService
+from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import AgentEntry, Config, SocietyFolder, unknown_service
 from coterie.errors import Lagged, Problem, Refused
-from coterie.files import Disk
+from coterie.files import DiskMonitor
 from coterie.ids import new_id
-from coterie.live import Live
+from coterie.live import LiveReplies
 from coterie.llm.concurrency import ServiceQueues
-from coterie.llm.config import ServiceEntry, Services
-from coterie.llm.gateway import Models
-from coterie.llm.learned_limits import Refusals
+from coterie.llm.config import ServiceEntry, ServiceRegistry
+from coterie.llm.gateway import ModelGateway
+from coterie.llm.learned_limits import LearnedLimits
 from coterie.llm.providers.factory import TOUR_ENTRIES, make_service
 from coterie.llm.routing import CapabilityRouter, ContentAdapter
 from coterie.messages import PERSON, Payload, Receipt
-from coterie.redaction import secrets_of
+from coterie.redaction import find_secrets
 from coterie.stores.open import is_shared
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
-from coterie.telemetry import tracing_for
-from coterie.tour.agent import SEER, TourSeer
+from coterie.telemetry import make_tracing
+from coterie.tour.provider import SEER, TourSeer
 from coterie.turn import Rules
 
 log = logging.getLogger(__name__)
 
-MCP_PATIENCE = timedelta(seconds=5)
-MCP_AGAIN = timedelta(minutes=1)
+MCP_START_TIMEOUT = timedelta(seconds=5)
+MCP_RETRY_INTERVAL = timedelta(minutes=1)
 
 
-class Crew:
-    """Whoever is in it answers what reaches them, until `stop`."""
+class AgentRuntime:
+    """Runs the society's agents between `start` and `stop`."""
 
     def __init__(
         self,
-        place: SocietyFolder,
+        folder: SocietyFolder,
         config: Config,
+        *,
         store: SqlStore,
         bus: MessageBus,
-        artifacts: Library,
-        kept: Bytes,
+        artifacts: ArtifactService,
+        blobs: BlobStore,
+        live: LiveReplies,
+        disk: DiskMonitor,
         clock: Clock,
-        live: Live,
-        disk: Disk,
     ) -> None:
-        self._place, self._store, self._bus, self._artifacts, self._clock = place, store, bus, artifacts, clock
-        profiles, unread = read_profiles(config, place)
-        self._described = {profile.id for profile in profiles}
-        self._config = config
-        self._following: asyncio.Task[None] | None = None
-        self._tokens_per_day = config.limits.tokens_per_day
-        self.services = load_services(place)
-        refusals = Refusals(clock, place.data / "refusals.json")
-        self.directory = Directory(self.services, refusals, profiles)
-        self.router = CapabilityRouter(store, kept, ContentAdapter(self.directory), refusals)
-        self._tracing = tracing_for(store.message)
-        self._models = Models(
+        self._folder, self._config = folder, config
+        self._store, self._bus, self._artifacts, self._clock = store, bus, artifacts, clock
+        profiles, prompt_problems = read_profiles(config, folder)
+        self._configured_ids = {profile.id for profile in profiles}
+        self._follow_task: asyncio.Task[None] | None = None
+        self.services = load_services(folder)
+        learned_limits = LearnedLimits(clock, folder.data / "refusals.json")
+        self.directory = AgentDirectory(self.services, learned_limits, profiles)
+        self.router = CapabilityRouter(store, blobs, ContentAdapter(self.directory), learned_limits)
+        self._tracing = make_tracing(store.message)
+        self._models = ModelGateway(
             self.services,
             self.router,
-            refusals,
+            learned_limits,
             lambda entry: self._tracing.service(make_service(entry, clock), entry),
             clock,
             ServiceQueues(clock, store if is_shared(config) else None),
         )
-        self._registrar = Registrar(store, self.directory)
-        self._tour_seer = TourSeer(self._registrar, self.directory, self.services)
+        self._agents = AgentService(store, self.directory)
+        self._tour_seer = TourSeer(self._agents, self.directory, self.services)
         self._toolbox = Toolbox(
-            (*built_in_tools(self.directory, bus, store), *people_tools(self._registrar)),
+            (*built_in_tools(self.directory, bus, store), *agent_management_tools(self._agents)),
             deadline=timedelta(seconds=config.limits.tool_seconds),
+            secrets=self._secrets(),
         )
-        self._toolbox.secrets = self._secrets()
-        self._mcp = McpServers(config.mcp, clock, self._toolbox.adopt)
-        self._connecting: asyncio.Task[None] | None = None
-        self._tried_mcp = asyncio.Event()
-        self._noticed = (*unread, *self._adopt_owner_tools())
+        self._mcp = McpServers(config.mcp, clock, self._toolbox.replace_tools)
+        self._mcp_task: asyncio.Task[None] | None = None
+        self._mcp_attempted = asyncio.Event()
+        self._file_problems = (*prompt_problems, *self._load_user_tools())
         rules = _rules(config)
         self._handler = LlmHandler(
             store,
@@ -108,56 +108,58 @@ class Crew:
             live=live,
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
-            recall=self._registrar.recall,
-            keep=lambda agent_id: AgentLibrary(artifacts, agent_id).put,
-            paused=lambda: store.seen_paused,
+            refresh_agents=self._agents.refresh_directory,
+            artifact_writer=lambda agent_id: AgentArtifacts(artifacts, agent_id).put,
+            is_paused=lambda: store.seen_paused,
         )
         admission = ServiceAdmission(self._models, self.directory)
         self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission)
-        self._models.subscribe(self._scheduler.on_room)
+        self._models.subscribe(self._scheduler.on_service_capacity)
 
     async def start(self) -> None:
-        await self._registrar.recall()
-        await self._settle_tour()
+        await self._agents.refresh_directory()
+        await self._update_tour_agent()
         for problem in self.problems:
             log.warning("%s", problem)
-        connecting = supervise("connecting to MCP servers", self._connect_all, self._clock, first_pause=MCP_AGAIN)
-        self._connecting = asyncio.create_task(connecting, name="coterie-mcp")
-        # Agents shall find their tools when they begin, but one slow server must not keep everybody waiting.
+        connecting = supervise(
+            "connecting to MCP servers", self._connect_all, self._clock, first_pause=MCP_RETRY_INTERVAL
+        )
+        self._mcp_task = asyncio.create_task(connecting, name="coterie-mcp")
+        # Agents should find their tools when they start, but a slow server must not delay all of them.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MCP_PATIENCE.total_seconds()):
-                await self._tried_mcp.wait()
+            async with asyncio.timeout(MCP_START_TIMEOUT.total_seconds()):
+                await self._mcp_attempted.wait()
         self._toolbox.watch_loop()
         self._scheduler.start()
         if is_shared(self._config):
-            following = supervise("reading which agents other processes made", self._follow_others, self._clock)
-            self._following = asyncio.create_task(following, name="coterie-roster")
+            following = supervise("following changes of other processes", self._follow_others, self._clock)
+            self._follow_task = asyncio.create_task(following, name="coterie-follow")
 
     async def _follow_others(self) -> None:
-        """Whom other processes make or end is known here, too."""
+        """Apply agent changes and pauses that other processes make."""
         while True:
             try:
                 async with self._bus.watch() as watcher:
-                    await self._registrar.recall()
-                    if await self._store.society_paused():
+                    await self._agents.refresh_directory()
+                    if await self._store.is_paused():
                         self.defer_queued()
                     async for event in watcher:
                         if event.kind in ("agent.upsert", "agent.removed"):
-                            await self._registrar.recall()
-                        elif event.kind == "society.state" and await self._store.society_paused():
+                            await self._agents.refresh_directory()
+                        elif event.kind == "society.state" and await self._store.is_paused():
                             self.defer_queued()
                     return
             except Lagged:
                 continue
 
     async def _connect_all(self) -> None:
-        """Until every MCP server is there: tools that nobody has heard of are never called, so no call finds them."""
+        """Retry until every MCP server is connected. Tools of a missing server are not offered, so no call needs it."""
         try:
             while await self._mcp.connect():
-                self._tried_mcp.set()
-                await self._clock.sleep(MCP_AGAIN)
+                self._mcp_attempted.set()
+                await self._clock.sleep(MCP_RETRY_INTERVAL)
         finally:
-            self._tried_mcp.set()
+            self._mcp_attempted.set()
 
     async def create_agent(
         self,
@@ -169,93 +171,96 @@ class Crew:
         tools: Sequence[str] | None,
         parent: str | None,
     ) -> Profile:
-        return await self._registrar.create(
-            id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent
-        )
+        return await self._agents.create(id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent)
 
     async def terminate_agent(self, agent_id: str) -> Sequence[str]:
-        ended = await self._registrar.terminate(agent_id, by=PERSON)
-        for one in ended:
-            self._handler.stop(one)  # what it is in the middle of counts for nothing any more
-        return ended
+        terminated = await self._agents.terminate(agent_id, by=PERSON)
+        for terminated_id in terminated:
+            self._handler.stop_turn(terminated_id)
+        return terminated
 
     def stop_turn(self, agent_id: str) -> bool:
-        """End what the agent is doing now; its mail is kept, and begins the next turn."""
-        if self._handler.stop(agent_id):
+        """Stop the agent's current turn; its mail starts the next one. False if none runs here."""
+        if self._handler.stop_turn(agent_id):
             return True
         self.directory.profile(agent_id)
         return False
 
     def defer_queued(self) -> None:
-        """The society was paused: turns that wait for their model service stop here."""
+        """Defer turns that wait for their model service, because the society was paused."""
         self._handler.defer_queued()
 
-    async def adopt(self, services: Services, config: Config | None = None) -> Sequence[Problem]:
-        """From now on it is as the owner's files say. Agents that were blocked for want of just that go on."""
-        blocked = {agent.id: self._mind(agent.id) for agent in await self._registrar.blocked()}
-        missing = self._adopt_config(config) if config else ()
-        self.services.adopt(services)
-        self._toolbox.secrets = self._secrets()
-        await self._settle_tour()
-        await self._store.unblock([one for one, mind in blocked.items() if self._mind(one) not in (None, mind)])
-        return (*self.problems, *missing)
+    async def apply(self, services: ServiceRegistry, config: Config | None = None) -> Sequence[Problem]:
+        """Apply reloaded settings; unblock agents whose model settings changed. Returns all problems."""
+        blocked = {agent.id: self._model_settings(agent.id) for agent in await self._agents.list_blocked()}
+        removed = self._apply_config(config) if config else ()
+        self.services.replace_with(services)
+        self._toolbox.set_secrets(self._secrets())
+        await self._update_tour_agent()
+        changed = [agent for agent, before in blocked.items() if self._model_settings(agent) not in (None, before)]
+        await self._store.unblock(changed)
+        return (*self.problems, *removed)
 
-    async def _settle_tour(self) -> None:
-        if self._tour_seer.is_wanted(self._config):
-            await self._tour_seer.come()
-        elif self._tour_seer.is_there:
+    async def _update_tour_agent(self) -> None:
+        """Create or terminate the tour's second agent, as the configuration needs."""
+        if self._tour_seer.is_needed(self._config):
+            await self._tour_seer.ensure_created()
+        elif self._tour_seer.exists:
             await self.terminate_agent(SEER)
 
-    def _adopt_config(self, config: Config) -> Sequence[Problem]:
-        """The agents that are described no more."""
+    def _apply_config(self, config: Config) -> Sequence[Problem]:
+        """Apply a new configuration; return one problem for each agent that it no longer describes."""
         self._config = config
-        profiles, unread = read_profiles(config, self._place)
-        gone = self._described - {profile.id for profile in profiles}
-        for one in gone:
-            self.directory.forget(one)
+        profiles, prompt_problems = read_profiles(config, self._folder)
+        removed = self._configured_ids - {profile.id for profile in profiles}
+        for agent_id in removed:
+            self.directory.remove(agent_id)
         for profile in profiles:
             self.directory.add(profile)
-        self._described = {profile.id for profile in profiles}
-        self._tokens_per_day = config.limits.tokens_per_day
-        self._noticed = (*unread, *self._adopt_owner_tools())
-        self._toolbox.deadline = timedelta(seconds=config.limits.tool_seconds)
-        self._handler.adopt(_rules(config), config.limits.tokens_per_day)
-        self._scheduler.adopt(_rules(config))
-        return [_missing(one) for one in sorted(gone) if not self.directory.has_ended(one)]
+        self._configured_ids = {profile.id for profile in profiles}
+        self._file_problems = (*prompt_problems, *self._load_user_tools())
+        self._toolbox.set_deadline(timedelta(seconds=config.limits.tool_seconds))
+        self._handler.update_limits(_rules(config), config.limits.tokens_per_day)
+        self._scheduler.update_rules(_rules(config))
+        return [_not_described(agent_id) for agent_id in sorted(removed) if not self.directory.is_terminated(agent_id)]
 
     @property
     def problems(self) -> Sequence[Problem]:
-        """What is wrong with the owner's files, apart from coterie.toml itself."""
+        """Problems in the owner's files, except syntax and values of coterie.toml."""
         known = [entry.id for entry in self.services]
-        wanted = [(one.id, one.service) for one in self.directory.everybody() if one.id in self._described]
+        configured = [profile for profile in self.directory.all_profiles() if profile.id in self._configured_ids]
         return (
-            *self._noticed,
+            *self._file_problems,
             *self.services.problems,
-            *self._ended_but_described(),
-            *(unknown_service(agent, service, known) for agent, service in wanted if service and service not in known),
+            *self._terminated_but_described(),
+            *(
+                unknown_service(profile.id, profile.service, known)
+                for profile in configured
+                if profile.service and profile.service not in known
+            ),
         )
 
-    def _mind(self, agent_id: str) -> tuple[ServiceEntry | int, ...] | None:
-        """All that decides whether its model answers; None when it has none."""
+    def _model_settings(self, agent_id: str) -> tuple[ServiceEntry | int, ...] | None:
+        """The settings that decide whether its model answers; None if it has no service."""
         try:
             first = self.directory.service_of(agent_id)
         except Refused:
             return None
-        return (self._tokens_per_day, first, *map(self.services.entry, first.fallback))
+        return (self._config.limits.tokens_per_day, first, *map(self.services.get, first.fallback))
 
-    def _ended_but_described(self) -> Sequence[Problem]:
-        words = "was terminated and stays so: take it out of the file, or give the new one another id"
-        ended = sorted(one for one in self._described if self.directory.has_ended(one))
-        return [Problem(f"coterie.toml: agents.{one}", words) for one in ended]
+    def _terminated_but_described(self) -> Sequence[Problem]:
+        message = "was terminated and stays so: remove it from the file, or use another id for a new agent"
+        terminated = sorted(agent_id for agent_id in self._configured_ids if self.directory.is_terminated(agent_id))
+        return [Problem(f"coterie.toml: agents.{agent_id}", message) for agent_id in terminated]
 
     async def stop_claiming(self) -> None:
         await self._scheduler.stop_claiming()
 
     async def stop(self, drain: timedelta) -> None:
-        """Turns under way may end within `drain`; what does not is resumed at the next start."""
+        """Wait up to `drain` for running turns, then stop. The next start resumes unfinished turns."""
         shutdown = Shutdown()
-        await shutdown.step("hand turns over", partial(self._scheduler.finish, drain))
-        for task in filter(None, (self._connecting, self._following)):
+        await shutdown.step("release turns", partial(self._scheduler.finish, drain))
+        for task in filter(None, (self._mcp_task, self._follow_task)):
             task.cancel()
             await shutdown.step(f"end {task.get_name()}", partial(asyncio.wait, {task}))
         await shutdown.step("close MCP servers", self._mcp.close)
@@ -267,11 +272,11 @@ class Crew:
     def _secrets(self) -> tuple[str, ...]:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
         servers = [part for entry in self._config.mcp for part in (entry.env, entry.args, entry.url)]
-        return secrets_of(os.environ, *servers, {f"{n}_KEY": key for n, key in enumerate(keys)})
+        return find_secrets(os.environ, *servers, {f"{n}_KEY": key for n, key in enumerate(keys)})
 
-    def _adopt_owner_tools(self) -> Sequence[Problem]:
-        owned = load_owner_tools(self._place.path, taken={SEND_MESSAGE.name})
-        return (*owned.problems, *self._toolbox.adopt("tools", owned.tools))
+    def _load_user_tools(self) -> Sequence[Problem]:
+        loaded = load_user_tools(self._folder.path, reserved_names={SEND_MESSAGE.name})
+        return (*loaded.problems, *self._toolbox.replace_tools("tools", loaded.tools))
 
     def _context(self, profile: Profile, key: str, cause: str | None) -> ToolContext:
         sent = itertools.count()
@@ -285,7 +290,7 @@ class Crew:
                 payload=payload,
                 delay_ms=delay_ms,
                 quick_replies=quick_replies,
-                # The n-th message of this very call: run again, it is the same one.
+                # Numbered within the call, so that a repeated call sends nothing twice.
                 client_id=f"{key}/{next(sent)}",
                 cause=cause,
             )
@@ -295,26 +300,26 @@ class Crew:
             capabilities=self.directory.capabilities_of(profile.id),
             router=self.router,
             send=send,
-            artifacts=AgentLibrary(self._artifacts, profile.id, shared=self._store.limits.shared_artifacts),
+            artifacts=AgentArtifacts(self._artifacts, profile.id, shared=self._store.limits.shared_artifacts),
             idempotency_key=key,
         )
 
 
-def load_services(place: SocietyFolder) -> Services:
-    """The owner's; where there are none, the tour's."""
-    services = Services.load(place.path)
-    return services if len(services) else Services(TOUR_ENTRIES, services.problems)
+def load_services(folder: SocietyFolder) -> ServiceRegistry:
+    """The services of llmservices.json; if there are none, those of the tour."""
+    services = ServiceRegistry.load(folder.path)
+    return services if len(services) else ServiceRegistry(TOUR_ENTRIES, services.problems)
 
 
-def read_profiles(config: Config, place: SocietyFolder) -> tuple[Sequence[Profile], Sequence[Problem]]:
-    """The agents of coterie.toml; one whose prompt cannot be read is left out and reported."""
+def read_profiles(config: Config, folder: SocietyFolder) -> tuple[Sequence[Profile], Sequence[Problem]]:
+    """The agents of coterie.toml, and a problem for each agent skipped because its prompt file cannot be read."""
     profiles, problems = [], list[Problem]()
     for entry in config.agents:
         try:
-            profiles.append(_profile(entry, place))
+            profiles.append(_profile(entry, folder))
         except OSError as error:
-            where = f"coterie.toml: agents.{entry.id}.prompt_file"
-            problems.append(Problem(where, f"{entry.prompt_file} cannot be read: {error.strerror}"))
+            location = f"coterie.toml: agents.{entry.id}.prompt_file"
+            problems.append(Problem(location, f"{entry.prompt_file} cannot be read: {error.strerror}"))
     return profiles, problems
 
 
@@ -322,15 +327,15 @@ def _rules(config: Config) -> Rules:
     return Rules(max_withdrawals=config.interruption.max_withdrawals, max_rounds=config.limits.max_rounds)
 
 
-def _missing(agent_id: str) -> Problem:
-    words = "is no longer described: it keeps its mail and answers when it is put back; to end it, terminate it"
-    return Problem(f"coterie.toml: agents.{agent_id}", words)
+def _not_described(agent_id: str) -> Problem:
+    message = "is no longer described: it keeps its mail and answers when it is put back; to end it, terminate it"
+    return Problem(f"coterie.toml: agents.{agent_id}", message)
 
 
-def _profile(entry: AgentEntry, place: SocietyFolder) -> Profile:
+def _profile(entry: AgentEntry, folder: SocietyFolder) -> Profile:
     prompt = entry.prompt
     if entry.prompt_file:
-        prompt = (place.path / entry.prompt_file).read_text(encoding="utf-8", errors="replace")
+        prompt = (folder.path / entry.prompt_file).read_text(encoding="utf-8", errors="replace")
     return Profile(
         id=entry.id,
         name=entry.name or entry.id,

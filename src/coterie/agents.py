@@ -1,7 +1,4 @@
-"""Who can be written to.
-
-What makes one agent different from another.
-"""
+"""Agents as the store knows them, and their profiles."""
 
 from __future__ import annotations
 
@@ -11,57 +8,60 @@ from datetime import datetime
 from typing import Literal
 
 AgentState = Literal["idle", "ready", "llm", "tools", "wait_approval", "wait_retry", "blocked", "paused", "terminated"]
-ACTIVE: frozenset[AgentState] = frozenset({"llm", "tools", "wait_approval", "wait_retry"})
-"""At work on a turn: what is sent now is an interjection."""
-HELD: frozenset[AgentState] = frozenset({"llm", "tools"})
-"""Somebody has claimed it, and nobody else may go on with it."""
+ACTIVE_STATES: frozenset[AgentState] = frozenset({"llm", "tools", "wait_approval", "wait_retry"})
+"""The agent is working on a turn; a message sent now interrupts it."""
+CLAIMED_STATES: frozenset[AgentState] = frozenset({"llm", "tools"})
+"""A worker has claimed the agent; no other worker may continue its turn."""
 
-ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+AGENT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """One agent, or the person, as the store knows it."""
+    """An agent, or the person, as the store knows it."""
 
     id: str
     name: str
     kind: Literal["agent", "person"] = "agent"
     state: AgentState = "idle"
     waiting: int = 0
-    """Messages delivered and not yet taken."""
+    """Number of messages delivered and not yet taken."""
     delayed: int = 0
+    """Number of delayed messages to it."""
     parent: str | None = None
-    """The agent that made it."""
+    """The agent that created it."""
     profile: str = ""
-    """What was said when it was made, as JSON; empty for those that the owner's file describes."""
-    since: datetime | None = None
-    """When it came into this state."""
-    why: str | None = None
-    """What a blocked or waiting agent waits for, in words."""
+    """Its `Profile` as JSON; empty for agents of coterie.toml."""
+    state_since: datetime | None = None
+    """When it entered this state."""
+    state_reason: str | None = None
+    """What a blocked or waiting agent waits for, for people."""
     tool: str | None = None
-    """The tool that runs, or waits for the person's word."""
-    step: tuple[int, int] | None = None
-    """Which call of how many that is, counted from 1."""
+    """The tool that runs or waits for approval."""
+    tool_position: tuple[int, int] | None = None
+    """Number of the current tool call, from 1, and the number of calls in the plan."""
     worker: str | None = None
-    """Who has claimed it and is at work on it."""
+    """The worker that has claimed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
+    """What makes one agent different from another. Stored as JSON under these names."""
+
     id: str
     name: str = ""
     service: str | None = None
-    """The model service it thinks with. None: the first there is."""
+    """Id of its model service. None: the first service."""
     prompt: str = ""
     tools: tuple[str, ...] = ("*",)
-    """Names or patterns of the tools it may use, as far as its maker may. Empty: none."""
+    """Names or patterns of the tools it may use, within its maker's rights. Empty: none."""
     services: tuple[str, ...] = ()
-    """Ids or patterns of the services that agents it makes may use, besides its own."""
+    """Ids or patterns of services that agents it creates may use, besides its own."""
     parent: str | None = None
-    """The agent that may end it."""
+    """The agent that may terminate it."""
     maker: str | None = None
-    """The agent whose rights are the most it can have. None: the owner made it, and it has the rights written here."""
+    """The agent whose rights limit its own. None: the owner created it."""
     role: str | None = None
-    """What it was made after, if it was."""
+    """The role it was created from."""
     made_by: str = ""
-    """The call that made it: when that runs again, there is nothing more to make."""
+    """Key of the tool call that created it; a repeated call creates nothing."""

@@ -1,4 +1,4 @@
-"""The society's artifacts: bytes kept by content, described by the store, in that order."""
+"""Stores and reads artifacts. The blob store gets the bytes first; then the store gets the row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from coterie.artifacts import Artifact, Bytes, sniff, tidy_filename
+from coterie.artifacts import Artifact, BlobStore, detect_type, sanitize_filename
 from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.ids import keyed_id, new_id
@@ -17,12 +17,19 @@ from coterie.store import Pruned, Retention, Store
 log = logging.getLogger(__name__)
 
 
-class Library:
-    def __init__(self, store: Store, kept: Bytes, clock: Clock, *, limit: int) -> None:
-        """`limit`: the most bytes that one file may have."""
-        self._store, self._bytes, self._clock, self.limit = store, kept, clock, limit
-        self._deleting = asyncio.Lock()
-        self._coming_in = 0
+class ArtifactService:
+    def __init__(self, store: Store, blobs: BlobStore, clock: Clock, *, max_file_bytes: int) -> None:
+        self._store, self._blobs, self._clock, self._max_file_bytes = store, blobs, clock, max_file_bytes
+        self._prune_lock = asyncio.Lock()
+        self._running_puts = 0
+
+    @property
+    def max_file_bytes(self) -> int:
+        return self._max_file_bytes
+
+    def set_max_file_bytes(self, limit: int) -> None:
+        """Change the limit for files that are stored from now on."""
+        self._max_file_bytes = limit
 
     async def put(
         self,
@@ -32,26 +39,26 @@ class Library:
         *,
         maker: str | None = None,
     ) -> Artifact:
-        """Keep a file. It is durable, and can be named in messages, when this returns.
+        """Store a file durably; messages can refer to it when this returns.
 
-        Put again with the same `key`, it is the same artifact. `maker`: the agent that made it; None: the person.
+        The same `key` gives the same artifact. `maker`: the agent that made it; None: the person.
         """
-        async with self._deleting:
-            self._coming_in += 1
+        async with self._prune_lock:
+            self._running_puts += 1
         try:
-            return await self._take_in(chunks, filename, key, maker)
+            return await self._put(_stream(chunks) if isinstance(chunks, bytes) else chunks, filename, key, maker)
         finally:
-            self._coming_in -= 1
+            self._running_puts -= 1
 
-    async def _take_in(
-        self, chunks: AsyncIterable[bytes] | bytes, filename: str | None, key: str | None, maker: str | None
+    async def _put(
+        self, chunks: AsyncIterable[bytes], filename: str | None, key: str | None, maker: str | None
     ) -> Artifact:
-        stored = await self._bytes.put(_one(chunks) if isinstance(chunks, bytes) else chunks, self.limit)
-        type_, mime_type = sniff(stored.head)
+        stored = await self._blobs.put(chunks, self._max_file_bytes)
+        type_, mime_type = detect_type(stored.head)
         return await self._store.add_artifact(
             Artifact(
                 ref=new_id() if key is None else keyed_id(self._store.info.secret, "artifact", key),
-                filename=tidy_filename(filename),
+                filename=sanitize_filename(filename),
                 type=type_,
                 mime_type=mime_type,
                 size=stored.size,
@@ -62,82 +69,81 @@ class Library:
         )
 
     async def describe(self, ref: str, *, reader: str | None = None) -> Artifact:
-        """`reader`: an agent. A file that it may not read is as unknown as one that does not exist."""
-        found = await self._store.artifacts([ref], reader=reader)
-        if ref not in found:
+        """`Refused("unknown_artifact")` also if the agent `reader` may not read it."""
+        artifacts = await self._store.artifacts([ref], reader=reader)
+        if ref not in artifacts:
             raise Refused("unknown_artifact", f"there is no artifact {ref!r}")
-        return found[ref]
+        return artifacts[ref]
 
     async def latest(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
-        """Newest first; with `reader` those that this agent may read."""
+        """Newest first. With `reader`: only artifacts that this agent may read."""
         return await self._store.latest_artifacts(limit, reader=reader)
 
     async def open(
         self, ref: str, start: int = 0, end: int | None = None, *, reader: str | None = None
     ) -> AsyncIterator[bytes]:
-        """Its bytes, in pieces."""
+        """Stream the bytes from `start` up to, not including, `end`."""
         artifact = await self.describe(ref, reader=reader)
-        async for piece in self._bytes.open(artifact.sha256, start, end):
-            yield piece
+        async for chunk in self._blobs.open(artifact.sha256, start, end):
+            yield chunk
 
     async def read(self, ref: str) -> bytes:
-        """All of it at once: for what is known to be small enough."""
-        return b"".join([piece async for piece in self.open(ref)])
+        """The whole content. For files known to be small."""
+        return b"".join([chunk async for chunk in self.open(ref)])
 
-    async def tidy(self, retention: Retention) -> None:
-        """Let go of what nobody needs any more."""
+    async def prune(self, retention: Retention) -> None:
+        """Delete messages, events and artifacts that are older than `retention` allows."""
         while True:
-            pruned = await self._tidy_once(retention)
-            if not (pruned.messages or pruned.events or pruned.bytes_to_delete):
+            pruned = await self._prune_once(retention)
+            if not (pruned.messages or pruned.events or pruned.unreferenced_blobs):
                 return
             log.info("removed %d old messages and %d old events", pruned.messages, pruned.events)
 
-    async def _tidy_once(self, retention: Retention) -> Pruned:
-        async with self._deleting:
-            if self._coming_in:
-                # The same bytes may be coming in again and be kept already, but not yet named: next time, then.
-                retention = replace(retention, loose_artifacts=timedelta.max)
+    async def _prune_once(self, retention: Retention) -> Pruned:
+        async with self._prune_lock:
+            if self._running_puts:
+                # A running put may have found its bytes stored already, and its row is not written yet.
+                retention = replace(retention, unused_artifacts=timedelta.max)
             pruned = await self._store.prune(retention)
-            for sha256 in pruned.bytes_to_delete:
-                await self._bytes.delete(sha256)
+            for sha256 in pruned.unreferenced_blobs:
+                await self._blobs.delete(sha256)
         return pruned
 
 
-class AgentLibrary:
-    """The artifacts as one agent and its tools see them: what they put is the agent's, what they read it may read.
+class AgentArtifacts:
+    """The artifact service with the rights of one agent.
 
-    An agent may read what it made and what it took in a message; everything if the society shares its artifacts.
+    The agent may read the artifacts it made and those it took in a message. `shared`: it may read all.
     """
 
-    def __init__(self, whole: Library, agent_id: str, *, shared: bool = False) -> None:
-        self._whole, self._agent = whole, agent_id
+    def __init__(self, service: ArtifactService, agent_id: str, *, shared: bool = False) -> None:
+        self._service, self._agent = service, agent_id
         self._reader = None if shared else agent_id
 
     @property
-    def limit(self) -> int:
-        """The most bytes that one file may have."""
-        return self._whole.limit
+    def max_file_bytes(self) -> int:
+        return self._service.max_file_bytes
 
     async def put(self, chunks: AsyncIterable[bytes] | bytes, filename: str | None, key: str | None = None) -> Artifact:
-        """As `Library.put`."""
-        return await self._whole.put(chunks, filename, key, maker=self._agent)
+        """Store a file of this agent; see `ArtifactService.put`."""
+        return await self._service.put(chunks, filename, key, maker=self._agent)
 
     async def describe(self, ref: str) -> Artifact:
-        return await self._whole.describe(ref, reader=self._reader)
+        return await self._service.describe(ref, reader=self._reader)
 
     async def latest(self, limit: int = 50) -> Sequence[Artifact]:
         """Newest first."""
-        return await self._whole.latest(limit, reader=self._reader)
+        return await self._service.latest(limit, reader=self._reader)
 
     async def open(self, ref: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
-        """Its bytes, in pieces."""
-        async for piece in self._whole.open(ref, start, end, reader=self._reader):
-            yield piece
+        """Stream the bytes from `start` up to, not including, `end`."""
+        async for chunk in self._service.open(ref, start, end, reader=self._reader):
+            yield chunk
 
     async def read(self, ref: str) -> bytes:
-        """All of it at once: for what is known to be small enough."""
-        return b"".join([piece async for piece in self.open(ref)])
+        """The whole content. For files known to be small."""
+        return b"".join([chunk async for chunk in self.open(ref)])
 
 
-async def _one(data: bytes) -> AsyncIterator[bytes]:
+async def _stream(data: bytes) -> AsyncIterator[bytes]:
     yield data

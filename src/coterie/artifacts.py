@@ -1,7 +1,4 @@
-"""Files that messages carry: what they are, and where their bytes are kept.
-
-What a file is, told from its first bytes.
-"""
+"""Artifacts: files attached to messages, the port that stores their bytes, and file type detection."""
 
 from __future__ import annotations
 
@@ -10,27 +7,27 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, Protocol
 
-from coterie.text import clean
+from coterie.text import to_storable
 
 ArtifactType = Literal["image", "audio", "file"]
 MAX_FILENAME = 255
 HEAD_BYTES = 8192
-"""How much of a file is looked at to tell its type."""
+"""Bytes at the start of a file that its type is detected from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
     ref: str
     filename: str
-    """As its sender called it: shown, never used as a path."""
+    """The sender's name for it. Only displayed, never used as a path."""
     type: ArtifactType
     mime_type: str
-    """Told from the bytes, not from the name."""
+    """Detected from the bytes, not from the name."""
     size: int
     sha256: str
     created_at: datetime
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "artifactRef": self.ref,
             "type": self.type,
@@ -41,74 +38,73 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredBytes:
+class StoredBlob:
     sha256: str
     size: int
     head: bytes
-    """The first `HEAD_BYTES` of it."""
+    """The first `HEAD_BYTES` bytes."""
 
 
-class Bytes(Protocol):
-    """Keeps bytes under their content hash. The same bytes twice are kept once."""
+class BlobStore(Protocol):
+    """Stores bytes under their SHA-256. Equal bytes are stored once."""
 
-    async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBytes:
-        """Durable when it returns. More than `limit` bytes are refused (`artifact_too_large`), and nothing stays."""
+    async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBlob:
+        """Store the bytes durably. `Refused("artifact_too_large")` for more than `limit` bytes; then none are kept."""
         ...
 
     def open(self, sha256: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
-        """The bytes from `start` up to `end`, in pieces."""
+        """Stream the bytes from `start` up to, not including, `end`."""
         ...
 
     async def size(self, sha256: str) -> int | None:
-        """None: not kept here."""
+        """Number of bytes; None if not stored."""
         ...
 
     async def delete(self, sha256: str) -> None: ...
 
 
-def tidy_filename(name: str | None) -> str:
-    """The last part of `name` in a form that is safe to show; `file` when nothing is left of it."""
-    last = clean(name or "").replace("\\", "/").rsplit("/", 1)[-1]
-    shown = "".join(c for c in last if c.isprintable()).strip(" .")
-    if len(shown) > MAX_FILENAME:
-        stem, dot, ending = shown.rpartition(".")
-        shown = stem[: MAX_FILENAME - 1 - len(ending)] + dot + ending if 0 < len(ending) <= 16 else shown[:MAX_FILENAME]
-    return shown or "file"
+def sanitize_filename(name: str | None) -> str:
+    """The last path component of `name` without control characters; `file` if nothing is left."""
+    last = to_storable(name or "").replace("\\", "/").rsplit("/", 1)[-1]
+    safe = "".join(c for c in last if c.isprintable()).strip(" .")
+    if len(safe) > MAX_FILENAME:
+        stem, dot, suffix = safe.rpartition(".")
+        safe = stem[: MAX_FILENAME - 1 - len(suffix)] + dot + suffix if 0 < len(suffix) <= 16 else safe[:MAX_FILENAME]
+    return safe or "file"
 
 
-OCTETS = "application/octet-stream"
-# puremagic answers with these where a name would have helped; none of them says anything certain about content.
-_VAGUE = {"", "application/x-binary", "application/octetstream"}
+OCTET_STREAM = "application/octet-stream"
+# puremagic returns these when it cannot tell without a file name.
+_UNSPECIFIC = {"", "application/x-binary", "application/octetstream"}
 _IMAGES = {"image/png", "image/jpeg", "image/gif", "image/webp"}
 
 
-def sniff(head: bytes) -> tuple[ArtifactType, str]:
-    """The kind a model needs to know, and the MIME type."""
-    mime = _mime(head)
+def detect_type(head: bytes) -> tuple[ArtifactType, str]:
+    """The artifact type and the MIME type of a file that starts with `head`."""
+    mime = _mime_type(head)
     if mime in _IMAGES:
         return "image", mime
     return ("audio" if mime.startswith("audio/") else "file"), mime
 
 
-def _mime(head: bytes) -> str:
+def _mime_type(head: bytes) -> str:
     if not head:
         return "application/x-empty"
-    if mime := _certain(head):
+    if mime := _match_signature(head):
         return mime
     if _is_text(head):
         return "text/plain"
-    import puremagic  # only for what is none of the above
+    import puremagic  # slow to import, rarely needed
 
     try:
-        found = puremagic.magic_string(head)
+        best = puremagic.magic_string(head)[0]
     except puremagic.PureError:
-        return OCTETS
-    best = found[0]
-    return OCTETS if best.mime_type in _VAGUE or best.confidence < 0.3 else best.mime_type
+        return OCTET_STREAM
+    return OCTET_STREAM if best.mime_type in _UNSPECIFIC or best.confidence < 0.3 else best.mime_type
 
 
-def _certain(head: bytes) -> str | None:
-    """The types whose treatment differs, each by its full signature: a wrong answer would reach a model or a page."""
+def _match_signature(head: bytes) -> str | None:
+    """MIME type of the formats that models or pages treat specially, by full signature; else None."""
     match head:
         case _ if head.startswith(b"\x89PNG\r\n\x1a\n"):
             return "image/png"
@@ -131,12 +127,12 @@ def _certain(head: bytes) -> str | None:
         case _ if head.startswith(b"%PDF-"):
             return "application/pdf"
         case _ if head.startswith(b"PK\x03\x04"):
-            return _archive(head)
+            return _zip_type(head)
     return None
 
 
-def _archive(head: bytes) -> str:
-    """A ZIP archive is an office document when it begins with the parts of one."""
+def _zip_type(head: bytes) -> str:
+    """MIME type of a ZIP archive: an office document if it starts with the parts of one."""
     for folder, kind in ((b"word/", "wordprocessingml.document"), (b"xl/", "spreadsheetml.sheet")):
         if b"[Content_Types].xml" in head and folder in head:
             return f"application/vnd.openxmlformats-officedocument.{kind}"
@@ -149,6 +145,6 @@ def _is_text(head: bytes) -> bool:
     try:
         head.decode()
     except UnicodeDecodeError as error:
-        # A character cut in two by the end of the head is still text.
+        # The end of `head` may split a character.
         return error.reason == "unexpected end of data" and error.start > len(head) - 4
     return True

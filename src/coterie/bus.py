@@ -1,8 +1,6 @@
-"""The message bus: takes messages in, delivers delayed ones when they are due, tells watchers.
+"""The message bus: sends messages, delivers delayed ones when due, and streams events to watchers.
 
-Everything it promises is in the store before it says so; the bus itself can be thrown away at any moment.
-
-One reader of the event log, with a bounded queue: it may be slow, but it makes nobody wait.
+All state is in the store; the bus can be lost at any moment without losing a message.
 """
 
 from __future__ import annotations
@@ -17,24 +15,34 @@ from typing import Any
 import msgspec
 
 from coterie.artifacts import Artifact
-from coterie.clock import Clock, to_wire
+from coterie.clock import Clock, to_rfc3339
 from coterie.errors import Lagged, Refused, StoreError
 from coterie.events import Event
-from coterie.messages import PERSON, Envelope, Message, Receipt, check_delay, encode_payload, seal
+from coterie.messages import PERSON, Envelope, Message, Receipt, encode_payload, make_envelope, validate_delay
 from coterie.store import Promotion, Store
 from coterie.supervision import supervise
 
 log = logging.getLogger(__name__)
 
+SWEEP_INTERVAL = timedelta(seconds=1)
+"""The timer and the log reader check at least this often, even if a wake-up was lost."""
+PROMOTE_BATCH = 1_000
+"""Deliveries per transaction; bounds how long other writes wait."""
+WATCHER_QUEUE_SIZE = 256
+
 
 class Watcher:
+    """One reader of the event log with a bounded queue. A slow reader delays nobody; it gets `Lagged`."""
+
     def __init__(self, store: Store, seen: int, size: int) -> None:
+        """`seen`: seq of the last event that the reader has seen."""
         self._store, self._seen, self._size = store, seen, size
         self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        """None ends the iteration."""
         self._lagged = False
 
     async def catch_up(self) -> None:
-        """Queue what is new. A full queue is marked and left alone: the log keeps what does not fit."""
+        """Queue the new events. If the queue is full, mark the watcher as lagged and stop."""
         while not self._lagged:
             events = await self._store.events(self._seen, self._size)
             for event in events:
@@ -47,16 +55,16 @@ class Watcher:
             if len(events) < self._size:
                 return
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._queue.put_nowait(None)
 
     async def batch(self, limit: int) -> Sequence[Event]:
-        """What is new, at least one and at most `limit`; ends and lags as the iteration does."""
+        """Wait for the next event; return it and the queued ones after it, at most `limit`."""
         events = [await anext(self)]
         while len(events) < limit and not self._queue.empty():
             event = self._queue.get_nowait()
             if event is None:
-                self._queue.put_nowait(None)  # the end is for the next call
+                self._queue.put_nowait(None)  # for the next call
                 break
             events.append(event)
         return events
@@ -73,23 +81,16 @@ class Watcher:
         raise StopAsyncIteration
 
 
-SWEEP = timedelta(seconds=1)
-"""However a wake-up may get lost, nothing is later than this (002 R2.3)."""
-PROMOTE_BATCH = 1_000
-"""Deliveries in one transaction: what else is written waits no longer than this takes."""
-WATCHER_QUEUE = 256
-
-
 class MessageBus:
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._rearm = asyncio.Event()
         self._wakes_at: float | None = None
-        self._ending = False
+        self._stopping = False
         self._timer: asyncio.Task[None] | None = None
         self._watchers: set[Watcher] = set()
-        self._news = asyncio.Event()
-        self._tail: asyncio.Task[None] | None = None
+        self._has_news = asyncio.Event()
+        self._log_reader: asyncio.Task[None] | None = None
 
     # Sending
 
@@ -106,8 +107,8 @@ class MessageBus:
         option: object = None,
         cause: str | None = None,
     ) -> Receipt:
-        """Durable when it returns. `Refused` says what is wrong with it, and then nothing was sent."""
-        envelope = seal(
+        """Validate a message and store it durably. `Refused`: it is invalid and was not sent."""
+        envelope = make_envelope(
             sender=sender,
             to=to,
             payload=payload,
@@ -118,29 +119,29 @@ class MessageBus:
             option=option,
             cause=cause,
         )
-        return await self.post(envelope)
+        return await self.send_envelope(envelope)
 
-    async def post(self, envelope: Envelope) -> Receipt:
-        """Send what is sealed already."""
-        envelope = await self.described(envelope)
+    async def send_envelope(self, envelope: Envelope) -> Receipt:
+        """Send a validated message."""
+        envelope = await self.describe_attachments(envelope)
         receipt = await self._store.send(envelope)
-        self.stored(envelope)
+        self.notify(envelope)
         return receipt
 
-    async def described(self, envelope: Envelope) -> Envelope:
-        """Type, MIME type and size of an attachment are what the stored bytes say, whatever the sender wrote."""
+    async def describe_attachments(self, envelope: Envelope) -> Envelope:
+        """The envelope with type, MIME type and size of each attachment as stored, not as sent."""
         if not envelope.attachments:
             return envelope
-        known = await self._store.artifacts(envelope.attachments)
+        artifacts = await self._store.artifacts(envelope.attachments)
         payload = msgspec.json.decode(envelope.payload_json)
-        payload["attachments"] = [_described(item, known) for item in payload["attachments"]]
+        payload["attachments"] = [_describe_attachment(item, artifacts) for item in payload["attachments"]]
         return msgspec.structs.replace(envelope, payload_json=encode_payload(payload))
 
-    def stored(self, envelope: Envelope | None) -> None:
-        """Something was written, perhaps this message: whoever waits for news or for a due time shall look."""
+    def notify(self, envelope: Envelope | None = None) -> None:
+        """Wake the log reader after a write; if `envelope` was stored with a delay, arm the timer for it."""
         if envelope and envelope.delay:
             self._arm(envelope.delay)
-        self._news.set()
+        self._has_news.set()
 
     # Delayed messages
 
@@ -148,51 +149,51 @@ class MessageBus:
         return await self._store.delayed_count(recipient)
 
     async def delayed(self, recipient: str | None = None, limit: int = 50) -> Sequence[Message]:
-        """By due time, then send order."""
+        """Ordered by due time, then send order."""
         return await self._store.delayed(recipient, limit=limit)
 
     async def withdraw(self, message_id: str, by: str = PERSON) -> Message:
-        """Until it is taken. Withdrawing twice is the same as once."""
+        """Withdraw a message that is not taken yet. Idempotent."""
         message = await self._store.withdraw(message_id, by)
-        self._news.set()
+        self.notify()
         return message
 
-    async def move(self, message_id: str, delay_ms: object, by: str = PERSON) -> Message:
-        """A delayed message becomes due `delay_ms` from now."""
+    async def reschedule(self, message_id: str, delay_ms: object, by: str = PERSON) -> Message:
+        """Make a delayed message due `delay_ms` from now."""
         if delay_ms is None:
             raise Refused("delayMs_invalid", "delayMs must be a number of milliseconds, got nothing")
-        delay = check_delay(delay_ms)
-        message = await self._store.move(message_id, delay, by)
+        delay = validate_delay(delay_ms)
+        message = await self._store.reschedule(message_id, delay, by)
         self._arm(delay)
-        self._news.set()
+        self.notify()
         return message
 
     # Watching
 
     @contextlib.asynccontextmanager
-    async def watch(self, after: int | None = None, queue: int = WATCHER_QUEUE) -> AsyncIterator[Watcher]:
-        """Events from now on, or from behind event `after`. Who falls behind gets `Lagged`; nobody waits for it."""
+    async def watch(self, after: int | None = None, queue: int = WATCHER_QUEUE_SIZE) -> AsyncIterator[Watcher]:
+        """Watch events from now on, or those after event `after`. `queue`: events that may wait for the watcher."""
         seen = await self._store.last_event() if after is None else after
         watcher = Watcher(self._store, seen, queue)
         self._watchers.add(watcher)
-        if self._tail is None:
-            following = supervise("reading the event log", self._follow_log, self._clock)
-            self._tail = asyncio.create_task(following, name="coterie-bus-log")
-        self._news.set()
+        if self._log_reader is None:
+            reading = supervise("reading the event log", self._read_log, self._clock)
+            self._log_reader = asyncio.create_task(reading, name="coterie-bus-log")
+        self.notify()
         try:
             yield watcher
         finally:
             self._watchers.discard(watcher)
 
-    # Life
+    # Starting and stopping
 
     def start(self) -> None:
-        """Deliver what is due, from now on; what fell due while nobody ran goes out first."""
-        self._timer = asyncio.create_task(self._keep_time(), name="coterie-bus-timer")
+        """Start the delivery of delayed messages, overdue ones first."""
+        self._timer = asyncio.create_task(self._run_timer(), name="coterie-bus-timer")
 
     async def stop(self, *, deliver_delayed: bool) -> int:
-        """End the deliveries. `deliver_delayed`: what is still delayed goes out now, marked early. How many did."""
-        await self._end_tasks()
+        """Stop deliveries. `deliver_delayed`: deliver all delayed messages now, marked early; return their number."""
+        await self._stop_tasks()
         count = await self._store.delayed_count()
         if not count:
             return 0
@@ -201,103 +202,103 @@ class MessageBus:
             return 0
         log.info("stopping: delivering %d delayed messages early", count)
         delivered = 0
-        while (round_ := await self._promote(early=True)).delivered or round_.dead:
-            delivered += len(round_.delivered)
+        while (promotion := await self._promote(early=True)).delivered or promotion.dead:
+            delivered += len(promotion.delivered)
         return delivered
 
     async def abandon(self) -> None:
-        """A forced exit: say what stays undelivered, and leave it in the store."""
-        await self._end_tasks()
+        """Stop for a forced exit; delayed messages stay scheduled."""
+        await self._stop_tasks()
         if count := await self._store.delayed_count():
             log.warning("forced exit: %d delayed messages were not delivered; they stay scheduled", count)
 
-    async def _end_tasks(self) -> None:
-        self._ending = True
+    async def _stop_tasks(self) -> None:
+        self._stopping = True
         self._rearm.set()
-        if self._tail:
-            self._tail.cancel()
+        if self._log_reader:
+            self._log_reader.cancel()
         try:
             if self._timer:
-                await self._timer  # a delivery under way is finished and logged
-            if self._tail:
-                await asyncio.wait({self._tail})
+                await self._timer  # finishes and logs the delivery in progress
+            if self._log_reader:
+                await asyncio.wait({self._log_reader})
         finally:
-            self._timer = self._tail = None
+            self._timer = self._log_reader = None
             for watcher in self._watchers:
-                watcher.end()
+                watcher.close()
 
-    # The timer: armed for the next due message, and looking every second whatever happens
+    # The timer
 
-    async def _keep_time(self) -> None:
-        wait, complaint = timedelta(0), None
-        while not self._ending:
+    async def _run_timer(self) -> None:
+        wait, logged_error = timedelta(0), None
+        while not self._stopping:
             await self._clock.wait(self._rearm, wait)
             self._rearm.clear()
             try:
-                wait, complaint = await self._deliver_due(), None
+                wait, logged_error = await self._deliver_due(), None
             except StoreError as error:
-                if complaint != str(error):  # once, and not every second
-                    log.error("cannot deliver delayed messages for now: %s", error)
-                wait, complaint = SWEEP, str(error)
-            except Exception:  # whatever it is, the next round may pass; without rounds nothing is ever delivered
-                log.exception("delivering delayed messages failed; trying again")
-                wait = SWEEP
-            if step := self._clock.stepped():
+                if logged_error != str(error):  # log each error once, not every second
+                    log.error("cannot deliver delayed messages; retrying: %s", error)
+                wait, logged_error = SWEEP_INTERVAL, str(error)
+            except Exception:  # the timer must survive: without it nothing is delivered
+                log.exception("delivering delayed messages failed; retrying")
+                wait = SWEEP_INTERVAL
+            if step := self._clock.wall_clock_step():
                 log.warning("the wall clock was set by %+.1f s; due times do not move", step.total_seconds())
 
     async def _deliver_due(self) -> timedelta:
-        """Everything that is due now; how long to wait for the next."""
+        """Deliver all due messages; return the time until the next check."""
         self._wakes_at = None
         asked = self._clock.monotonic()
         next_due = await self._store.until_next_due()
-        while next_due is not None and next_due <= timedelta(0) and not self._ending:
+        while next_due is not None and next_due <= timedelta(0) and not self._stopping:
             asked = self._clock.monotonic()
             next_due = (await self._promote()).next_due
-        wait = SWEEP if next_due is None else min(SWEEP, next_due)
-        # Counted from the question: the answer came with a commit, and the next message does not wait for that.
+        wait = SWEEP_INTERVAL if next_due is None else min(SWEEP_INTERVAL, next_due)
+        # Measured from before the query: its commit takes time, which must not delay the next message.
         self._wakes_at = asked + wait.total_seconds()
         return max(timedelta(0), timedelta(seconds=self._wakes_at - self._clock.monotonic()))
 
     async def _promote(self, *, early: bool = False) -> Promotion:
-        promotion = await self._store.promote(PROMOTE_BATCH, early=early)
+        promotion = await self._store.promote_due(PROMOTE_BATCH, early=early)
         for delivery in promotion.delivered:
             log.info(
                 "delivered delayed message %s to %s: sent %s, due %s, delivered %s",
                 delivery.message_id,
                 delivery.recipient,
-                to_wire(delivery.created_at),
-                to_wire(delivery.deliver_at),
-                to_wire(delivery.delivered_at),
+                to_rfc3339(delivery.created_at),
+                to_rfc3339(delivery.deliver_at),
+                to_rfc3339(delivery.delivered_at),
             )
         if promotion.dead:
             log.warning("%d delayed messages are dead: their recipients were terminated", promotion.dead)
-        self._news.set()
+        self.notify()
         return promotion
 
     def _arm(self, delay: timedelta) -> None:
         if self._wakes_at is None or self._clock.monotonic() + delay.total_seconds() < self._wakes_at:
             self._rearm.set()
 
-    # The log: one reader for all watchers
+    # The event log: one reader task for all watchers
 
-    async def _follow_log(self) -> None:
+    async def _read_log(self) -> None:
         while True:
-            await self._clock.wait(self._news, SWEEP)
-            self._news.clear()
+            await self._clock.wait(self._has_news, SWEEP_INTERVAL)
+            self._has_news.clear()
             failure: Exception | None = None
             for watcher in tuple(self._watchers):
                 try:
                     await watcher.catch_up()
                 except StoreError:
-                    continue  # the next round reads it
+                    continue  # the next round retries
                 except Exception as error:
-                    failure = error  # the other watchers are told all the same
+                    failure = error  # serve the other watchers first
             if failure:
                 raise failure
 
 
-def _described(item: dict[str, Any], known: Mapping[str, Artifact]) -> dict[str, Any]:
-    artifact = known.get(item["artifactRef"])
+def _describe_attachment(item: dict[str, Any], artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    artifact = artifacts.get(item["artifactRef"])
     if artifact is None:
         raise Refused("attachment_unknown", f"there is no artifact {item['artifactRef']!r}: upload the file first")
-    return item | artifact.to_wire() | {"filename": item.get("filename") or artifact.filename}
+    return item | artifact.to_dict() | {"filename": item.get("filename") or artifact.filename}

@@ -1,16 +1,7 @@
-"""`coterie.toml`: what the owner says about agents, limits, storage and server.
+"""The society's folder and its settings: coterie.toml, reloading, `store.url`, the address of a running server.
 
-A wrong value where a society as a whole is described refuses the start, because running with another store or another
-address than the owner meant would be a lie. A wrong agent is left out and reported; the others run. An unknown key is
-reported, with the known one that was probably meant.
-
-`store.url`: where a society is kept, as people may see it, and as it stands in coterie.toml.
-
-Reading the owner's files again: what counts at once, what at the next start, what does not fit together.
-
-The folder a society lives in.
-
-Where a running society listens: a note in its folder, for whoever wants to talk to it from the same machine.
+A wrong setting of the society itself prevents the start; every such problem is reported at once. A wrong agent or MCP
+server is reported and skipped. An unknown key is reported with the known key that was probably meant.
 """
 
 from __future__ import annotations
@@ -27,85 +18,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie import __version__
-from coterie.agents import ID
+from coterie.agents import AGENT_ID
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
-from coterie.messages import RESERVED
-from coterie.text import clean, nearest
+from coterie.messages import RESERVED_IDS
+from coterie.text import closest_match, to_storable
 
+CONFIG_FILE = "coterie.toml"
 SQLITE = "sqlite"
-SHARED = ("postgresql://", "postgres://")
-_URL_LINE = re.compile(r"^[ \t]*(store\.)?url[ \t]*=.*$", re.MULTILINE)
-_TABLE_LINE = re.compile(r"^[ \t]*\[[ \t]*store[ \t]*\].*$", re.MULTILINE)
+POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 
+# Settings and their checks
 
-def is_shared_url(text: str) -> bool:
-    return text.startswith(SHARED)
-
-
-def without_password(url: str) -> str:
-    """The same place; who goes there brings the password from PGPASSWORD or ~/.pgpass."""
-    # Put together from its own letters: PostgreSQL does not read every spelling that other URLs may have.
-    place, _, settings = url.partition("?")
-    scheme, _, rest = place.partition("://")
-    authority, slash, name = rest.partition("/")
-    user, at, host = authority.rpartition("@")
-    kept = "&".join(one for one in settings.split("&") if one.partition("=")[0] != "password")
-    return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{name}" + (f"?{kept}" if kept else "")
-
-
-def shown(url: str) -> str:
-    """For messages: neither a password nor settings."""
-    return without_password(url).partition("?")[0] if is_shared_url(url) else url
-
-
-def written_in(text: str) -> str:
-    """What a coterie.toml says; one that cannot be read says nothing."""
-    try:
-        url = tomllib.loads(text).get("store", {}).get("url", SQLITE)
-    except (tomllib.TOMLDecodeError, AttributeError):
-        return SQLITE
-    return url if isinstance(url, str) else SQLITE
-
-
-def with_store_url(text: str, url: str) -> str:
-    """The text of a coterie.toml that names another store, and is otherwise what it was to the letter."""
-    before = _parsed(text)
-    if before is not None and isinstance(table := before.get("store", {}), dict):
-        wanted = before | {"store": table | {"url": url}}
-        for changed in _attempts(text, url):
-            if _parsed(changed) == wanted:
-                return changed
-    raise StoreUnusable("coterie.toml cannot be read or changed by machine: write store.url on a line of its own in it")
-
-
-def _attempts(text: str, url: str) -> Iterator[str]:
-    """Wherever it may have to stand; only the right one means what is wanted."""
-    line = f"url = {json.dumps(url)}"
-    for found in _URL_LINE.finditer(text):
-        yield f"{text[: found.start()]}{found[1] or ''}{line}{text[found.end() :]}"
-    for found in _TABLE_LINE.finditer(text):
-        yield f"{text[: found.end()]}\n{line}{text[found.end() :]}"
-    yield f"{text.rstrip()}\n\n[store]\n{line}\n".lstrip()
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return None
-
-
-FILE = "coterie.toml"
 Check = Callable[[Any], str | None]
-"""What was expected instead of a value, or None."""
+"""Returns what was expected if the value is wrong, else None."""
 
 
-def _is(kind: type, words: str) -> Check:
-    return lambda value: None if type(value) is kind else f"expected {words}"
+def _is(kind: type, description: str) -> Check:
+    return lambda value: None if type(value) is kind else f"expected {description}"
 
 
-def _whole(least: int, most: int = 2**53) -> Check:
+def _integer(least: int, most: int = 2**53) -> Check:
     def check(value: Any) -> str | None:
         if type(value) is not int or not least <= value <= most:
             upper = f" to {most}" if most < 2**53 else " or more"
@@ -116,8 +49,8 @@ def _whole(least: int, most: int = 2**53) -> Check:
 
 
 def _one_of(*choices: str) -> Check:
-    words = " or ".join(f'"{choice}"' for choice in choices)
-    return lambda value: None if value in choices else f"expected {words}"
+    names = " or ".join(f'"{choice}"' for choice in choices)
+    return lambda value: None if value in choices else f"expected {names}"
 
 
 def _strings(value: Any) -> str | None:
@@ -142,12 +75,12 @@ def _table_of_strings(value: Any) -> str | None:
 
 
 def _store_url(value: Any) -> str | None:
-    if value == SQLITE or (isinstance(value, str) and is_shared_url(value)):
+    if value == SQLITE or (isinstance(value, str) and is_postgres_url(value)):
         return None
     return 'expected "sqlite" or "postgresql://user@host/name"'
 
 
-_text = _is(str, "a string")
+_string = _is(str, "a string")
 
 
 def _setting(default: Any, check: Check) -> Any:
@@ -155,49 +88,49 @@ def _setting(default: Any, check: Check) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    host: str = _setting("127.0.0.1", _text)
-    port: int = _setting(8642, _whole(1, 65535))
-    public_url: str = _setting("", _text)
+class ServerSettings:
+    host: str = _setting("127.0.0.1", _string)
+    port: int = _setting(8642, _integer(1, 65535))
+    public_url: str = _setting("", _string)
     allowed_hosts: tuple[str, ...] = _setting((), _strings)
     trusted_proxies: tuple[str, ...] = _setting((), _networks)
-    """Peers whose X-Forwarded-For or Forwarded header names the client."""
+    """Peers whose X-Forwarded-For or Forwarded header is trusted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
+class StoreSettings:
     url: str = _setting(SQLITE, _store_url)
     durability: Literal["full", "relaxed"] = _setting("full", _one_of("full", "relaxed"))
-    keep_days: int = _setting(0, _whole(0, 36500))
-    artifacts: str = _setting("", _text)
-    """With PostgreSQL: a folder that all machines share, instead of the database."""
-    lease_seconds: int = _setting(30, _whole(1, 3600))
-    """With PostgreSQL: how soon others take over what a process that is gone was working on."""
+    keep_days: int = _setting(0, _integer(0, 36500))
+    artifacts: str = _setting("", _string)
+    """With PostgreSQL: a folder shared by all machines, instead of the database."""
+    lease_seconds: int = _setting(30, _integer(1, 3600))
+    """With PostgreSQL: time after which others take over the turns of a dead process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shutdown:
+class ShutdownSettings:
     delayed: Literal["deliver", "keep"] = _setting("deliver", _one_of("deliver", "keep"))
-    drain_seconds: int = _setting(25, _whole(0, 3600))
+    drain_seconds: int = _setting(25, _integer(0, 3600))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interruption:
-    max_withdrawals: int = _setting(3, _whole(0))
+class InterruptionSettings:
+    max_withdrawals: int = _setting(3, _integer(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    max_hops: int = _setting(32, _whole(1))
-    max_rounds: int = _setting(50, _whole(1))
-    tool_seconds: int = _setting(120, _whole(1))
-    mailbox: int = _setting(10_000, _whole(1))
-    upload_mb: int = _setting(100, _whole(1))
-    tokens_per_day: int = _setting(0, _whole(0))
+class LimitSettings:
+    max_hops: int = _setting(32, _integer(1))
+    max_rounds: int = _setting(50, _integer(1))
+    tool_seconds: int = _setting(120, _integer(1))
+    mailbox: int = _setting(10_000, _integer(1))
+    upload_mb: int = _setting(100, _integer(1))
+    tokens_per_day: int = _setting(0, _integer(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Artifacts:
+class ArtifactSettings:
     shared: bool = _setting(False, _is(bool, "true or false"))
     """Every agent may read every file."""
 
@@ -205,62 +138,62 @@ class Artifacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEntry:
     id: str
-    name: str = _setting("", _text)
-    service: str | None = _setting(None, _text)
-    prompt: str = _setting("", _text)
-    prompt_file: str | None = _setting(None, _text)
+    name: str = _setting("", _string)
+    service: str | None = _setting(None, _string)
+    prompt: str = _setting("", _string)
+    prompt_file: str | None = _setting(None, _string)
     tools: tuple[str, ...] = _setting(("*",), _strings)
     services: tuple[str, ...] = _setting((), _strings)
-    """What agents that it makes may think with, besides its own service."""
-    parent: str | None = _setting(None, _text)
+    """Services that agents it creates may use, besides its own."""
+    parent: str | None = _setting(None, _string)
 
 
 ASSISTANT = AgentEntry(id="assistant", name="Assistant")
-"""Who is there when the owner describes nobody."""
+"""The only agent if coterie.toml describes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpEntry:
     id: str
-    command: str | None = _setting(None, _text)
+    command: str | None = _setting(None, _string)
     args: tuple[str, ...] = _setting((), _strings)
     env: Mapping[str, str] | None = _setting(None, _table_of_strings)
-    url: str | None = _setting(None, _text)
+    url: str | None = _setting(None, _string)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    server: Server = Server()
-    store: Storage = Storage()
-    shutdown: Shutdown = Shutdown()
-    interruption: Interruption = Interruption()
-    limits: Bounds = Bounds()
-    artifacts: Artifacts = Artifacts()
+    server: ServerSettings = ServerSettings()
+    store: StoreSettings = StoreSettings()
+    shutdown: ShutdownSettings = ShutdownSettings()
+    interruption: InterruptionSettings = InterruptionSettings()
+    limits: LimitSettings = LimitSettings()
+    artifacts: ArtifactSettings = ArtifactSettings()
     agents: tuple[AgentEntry, ...] = (ASSISTANT,)
     mcp: tuple[McpEntry, ...] = ()
     problems: tuple[Problem, ...] = ()
-    """What was reported and left out."""
+    """Non-fatal problems; the entries they name were skipped."""
 
 
 _SECTIONS: dict[str, type] = {
-    "server": Server,
-    "store": Storage,
-    "shutdown": Shutdown,
-    "interruption": Interruption,
-    "limits": Bounds,
-    "artifacts": Artifacts,
+    "server": ServerSettings,
+    "store": StoreSettings,
+    "shutdown": ShutdownSettings,
+    "interruption": InterruptionSettings,
+    "limits": LimitSettings,
+    "artifacts": ArtifactSettings,
 }
 
 
 def read_config(folder: Path) -> Config:
-    """The society's configuration, with defaults. `ConfigError` names everything that stops a start."""
-    table, problems = _parse(folder / FILE), list[Problem]()
+    """The society's configuration, with defaults. `ConfigError` lists every problem that prevents a start."""
+    table, problems = _parse(folder / CONFIG_FILE), list[Problem]()
     sections: dict[str, Any] = {}
     for name, value in table.items():
         if name in _SECTIONS:
             sections[name] = _read_section(_SECTIONS[name], name, value, problems, fatal=True)
         elif name not in ("agents", "mcp"):
-            problems.append(_unknown(name, name, {*_SECTIONS, "agents", "mcp"}))
+            problems.append(_unknown_key(name, name, {*_SECTIONS, "agents", "mcp"}))
     agents = _read_agents(table.get("agents", {}), folder, problems)
     mcp = _read_mcp(table.get("mcp", {}), problems)
     if any(problem.fatal for problem in problems):
@@ -276,42 +209,42 @@ def _parse(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(FILE, f"is not UTF-8 text (byte {error.start})", fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, f"is not UTF-8 text (byte {error.start})", fatal=True)]) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError([Problem(FILE, f"cannot be read: {error}", fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, f"cannot be read: {error}", fatal=True)]) from error
     except OSError as error:
-        raise ConfigError([Problem(FILE, f"cannot be read: {error.strerror}", fatal=True)]) from error
+        raise ConfigError([Problem(CONFIG_FILE, f"cannot be read: {error.strerror}", fatal=True)]) from error
 
 
-def _read_section(kind: type, place: str, table: Any, problems: list[Problem], *, fatal: bool, **known: Any) -> Any:
-    """An instance of `kind` from what is right in `table`; every wrong key is a problem."""
+def _read_section(kind: type, path: str, table: Any, problems: list[Problem], *, fatal: bool, **known: Any) -> Any:
+    """An instance of `kind` from the valid keys of `table`. Adds a problem for each invalid key."""
     if not isinstance(table, dict):
-        problems.append(_problem(place, f"expected a table [{place}]{_got(place, table)}", fatal))
+        problems.append(_problem(path, f"expected a table [{path}]{_got(path, table)}", fatal))
         return kind(**known)
     checks = {f.name: f.metadata["check"] for f in fields(kind) if "check" in f.metadata}
     for key, value in table.items():
         if key not in checks:
-            problems.append(_unknown(f"{place}.{key}", key, set(checks)))
+            problems.append(_unknown_key(f"{path}.{key}", key, set(checks)))
         elif wrong := checks[key](value):
-            problems.append(_problem(f"{place}.{key}", wrong + _got(f"{place}.{key}", value), fatal))
+            problems.append(_problem(f"{path}.{key}", wrong + _got(f"{path}.{key}", value), fatal))
         else:
-            known[key] = _tidy(value)
+            known[key] = _to_setting(value)
     return kind(**known)
 
 
-def _read_entries(kind: type, place: str, table: Any, problems: list[Problem]) -> list[Any]:
-    """Named tables under `place`; an entry with a problem of its own is left out, the rest stands."""
+def _read_entries(kind: type, path: str, table: Any, problems: list[Problem]) -> list[Any]:
+    """The named tables under `path`. Skips an entry with a problem other than an unknown key."""
     if not isinstance(table, dict):
-        problems.append(_problem(place, f"expected tables such as [{place}.name]{_got(place, table)}", True))
+        problems.append(_problem(path, f"expected tables such as [{path}.name]{_got(path, table)}", True))
         return []
     entries = []
     for name, value in table.items():
-        found: list[Problem] = []
+        own: list[Problem] = []
         if wrong := _check_id(name):
-            found.append(_problem(f"{place}.{name}", wrong, False))
-        entry = _read_section(kind, f"{place}.{name}", value, found, fatal=False, id=name)
-        problems += found
-        if all(problem.message.startswith("unknown key") for problem in found):
+            own.append(_problem(f"{path}.{name}", wrong, False))
+        entry = _read_section(kind, f"{path}.{name}", value, own, fatal=False, id=name)
+        problems += own
+        if all(problem.message.startswith("unknown key") for problem in own):
             entries.append(entry)
     return entries
 
@@ -320,20 +253,15 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
     agents = []
     for entry in _read_entries(AgentEntry, "agents", table, problems):
         if entry.prompt_file and not (folder / entry.prompt_file).is_file():
-            problems.append(
-                _problem(
-                    f"agents.{entry.id}.prompt_file", f"there is no file {entry.prompt_file!r} in the folder", False
-                )
-            )
+            message = f"there is no file {entry.prompt_file!r} in the folder"
+            problems.append(_problem(f"agents.{entry.id}.prompt_file", message, False))
             continue
         agents.append(entry)
     known = {agent.id for agent in agents}
     for agent in agents:
         if agent.parent and agent.parent not in known:
-            meant = nearest(agent.parent, known)
-            problems.append(
-                _problem(f"agents.{agent.id}.parent", f"there is no agent {agent.parent!r}{_meant(meant)}", False)
-            )
+            hint = _suggest(agent.parent, known)
+            problems.append(_problem(f"agents.{agent.id}.parent", f"there is no agent {agent.parent!r}{hint}", False))
     return tuple(agents)
 
 
@@ -349,41 +277,42 @@ def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
 
 
 def _check_id(name: str) -> str | None:
-    if name in RESERVED:
+    if name in RESERVED_IDS:
         return f'the id "{name}" is taken: choose another'
-    if not ID.fullmatch(name):
+    if not AGENT_ID.fullmatch(name):
         return "an id is 1 to 64 of a-z, 0-9, _ and -, beginning with a letter or digit"
     return None
 
 
-def _unknown(place: str, key: str, known: set[str]) -> Problem:
-    return _problem(place, f"unknown key{_meant(nearest(key, known))}", False)
+def _unknown_key(path: str, key: str, known: set[str]) -> Problem:
+    return _problem(path, f"unknown key{_suggest(key, known)}", False)
 
 
-def _problem(place: str, message: str, fatal: bool) -> Problem:
-    return Problem(f"{FILE}: {place}", message, fatal)
+def _problem(path: str, message: str, fatal: bool) -> Problem:
+    return Problem(f"{CONFIG_FILE}: {path}", message, fatal)
 
 
-def _meant(word: str | None) -> str:
-    return f', did you mean "{word}"?' if word else ""
+def _suggest(word: str, known: set[str]) -> str:
+    match = closest_match(word, known)
+    return f', did you mean "{match}"?' if match else ""
 
 
-def _tidy(value: Any) -> Any:
+def _to_setting(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
-    return clean(value) if isinstance(value, str) else value
+    return to_storable(value) if isinstance(value, str) else value
 
 
-def _got(place: str, value: Any) -> str:
-    """Without what may be a key: servers have them in every field, the store in its address."""
-    if place.split(".")[0] == "mcp":
+def _got(path: str, value: Any) -> str:
+    """The wrong value for the message, without secrets: any MCP field and `store.url` may hold one."""
+    if path.split(".")[0] == "mcp":
         return ""
-    if place == "store.url" and isinstance(value, str):
+    if path == "store.url" and isinstance(value, str):
         value = re.sub(r":(?!//).*@", ":***@", value.partition("?")[0])
-    return f", got {_shown(value)}"
+    return f", got {_quote(value)}"
 
 
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
@@ -396,28 +325,97 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def running(now: Config, read: Config) -> Config:
-    """`read`, but for what is in use since the start: the address, the engine, the tool servers."""
-    store = replace(now.store, keep_days=read.store.keep_days)
-    return replace(read, server=now.server, store=store, mcp=now.mcp)
+# Reloading
 
 
-def after_restart(now: Config, read: Config) -> list[Problem]:
-    """What was changed and does not count yet."""
-    kept = running(now, read)
-    changed = [name for name in ("server", "store", "mcp") if getattr(kept, name) != getattr(read, name)]
-    return [Problem(f"{FILE}: {name}", "the change takes effect at the next start") for name in changed]
+def merge_reloaded(current: Config, read: Config) -> Config:
+    """`read`, but with the current address, engine and MCP servers, which need a restart to change."""
+    store = replace(current.store, keep_days=read.store.keep_days)
+    return replace(read, server=current.server, store=store, mcp=current.mcp)
+
+
+def changes_needing_restart(current: Config, read: Config) -> list[Problem]:
+    """One problem for each section whose change takes effect only at the next start."""
+    merged = merge_reloaded(current, read)
+    changed = [name for name in ("server", "store", "mcp") if getattr(merged, name) != getattr(read, name)]
+    return [Problem(f"{CONFIG_FILE}: {name}", "the change takes effect at the next start") for name in changed]
 
 
 def unknown_service(agent: str, service: str, known: Sequence[str]) -> Problem:
-    meant = nearest(service, set(known))
-    hint = f', did you mean "{meant}"?' if meant else ""
-    return Problem(f"{FILE}: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}')
+    hint = _suggest(service, set(known))
+    return Problem(
+        f"{CONFIG_FILE}: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}'
+    )
 
 
-TEMPLATES = ("coterie.toml", "llmservices.json")
-"""Files that nobody else has: where one is, a society is."""
-TOOLS = "tools.py"
+# store.url
+
+_URL_LINE = re.compile(r"^[ \t]*(store\.)?url[ \t]*=.*$", re.MULTILINE)
+_TABLE_LINE = re.compile(r"^[ \t]*\[[ \t]*store[ \t]*\].*$", re.MULTILINE)
+
+
+def is_postgres_url(url: str) -> bool:
+    return url.startswith(POSTGRES_SCHEMES)
+
+
+def without_password(url: str) -> str:
+    """The PostgreSQL URL without its password, which PGPASSWORD or ~/.pgpass must then supply."""
+    # Split by hand: libpq does not accept every spelling that urllib would write.
+    base, _, settings = url.partition("?")
+    scheme, _, rest = base.partition("://")
+    authority, slash, database = rest.partition("/")
+    user, at, host = authority.rpartition("@")
+    kept = "&".join(setting for setting in settings.split("&") if setting.partition("=")[0] != "password")
+    return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{database}" + (f"?{kept}" if kept else "")
+
+
+def redact_url(url: str) -> str:
+    """The URL for messages: without password and settings."""
+    return without_password(url).partition("?")[0] if is_postgres_url(url) else url
+
+
+def read_store_url(text: str) -> str:
+    """`store.url` in the text of a coterie.toml; "sqlite" if it is absent or unreadable."""
+    try:
+        url = tomllib.loads(text).get("store", {}).get("url", SQLITE)
+    except (tomllib.TOMLDecodeError, AttributeError):
+        return SQLITE
+    return url if isinstance(url, str) else SQLITE
+
+
+def replace_store_url(text: str, url: str) -> str:
+    """The text of a coterie.toml with another `store.url`; everything else stays as it is."""
+    before = _try_parse(text)
+    if before is not None and isinstance(table := before.get("store", {}), dict):
+        expected = before | {"store": table | {"url": url}}
+        for candidate in _with_url_line(text, url):
+            if _try_parse(candidate) == expected:
+                return candidate
+    raise StoreUnusable("coterie.toml cannot be changed by a program: write store.url on a line of its own")
+
+
+def _with_url_line(text: str, url: str) -> Iterator[str]:
+    """`text` with the URL at each position where it may belong; the caller checks which one is right."""
+    line = f"url = {json.dumps(url)}"
+    for match in _URL_LINE.finditer(text):
+        yield f"{text[: match.start()]}{match[1] or ''}{line}{text[match.end() :]}"
+    for match in _TABLE_LINE.finditer(text):
+        yield f"{text[: match.end()]}\n{line}{text[match.end() :]}"
+    yield f"{text.rstrip()}\n\n[store]\n{line}\n".lstrip()
+
+
+def _try_parse(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+# The society's folder
+
+TEMPLATE_FILES = ("coterie.toml", "llmservices.json")
+"""A folder that contains one of these is a society's folder."""
+TOOLS_FILE = "tools.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +424,7 @@ class SocietyFolder:
 
     @property
     def data(self) -> Path:
-        """What the runtime keeps; nobody else's business, so mode 0700."""
+        """Files of the runtime. Mode 0700."""
         return self.path / "data"
 
     @property
@@ -435,19 +433,19 @@ class SocietyFolder:
 
     @property
     def exists(self) -> bool:
-        return self.data.is_dir() or any((self.path / name).exists() for name in TEMPLATES)
+        return self.data.is_dir() or any((self.path / name).exists() for name in TEMPLATE_FILES)
 
-    def make(self) -> list[Path]:
-        """See that the folder is there; a new one gets commented templates. What was written."""
+    def create(self) -> list[Path]:
+        """Create the folder if needed, with commented templates; return the files written."""
         try:
             if self.exists:
                 self.data.mkdir(mode=0o700, exist_ok=True)
                 return []
             self.data.mkdir(mode=0o700, parents=True)
-            return [self._write(name) for name in (*TEMPLATES, TOOLS) if not (self.path / name).exists()]
+            return [self._write(name) for name in (*TEMPLATE_FILES, TOOLS_FILE) if not (self.path / name).exists()]
         except OSError as error:
             raise StoreUnusable(
-                f"{self.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
+                f"{self.path} cannot be created or written ({error.strerror}): choose another folder with --dir"
             ) from error
 
     def _write(self, name: str) -> Path:
@@ -456,37 +454,39 @@ class SocietyFolder:
         return target
 
 
-FILE_ADDRESS = "server.json"
+# The address of a running server, for commands on the same machine
+
+ADDRESS_FILE = "server.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServerAddress:
     url: str
-    """Without a stroke at its end: `http://127.0.0.1:8642`."""
+    """Without a trailing slash: `http://127.0.0.1:8642`."""
     pid: int
-    """Who listens there. The folder's lock says whether that process still runs the society."""
+    """The process that listens. The folder's lock tells whether it still runs the society."""
     version: str = __version__
     token: str | None = field(default=None, repr=False)
-    """One that was given to the server, which keeps none in its folder; it lies here for as long as it listens."""
+    """The token, if it was given to the server, which then keeps none in its folder."""
 
 
-def leave_address(data: Path, address: Address) -> None:
-    """Once it listens there, and not before."""
-    write_private(data / FILE_ADDRESS, json.dumps(asdict(address)).encode())
+def write_address(data: Path, address: ServerAddress) -> None:
+    """Call it once the server listens, not before."""
+    write_private(data / ADDRESS_FILE, json.dumps(asdict(address)).encode())
 
 
-def take_address_back(data: Path) -> None:
+def remove_address(data: Path) -> None:
     with suppress(FileNotFoundError):
-        (data / FILE_ADDRESS).unlink()
+        (data / ADDRESS_FILE).unlink()
 
 
-def find_address(data: Path) -> Address | None:
-    """What was left last. Half a note, or one of another kind, is none."""
+def read_address(data: Path) -> ServerAddress | None:
+    """The address written last; None if there is no valid one."""
     try:
-        note = json.loads((data / FILE_ADDRESS).read_bytes())
-        token = note.get("token")
-        return Address(
-            url=str(note["url"]), pid=int(note["pid"]), version=str(note["version"]), token=token and str(token)
+        entry = json.loads((data / ADDRESS_FILE).read_bytes())
+        token = entry.get("token")
+        return ServerAddress(
+            url=str(entry["url"]), pid=int(entry["pid"]), version=str(entry["version"]), token=token and str(token)
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -1,17 +1,17 @@
 """Every error Coterie raises.
 
 CoterieError
-├── Refused              a request was not accepted and nothing changed; `code` says why
-├── ConfigError          the society's files have problems; each names its file and place
+├── Refused              the request was rejected and nothing changed; `code` gives the reason
+├── ConfigError          the society's files have problems; each problem names its file and key
 ├── Lagged               a watcher fell behind and must catch up from the event log
-├── ServerUnusable       a society runs, but a command cannot talk to its server
-│   └── ServerStopping       because it is stopping
-├── NoAnswer             an agent was asked, and said nothing that could be waited for
-└── StoreError           the store could not do its work; nothing was written
-    ├── StoreUnavailable     for now: locked, full or closing; the same call may pass later
+├── ServerUnusable       the society runs, but the command cannot use its server
+│   └── ServerStopping       the server is stopping
+├── NoAnswer             no answer to the message will come
+└── StoreError           the store operation failed; nothing was written
+    ├── StoreUnavailable     temporary: locked, full or closing; retry later
     ├── StoreOwned           another process runs this society
-    ├── StoreUnusable        the files cannot be used as they are: damaged, too new, unwritable
-    └── StoreBroken          for good: the process must stop and recover by starting again
+    ├── StoreUnusable        the files are damaged, too new or not writable
+    └── StoreBroken          permanent: the process must stop; the next start recovers
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-STATUS = {
+HTTP_STATUS = {
     "unknown_recipient": 404,
     "unknown_message": 404,
     "unknown_agent": 404,
     "unknown_artifact": 404,
+    "unknown_role": 404,
     "unknown_service": 404,
     "recipient_terminated": 410,
     "payload_too_large": 413,
@@ -36,6 +37,7 @@ STATUS = {
     "already_delivered": 409,
     "already_answered": 409,
     "agent_busy": 409,
+    "too_many_children": 409,
     "id_taken": 409,
     "service_in_use": 409,
     "role_taken": 409,
@@ -52,42 +54,41 @@ STATUS = {
     "option_invalid": 422,
     "service_invalid": 422,
 }
-"""Every code a `Refused` may carry, with the HTTP status it answers as."""
+"""HTTP status of each `Refused.code`."""
 
 
 class CoterieError(Exception):
-    """The root: catch it to catch everything Coterie raises on purpose."""
+    """Base class of all errors that Coterie raises on purpose."""
 
 
 class Refused(CoterieError):
-    """A request that was not accepted. Nothing was written."""
+    """The request was rejected. Nothing was written."""
 
     def __init__(self, code: str, message: str, **details: Any) -> None:
-        self.code, self.message, self.status = code, message, STATUS[code]
+        self.code, self.message, self.status = code, message, HTTP_STATUS[code]
         self.details = details
-        """More that the caller can act on, under the names it has on the wire."""
+        """Additional keys of the JSON error object."""
         super().__init__(message)
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"error": self.code, "message": self.message} | self.details
 
     def to_json(self) -> str:
-        """What a model is told."""
-        return json.dumps(self.to_wire(), ensure_ascii=False)
+        return json.dumps(self.to_dict(), ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong in one of the owner's files."""
+    """One error in one of the owner's files."""
 
-    place: str
-    """File and position in it: `coterie.toml: server.port`."""
+    location: str
+    """File and key: `coterie.toml: server.port`."""
     message: str
     fatal: bool = False
-    """The society does not start while it stands; otherwise only the entry it names is left out."""
+    """True: the society does not start. False: only the named entry is skipped."""
 
     def __str__(self) -> str:
-        return f"{self.place}: {self.message}"
+        return f"{self.location}: {self.message}"
 
 
 class ConfigError(CoterieError):
@@ -97,7 +98,7 @@ class ConfigError(CoterieError):
 
 
 class Lagged(CoterieError):
-    """A watcher did not keep up; everything is still in the event log after `seq`."""
+    """The watcher's queue overflowed. Read the event log from `seq` on."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -105,25 +106,26 @@ class Lagged(CoterieError):
 
 
 class ServerUnusable(CoterieError):
-    """The running server cannot be talked to; the message says what to do."""
+    """The running server cannot be used; the message says what to do."""
 
 
 class ServerStopping(ServerUnusable):
-    """The running server takes no more requests, because its society stops."""
+    """The running server rejects requests because it is stopping."""
 
 
 class NoAnswer(CoterieError):
-    """A message was accepted, and no answer to it came; the message says why, as far as that is known."""
+    """The message was accepted, but no answer came. The error message gives the known reason."""
 
 
 class StoreError(CoterieError):
-    """The store could not do what was asked. Nothing was written."""
+    """The store operation failed. Nothing was written."""
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot write for the moment; the same call may pass later."""
+    """The store cannot write at the moment. Retry later."""
 
     def __init__(self, message: str, *, full: bool = False) -> None:
+        """`full`: the disk or quota is full."""
         self.full = full
         super().__init__(message)
 
@@ -138,8 +140,8 @@ class StoreOwned(StoreError):
 
 
 class StoreUnusable(StoreError):
-    """The stored files cannot be used as they are; the message says what to do."""
+    """The stored files cannot be used; the message says what to do."""
 
 
 class StoreBroken(StoreError):
-    """What was written may not be on the disk: stop now, the next start recovers what is."""
+    """Written data may not be on disk. The process must stop; the next start recovers."""

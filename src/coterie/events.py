@@ -1,4 +1,4 @@
-"""What a watcher sees: durable facts, in the order they became true."""
+"""Events of the durable event log, which watchers read in order."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ EventKind = Literal[
 @dataclass(frozen=True, slots=True)
 class Event:
     seq: int
-    """Strictly increasing; a watcher that has seen it has seen everything before it."""
+    """Position in the log, strictly increasing."""
     at: datetime
     kind: EventKind
     subject: str
-    """The id of the message, agent or artifact it is about; a tool call is `agent/call id`."""
+    """Id of the message, agent or artifact. For a tool call: `agent/call id`."""
     data: str | None = None
-    """What could not be looked up afterwards, as JSON."""
+    """JSON with details that cannot be looked up later."""

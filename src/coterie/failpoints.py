@@ -1,7 +1,7 @@
-"""Named places where a test can make this process fail: `COTERIE_FAILPOINTS="name:nth:kill|raise|pause|hang,…"`.
+"""Failpoints: named points at which a test makes the process fail.
 
-Without the variable a failpoint costs one truth test. `pause` stops the process as SIGSTOP would, for zombies; `hang`
-keeps this thread there for ever while the others go on, so that whatever they say too soon can be heard.
+`COTERIE_FAILPOINTS="name:nth:action,…"` triggers at the nth hit. `kill` sends SIGKILL, `pause` sends SIGSTOP,
+`hang` blocks the calling thread forever, `raise` raises `FailpointHit`. Without the variable a hit costs one test.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _hits: Counter[str] = Counter()
 
 
 class FailpointHit(Exception):
-    """What `raise` raises: an error nobody planned for."""
+    """Raised by the action `raise`."""
 
 
 def arm(spec: str | None = None) -> None:
-    """Read `spec`, or the environment; called by whoever starts the process, never on import."""
+    """Set the failpoints from `spec`, or from the environment. Call it at process start, not on import."""
     if spec is None:
         spec = os.environ.get("COTERIE_FAILPOINTS", "")
     _armed.clear()
@@ -32,10 +32,10 @@ def arm(spec: str | None = None) -> None:
 
 def hit(name: str) -> None:
     if _armed and name in _armed:
-        _strike(name)
+        _trigger(name)
 
 
-def _strike(name: str) -> None:
+def _trigger(name: str) -> None:
     nth, action = _armed[name]
     _hits[name] += 1
     if _hits[name] != nth:

@@ -1,4 +1,4 @@
-"""Names for things that people and programs outside refer to."""
+"""Ids of messages, artifacts and other things that the outside refers to."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import os
 import time
 from collections.abc import Iterable
 
-LENGTH = 44
-MARK_BYTES = 8
+ID_LENGTH = 44
+FRAME_MARK_BYTES = 8
 
 
 def new_id() -> str:
-    """A name nobody can guess: 128 random bits, behind the time, so that an index stays warm where it grows."""
+    """An id with 128 random bits after a timestamp; the timestamp keeps index inserts local."""
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(16).hex()}"
 
 
 def id_for(*names: str) -> str:
-    """Always the same name for the same `names`: what is sent again under it is the same thing, not a second one."""
-    return _hash(b"", names, LENGTH // 2)
+    """The id derived from `names`: the same names give the same id, so a retry is recognised."""
+    return _hash(b"", names, ID_LENGTH // 2)
 
 
 def keyed_id(secret: bytes, *names: str) -> str:
-    """The id for `names` in the society that owns `secret`: stable there, and unpredictable without the secret."""
-    return _hash(secret, names, LENGTH // 2)
+    """The id derived from `names` and the society's `secret`; unpredictable without the secret."""
+    return _hash(secret, names, ID_LENGTH // 2)
 
 
 def frame_mark(secret: bytes, message_id: str, content: str) -> str:
-    """The mark that encloses a message in a model's request: 64 bits that no author of `content` can know.
+    """The 64-bit mark that frames a message in a model request; its author cannot predict it.
 
-    The content is part of the hash. So a mark that was shown once never fits a text that quotes it.
+    The content is hashed too, so a text that quotes a known mark gets a different one.
     """
-    return _hash(secret, ("frame", message_id, content), MARK_BYTES)
+    return _hash(secret, ("frame", message_id, content), FRAME_MARK_BYTES)
 
 
 def new_secret() -> str:
-    """256 random bits in hexadecimal digits."""
+    """256 random bits, hexadecimal."""
     return os.urandom(32).hex()
 
 

@@ -1,9 +1,7 @@
-"""What is being said right now. Nothing of it is stored: a reply exists once its message does.
+"""Replies that models are writing now. They are never stored; a finished reply is stored as messages.
 
-What is being said in one process is heard in every other one that runs the same society.
-
-Pieces are gathered and whispered, not stored. Whoever comes late, or missed one, asks, and is told the whole again; a
-reply that nothing more is heard of has ended with its process.
+`LiveReplies` holds those of this process. `LiveRelay` exchanges them with the other processes of the society: it
+broadcasts chunks, and a process that missed one asks for the whole text again.
 """
 
 from __future__ import annotations
@@ -22,280 +20,294 @@ from coterie.clock import Clock
 from coterie.errors import StoreError
 from coterie.ids import new_id
 from coterie.supervision import supervise
-from coterie.text import clean
+from coterie.text import to_storable
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["stored", "withdrawn", "stopped", "failed"]
+ReplyOutcome = Literal["stored", "withdrawn", "stopped", "failed"]
+
+BATCH_INTERVAL = timedelta(milliseconds=100)
+"""Time in which chunks are collected before they are broadcast together."""
+HEARTBEAT_INTERVAL = timedelta(seconds=5)
+REMOTE_TIMEOUT = timedelta(seconds=16)
+"""A remote reply without news for this long has failed: its process is gone."""
+CHUNK_CHARACTERS = 1_000
+"""At most six bytes each; PostgreSQL limits a notification to 8,000 bytes."""
+MAX_BATCH = 32
+"""Chunks per broadcast. The rest waits for the next one, which bounds the load on the database."""
+MAX_MESSAGE_IDS = 50
+"""Ids of stored messages that the end of a reply lists."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Draft:
-    """A reply that a model is in the middle of."""
+class LiveReply:
+    """A reply that a model is writing."""
 
     id: str
     agent_id: str
-    pieces: list[str] = field(default_factory=list)
+    chunks: list[str] = field(default_factory=list)
     length: int = 0
-    outcome: Outcome | None = None
+    """Characters so far."""
+    outcome: ReplyOutcome | None = None
     """None: still streaming."""
-    messages: Sequence[str] = ()
-    """What it was stored as."""
+    message_ids: Sequence[str] = ()
+    """The messages it was stored as."""
 
     @property
     def text(self) -> str:
-        if len(self.pieces) > 1:
-            self.pieces = ["".join(self.pieces)]
-        return self.pieces[0] if self.pieces else ""
+        if len(self.chunks) > 1:
+            self.chunks = ["".join(self.chunks)]
+        return self.chunks[0] if self.chunks else ""
 
 
-class Listener(Protocol):
-    def __call__(self, draft: Draft) -> None: ...
+LiveListener = Callable[[LiveReply], None]
+"""Called when a reply starts, grows or ends. Must not block."""
 
 
-class Live:
-    """Keeps the replies under way, and tells listeners when one begins, grows or ends. Listeners must not wait."""
-
+class LiveReplies:
     def __init__(self) -> None:
-        self._drafts: dict[str, Draft] = {}
-        self._listeners: list[Listener] = []
+        self._replies: dict[str, LiveReply] = {}
+        self._listeners: list[LiveListener] = []
 
-    def listen(self, listener: Listener) -> Callable[[], None]:
-        """Calls `listener` from now on, until the function returned is called."""
+    def subscribe(self, listener: LiveListener) -> Callable[[], None]:
+        """Call `listener` on every change. Returns a function that ends the subscription."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     @property
-    def drafts(self) -> Sequence[Draft]:
-        return tuple(self._drafts.values())
+    def replies(self) -> Sequence[LiveReply]:
+        return tuple(self._replies.values())
 
-    def say(self, agent_id: str, draft_id: str, text: str) -> None:
-        """One more piece of a reply; the first one begins it."""
-        draft = self._drafts.get(draft_id)
-        if draft is None:
-            draft = self._drafts[draft_id] = Draft(id=draft_id, agent_id=agent_id)
-        draft.pieces.append(text)
-        draft.length += len(text)
-        self._tell(draft)
+    def append(self, agent_id: str, reply_id: str, text: str) -> None:
+        """Add a chunk; the first chunk starts the reply."""
+        reply = self._replies.get(reply_id)
+        if reply is None:
+            reply = self._replies[reply_id] = LiveReply(id=reply_id, agent_id=agent_id)
+        reply.chunks.append(text)
+        reply.length += len(text)
+        self._notify(reply)
 
-    def end(self, draft_id: str, outcome: Outcome, messages: Sequence[str] = ()) -> None:
-        """A reply is over; one that never began is nothing to tell of."""
-        draft = self._drafts.pop(draft_id, None)
-        if draft is None:
+    def finish(self, reply_id: str, outcome: ReplyOutcome, message_ids: Sequence[str] = ()) -> None:
+        """End a reply. Does nothing if the reply never started."""
+        reply = self._replies.pop(reply_id, None)
+        if reply is None:
             return
-        draft.outcome, draft.messages = outcome, tuple(messages)
-        self._tell(draft)
+        reply.outcome, reply.message_ids = outcome, tuple(message_ids)
+        self._notify(reply)
 
-    def _tell(self, draft: Draft) -> None:
+    def _notify(self, reply: LiveReply) -> None:
         for listener in tuple(self._listeners):
-            listener(draft)
+            listener(reply)
 
 
-GATHER = timedelta(milliseconds=100)
-"""How long pieces are gathered before they go out as one."""
-SIGN_OF_LIFE = timedelta(seconds=5)
-SILENCE = timedelta(seconds=16)
-"""A reply of which nothing is heard for so long has ended with its process."""
-PIECE = 1_000
-"""Characters in a word: six bytes each at most, and a word has to have fewer than 8,000."""
-AT_ONCE = 32
-"""Words in one round. What does not fit goes with the next, so a flood of text costs the database no more than this."""
-NAMED = 50
-"""Stored messages that the end of a reply names."""
+# Messages between processes. Their JSON names are fixed: processes of different versions may run together.
 
 
-class Said(msgspec.Struct, frozen=True, tag="said", omit_defaults=True):
+class ReplyChunk(msgspec.Struct, frozen=True, tag="said", omit_defaults=True):
     by: str
+    """Id of the sending process."""
     draft: str
+    """Id of the reply."""
     agent: str
     start: int
-    """How much was said before it."""
+    """Position of `text` in the reply."""
     text: str = ""
-    outcome: Outcome | None = None
+    outcome: ReplyOutcome | None = None
     messages: tuple[str, ...] = ()
 
 
-class Asked(msgspec.Struct, frozen=True, tag="asked"):
-    """Please tell everything again."""
+class ResendRequest(msgspec.Struct, frozen=True, tag="asked"):
+    """Asks all processes to send their live replies again from the start."""
 
     by: str
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Whoever works for this agent shall end its turn."""
+class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
+    """Asks the process that works on this agent's turn to stop it."""
 
     by: str
     agent: str
 
 
-Word = Said | Asked | Stop
+RelayMessage = ReplyChunk | ResendRequest | StopRequest
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Word).decode
+_decode = msgspec.json.Decoder(RelayMessage).decode
 
 
-class Wire(Protocol):
-    heard: Callable[[str], None]
+class BroadcastChannel(Protocol):
+    """Sends texts to all processes of the society, this one included."""
 
-    async def whisper(self, words: Sequence[str]) -> None: ...
+    def subscribe_broadcasts(self, callback: Callable[[str], None]) -> None: ...
+
+    async def broadcast(self, texts: Sequence[str]) -> None: ...
 
 
 @dataclass(slots=True)
-class _Foreign:
-    """A reply under way elsewhere."""
+class _RemoteReply:
+    """A reply that another process is writing."""
 
-    by: str
-    agent: str
+    process: str
+    agent_id: str
     length: int
     heard_at: float
 
 
-class Relay:
-    def __init__(self, live: Live, wire: Wire, clock: Clock, stop: Callable[[str], object]) -> None:
-        """`stop`: end what an agent does here, if it does anything here."""
-        self._live, self._wire, self._clock, self._stop = live, wire, clock, stop
-        self._me = new_id()
-        self._said, self._never = asyncio.Event(), asyncio.Event()
-        self._growing: dict[str, Draft] = {}
+class LiveRelay:
+    def __init__(
+        self, live: LiveReplies, channel: BroadcastChannel, clock: Clock, stop_turn: Callable[[str], object]
+    ) -> None:
+        """`stop_turn`: stops an agent's turn if this process works on it."""
+        self._live, self._channel, self._clock, self._stop_turn = live, channel, clock, stop_turn
+        self._process = new_id()
+        self._has_news, self._never = asyncio.Event(), asyncio.Event()
+        self._changed: dict[str, LiveReply] = {}
         self._sent: dict[str, int] = {}
-        self._foreign: dict[str, _Foreign] = {}
-        self._orders: list[Word] = [Asked(self._me)]
+        """Characters sent, by id of a local reply."""
+        self._remote: dict[str, _RemoteReply] = {}
+        self._requests: list[RelayMessage] = [ResendRequest(self._process)]
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._wire.heard = self._hear
-        self._live.listen(self._follow)
-        self._said.set()
-        telling = supervise("telling other processes what is being said", self._tell_for_ever, self._clock)
-        self._task = asyncio.create_task(telling, name="coterie-relay")
+        self._channel.subscribe_broadcasts(self._on_broadcast)
+        self._live.subscribe(self._on_change)
+        self._has_news.set()
+        sending = supervise("sending live replies to other processes", self._send_changes, self._clock)
+        self._task = asyncio.create_task(sending, name="coterie-relay")
 
     async def close(self) -> None:
         if self._task:
             self._task.cancel()
             await asyncio.wait({self._task})
             with contextlib.suppress(StoreError):
-                await self._tell()  # how the last replies ended
+                await self._send_batch()  # the ends of the last replies
 
-    def stop_elsewhere(self, agent_id: str) -> None:
-        self._order(Stop(self._me, agent_id))
+    def request_stop(self, agent_id: str) -> None:
+        """Ask the other processes to stop the agent's turn."""
+        self._request(StopRequest(self._process, agent_id))
 
-    # What is said here
+    # Sending
 
-    def _follow(self, draft: Draft) -> None:
-        if draft.id in self._foreign:
+    def _on_change(self, reply: LiveReply) -> None:
+        if reply.id in self._remote:
             return
-        if draft.id not in self._sent:
-            self._end_others_of(draft.agent_id, self._me)
-            self._sent[draft.id] = 0
-        self._growing[draft.id] = draft
-        self._said.set()
+        if reply.id not in self._sent:
+            self._fail_replies_of(reply.agent_id, except_process=self._process)
+            self._sent[reply.id] = 0
+        self._changed[reply.id] = reply
+        self._has_news.set()
 
-    def _order(self, word: Word) -> None:
-        if word not in self._orders:
-            self._orders.append(word)
-        self._said.set()
+    def _request(self, message: RelayMessage) -> None:
+        if message not in self._requests:
+            self._requests.append(message)
+        self._has_news.set()
 
-    async def _tell_for_ever(self) -> None:
+    async def _send_changes(self) -> None:
         while True:
-            if await self._clock.wait(self._said, SIGN_OF_LIFE):
-                await self._clock.wait(self._never, GATHER)
+            if await self._clock.wait(self._has_news, HEARTBEAT_INTERVAL):
+                await self._clock.wait(self._never, BATCH_INTERVAL)
             else:
-                self._growing |= {draft.id: draft for draft in self._live.drafts if draft.id in self._sent}
-                self._end_the_silent()
-            self._said.clear()
+                self._changed |= {reply.id: reply for reply in self._live.replies if reply.id in self._sent}
+                self._fail_silent_replies()
+            self._has_news.clear()
             try:
-                await self._tell()
+                await self._send_batch()
             except StoreError as error:
-                # Lost: whoever hears the next piece misses this one, and asks.
-                log.info("what is being said here is not heard elsewhere for now: %s", error)
+                # The batch is lost. A process that gets a later chunk notices the gap and asks again.
+                log.info("other processes do not get live replies for now: %s", error)
 
-    async def _tell(self) -> None:
-        orders, self._orders = self._orders, []
-        words = [*orders, *self._words()]
-        if words:
-            await self._wire.whisper([_encode(word).decode() for word in words])
+    async def _send_batch(self) -> None:
+        requests, self._requests = self._requests, []
+        messages = [*requests, *self._next_chunks()]
+        if messages:
+            await self._channel.broadcast([_encode(message).decode() for message in messages])
 
-    def _words(self) -> Iterator[Word]:
-        growing, self._growing = self._growing, {}
-        room = AT_ONCE
-        for draft in growing.values():
-            pieces = self._pieces(draft)
-            for piece in pieces[:room]:
-                self._sent[draft.id] = piece.start + len(piece.text)
-                yield piece
-            if len(pieces) > room:
-                self._growing.setdefault(draft.id, draft)
-                self._said.set()
-            elif draft.outcome is not None:
-                del self._sent[draft.id]
-            room = max(0, room - len(pieces))
+    def _next_chunks(self) -> Iterator[ReplyChunk]:
+        changed, self._changed = self._changed, {}
+        capacity = MAX_BATCH
+        for reply in changed.values():
+            chunks = self._unsent_chunks(reply)
+            for chunk in chunks[:capacity]:
+                self._sent[reply.id] = chunk.start + len(chunk.text)
+                yield chunk
+            if len(chunks) > capacity:
+                self._changed.setdefault(reply.id, reply)
+                self._has_news.set()
+            elif reply.outcome is not None:
+                del self._sent[reply.id]
+            capacity = max(0, capacity - len(chunks))
 
-    def _pieces(self, draft: Draft) -> list[Said]:
-        sent, text = self._sent[draft.id], clean(draft.text)
-        starts = range(sent, len(text), PIECE) or ((sent,) if draft.outcome is None else ())
-        pieces = [Said(self._me, draft.id, draft.agent_id, n, text[n : n + PIECE]) for n in starts]
-        if draft.outcome is None:
-            return pieces
-        stored = tuple(draft.messages[:NAMED])
-        return [*pieces, Said(self._me, draft.id, draft.agent_id, len(text), "", draft.outcome, stored)]
+    def _unsent_chunks(self, reply: LiveReply) -> list[ReplyChunk]:
+        """The text not sent yet; an empty chunk as heartbeat if there is none; the end if the reply has ended."""
+        sent, text = self._sent[reply.id], to_storable(reply.text)
+        starts = range(sent, len(text), CHUNK_CHARACTERS) or ((sent,) if reply.outcome is None else ())
+        chunks = [
+            ReplyChunk(self._process, reply.id, reply.agent_id, start, text[start : start + CHUNK_CHARACTERS])
+            for start in starts
+        ]
+        if reply.outcome is None:
+            return chunks
+        message_ids = tuple(reply.message_ids[:MAX_MESSAGE_IDS])
+        end = ReplyChunk(self._process, reply.id, reply.agent_id, len(text), "", reply.outcome, message_ids)
+        return [*chunks, end]
 
-    # What is said elsewhere
+    # Receiving
 
-    def _hear(self, word: str) -> None:
+    def _on_broadcast(self, text: str) -> None:
         try:
-            heard = _decode(word)
+            message = _decode(text)
         except msgspec.DecodeError:  # of another version
             return
-        if heard.by == self._me:
+        if message.by == self._process:
             return
-        match heard:
-            case Asked():
-                self._tell_again()
-            case Stop():
-                self._stop(heard.agent)
-            case Said():
-                self._hear_piece(heard)
+        match message:
+            case ResendRequest():
+                self._resend_all()
+            case StopRequest():
+                self._stop_turn(message.agent)
+            case ReplyChunk():
+                self._receive(message)
 
-    def _tell_again(self) -> None:
-        for draft in self._live.drafts:
-            if draft.id in self._sent:
-                self._sent[draft.id] = 0
-                self._growing[draft.id] = draft
-        self._said.set()
+    def _resend_all(self) -> None:
+        for reply in self._live.replies:
+            if reply.id in self._sent:
+                self._sent[reply.id] = 0
+                self._changed[reply.id] = reply
+        self._has_news.set()
 
-    def _hear_piece(self, piece: Said) -> None:
-        # Who takes an agent over says the same reply again, under the same name.
-        name = f"{piece.draft}@{piece.by}"
-        known = self._foreign.get(name)
-        if known is None:
-            if piece.start or piece.outcome:
-                if not piece.outcome:
-                    self._order(Asked(self._me))
+    def _receive(self, chunk: ReplyChunk) -> None:
+        # A process that takes over a turn writes the same reply again, with the same id.
+        reply_id = f"{chunk.draft}@{chunk.by}"
+        reply = self._remote.get(reply_id)
+        if reply is None:
+            if chunk.start or chunk.outcome:
+                if not chunk.outcome:
+                    self._request(ResendRequest(self._process))
                 return
-            self._end_others_of(piece.agent, piece.by)
-            known = self._foreign[name] = _Foreign(piece.by, piece.agent, 0, 0)
-        known.heard_at = self._clock.monotonic()
-        if piece.start > known.length and not piece.outcome:
-            self._order(Asked(self._me))
+            self._fail_replies_of(chunk.agent, except_process=chunk.by)
+            reply = self._remote[reply_id] = _RemoteReply(chunk.by, chunk.agent, 0, 0)
+        reply.heard_at = self._clock.monotonic()
+        if chunk.start > reply.length and not chunk.outcome:
+            self._request(ResendRequest(self._process))
             return
-        news = piece.text[known.length - piece.start :] if piece.start <= known.length else ""
-        known.length += len(news)
-        if news or not piece.outcome:
-            self._live.say(piece.agent, name, news)
-        if piece.outcome:
-            self._end(name, piece.outcome, piece.messages)
+        new_text = chunk.text[reply.length - chunk.start :] if chunk.start <= reply.length else ""
+        reply.length += len(new_text)
+        if new_text or not chunk.outcome:
+            self._live.append(chunk.agent, reply_id, new_text)
+        if chunk.outcome:
+            self._finish(reply_id, chunk.outcome, chunk.messages)
 
-    def _end_others_of(self, agent_id: str, by: str) -> None:
-        """Another process works for the agent now."""
-        for name, one in [*self._foreign.items()]:
-            if one.agent == agent_id and one.by != by:
-                self._end(name, "failed")
+    def _fail_replies_of(self, agent_id: str, *, except_process: str) -> None:
+        """End the agent's remote replies of other processes: `except_process` works on its turn now."""
+        for reply_id, reply in [*self._remote.items()]:
+            if reply.agent_id == agent_id and reply.process != except_process:
+                self._finish(reply_id, "failed")
 
-    def _end_the_silent(self) -> None:
-        before = self._clock.monotonic() - SILENCE.total_seconds()
-        for name, one in [*self._foreign.items()]:
-            if one.heard_at < before:
-                self._end(name, "failed")
+    def _fail_silent_replies(self) -> None:
+        oldest = self._clock.monotonic() - REMOTE_TIMEOUT.total_seconds()
+        for reply_id, reply in [*self._remote.items()]:
+            if reply.heard_at < oldest:
+                self._finish(reply_id, "failed")
 
-    def _end(self, name: str, outcome: Outcome, messages: Sequence[str] = ()) -> None:
-        self._live.end(name, outcome, messages)
-        del self._foreign[name]
+    def _finish(self, reply_id: str, outcome: ReplyOutcome, message_ids: Sequence[str] = ()) -> None:
+        self._live.finish(reply_id, outcome, message_ids)
+        del self._remote[reply_id]

@@ -1,100 +1,103 @@
-"""What travels on the bus.
+"""Messages and their validation.
 
-The one validation of a send: HTTP, the command line, Python and the tool all seal their drafts here.
+`make_envelope` validates every send, whether it comes from HTTP, the command line, Python or an agent's tool.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
 
-from coterie.clock import to_wire
-from coterie.errors import Refused
+from coterie.artifacts import Artifact
+from coterie.clock import to_rfc3339
+from coterie.errors import CoterieError, Refused, StoreUnavailable
 from coterie.ids import id_for, new_id
-from coterie.text import clean, one_line
+from coterie.text import one_line, to_storable
+
+log = logging.getLogger(__name__)
 
 Payload = dict[str, Any]
 State = Literal["delayed", "pending", "taken", "withdrawn", "dead"]
 
 PERSON = "user"
 SYSTEM = "system"
-RESERVED = frozenset({PERSON, SYSTEM})
+RESERVED_IDS = frozenset({PERSON, SYSTEM})
 
-NEW_CHAIN_AFTER = timedelta(seconds=60)
-"""A message delayed this long starts a causal chain of its own, so that reminders can go on for ever."""
+NEW_CHAIN_DELAY = timedelta(seconds=60)
+"""A message delayed this long starts a new causal chain, so that `max_hops` does not end repeated reminders."""
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """A message that passed validation and waits to be stored. `coterie.messages.seal` makes them."""
+    """A validated message that is not stored yet."""
 
-    # A Struct and not a dataclass, like Receipt: one of each is made for every send, and it is cheaper to make.
+    # A Struct: one is made for every send, and it is cheaper to make than a dataclass. The same for Receipt, Message.
 
     id: str
     sender: str
     to: str
     payload_json: str
     delay: timedelta = timedelta(0)
-    retried: bool = False
-    """The id stands for the sender's own name for this message, so the store may hold it already."""
-    keyed: bool = False
-    """The id is a hash of the sender's own key. The store hashes it again with the society's secret."""
+    may_exist: bool = False
+    """The id is derived from a key, so the store may hold the message already."""
+    is_keyed: bool = False
+    """The id is a hash of the sender's key. The store hashes it again with the society's secret."""
     in_reply_to: str | None = None
     option: int | None = None
-    """Which quick reply of `in_reply_to` this is, counted from 0."""
+    """Index of the chosen quick reply of `in_reply_to`, from 0."""
     cause: str | None = None
-    """The message its sender was handling."""
+    """The message that the sender was handling."""
     attachments: tuple[str, ...] = ()
-    question: bool = False
-    """It offers quick replies to the person."""
-    about: str | None = None
-    """The agent that a notice of the runtime speaks of."""
+    is_question: bool = False
+    """True if it offers quick replies to the person."""
+    about_agent: str | None = None
+    """The agent that a system notice concerns."""
 
     @property
     def thread(self) -> str | None:
-        """The person's conversation it belongs to, named after the agent they talk with."""
+        """The id of the agent in whose conversation with the person it appears; None if in none."""
         if self.sender == PERSON:
             return self.to if self.to != PERSON else None
         if self.to == PERSON:
-            return self.about if self.sender == SYSTEM else self.sender
+            return self.about_agent if self.sender == SYSTEM else self.sender
         return None
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """The bus has the message: from here on nothing but its recipient or a withdrawal ends it."""
+    """Confirms that the message is stored durably."""
 
     message_id: str
     state: Literal["pending", "queued", "delayed"]
-    """`queued`: the recipient is at work and meets it as an interjection."""
+    """`queued`: the recipient is working on a turn; the message interrupts it."""
     scheduled_delivery_time: datetime | None = None
 
-    def to_wire(self) -> dict[str, Any]:
-        wire = {"messageId": self.message_id, "state": self.state}
+    def to_dict(self) -> dict[str, Any]:
+        data = {"messageId": self.message_id, "state": self.state}
         if self.scheduled_delivery_time:
-            wire["scheduledDeliveryTime"] = to_wire(self.scheduled_delivery_time) or ""
-        return wire
+            data["scheduledDeliveryTime"] = to_rfc3339(self.scheduled_delivery_time) or ""
+        return data
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Which message answered a question, and with which of its options; None: in the person's own words."""
+class QuestionAnswer:
+    """The message that answered a question."""
 
     message_id: str
     option: int | None
+    """Index of the chosen quick reply. None: the person wrote text."""
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"messageId": self.message_id, "option": self.option}
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    # Like Envelope, it is made by the thousand.
-
     seq: int
-    """Send order over the whole society; the cursor of every listing."""
+    """Send order in the whole society; the cursor of listings."""
     id: str
     sender: str
     to: str
@@ -102,35 +105,35 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     created_at: datetime
     deliver_at: datetime | None = None
-    """Earliest delivery. None: at once."""
+    """Earliest delivery. None: immediately."""
     delivered_at: datetime | None = None
     taken_at: datetime | None = None
-    """When it entered the recipient's context; for the person, when it was read."""
-    in_seq: int | None = None
-    """Its place in the recipient's mailbox, given at delivery."""
+    """When it entered the recipient's context. For the person: when it was read."""
+    mailbox_position: int | None = None
+    """Order in the recipient's mailbox, assigned at delivery."""
     in_reply_to: str | None = None
     option: int | None = None
     cause: str | None = None
     hops: int = 0
     early: bool = False
-    """Delivered before `deliver_at`, because the runtime stopped."""
+    """Delivered before `deliver_at` because the society stopped."""
     stopped: bool = False
     reason: str | None = None
-    """Why it is dead."""
+    """Why it is a dead letter."""
     replay_of: str | None = None
-    answer: Answer | None = None
-    """On a message with quick replies to the person, once it is answered."""
+    answer: QuestionAnswer | None = None
+    """The answer to a message with quick replies to the person."""
 
-    def to_wire(self) -> dict[str, Any]:
-        wire: dict[str, Any] = {
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {
             "id": self.id,
             "from": self.sender,
             "to": self.to,
             "payload": self.payload,
-            "createdAt": to_wire(self.created_at),
-            "deliverAt": to_wire(self.deliver_at),
-            "deliveredAt": to_wire(self.delivered_at),
-            "takenAt": to_wire(self.taken_at),
+            "createdAt": to_rfc3339(self.created_at),
+            "deliverAt": to_rfc3339(self.deliver_at),
+            "deliveredAt": to_rfc3339(self.delivered_at),
+            "takenAt": to_rfc3339(self.taken_at),
             "state": self.state,
             "inReplyTo": self.in_reply_to,
             "cause": self.cause,
@@ -140,8 +143,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         }
         optional: dict[str, Any] = {"option": self.option, "reason": self.reason, "replayOf": self.replay_of}
         if self.answer:
-            optional["answer"] = self.answer.to_wire()
-        return wire | {key: value for key, value in optional.items() if value is not None}
+            optional["answer"] = self.answer.to_dict()
+        return data | {key: value for key, value in optional.items() if value is not None}
 
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -152,7 +155,7 @@ MAX_DELAY = timedelta(days=3653)
 _encode = msgspec.json.Encoder().encode
 
 
-def seal(
+def make_envelope(
     *,
     sender: str,
     to: object,
@@ -164,48 +167,48 @@ def seal(
     option: object = None,
     cause: str | None = None,
 ) -> Envelope:
-    """The draft as an envelope ready to be stored; `Refused` when anything about it is wrong.
+    """Validate a send and return its envelope; raise `Refused` if anything is invalid.
 
-    Sealing again with the same `client_id` gives the same message, which the store accepts once. The store derives the
-    public id of such a message with the society's secret; the receipt has it.
+    The same `client_id` gives the same message, which the store accepts once. The store derives the public id of
+    such a message with the society's secret; the receipt has it.
     """
     if not isinstance(to, str) or not to:
         raise Refused("unknown_recipient", f"to must be the id of an agent or a person, got {_shown(to)}")
-    checked = check_payload(payload)
-    options = check_quick_replies(checked.pop("quickReplies", None) if quick_replies is None else quick_replies)
+    checked = validate_payload(payload)
+    options = validate_quick_replies(checked.pop("quickReplies", None) if quick_replies is None else quick_replies)
     if options:
         checked["quickReplies"] = options
-    attachments = check_attachments(checked)
+    attachments = validate_attachments(checked)
     return Envelope(
-        # An empty one names nothing: taken at its word, it would make one message of all that have it.
+        # An empty client_id counts as none: otherwise all messages with an empty one would be the same message.
         id=id_for("message", sender, client_id) if client_id else new_id(),
         sender=sender,
-        to=clean(to),
+        to=to_storable(to),
         payload_json=encode_payload(checked),
-        delay=check_delay(delay_ms),
-        retried=bool(client_id),
-        keyed=bool(client_id),
-        in_reply_to=_check_reply(in_reply_to),
-        option=_check_option(option, in_reply_to),
+        delay=validate_delay(delay_ms),
+        may_exist=bool(client_id),
+        is_keyed=bool(client_id),
+        in_reply_to=_validate_in_reply_to(in_reply_to),
+        option=_validate_option(option, in_reply_to),
         cause=cause,
         attachments=attachments,
-        question=options is not None and to == PERSON and sender != PERSON,
-        about=_agent_spoken_of(checked) if sender == SYSTEM else None,
+        is_question=options is not None and to == PERSON and sender != PERSON,
+        about_agent=_problem_agent(checked) if sender == SYSTEM else None,
     )
 
 
-def _agent_spoken_of(payload: Payload) -> str | None:
+def _problem_agent(payload: Payload) -> str | None:
     problem = payload.get("problem")
     agent = problem.get("agent") if isinstance(problem, dict) else None
     return agent if isinstance(agent, str) else None
 
 
-def check_payload(payload: object) -> Payload:
+def validate_payload(payload: object) -> Payload:
     if not isinstance(payload, Mapping):
         raise Refused(
             "payload_invalid", f'payload must be a JSON object such as {{"text": "…"}}, got {_shown(payload)}'
         )
-    checked = _plain(payload, "payload", MAX_DEPTH)
+    checked = _copy_json(payload, "payload", MAX_DEPTH)
     if not isinstance(checked.get("text", ""), str):
         raise Refused("payload_invalid", f"payload.text must be a string, got {_shown(checked['text'])}")
     return checked  # type: ignore[no-any-return]
@@ -216,13 +219,13 @@ def encode_payload(payload: Payload) -> str:
     if len(data) > MAX_PAYLOAD_BYTES:
         raise Refused(
             "payload_too_large",
-            f"the payload is {len(data):,} bytes, the most is {MAX_PAYLOAD_BYTES:,}: attach long content as a file",
+            f"the payload has {len(data):,} bytes, the limit is {MAX_PAYLOAD_BYTES:,}: attach long content as a file",
         )
     return data.decode()
 
 
-def check_quick_replies(value: object) -> list[str] | None:
-    """The options in their order, or None when none were given (absent, null and [] are the same)."""
+def validate_quick_replies(value: object) -> list[str] | None:
+    """The quick replies in order; None if there are none (absent, null or [])."""
     if value is None:
         return None
     if not isinstance(value, list | tuple):
@@ -231,16 +234,16 @@ def check_quick_replies(value: object) -> list[str] | None:
         return None
     if len(value) > MAX_QUICK_REPLIES:
         raise Refused("quickReplies_too_many", f"at most {MAX_QUICK_REPLIES} quick replies, got {len(value)}")
-    for place, item in enumerate(value):
+    for index, item in enumerate(value):
         if not isinstance(item, str):
-            raise Refused("quickReplies_invalid_type", f"quickReplies[{place}] must be a string, got {_shown(item)}")
+            raise Refused("quickReplies_invalid_type", f"quickReplies[{index}] must be a string, got {_shown(item)}")
         if not item.strip():
-            raise Refused("quickReplies_empty_string", f"quickReplies[{place}] must not be empty")
-    return [clean(item) for item in value]
+            raise Refused("quickReplies_empty_string", f"quickReplies[{index}] must not be empty")
+    return [to_storable(item) for item in value]
 
 
-def check_delay(value: object) -> timedelta:
-    """The wait before delivery in whole milliseconds, rounded up so that nothing is ever early; 0 for none or less."""
+def validate_delay(value: object) -> timedelta:
+    """The delay in whole milliseconds, rounded up so that no delivery is early; 0 for None or a negative value."""
     if value is None:
         return timedelta(0)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -252,29 +255,29 @@ def check_delay(value: object) -> timedelta:
     return timedelta(milliseconds=max(0, math.ceil(value)))
 
 
-def check_attachments(payload: Payload) -> tuple[str, ...]:
-    """The artifacts the payload names; the runtime fills in what they are before the message is stored."""
+def validate_attachments(payload: Payload) -> tuple[str, ...]:
+    """The artifact refs in the payload. `MessageBus` adds type and size before the message is stored."""
     attachments = payload.get("attachments")
     if attachments is None:
         payload.pop("attachments", None)
         return ()
     if not isinstance(attachments, list):
         raise Refused("payload_invalid", f"payload.attachments must be an array, got {_shown(attachments)}")
-    for place, item in enumerate(attachments):
+    for index, item in enumerate(attachments):
         if not isinstance(item, dict) or not isinstance(item.get("artifactRef"), str):
-            raise Refused("payload_invalid", f'payload.attachments[{place}] must be an object with an "artifactRef"')
+            raise Refused("payload_invalid", f'payload.attachments[{index}] must be an object with an "artifactRef"')
         if not isinstance(item.get("filename", ""), str | None):
-            raise Refused("payload_invalid", f"payload.attachments[{place}].filename must be a string")
+            raise Refused("payload_invalid", f"payload.attachments[{index}].filename must be a string")
     return tuple(item["artifactRef"] for item in attachments)
 
 
-def _check_reply(in_reply_to: object) -> str | None:
+def _validate_in_reply_to(in_reply_to: object) -> str | None:
     if in_reply_to is None or isinstance(in_reply_to, str):
-        return in_reply_to and clean(in_reply_to)
+        return in_reply_to and to_storable(in_reply_to)
     raise Refused("inReplyTo_unknown", f"inReplyTo must be the id of a message, got {_shown(in_reply_to)}")
 
 
-def _check_option(option: object, in_reply_to: object) -> int | None:
+def _validate_option(option: object, in_reply_to: object) -> int | None:
     if option is None:
         return None
     if isinstance(option, bool) or not isinstance(option, int) or option < 0:
@@ -282,40 +285,91 @@ def _check_option(option: object, in_reply_to: object) -> int | None:
             "option_invalid", f"option must be the index of a quick reply, counted from 0, got {_shown(option)}"
         )
     if in_reply_to is None:
-        raise Refused("option_invalid", "option needs inReplyTo: the message whose quick reply it is")
+        raise Refused("option_invalid", "option needs inReplyTo: the id of the message with the quick reply")
     return option
 
 
-def _plain(value: object, place: str, depth: int) -> Any:
-    """A copy made of JSON's own types only, with text that every engine can store."""
+def _copy_json(value: object, path: str, depth: int) -> Any:
+    """A copy made of JSON types only, with text that every engine can store."""
     if isinstance(value, str):
-        return clean(value)
+        return to_storable(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
         if -(2**63) <= value < 2**64:
             return value
-        raise Refused("payload_invalid", f"{place} is a whole number of more than 64 bits, which few programs can read")
+        raise Refused("payload_invalid", f"{path} is an integer of more than 64 bits, which few programs can read")
     if isinstance(value, float):
         if math.isfinite(value):
             return value
-        raise Refused("payload_invalid", f"{place} is {value}, which JSON cannot carry")
+        raise Refused("payload_invalid", f"{path} is {value}, which JSON cannot represent")
     if depth == 0:
         raise Refused("payload_invalid", f"payload is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise Refused("payload_invalid", f"{place} has the key {_shown(key)}; keys must be strings")
-        # Most items are text; asking here spares each of them a call and the words of an error that does not happen.
+                raise Refused("payload_invalid", f"{path} has the key {_shown(key)}; keys must be strings")
+        # Most items are strings: handling them here saves a call and the formatting of an unused path.
         return {
-            clean(key): clean(item) if type(item) is str else _plain(item, f"{place}.{key}", depth - 1)
+            to_storable(key): to_storable(item) if type(item) is str else _copy_json(item, f"{path}.{key}", depth - 1)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{place}[{index}]", depth - 1) for index, item in enumerate(value)]
-    raise Refused("payload_invalid", f"{place} is a {type(value).__name__}, which JSON cannot carry")
+        return [_copy_json(item, f"{path}[{index}]", depth - 1) for index, item in enumerate(value)]
+    raise Refused("payload_invalid", f"{path} is a {type(value).__name__}, which JSON cannot represent")
 
 
 def _shown(value: object) -> str:
-    """A foreign value as an error message may quote it."""
+    """An untrusted value as an error message quotes it."""
     return f"{type(value).__name__} {one_line(repr(value), 40)}" if value is not None else "nothing"
+
+
+MAX_SHOWN_CHARS = 32_000
+"""Characters that a shortened text keeps, in its message and in the history."""
+LONG_ANSWER_FILENAME = "answer.md"
+_RESERVED_BYTES = 4_096
+"""Bytes of a payload for everything except the text."""
+_MAX_JSON_BYTES_PER_CHAR = 6
+"""Length of an escaped control character."""
+SaveFile = Callable[[bytes, str], Awaitable[Artifact]]
+"""Stores bytes durably under a filename."""
+
+
+def is_too_long(text: str) -> bool:
+    """True if no message can carry `text`."""
+    limit = MAX_PAYLOAD_BYTES - _RESERVED_BYTES
+    return len(text) * _MAX_JSON_BYTES_PER_CHAR > limit and len(msgspec.json.encode(text)) > limit
+
+
+def shorten(text: str, note: str) -> str:
+    """Return the beginning of `text` with a note about the missing part."""
+    head, shown, total = text[:MAX_SHOWN_CHARS], f"{MAX_SHOWN_CHARS:,}", f"{len(text):,}"
+    return f"{head}\n\n[Shortened: these are the first {shown} of {total} characters. {note}]"
+
+
+async def fit_answer(text: str, save_file: SaveFile | None) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """Return the text for the message, and the attachment with the whole text if it was shortened.
+
+    The file is durable before the message that names it. If it cannot be stored, the text says so.
+    """
+    if not is_too_long(text):
+        return text, ()
+    if save_file is None:
+        return shorten(text, "The rest was not kept."), ()
+    try:
+        artifact = await save_file(text.encode(), LONG_ANSWER_FILENAME)
+    except StoreUnavailable:
+        raise  # temporary: the caller retries
+    except (CoterieError, OSError) as error:
+        log.warning(
+            "an answer of %d characters was shortened, because it cannot be stored as a file: %s", len(text), error
+        )
+        return shorten(text, f"The rest could not be kept: {str(error)[:200]}"), ()
+    return shorten(text, f"The whole is in the file {LONG_ANSWER_FILENAME}, artifactRef {artifact.ref}."), (
+        artifact.to_dict(),
+    )
+
+
+def describe_receipt(receipt: Receipt) -> dict[str, Any]:
+    """Return the result that reports a sent message to the model."""
+    return {key: value for key, value in receipt.to_dict().items() if key != "state"}

@@ -1,4 +1,4 @@
-"""How often somebody may do something: token buckets, one for each of them, in a map that cannot grow without end."""
+"""Rate limiting: one token bucket per client, for a bounded number of clients."""
 
 from __future__ import annotations
 
@@ -6,34 +6,29 @@ from collections import OrderedDict
 
 from coterie.clock import Clock
 
-CLIENTS = 4096
+MAX_CLIENTS = 4096
 
 
-class Rates:
-    """`burst` at once, then `per_second`."""
+class RateLimiter:
+    """Allows `burst` actions at once, then `per_second`. Forgets the least recently used client when full."""
 
-    def __init__(self, clock: Clock, *, burst: float, per_second: float, clients: int = CLIENTS) -> None:
+    def __init__(self, clock: Clock, *, burst: float, per_second: float, clients: int = MAX_CLIENTS) -> None:
         self._clock, self._burst, self._per_second, self._clients = clock, burst, per_second, clients
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Tokens left and when they were counted, by client."""
 
-    def take(self, client: str) -> float:
-        """0.0: go on. Otherwise the seconds until the next one may."""
-        now, left = self._look(client)
-        if left < 1.0:
-            return (1.0 - left) / self._per_second
-        self._keep(client, left - 1.0, now)
+    def try_acquire(self, client: str) -> float:
+        """Take one token and return 0.0, or return the seconds until the next token."""
+        now = self._clock.monotonic()
+        tokens, counted_at = self._buckets.get(client, (self._burst, now))
+        tokens = min(self._burst, tokens + (now - counted_at) * self._per_second)
+        if tokens < 1.0:
+            return (1.0 - tokens) / self._per_second
+        self._buckets[client] = (tokens - 1.0, now)
+        self._buckets.move_to_end(client)
+        if len(self._buckets) > self._clients:
+            self._buckets.popitem(last=False)
         return 0.0
 
-    def _look(self, client: str) -> tuple[float, float]:
-        now = self._clock.monotonic()
-        left, seen = self._left.get(client, (self._burst, now))
-        return now, min(self._burst, left + (now - seen) * self._per_second)
-
-    def _keep(self, client: str, left: float, now: float) -> None:
-        self._left[client] = (left, now)
-        self._left.move_to_end(client)
-        if len(self._left) > self._clients:
-            self._left.popitem(last=False)
-
     def __len__(self) -> int:
-        return len(self._left)
+        return len(self._buckets)

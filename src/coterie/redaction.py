@@ -1,4 +1,4 @@
-"""Keys taken out of words that somebody else chose: what a tool returned, why a server could not be reached."""
+"""Removal of secrets from text that comes from elsewhere: tool results, provider errors, server logs."""
 
 from __future__ import annotations
 
@@ -7,36 +7,67 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from urllib.parse import parse_qsl, urlsplit
 
-LEAST = 8
-"""Characters of a value that counts as a key: shorter ones stand in too many harmless words."""
-_NAMED = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+MIN_SECRET_LENGTH = 8
+"""Shorter values occur in too many harmless texts."""
+REDACTED = "***"
+_FRAGMENT_LENGTH = 8
+_MIN_KEY_LENGTH = 5
+_MASK_SHOWS = 4
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 
 
-def redact(text: str, secrets: Iterable[str]) -> str:
+def redact(text: str, secrets: Iterable[str], *, fragments: bool = False) -> str:
+    """Replace each secret. `fragments`: also parts of a secret of at least 8 characters, which costs more.
+
+    With `fragments`, secrets shorter than 5 characters are ignored: values such as `none` are no keys.
+    """
     for secret in secrets:
-        if secret in text:
-            text = text.replace(secret, "***")
+        if fragments:
+            text = _redact_fragments(text, secret)
+        elif secret in text:
+            text = text.replace(secret, REDACTED)
     return text
 
 
-def secrets_of(*values: Mapping[str, str] | tuple[str, ...] | str | None) -> tuple[str, ...]:
-    """Of variables and of a command's options, those whose names say so; of an address, its password and its query.
+def _redact_fragments(text: str, secret: str) -> str:
+    size = min(_FRAGMENT_LENGTH, len(secret))
+    if size < _MIN_KEY_LENGTH:
+        return text
+    pieces = {secret[i : i + size] for i in range(len(secret) - size + 1)}
+    result: list[str] = []
+    copied = end = 0
+    for start in range(len(text) - size + 1):
+        if text[start : start + size] in pieces:
+            if start > end or not result:
+                result += [text[copied:start], REDACTED]
+            copied = end = start + size
+    return "".join(result) + text[copied:]
 
-    The longest first.
+
+def mask(secret: str) -> str:
+    """Return the last four characters for comparison, or none of a short secret."""
+    return "…" + (secret[-_MASK_SHOWS:] if len(secret) >= 4 * _MASK_SHOWS else "")
+
+
+def find_secrets(*values: Mapping[str, str] | tuple[str, ...] | str | None) -> tuple[str, ...]:
+    """Return the secrets in environment variables, command options and URLs, longest first.
+
+    Of variables and options, those with a name such as `API_KEY`; of a URL, its password and its query.
     """
-    found: set[str] = set()
+    secrets: set[str] = set()
     for value in values:
         if isinstance(value, str):
             url = urlsplit(value)
-            found |= {url.password or "", url.query, *(part for _, part in parse_qsl(url.query))}
+            secrets |= {url.password or "", url.query, *(part for _, part in parse_qsl(url.query))}
         elif value:
             named = _options(value) if isinstance(value, tuple) else value.items()
-            found |= {one for name, one in named if _NAMED.search(name)}
-    found |= {line for one in found for line in one.splitlines()}  # what is read line by line has no more of it
-    return tuple(sorted((one for one in found if len(one) >= LEAST), key=len, reverse=True))
+            secrets |= {secret for name, secret in named if _SECRET_NAME.search(name)}
+    # Logs are redacted line by line, so each line of a secret counts.
+    secrets |= {line for secret in secrets for line in secret.splitlines()}
+    return tuple(sorted((secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH), key=len, reverse=True))
 
 
 def _options(arguments: tuple[str, ...]) -> list[tuple[str, str]]:
-    """`--api-key X` and `--api-key=X` alike."""
-    joined = [one.partition("=") for one in arguments]
+    """Return names and values of both `--api-key X` and `--api-key=X`."""
+    joined = [argument.partition("=") for argument in arguments]
     return [(name, value) for name, _, value in joined] + list(pairwise(arguments))

@@ -1,21 +1,15 @@
-"""What a storage engine promises.
+"""The storage ports: `Store` for agents, messages, artifacts and events; `Overview` for what people look at.
 
-The port speaks in transitions: each write method is one transaction, wholly done and durable when it returns, or not
-done at all. Time is the engine's own (the machine's clock for SQLite, the database's for PostgreSQL), so callers hand
-in and get back durations and never compare clocks.
-
-The processes whose agents work: who they are, and what each has done.
-
-How much a society has done, in numbers.
-
-What a storage engine shows to people: everything at one glance, conversations, tool runs, what it all cost.
+Each write method is one transaction: durable when it returns, or not done at all. The engine supplies the time (SQLite:
+the machine's clock, PostgreSQL: the database's). Callers pass and get durations and never compare clocks.
+`turn_store` has the port for turns.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -23,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import EPOCH, to_wire
+from coterie.clock import UNIX_EPOCH, to_rfc3339
 from coterie.events import Event
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 
@@ -35,12 +29,12 @@ class Limits:
     """Messages that may wait for one agent."""
     mailbox_bytes: int = 64 << 20
     shared_artifacts: bool = False
-    """Agents may read and forward every artifact, not only those that are theirs or reached them."""
+    """Agents may read and forward every artifact, not only those they made or received."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A delayed message that has just reached its recipient's mailbox."""
+    """A delayed message that was moved to its recipient's mailbox."""
 
     message_id: str
     recipient: str
@@ -51,46 +45,48 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """What one round of delivering delayed messages did."""
+    """Result of one `promote_due` call."""
 
     delivered: Sequence[Delivery] = ()
     dead: int = 0
-    """Those whose recipient is gone; their senders were told."""
+    """Messages whose recipient is terminated; their senders were notified."""
     next_due: timedelta | None = None
-    """Until the next one. None: nothing is delayed. Zero or less: more is due than one round takes."""
+    """Time until the next due message. None: nothing is delayed. Zero or less: more messages are due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """How long what nobody needs any more is kept."""
+    """How long finished things are kept."""
 
     messages: timedelta | None = None
-    """None: for ever."""
+    """None: forever."""
     dead_letters: timedelta = timedelta(days=30)
     events: timedelta = timedelta(days=7)
-    loose_artifacts: timedelta = timedelta(hours=24)
-    """Uploads that no message refers to."""
+    unused_artifacts: timedelta = timedelta(hours=24)
+    """Artifacts that no message refers to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
     messages: int = 0
     events: int = 0
-    bytes_to_delete: Sequence[str] = ()
-    """Content hashes that no artifact names any more."""
+    unreferenced_blobs: Sequence[str] = ()
+    """SHA-256 of bytes that no artifact refers to any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
+    """A profile from which agents can be created."""
+
     profile: str
     """As JSON."""
     maker: str | None
-    """Whose it is. None: it was made before this was kept; it counts as the owner's."""
+    """The agent that defined it. None: unknown, from an old version; treated as the owner's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Which part of a listing: newest first, `before` this `seq`."""
+    """Part of a listing, newest first: `limit` items with a `seq` less than `before`."""
 
     before: int | None = None
     limit: int = 50
@@ -101,14 +97,14 @@ class StoreInfo:
     engine: str
     version: str
     log_id: str
-    """Names the event log, so that a place in it stays valid over restarts."""
-    last_seen: datetime = EPOCH
-    """The latest time anything in it was stamped with."""
+    """Id of the event log. A position in the log is valid as long as the id is the same."""
+    last_seen: datetime = UNIX_EPOCH
+    """The latest time stamp in the store."""
     unclean: bool = False
-    """The last owner did not close it."""
+    """The last process did not close the store."""
     warnings: Sequence[str] = field(default_factory=tuple)
     secret: bytes = field(default=b"", repr=False)
-    """The society's secret, which ids are hashed with. Never shown, logged or sent."""
+    """The society's secret for keyed ids. Never shown, logged or sent."""
 
 
 class Store(Protocol):
@@ -116,68 +112,67 @@ class Store(Protocol):
     def info(self) -> StoreInfo: ...
 
     @property
-    def healthy(self) -> bool:
-        """False while writes do not get through."""
+    def is_healthy(self) -> bool:
+        """False while writes fail."""
         ...
 
     @property
-    def trouble(self) -> str | None:
-        """Why writes do not get through, in one sentence, as far as it is known without trying."""
+    def write_error(self) -> str | None:
+        """Why writes fail, in one sentence, as far as known without trying."""
         ...
 
     async def close(self) -> None: ...
 
-    async def is_last(self) -> bool:
-        """Whether no other process runs this society."""
+    async def is_only_process(self) -> bool:
+        """True if no other live process runs this society."""
         ...
 
     # Agents
 
     async def add_agents(self, agents: Sequence[Agent]) -> None:
-        """They exist and can be written to. Those known already keep their mail; a new name is taken over."""
+        """Add agents, so that they can get mail. A known agent keeps its mail and gets the new name."""
         ...
 
     async def terminate(self, agent_id: str) -> None:
-        """It gets no more mail: what waited is dead, and its senders are told."""
+        """End an agent. Its waiting messages become dead letters and their senders are notified."""
         ...
 
     async def pause(self, agent_id: str) -> None:
-        """It ends the turn it is in, if any, and begins no other until it is resumed. Its mail waits."""
+        """Let the agent end its current turn and start no other until `resume`. Its mail waits."""
         ...
 
     async def resume(self, agent_id: str) -> None:
-        """A paused agent takes up its mail; a blocked one tries again."""
+        """Let a paused agent read its mail, or a blocked one retry."""
         ...
 
     async def pause_all(self) -> None:
-        """Nothing begins after this returns, on any process: no turn, no model call, no tool.
+        """Pause the society: after this returns no process starts a turn, a model call or a tool.
 
-        It counts for agents that are made later, too. What is inside a model call or a tool ends that step; the turn
-        goes on with the next one after `resume_all`.
+        Agents created later are paused, too. A running model call or tool finishes its step; the turn continues
+        after `resume_all`.
         """
         ...
 
     async def resume_all(self) -> None:
-        """The society goes on. Agents that were paused individually stay paused; blocked ones try again."""
+        """Resume the society. Individually paused agents stay paused; blocked ones retry."""
         ...
 
-    async def society_paused(self) -> bool: ...
+    async def is_paused(self) -> bool: ...
 
-    async def stop(self, agent_id: str) -> bool:
-        """A turn that nobody works on, because it waits for a retry or for the person's word, ends; its mail begins
-        the next. False when there is none."""
+    async def stop_waiting_turn(self, agent_id: str) -> bool:
+        """End a turn that waits for a retry or an approval; its mail starts the next turn. False if there is none."""
         ...
 
-    async def catch_up(self) -> None:
-        """Whatever was handed in before is written or refused, and whoever waited for it has been told."""
+    async def flush(self) -> None:
+        """Return when all earlier writes are committed or refused and their callers have the result."""
         ...
 
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
-        """Those of them that are blocked, and not paused, try again; the ids of those that do."""
+        """Let those of the agents retry that are blocked and not paused; return their ids."""
         ...
 
     async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
-        """Agents can be made after this pattern. Its maker may replace it; `Refused("role_taken")` for anybody else."""
+        """Define a role. Only its maker may replace it; others get `Refused("role_taken")`."""
         ...
 
     async def roles(self) -> Mapping[str, Role]: ...
@@ -186,58 +181,55 @@ class Store(Protocol):
 
     async def agent(self, agent_id: str) -> Agent | None: ...
 
-    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
-        """Those of them that there are."""
+    async def agents_by_id(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+        """The agents that exist."""
         ...
 
     # Messages
 
     async def send(self, envelope: Envelope) -> Receipt:
-        """Stored, in the recipient's mailbox or with its due time; `Refused` with nothing stored.
+        """Store a message in the recipient's mailbox or as delayed. `Refused`: nothing was stored.
 
-        Sent again under the same id, the answer is the same and there is one message. Messages of one sender to one
-        recipient keep the order of the calls.
+        Idempotent by id. Messages from one sender to one recipient keep the order of the calls.
         """
         ...
 
-    async def promote(self, limit: int, *, early: bool = False) -> Promotion:
-        """Deliver up to `limit` delayed messages that are due (`early`: all of them), by due time, then send order."""
+    async def promote_due(self, limit: int, *, early: bool = False) -> Promotion:
+        """Deliver up to `limit` due messages (`early`: also those not due), by due time, then send order."""
         ...
 
     async def until_next_due(self) -> timedelta | None: ...
 
     async def withdraw(self, message_id: str, by: str) -> Message:
-        """It will never be taken; again: the same. `Refused` once it was taken, or when it is not `by`'s."""
+        """Withdraw a message that is not taken yet. Idempotent. `Refused` if it was taken or is not from `by`."""
         ...
 
-    async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
-        """A delayed message gets a new due time, `delay` from now. `Refused` once it was delivered."""
+    async def reschedule(self, message_id: str, delay: timedelta, by: str) -> Message:
+        """Make a delayed message due `delay` from now. `Refused` if it was delivered."""
         ...
 
-    async def read(self, thread: str, upto: str) -> int:
-        """The person has seen their conversation with the agent `thread` up to the message `upto`.
+    async def mark_read(self, thread: str, upto: str) -> int:
+        """Mark the person's conversation with the agent `thread` as read up to the message `upto`.
 
-        How many were new to them. The runtime's notices about no agent in particular are the thread `system`.
-        `Refused("unknown_message")` when `upto` is not in it.
+        Returns how many messages were unread. Notices about no particular agent are in the thread `system`.
+        `Refused("unknown_message")` if `upto` is not in the thread.
         """
         ...
 
-    async def resend(self, message_id: str) -> Receipt:
-        """A dead letter goes out again as a new message."""
+    async def resend_dead_letter(self, message_id: str) -> Receipt:
+        """Send a dead letter again as a new message."""
         ...
 
-    async def forget(self, message_id: str) -> None:
-        """A dead letter is deleted."""
-        ...
+    async def delete_dead_letter(self, message_id: str) -> None: ...
 
     async def message(self, message_id: str) -> Message | None: ...
 
-    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
-        """Those of them that there are."""
+    async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]:
+        """The messages that exist."""
         ...
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
-        """Newest first; `agent`: sent by it or to it."""
+        """Newest first. `agent`: only messages from or to it."""
         ...
 
     async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
@@ -247,7 +239,7 @@ class Store(Protocol):
     async def delayed(
         self, recipient: str | None = None, *, sender: str | None = None, after: Message | None = None, limit: int = 50
     ) -> Sequence[Message]:
-        """By due time, then send order."""
+        """Delayed messages by due time, then send order; `after`: only those after this one."""
         ...
 
     async def delayed_count(self, recipient: str | None = None) -> int: ...
@@ -255,21 +247,21 @@ class Store(Protocol):
     # Artifacts
 
     async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
-        """Its bytes are durable already. Again under the same ref: the first one stands.
+        """Add the row of an artifact whose bytes are durable. For a known ref return the existing artifact.
 
-        `maker`: the agent that made it. None: the person did.
+        `maker`: the agent that made it; None: the person.
         """
         ...
 
     async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
-        """Those of `refs` that there are. With `reader`: those that this agent made, or took in a message."""
+        """The artifacts that exist. With `reader`: only those that this agent made or took in a message."""
         ...
 
     async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
-        """Newest first. With `reader`: those that this agent made, or took in a message."""
+        """Newest first. With `reader`: only those that this agent made or took in a message."""
         ...
 
-    # The log, and care
+    # Event log and maintenance
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]: ...
 
@@ -278,45 +270,47 @@ class Store(Protocol):
     async def prune(self, retention: Retention) -> Pruned: ...
 
     def violations(self) -> AsyncIterator[str]:
-        """Every stored fact that contradicts an invariant, in words."""
+        """A description of every violated invariant."""
         ...
 
     async def backup(self, target: Path) -> None:
-        """A consistent copy of everything but artifact bytes, durable at `target`; writers go on meanwhile."""
+        """Write a consistent, durable copy of everything but artifact bytes to `target`. Writers continue."""
         ...
 
 
 @dataclass(slots=True)
-class Tally:
-    """What one process has counted since it began."""
+class WorkerCounters:
+    """Counters of one process since its start."""
 
     heartbeats: int = 0
-    """How often it has told the others that it lives. Where one process owns all, there is nobody to tell."""
+    """Always 0 with SQLite."""
     fenced: int = 0
-    """Writes that counted for nothing, because another worker had taken the agent over."""
+    """Writes rejected because another worker had claimed the agent."""
     takeovers: int = 0
-    """Turns taken over from a worker that was gone, without having let go of them."""
+    """Turns claimed from a worker that was gone without releasing them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
+    """A process that runs the society."""
+
     id: str | None
-    """As agents name it. None: its agents do not work."""
+    """As in `Agent.worker`. None: the process runs no agents."""
     name: str
-    """For people: `host/pid`."""
+    """`host/pid`."""
     since: datetime
     seen_at: datetime
     claims: int
-    """Agents it is at work on."""
+    """Agents it has claimed."""
     heartbeats: int
     fenced: int
     takeovers: int
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "since": to_wire(self.since),
-            "seenAt": to_wire(self.seen_at),
+            "since": to_rfc3339(self.since),
+            "seenAt": to_rfc3339(self.seen_at),
             "claims": self.claims,
             "heartbeats": self.heartbeats,
             "fencedWrites": self.fenced,
@@ -324,49 +318,37 @@ class Worker:
         }
 
 
-class Staffed(Protocol):
-    async def workers(self) -> Sequence[Worker]:
-        """Those that live, by name."""
-        ...
-
-
-def name_of(pid: int | None = None) -> str:
-    """Of a process on this machine; our own when none is named."""
+def worker_name(pid: int | None = None) -> str:
+    """Name of a process on this machine; by default the current one."""
     return f"{socket.gethostname()}/{os.getpid() if pid is None else pid}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Of one moment. What was pruned is no longer counted."""
+    """Numbers from one snapshot. Pruned rows are not counted."""
 
     seq: int
-    """The last event that `events` counts."""
+    """The last event counted in `events`."""
     events: Mapping[str, int]
-    """By kind, behind the event that was asked for."""
+    """New events by kind."""
     turns: int
-    """That were begun."""
+    """Turns started."""
     model_calls: Mapping[str, int]
     """By outcome: `used` or `withdrawn`."""
     tool_calls: Mapping[str, int]
     """By state."""
     withdrawn_plans: int
     waiting: int
-    """Messages in mailboxes of agents."""
-    fullest: int
-    """The longest of those mailboxes."""
+    """Messages in the mailboxes of agents."""
+    largest_mailbox: int
+    """Messages in the fullest mailbox."""
     delayed: int
     agents: Mapping[str, int]
     """By state."""
 
 
-class Counted(Protocol):
-    async def statistics(self, after: int) -> Statistics:
-        """`after`: only events behind this one are counted."""
-        ...
-
-
-SHOWN = 200
-"""The longest a list gets."""
+MAX_LISTED = 200
+"""Maximum length of a list in a `Snapshot`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,23 +358,23 @@ class Thread:
     agent_id: str
     last: Message
     unread: int
-    """Messages of the agent that the person has not read."""
+    """Number of messages of the agent that the person has not read."""
     first_unread: str | None
-    """The oldest of them."""
+    """Id of the oldest of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything as it was at event `seq`, each list cut at `SHOWN` with its full count beside it."""
+    """The society's state at event `seq`. Each list has at most `MAX_LISTED` items and a full count."""
 
     seq: int
     agents: Sequence[Agent]
     agent_count: int
     threads: Sequence[Thread]
-    """Those with at least one message, the one spoken in last first."""
+    """Conversations with at least one message, most recent first."""
     thread_count: int
     queues: Sequence[Message]
-    """What waits for agents, by agent, in mailbox order."""
+    """Messages waiting for agents, by agent, in mailbox order."""
     queue_count: int
     delayed: Sequence[Message]
     delayed_count: int
@@ -400,12 +382,12 @@ class Snapshot:
     """Newest first."""
     question_count: int
     paused: bool = False
-    """The whole society is."""
+    """True if the whole society is paused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
-    """One tool call of a plan, for people to look at."""
+    """A tool call of a plan, for people."""
 
     call_id: str
     name: str
@@ -419,7 +401,7 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """What an agent's model wanted to do at one step, and what became of it."""
+    """A plan of an agent's model and its outcome, for people."""
 
     seq: int
     """The cursor of the listing."""
@@ -429,29 +411,39 @@ class PlanRecord:
     text: str
     outcome: Literal["open", "closed", "withdrawn"]
     interrupted_by: str | None
-    """The message that withdrew it, or cut it short."""
+    """The message that withdrew or shortened it."""
     at: datetime
     calls: Sequence[CallRecord]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
+    """Model usage of one agent at one service on one day."""
+
     day: str
     """`2026-11-15`, in UTC."""
     agent_id: str
     service: str
     requests: int
     withdrawn: int
-    """Requests whose answer was withdrawn by an interruption."""
+    """Requests whose answer an interruption withdrew."""
     input_tokens: int
     output_tokens: int
     estimated_tokens: int
-    """How many of both are our own estimate: the service did not report them, or the answer was cut off."""
+    """Tokens of both counts that are estimated, because the service did not report them or the answer was cut off."""
 
 
 class Overview(Protocol):
+    async def workers(self) -> Sequence[Worker]:
+        """The live processes, by name."""
+        ...
+
+    async def statistics(self, after: int) -> Statistics:
+        """`after`: count only events after this one."""
+        ...
+
     async def snapshot(self) -> Snapshot:
-        """Of one moment: whoever goes on with the events behind `seq` misses nothing and sees nothing twice."""
+        """A consistent snapshot. The events after its `seq` continue it without gap or overlap."""
         ...
 
     async def thread(
@@ -463,25 +455,25 @@ class Overview(Protocol):
         around: str | None = None,
         limit: int = 50,
     ) -> Sequence[Message]:
-        """The conversation, oldest first: the latest part, or the part next to the message named.
+        """The conversation, oldest first: its end, or the part next to the given message.
 
-        `Refused("unknown_message")` when that one is not in this thread.
+        `Refused("unknown_message")` if the message is not in this thread.
         """
         ...
 
     async def clear_thread(self, agent_id: str) -> int:
-        """The conversation and what the agent remembers are gone; how many messages were. Its other mail stays.
+        """Delete the conversation and the agent's history; return the number of deleted messages.
 
-        `Refused("agent_busy")` while the agent is at work.
+        The agent's other mail stays. `Refused("agent_busy")` while the agent works on a turn.
         """
         ...
 
     async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
-        """How many messages of each conversation the person has not read."""
+        """Number of messages in each conversation that the person has not read."""
         ...
 
-    async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
-        """Messages with quick replies to the person that nobody has answered, newest first."""
+    async def open_questions(self, agent_id: str | None = None, limit: int = MAX_LISTED) -> Sequence[Message]:
+        """Unanswered messages with quick replies to the person, newest first."""
         ...
 
     async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
@@ -493,9 +485,72 @@ class Overview(Protocol):
         ...
 
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
-        """Messages whose text contains all of `words`, in any case, newest first."""
+        """Messages whose text contains all of `words`, ignoring case, newest first."""
         ...
 
     async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
-        """Newest first, behind the artifact `ref`."""
+        """Newest first, starting after the artifact `ref`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGrant:
+    granted: int
+    """Number of additional slots."""
+    others_wait: bool = False
+    """Other processes wait for a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    """Slots of another process at the same service."""
+
+    held: int
+    waiting: int = 0
+    urgent: int = 0
+    """How many of the waiting requests are for the person."""
+
+
+class SlotSharing(Protocol):
+    """Divides the slots of a service between processes."""
+
+    def subscribe_slots(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop when another process wants or releases a slot."""
+        ...
+
+    async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
+        """Report the held slots and waiting requests of this process; return the additional slots it gets.
+
+        `urgent`: how many waiting requests are for the person. A dead process's slots are free once its lease ends.
+        """
+        ...
+
+
+def divide_slots(
+    limit: int,
+    held: int,
+    waiting: int,
+    others: Iterable[OtherProcess],
+    *,
+    urgent: int = 0,
+    releases_slot: bool = False,
+) -> SlotGrant:
+    """Divide the free slots: requests for the person first, then the process with the fewest slots.
+
+    `releases_slot`: this process releases a slot in the same call. Then another process with equally many slots goes
+    first. Otherwise the only slot of a service would never leave a process with a long queue.
+    """
+    others = list(others)
+    others_wait = any(process.waiting for process in others)
+    free, granted = limit - held - sum(process.held for process in others), 0
+    rivals = [[process.held, process.waiting, process.urgent] for process in others]
+    while free > 0 and granted < waiting:
+        own_rank = (urgent <= granted, held + granted + releases_slot)
+        ahead = [rival for rival in rivals if rival[1] > 0 and (rival[2] <= 0, rival[0]) < own_rank]
+        if ahead:
+            first = min(ahead, key=lambda rival: (rival[2] <= 0, rival[0]))
+            first[0], first[1], first[2] = first[0] + 1, first[1] - 1, first[2] - 1
+        else:
+            granted += 1
+        free -= 1
+    return SlotGrant(granted, others_wait=others_wait)

@@ -52,7 +52,7 @@ async def supervise(
 class Shutdown:
     """Runs the steps of a stop, each whatever the steps before it did. `finish` raises the first error.
 
-    A cancellation counts as an error: the step it interrupts ends, the remaining steps still run.
+    A cancellation counts as an error: it ends the current step, and the remaining steps still run.
     """
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class Shutdown:
         try:
             return await work()
         except asyncio.CancelledError as error:
-            self._first = error  # the caller asked for it, so the caller must see it
+            self._first = error  # takes precedence: the caller must see its cancellation
         except BaseException as error:
             self._first = self._first or error
-            log.error("while stopping, this step failed: %s", name, exc_info=error)
+            log.error("a step of the stop failed: %s", name, exc_info=error)
         return None
 
     def finish(self) -> None:

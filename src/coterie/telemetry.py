@@ -1,11 +1,7 @@
-"""What happens in the society, told to OpenTelemetry: turns, requests to models, tool calls.
+"""Tracing of turns, model requests and tool calls, and the context of log lines.
 
-One trace for every chain of messages: its id is made from the id of the message that began it, so it is the same after
-a restart and in another process, and nothing about it is stored. What was said is never told, only who did what, when.
-
-It is on when the environment names a collector, or the program around us has set up a tracer. Off, it does nothing.
-
-Which agent, message and turn a line of the log is about. Set once around the work, carried along by its tasks.
+Tracing is on if the environment names an OpenTelemetry collector, or the host program has set up a tracer. Then
+`coterie.otel` implements it; otherwise OpenTelemetry is not imported. Traces never contain message text.
 """
 
 from __future__ import annotations
@@ -28,91 +24,91 @@ FindMessage = Callable[[str], Awaitable[Message | None]]
 _COLLECTORS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-class Turn(Protocol):
-    """An agent at work, from one claim on it to the end of that."""
+class TurnTrace(Protocol):
+    """Traces an agent from a claim to its release."""
 
-    async def follows(self, cause: str | None) -> None:
-        """What is done from now on was brought about by this message; the same again changes nothing."""
+    async def set_cause(self, cause: str | None) -> None:
+        """Start a span for the work caused by this message, unless it is the current cause."""
         ...
 
     def end(self) -> None: ...
 
 
 class Tracing:
-    """The one that is off; `spans.Spans` is the one that is on. Nothing here ever fails, whatever the tracer does."""
+    """Tracing that does nothing. The methods never fail, also in `coterie.otel`."""
 
-    def turn(self, agent_id: str, name: str) -> Turn:
-        """To be followed and ended in the same task: what runs in it, and in tasks it starts, belongs to the turn."""
-        return _NO_TURN
+    def turn(self, agent_id: str, name: str) -> TurnTrace:
+        """Use the result in one task only: spans of that task and of tasks it starts become children."""
+        return _NO_TURN_TRACE
 
-    def tool(self, name: str, call_id: str, work: Awaitable[T], went_well: Callable[[T], bool]) -> Awaitable[T]:
-        """`work`, told as the call of a tool."""
+    def tool(self, name: str, call_id: str, work: Awaitable[T], is_ok: Callable[[T], bool]) -> Awaitable[T]:
+        """`work` in the span of a tool call."""
         return work
 
     def service(self, service: LLMService, entry: ServiceEntry) -> LLMService:
-        """`service`, each of its requests told as one."""
+        """`service` with a span for each request."""
         return service
 
     async def close(self) -> None:
-        """What was told reaches the collector, if that takes it soon."""
+        """Send the remaining spans, with a timeout."""
 
 
-class _NoTurn:
-    async def follows(self, cause: str | None) -> None: ...
+class _NoTurnTrace:
+    async def set_cause(self, cause: str | None) -> None: ...
 
     def end(self) -> None: ...
 
 
-_NO_TURN = _NoTurn()
+_NO_TURN_TRACE = _NoTurnTrace()
 
 
-def tracing_for(find: FindMessage, environ: Mapping[str, str] = os.environ) -> Tracing:
-    """The tracing that this process wants. `find`: looks messages up."""
+def make_tracing(find: FindMessage, environ: Mapping[str, str] = os.environ) -> Tracing:
+    """The tracing that the environment asks for. `find` looks up a message by id."""
     collector = any(environ.get(name, "").strip() for name in _COLLECTORS)
     disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    # A program that has set up a tracer has imported this; if nobody has, we need not either.
+    # A host program that has set up a tracer has imported this module.
     if disabled or not (collector or "opentelemetry.trace" in sys.modules):
         return Tracing()
     try:
-        from coterie.otel import open_spans
+        from coterie.otel import open_tracing
     except ImportError:
         if collector:
-            log.warning('a collector for traces is named, but nothing can reach it: run pip install "coterie[otel]"')
+            log.warning('a trace collector is set, but OpenTelemetry is missing: run pip install "coterie[otel]"')
         return Tracing()
-    return open_spans(find, collector=collector) or Tracing()
+    return open_tracing(find, collector=collector) or Tracing()
 
 
-KEYS = ("agent", "message", "turn")
+LOG_CONTEXT_KEYS = ("agent", "message", "turn")
 _current: ContextVar[Mapping[str, str]] = ContextVar("coterie_log_context", default={})  # noqa: B039 - never written to
 
 
-class turn_context:  # noqa: N801 - read as a verb: with turn_context(...). Entered at every step, so it is no generator
-    """Whatever is logged inside carries these; what an outer one said and this one does not stays."""
+class log_context:  # noqa: N801 - used like a function; a class, because it runs at every step and is fast
+    """Add these values to every log record made inside. Nested contexts add to the outer one."""
 
-    __slots__ = ("_said", "_token")
+    __slots__ = ("_token", "_values")
     _token: Token[Mapping[str, str]]
 
     def __init__(self, *, agent: str | None = None, message: str | None = None, turn: int | None = None) -> None:
-        self._said = {**_current.get()}
+        self._values = {**_current.get()}
         for key, value in (("agent", agent), ("message", message), ("turn", turn)):
             if value is not None:
-                self._said[key] = str(value)
+                self._values[key] = str(value)
 
     def __enter__(self) -> None:
-        self._token = _current.set(self._said)
+        self._token = _current.set(self._values)
 
     def __exit__(self, *exc: object) -> None:
         _current.reset(self._token)
 
 
-class Context(logging.Filter):
-    """Writes the context into every record, where and when it is made: a handler may look at it elsewhere."""
+class LogContextFilter(logging.Filter):
+    """Copies the context into each record when it is made, because handlers may run in another thread."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.context = _current.get()
         return True
 
 
-def context_of(record: logging.LogRecord) -> Mapping[str, str]:
-    found = getattr(record, "context", None)
-    return found if isinstance(found, Mapping) else {}
+def log_context_of(record: logging.LogRecord) -> Mapping[str, str]:
+    context = getattr(record, "context", None)
+    return context if isinstance(context, Mapping) else {}

@@ -1,33 +1,32 @@
-"""Text that every engine stores alike."""
+"""Small text helpers: storable text, truncation, suggestions."""
 
 from __future__ import annotations
 
 import re
 
-# PostgreSQL has no NUL in text, UTF-8 has no lone surrogates: both become U+FFFD before any engine sees them.
+# PostgreSQL text cannot hold NUL; UTF-8 cannot encode lone surrogates.
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 
-def clean(text: str) -> str:
-    """`text` with what cannot be stored everywhere replaced by U+FFFD."""
+def to_storable(text: str) -> str:
+    """`text` with characters that some engine cannot store replaced by U+FFFD."""
     if text.isascii() and "\x00" not in text:
         return text
     return _UNSTORABLE.sub("\ufffd", text)
 
 
-def shortened(text: str, width: int) -> str:
-    """`text`, or its first characters and "…" where it has more than `width`."""
+def truncate(text: str, width: int) -> str:
+    """`text`, cut to `width` characters with "…" at the end if it is longer."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def nearest(word: str, known: frozenset[str] | set[str]) -> str | None:
-    """The known word that `word` was probably meant to be."""
-    from difflib import get_close_matches  # needed only when something is wrong
+def closest_match(word: str, known: frozenset[str] | set[str]) -> str | None:
+    """The word of `known` that `word` is probably a misspelling of."""
+    from difflib import get_close_matches  # only needed for error messages
 
     return next(iter(get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
 def one_line(text: str, width: int = 80) -> str:
-    """The start of `text` on one line, control characters made visible as spaces."""
-    flat = " ".join("".join(c if c.isprintable() else " " for c in text[: width * 4]).split())
-    return flat if len(flat) <= width else flat[: width - 1] + "…"
+    """The start of `text` on one line, at most `width` characters, control characters as spaces."""
+    return truncate(" ".join("".join(c if c.isprintable() else " " for c in text[: width * 4]).split()), width)

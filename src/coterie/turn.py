@@ -1,22 +1,19 @@
-"""A turn as a pure function: `reduce(turn, event) -> Step`. No clock, no disk, no chance.
+"""The turn as a pure state machine: `reduce(turn, event) -> Step`. It reads no clock, disk or random numbers.
 
-Together with `llm_handler.py`, which does what the effects say, this is the only place where anything is decided about
-interruptions. The store calls `reduce` inside the transaction that writes its outcome, with the mail that waits at that
-very moment. So a message is either seen by this decision or by the next one, and never lost between two.
+All decisions about interruptions are made here; `agent/runner.py` executes them. The store calls `reduce` inside the
+transaction that writes the step, with the mail that waits at that moment. So no message is lost between two decisions.
 
-How an interruption is handled, in the words of the requirements:
+How an interruption is handled:
 
-* The mail is looked at before every tool call (`Answered` with calls, `Ran`) and when the model has finished
-  (`Answered` without calls), nowhere else.
-* Before the first call has run, the plan is withdrawn: the assistant's message was never appended, so there is nothing
-  to delete. A record of it stays, outside the prompt.
-* After k >= 1 calls have run, their results must stay. So the message stays whole, and the calls that did not run are
-  closed with a result that says so. Every provider accepts that, and the model knows what happened and what did not.
-* All waiting mail is taken at once, in order, and the model is asked again.
-* Agents that talk without pause could keep another from ever acting. After `max_withdrawals` plans in a row withdrawn
-  by agents' messages, the next plan runs, and their mail follows it. A person's message always withdraws the plan.
-* A plan is not interrupted by its own echo: what the agent sent itself, or an answer to what this plan just sent, waits
-  until the plan is done.
+* Waiting mail is checked before every tool call and when the model has answered, nowhere else.
+* No call has run yet: the plan is withdrawn. Its message was never appended to the history, so nothing is deleted. A
+  record of the plan is kept outside the prompt.
+* Some calls have run: their results must stay, so the whole group is appended. Calls that did not run get a result
+  that says so. Every provider accepts such a group.
+* All waiting mail is then taken in order, and the model is asked again.
+* A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row. Then the
+  next plan runs first, so that busy agents cannot block another agent for ever.
+* An echo does not interrupt: a message from the agent to itself, or an answer to a message that this plan sent.
 """
 
 from __future__ import annotations
@@ -27,52 +24,55 @@ from typing import Any, Literal
 from msgspec import Struct, json
 from msgspec.structs import replace
 
-from coterie.llm.types import Call, Usage
+from coterie.llm.types import TokenUsage, ToolCall
 
 Effect = Literal["pure", "idempotent", "unsafe"]
+"""Effect of a tool. After a crash, a started `pure` or `idempotent` call runs again; an `unsafe` one does not."""
 CallState = Literal["planned", "gated", "started", "done", "failed", "cancelled", "unknown"]
-OVER: frozenset[CallState] = frozenset({"done", "failed", "cancelled", "unknown"})
+ENDED_STATES: frozenset[CallState] = frozenset({"done", "failed", "cancelled", "unknown"})
 
-NOT_EXECUTED = '{"status":"cancelled","executed":false,"reason":"interrupted_by_new_message"}'
-STOPPED = '{"status":"cancelled","executed":false,"reason":"stopped"}'
-DENIED = '{"status":"denied","executed":false,"reason":"the person did not approve this call"}'
-UNKNOWN = (
+INTERRUPTED_RESULT = '{"status":"cancelled","executed":false,"reason":"interrupted_by_new_message"}'
+STOPPED_RESULT = '{"status":"cancelled","executed":false,"reason":"stopped"}'
+DENIED_RESULT = '{"status":"denied","executed":false,"reason":"the person did not approve this call"}'
+UNKNOWN_RESULT = (
     '{"status":"unknown","reason":"the runtime stopped while this call ran: it may or may not have happened,'
     ' verify before repeating it"}'
 )
-MAX_SHOWN = 256 << 10
-"""Bytes of arguments, as JSON, that a question about a call carries itself; longer ones are attached as a file."""
+SEND_MESSAGE_TOOL = "send_message"
+"""Name of the tool whose calls are stored in the transaction of their step."""
+MAX_QUESTION_ARGUMENT_BYTES = 256 << 10
+"""Longer arguments (as JSON) are attached to the approval question as a file."""
 
 
-# What is known when something happens. Structs and not dataclasses, because a dozen are made at every step.
+# State. Structs, because they are faster to create than dataclasses and every step creates a dozen.
 
 
-class Letter(Struct, frozen=True):
-    """A message that waits for the agent."""
+class WaitingMessage(Struct, frozen=True):
+    """A message in the agent's mailbox."""
 
     id: str
-    in_seq: int
-    from_person: bool = False
-    echo: bool = False
-    """The agent sent it to itself, or it answers something that the running plan has sent."""
+    position: int
+    is_from_person: bool = False
+    is_echo: bool = False
+    """The agent sent it to itself, or it answers a message that the open plan sent."""
 
 
 class PlannedCall(Struct, frozen=True, kw_only=True):
-    call: Call
+    call: ToolCall
     effect: Effect = "unsafe"
-    gated: bool = False
-    """The person must approve it before it runs. A call that is gated and started was approved."""
+    needs_approval: bool = False
+    """A person must approve it before it runs. A started call that needs approval was approved."""
     state: CallState = "planned"
     result: str = ""
 
     @property
     def fits_question(self) -> bool:
-        """True if the question about it can carry all of its arguments."""
-        return len(json.encode(self.call.arguments)) <= MAX_SHOWN
+        """True if the approval question can carry all arguments inline."""
+        return len(json.encode(self.call.arguments)) <= MAX_QUESTION_ARGUMENT_BYTES
 
 
 class ArgumentsFile(Struct, frozen=True):
-    """An artifact that holds the whole arguments of a call as JSON."""
+    """An artifact with all arguments of a call as JSON."""
 
     artifact_ref: str
     filename: str
@@ -82,472 +82,507 @@ class ArgumentsFile(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """An assistant's message whose calls are being run; history gets it when they all have a result."""
+    """An assistant message whose calls are being run. It is appended to the history when all calls have a result."""
 
     text: str
     calls: tuple[PlannedCall, ...]
 
-    def having(self, index: int, state: CallState, result: str = "") -> Plan:
+    def with_state(self, index: int, state: CallState, result: str = "") -> Plan:
         changed = replace(self.calls[index], state=state, result=result or self.calls[index].result)
         return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
 
-    def reclassified(self, index: int, effect: Effect, gated: bool) -> Plan:
-        changed = replace(self.calls[index], effect=effect, gated=gated)
+    def with_rules(self, index: int, effect: Effect, needs_approval: bool) -> Plan:
+        changed = replace(self.calls[index], effect=effect, needs_approval=needs_approval)
         return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
 
-    def closed(self, result: str) -> Plan:
-        """Calls that have not ended get `result`: they were not executed."""
-        ended = [
-            one if one.state in OVER else replace(one, state="cancelled" if one.state != "started" else "unknown",
-                                                  result=result if one.state != "started" else UNKNOWN)
-            for one in self.calls
-        ]  # fmt: skip
-        return replace(self, calls=tuple(ended))
+    def close_remaining(self, result: str) -> Plan:
+        """Cancel calls that have not started, with `result`. The outcome of a started call is unknown."""
 
-    def next(self) -> int | None:
-        return next((index for index, one in enumerate(self.calls) if one.state in ("planned", "gated")), None)
+        def close(call: PlannedCall) -> PlannedCall:
+            if call.state in ENDED_STATES:
+                return call
+            if call.state == "started":
+                return replace(call, state="unknown", result=UNKNOWN_RESULT)
+            return replace(call, state="cancelled", result=result)
 
-    def has_done(self, name: str) -> bool:
-        return any(one.call.name == name and one.state == "done" for one in self.calls)
+        return replace(self, calls=tuple(map(close, self.calls)))
 
-    def awaited(self) -> str:
-        """The id of the call that waits for the person's word; empty if none does."""
-        return next((one.call.id for one in self.calls if one.state == "gated"), "")
+    def next_index(self) -> int | None:
+        """Index of the first call that has not started."""
+        return next((index for index, call in enumerate(self.calls) if call.state in ("planned", "gated")), None)
 
-    def started(self) -> int | None:
-        return next((index for index, one in enumerate(self.calls) if one.state == "started"), None)
+    def has_completed(self, name: str) -> bool:
+        return any(planned.call.name == name and planned.state == "done" for planned in self.calls)
+
+    def awaiting_approval(self) -> str:
+        """Id of the call that waits for a person's approval; empty if none."""
+        return next((planned.call.id for planned in self.calls if planned.state == "gated"), "")
+
+    def started_index(self) -> int | None:
+        """Index of the call that has started and not ended."""
+        return next((index for index, call in enumerate(self.calls) if call.state == "started"), None)
 
 
 class Rules(Struct, frozen=True, kw_only=True):
     max_withdrawals: int = 3
-    """0: no limit."""
+    """Plans in a row that agents' messages may withdraw; 0: no limit."""
     max_rounds: int = 50
+    """Model answers per turn."""
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    mail: tuple[Letter, ...] = ()
+    mail: tuple[WaitingMessage, ...] = ()
     plan: Plan | None = None
     withdrawals: int = 0
-    """Plans in a row that agents' messages withdrew."""
+    """Plans in a row that agents' messages have withdrawn."""
     rounds: int = 0
-    """Answers of the model in this turn."""
+    """Model answers in this turn so far."""
     rules: Rules = Rules()
     hold: bool = False
-    """The person wants the agent to rest when this turn is over, whatever waits."""
+    """Pause the agent after this turn, even if mail waits."""
     society_paused: bool = False
-    """The person has paused the whole society: no model call and no tool begins, not even in this turn."""
+    """Start no model call and no tool."""
 
 
-# What can happen
+# Events: inputs of `reduce`
 
 
-class Answered(Struct, frozen=True, kw_only=True):
-    """The model spoke."""
+class ModelAnswered(Struct, frozen=True, kw_only=True):
+    """The model answered."""
 
     text: str
     calls: tuple[PlannedCall, ...] = ()
-    usage: Usage = Usage()
+    usage: TokenUsage = TokenUsage()
     service: str = ""
     attachments: tuple[dict[str, Any], ...] = ()
-    """Files that go with the text to whoever asked."""
+    """Files sent with the reply."""
 
 
-class Ran(Struct, frozen=True, kw_only=True):
-    """A call has ended."""
+class CallEnded(Struct, frozen=True, kw_only=True):
+    """A tool call ended."""
 
     index: int
     ok: bool
     result: str
-    unknown: bool = False
-    """It began, and its outcome was not learned: it may or may not have happened."""
+    is_outcome_unknown: bool = False
+    """The call started, but it may or may not have taken effect."""
 
 
-class ToolChanged(Struct, frozen=True, kw_only=True):
-    """A call was about to run and its tool has stricter rules now than when the call was planned. It did not run."""
+class ToolRulesChanged(Struct, frozen=True, kw_only=True):
+    """A call did not run, because its tool has stricter rules now than when the call was planned."""
 
     index: int
     effect: Effect
-    gated: bool
-    again: bool = False
-    """An earlier owner of the turn had started the call: it may have run then."""
+    needs_approval: bool
+    is_retry: bool = False
+    """An earlier worker started the call; it may have run then."""
     file: ArgumentsFile | None = None
-    """All of the arguments, when they are too long for the question itself."""
+    """The arguments, if they are too long for the approval question."""
 
 
 class Resumed(Struct, frozen=True):
-    """Somebody else worked on this turn and is gone, or a wait is over."""
+    """The turn continues after a wait, or after its worker was lost."""
 
 
-class Judged(Struct, frozen=True):
-    """The person decided on the gated call."""
+class ApprovalDecided(Struct, frozen=True):
+    """A person approved or denied the waiting call."""
 
     approved: bool
 
 
 class Stopped(Struct, frozen=True):
-    """A person, or a parent, wants the turn to end now."""
+    """A person or the parent agent ended the turn."""
 
-    said_so_far: str = ""
-    usage: Usage = Usage()
-    """What the request that was cut off may have cost."""
+    partial_text: str = ""
+    usage: TokenUsage = TokenUsage()
+    """Estimated cost of the cancelled request."""
     service: str = ""
     attachments: tuple[dict[str, Any], ...] = ()
 
 
 class ModelFailed(Struct, frozen=True, kw_only=True):
-    """No answer: to be tried again after a while, to wait for somebody who mends it, or not to be had at all."""
+    """The model gave no answer.
 
-    words: str
-    then: Literal["retry", "block", "give_up"]
-    after: timedelta = timedelta(0)
+    `recovery`: retry after `delay`, block the agent until its configuration is fixed, or end the turn.
+    """
+
+    message: str
+    recovery: Literal["retry", "block", "give_up"]
+    delay: timedelta = timedelta(0)
     category: str = "server"
-    """What kind of trouble it is, for programs."""
-    usage: Usage = Usage()
-    """What the request may have cost though no answer came of it; nothing if it was refused or never sent."""
+    """Error category in the event stream."""
+    usage: TokenUsage = TokenUsage()
+    """Estimated cost of the failed request; zero if it was rejected or never sent."""
     service: str = ""
 
 
 class Poisoned(Struct, frozen=True):
-    """Working on this turn has killed the runtime again and again."""
+    """This turn has crashed the runtime repeatedly."""
 
-    words: str
+    message: str
 
 
-class Dismissed(Struct, frozen=True):
-    """The agent is terminated in the middle of this turn."""
+class Terminated(Struct, frozen=True):
+    """The agent was terminated during this turn."""
 
 
 class Deferred(Struct, frozen=True):
-    """The model was not asked, because the society was paused first."""
+    """The society was paused before the model was asked."""
 
 
-Event = Answered | Ran | ToolChanged | Resumed | Judged | Stopped | ModelFailed | Poisoned | Dismissed | Deferred
+Event = (
+    ModelAnswered
+    | CallEnded
+    | ToolRulesChanged
+    | Resumed
+    | ApprovalDecided
+    | Stopped
+    | ModelFailed
+    | Poisoned
+    | Terminated
+    | Deferred
+)
 
 
-# What follows
+# Writes: what the store stores in this step
 
 
-class NextTurn(Struct, frozen=True):
-    """What follows belongs to other askers: rounds and withdrawals begin at nought."""
+class BeginNextTurn(Struct, frozen=True):
+    """Start a new turn, with its counters at 0."""
 
 
 class TakeMail(Struct, frozen=True):
-    """All waiting mail becomes part of the history, in order."""
+    """Append all waiting mail to the history, in order."""
 
 
-class Say(Struct, frozen=True):
-    """The assistant's text becomes part of the history."""
+class AppendText(Struct, frozen=True):
+    """Append the assistant's text to the history."""
 
     text: str
 
 
-class CloseGroup(Struct, frozen=True):
-    """The assistant's message with its calls and all their results becomes part of the history, as one piece."""
+class AppendCallGroup(Struct, frozen=True):
+    """Append the assistant's message, its calls and all their results to the history; close the plan."""
 
     plan: Plan
-    by: str | None = None
-    """The message that cut it short."""
+    interrupted_by: str | None = None
+    """Id of the message that interrupted the plan."""
 
 
 class OpenPlan(Struct, frozen=True):
     plan: Plan
 
 
-class Change(Struct, frozen=True):
-    """A call of the open plan."""
+class SetCallState(Struct, frozen=True):
+    """Set the state and result of a call in the open plan."""
 
     index: int
     state: CallState
     result: str = ""
 
 
-class Reclassify(Struct, frozen=True):
-    """A call of the open plan gets the rules that its tool has now."""
+class SetCallRules(Struct, frozen=True):
+    """Give a call in the open plan the current rules of its tool."""
 
     index: int
     effect: Effect
-    gated: bool
+    needs_approval: bool
 
 
-class DropPlan(Struct, frozen=True):
-    """A plan that never began is kept as a record, outside the prompt."""
+class WithdrawPlan(Struct, frozen=True):
+    """Keep a plan of which no call ran as a record outside the prompt."""
 
     plan: Plan
-    by: str | None = None
-    """The message that withdrew it."""
+    interrupted_by: str | None = None
+    """Id of the message that interrupted the plan."""
 
 
-class Reply(Struct, frozen=True):
-    """The text goes to whoever asked."""
+class SendReply(Struct, frozen=True):
+    """Send the text to the senders of this turn's messages."""
 
     text: str
-    stopped: bool = False
-    trouble: bool = False
-    """It tells of a failure, and comes from the runtime."""
+    is_partial: bool = False
+    is_error: bool = False
+    """The text reports a failure; the runtime is its author."""
     attachments: tuple[dict[str, Any], ...] = ()
 
 
-class AskApproval(Struct, frozen=True):
-    """The person is asked whether this call may run. Asking twice is asking once."""
+class RequestApproval(Struct, frozen=True):
+    """Ask a person whether the call may run. Idempotent."""
 
     index: int
     file: ArgumentsFile | None = None
 
 
 class Quarantine(Struct, frozen=True):
-    """What was said in this turn is shown to people, but no more to the model."""
+    """Hide this turn's messages from the model. People still see them."""
 
 
-class Become(Struct, frozen=True, kw_only=True):
+class SetState(Struct, frozen=True, kw_only=True):
     state: Literal["idle", "paused", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
-    after: timedelta | None = None
-    why: str = ""
+    delay: timedelta | None = None
+    reason: str = ""
     category: str = ""
-    suspended: bool = False
-    """Nobody works on the turn until the society is resumed; then it goes on with its next step."""
+    is_suspended: bool = False
+    """No worker may claim the turn until the society is resumed."""
 
 
-class Count(Struct, frozen=True, kw_only=True):
+class SetCounters(Struct, frozen=True, kw_only=True):
     withdrawals: int
     rounds: int
 
 
 Write = (
-    NextTurn
+    BeginNextTurn
     | TakeMail
-    | Say
-    | CloseGroup
+    | AppendText
+    | AppendCallGroup
     | OpenPlan
-    | Change
-    | Reclassify
-    | DropPlan
-    | Reply
-    | AskApproval
+    | SetCallState
+    | SetCallRules
+    | WithdrawPlan
+    | SendReply
+    | RequestApproval
     | Quarantine
-    | Become
-    | Count
+    | SetState
+    | SetCounters
 )
 
 
-class Ask(Struct, frozen=True):
-    """Ask the model."""
+# Actions: what the worker does after the step is stored
 
 
-class Run(Struct, frozen=True):
-    """Run this call of the plan."""
+class AskModel(Struct, frozen=True):
+    """Send a request to the model."""
+
+
+class RunCall(Struct, frozen=True):
+    """Run a call of the open plan."""
 
     index: int
-    again: bool = False
-    """An earlier owner of the turn had started it."""
+    is_retry: bool = False
+    """An earlier worker started it."""
 
 
 class Rest(Struct, frozen=True):
-    """Nothing more to do for now."""
+    """Release the claim; nothing is left to do now."""
+
+
+Action = AskModel | RunCall | Rest
 
 
 class Step(Struct, frozen=True):
     writes: tuple[Write, ...]
-    effect: Ask | Run | Rest
+    action: Action
 
 
 def reduce(turn: Turn, event: Event) -> Step:
+    """Decide what is stored and done after `event`."""
     step = _decide(turn, event)
-    if turn.society_paused and not isinstance(step.effect, Rest):
+    if turn.society_paused and not isinstance(step.action, Rest):
         return _suspend(step)
     return step
 
 
 def _suspend(step: Step) -> Step:
-    """The same decision without its effect: what is written stays, and the call that was to start stays planned."""
-    state: Literal["tools", "llm"] = "tools" if isinstance(step.effect, Run) else "llm"
-    kept = [
+    """Return the step without its action: the writes stay, a call that was to start stays planned."""
+    state: Literal["tools", "llm"] = "tools" if isinstance(step.action, RunCall) else "llm"
+    writes = [
         write for write in step.writes
-        if not isinstance(write, Become) and not (isinstance(write, Change) and write.state == "started")
+        if not isinstance(write, SetState) and not (isinstance(write, SetCallState) and write.state == "started")
     ]  # fmt: skip
-    return Step((*kept, Become(state=state, after=timedelta(0), suspended=True)), Rest())
+    return Step((*writes, SetState(state=state, delay=timedelta(0), is_suspended=True)), Rest())
 
 
 def _decide(turn: Turn, event: Event) -> Step:
     match event:
-        case Answered(calls=()):
-            return _finish(turn, Say(event.text), Reply(event.text, attachments=event.attachments))
-        case Answered():
+        case ModelAnswered(calls=()):
+            return _finish(turn, AppendText(event.text), SendReply(event.text, attachments=event.attachments))
+        case ModelAnswered():
             return _begin_plan(turn, Plan(text=event.text, calls=event.calls))
-        case Ran(index=index):
-            return _go_on(turn, Change(index, _ended(event), event.result))
-        case ToolChanged():
-            return _changed(turn, event)
-        case Judged(approved=approved):
-            return _judged(turn, approved)
+        case CallEnded(index=index):
+            return _continue_plan(turn, SetCallState(index, _end_state(event), event.result))
+        case ToolRulesChanged():
+            return _apply_changed_rules(turn, event)
+        case ApprovalDecided(approved=approved):
+            return _apply_approval(turn, approved)
         case Resumed():
             return _resume(turn)
         case Deferred():
-            return Step((Become(state="llm"),), Ask())
+            return Step((SetState(state="llm"),), AskModel())
         case Stopped():
             return _stop(turn, event)
-        case Poisoned(words=words):
-            return _abort(turn, words)
+        case Poisoned(message=message):
+            return _abort(turn, message)
         case ModelFailed():
-            return _failed(turn, event)
-        case Dismissed():
-            return _dismiss(turn)
+            return _fail(turn, event)
+        case Terminated():
+            return _terminate(turn)
 
 
-def interrupts(turn: Turn) -> bool:
-    """Whether the waiting mail withdraws the plan."""
-    speech = [letter for letter in turn.mail if not letter.echo]
-    if any(letter.from_person for letter in speech):
+def is_interrupted(turn: Turn) -> bool:
+    """True if the waiting mail interrupts the plan."""
+    messages = [message for message in turn.mail if not message.is_echo]
+    if any(message.is_from_person for message in messages):
         return True
-    patience = turn.rules.max_withdrawals
-    return bool(speech) and not (patience and turn.withdrawals >= patience)
+    limit = turn.rules.max_withdrawals
+    return bool(messages) and not (limit and turn.withdrawals >= limit)
 
 
 def _begin_plan(turn: Turn, plan: Plan) -> Step:
-    """T3 with calls: the check before the first of them."""
-    if interrupts(turn):
-        count = Count(withdrawals=_withdrawals(turn), rounds=turn.rounds + 1)
-        return Step((DropPlan(plan, _speaker(turn)), TakeMail(), count), Ask())
+    """Check the mail before the first call."""
+    if is_interrupted(turn):
+        counters = SetCounters(withdrawals=_count_withdrawals(turn), rounds=turn.rounds + 1)
+        return Step((WithdrawPlan(plan, _interrupting_id(turn)), TakeMail(), counters), AskModel())
     if turn.rounds + 1 >= turn.rules.max_rounds:
-        words = f"I stopped after {turn.rules.max_rounds} rounds without coming to an end. Shall I go on?"
-        return _finish(turn, DropPlan(plan), Say(words), Reply(words))
-    return _start_next(plan, OpenPlan(plan), Count(withdrawals=turn.withdrawals, rounds=turn.rounds + 1))
+        text = f"I stopped after {turn.rules.max_rounds} rounds without coming to an end. Shall I go on?"
+        return _finish(turn, WithdrawPlan(plan), AppendText(text), SendReply(text))
+    return _start_next(plan, OpenPlan(plan), SetCounters(withdrawals=turn.withdrawals, rounds=turn.rounds + 1))
 
 
-def _speaker(turn: Turn) -> str | None:
-    """The message that interrupts: a person's, if there is one."""
-    speech = [letter for letter in turn.mail if not letter.echo]
-    return next((letter.id for letter in speech if letter.from_person), speech[0].id if speech else None)
+def _interrupting_id(turn: Turn) -> str | None:
+    """Id of the first message from a person, else of the first message."""
+    messages = [message for message in turn.mail if not message.is_echo]
+    first = messages[0].id if messages else None
+    return next((message.id for message in messages if message.is_from_person), first)
 
 
-def _withdrawals(turn: Turn) -> int:
-    """How many plans in a row agents' messages have withdrawn, with the one that is withdrawn now."""
-    return 0 if any(letter.from_person for letter in turn.mail) else turn.withdrawals + 1
+def _count_withdrawals(turn: Turn) -> int:
+    """Plans in a row withdrawn by agents' messages, including the current one."""
+    return 0 if any(message.is_from_person for message in turn.mail) else turn.withdrawals + 1
 
 
-def _go_on(turn: Turn, change: Change) -> Step:
-    """T5, and with more calls to come T4: the check before the next of them."""
-    assert turn.plan is not None  # noqa: S101 - a call ran, so there is a plan
-    plan = turn.plan.having(change.index, change.state, change.result)
-    if plan.next() is None:
+def _continue_plan(turn: Turn, change: SetCallState) -> Step:
+    """A call has ended: close the plan, or check the mail before the next call."""
+    assert turn.plan is not None  # noqa: S101 - a call ended, so there is a plan
+    plan = turn.plan.with_state(change.index, change.state, change.result)
+    if plan.next_index() is None:
         return _close(turn, plan, change)
-    if interrupts(turn):
-        return _close(turn, plan.closed(NOT_EXECUTED), change, by=_speaker(turn))
+    if is_interrupted(turn):
+        closed = plan.close_remaining(INTERRUPTED_RESULT)
+        return _close(turn, closed, change, interrupted_by=_interrupting_id(turn))
     return _start_next(plan, change)
 
 
-def _ended(ran: Ran) -> CallState:
-    if ran.unknown:
+def _end_state(event: CallEnded) -> CallState:
+    if event.is_outcome_unknown:
         return "unknown"
-    return "done" if ran.ok else "failed"
+    return "done" if event.ok else "failed"
 
 
-def _changed(turn: Turn, event: ToolChanged) -> Step:
-    """T4 once more: the call was marked as started under rules that do not hold any more."""
+def _apply_changed_rules(turn: Turn, event: ToolRulesChanged) -> Step:
+    """Check the started call again, under the current rules of its tool."""
     assert turn.plan is not None  # noqa: S101 - a call was to run, so there is a plan
     index = event.index
-    if event.again:
-        # It may have run under the old rules. Running or denying it now could not undo that, so the model is told.
-        return _go_on(turn, Change(index, "unknown", UNKNOWN))
-    if interrupts(turn):
-        return _void(turn, turn.plan.having(index, "planned"))
-    rules = Reclassify(index, event.effect, event.gated)
-    if event.gated and not turn.plan.calls[index].gated:
-        return _ask(index, rules, file=event.file)
-    return Step((rules, Become(state="tools")), Run(index))
+    if event.is_retry:
+        # It may have run under the old rules. Neither running nor denying it now can undo that.
+        return _continue_plan(turn, SetCallState(index, "unknown", UNKNOWN_RESULT))
+    if is_interrupted(turn):
+        return _interrupt(turn, turn.plan.with_state(index, "planned"))
+    rules = SetCallRules(index, event.effect, event.needs_approval)
+    if event.needs_approval and not turn.plan.calls[index].needs_approval:
+        return _request_approval(index, rules, file=event.file)
+    return Step((rules, SetState(state="tools")), RunCall(index))
 
 
-def _ask(index: int, *before: Write, file: ArgumentsFile | None = None) -> Step:
-    return Step((*before, Change(index, "gated"), AskApproval(index, file), Become(state="wait_approval")), Rest())
+def _request_approval(index: int, *before: Write, file: ArgumentsFile | None = None) -> Step:
+    return Step(
+        (*before, SetCallState(index, "gated"), RequestApproval(index, file), SetState(state="wait_approval")), Rest()
+    )
 
 
 def _start_next(plan: Plan, *before: Write) -> Step:
-    index = plan.next()
+    index = plan.next_index()
     assert index is not None  # noqa: S101
     call = plan.calls[index]
-    if call.gated and call.fits_question:
-        return _ask(index, *before)
-    if call.state == "gated":  # the question was sent, with a file, when the call got this state
-        return Step((*before, Become(state="wait_approval")), Rest())
-    if call.gated:
-        # Only the handler can put the arguments into a file. It does so when it is to run the call, and reports
-        # `ToolChanged`.
-        before = (*before, Reclassify(index, call.effect, gated=False))
-    return Step((*before, Change(index, "started"), Become(state="tools")), Run(index))
+    if call.needs_approval and call.fits_question:
+        return _request_approval(index, *before)
+    if call.state == "gated":  # the question was sent, with a file, when this state was set
+        return Step((*before, SetState(state="wait_approval")), Rest())
+    if call.needs_approval:
+        # Only the runner can write the arguments to a file. It does that when it is to run the call, and then reports
+        # `ToolRulesChanged`.
+        before = (*before, SetCallRules(index, call.effect, needs_approval=False))
+    return Step((*before, SetCallState(index, "started"), SetState(state="tools")), RunCall(index))
 
 
-def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0, by: str | None = None) -> Step:
-    """The group goes into the history whole; mail that came meanwhile stands right behind it."""
+def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0, interrupted_by: str | None = None) -> Step:
+    """Append the whole group to the history, then the waiting mail, and ask the model."""
     mail = (TakeMail(),) if turn.mail else ()
-    count = Count(withdrawals=withdrawals, rounds=turn.rounds)
-    return Step((*before, CloseGroup(plan, by), *mail, count, Become(state="llm")), Ask())
+    counters = SetCounters(withdrawals=withdrawals, rounds=turn.rounds)
+    group = AppendCallGroup(plan, interrupted_by)
+    return Step((*before, group, *mail, counters, SetState(state="llm")), AskModel())
 
 
-def _judged(turn: Turn, approved: bool) -> Step:
+def _apply_approval(turn: Turn, approved: bool) -> Step:
     assert turn.plan is not None  # noqa: S101
-    index = turn.plan.next()
+    index = turn.plan.next_index()
     assert index is not None  # noqa: S101
-    if interrupts(turn):
-        return _void(turn, turn.plan)
+    if is_interrupted(turn):
+        return _interrupt(turn, turn.plan)
     if approved:
-        return Step((Change(index, "started"), Become(state="tools")), Run(index))
-    return _go_on(turn, Change(index, "cancelled", DENIED))
+        return Step((SetCallState(index, "started"), SetState(state="tools")), RunCall(index))
+    return _continue_plan(turn, SetCallState(index, "cancelled", DENIED_RESULT))
 
 
-def _void(turn: Turn, plan: Plan) -> Step:
-    """Somebody spoke while a call waited for the person's word: what has not run does not run any more."""
-    closed = plan.closed(NOT_EXECUTED)
-    acted = any(one.state != "cancelled" for one in closed.calls)
-    return _close(turn, closed, withdrawals=0 if acted else _withdrawals(turn), by=_speaker(turn))
+def _interrupt(turn: Turn, plan: Plan) -> Step:
+    """Mail came while a call waited for approval: cancel all calls that have not run."""
+    closed = plan.close_remaining(INTERRUPTED_RESULT)
+    has_run = any(call.state != "cancelled" for call in closed.calls)
+    withdrawals = 0 if has_run else _count_withdrawals(turn)
+    return _close(turn, closed, withdrawals=withdrawals, interrupted_by=_interrupting_id(turn))
 
 
 def _finish(turn: Turn, *last: Write) -> Step:
-    """The turn is over. Whoever asked has the answer before the mail that came meanwhile begins the next."""
+    """End the turn. The reply is written before waiting mail starts the next turn."""
     if turn.mail and not turn.hold and not turn.society_paused:
-        return Step((*last, NextTurn(), TakeMail(), Become(state="llm")), Ask())
-    return Step((*last, Become(state="paused" if turn.hold else "idle")), Rest())
+        return Step((*last, BeginNextTurn(), TakeMail(), SetState(state="llm")), AskModel())
+    return Step((*last, SetState(state="paused" if turn.hold else "idle")), Rest())
 
 
 def _resume(turn: Turn) -> Step:
     if turn.plan is None:
         mail = (TakeMail(),) if turn.mail else ()
-        return Step((*mail, Become(state="llm")), Ask())
-    index = turn.plan.started()
+        return Step((*mail, SetState(state="llm")), AskModel())
+    index = turn.plan.started_index()
     if index is None:
-        # It waits for the person's word on a call; anything else that is said meanwhile withdraws what is left.
-        return _void(turn, turn.plan) if interrupts(turn) else _start_next(turn.plan)
+        return _interrupt(turn, turn.plan) if is_interrupted(turn) else _start_next(turn.plan)
     if turn.plan.calls[index].effect == "unsafe":
-        # It may have happened. Running it again could make it happen twice, so the model is told, and decides.
-        return _go_on(turn, Change(index, "unknown", UNKNOWN))
-    return Step((Become(state="tools"),), Run(index, again=True))
+        # It may have happened, and must not happen twice. The model decides what to do.
+        return _continue_plan(turn, SetCallState(index, "unknown", UNKNOWN_RESULT))
+    return Step((SetState(state="tools"),), RunCall(index, is_retry=True))
 
 
 def _stop(turn: Turn, stopped: Stopped) -> Step:
     if turn.plan is not None:
-        return _finish(turn, CloseGroup(turn.plan.closed(STOPPED)))
-    if text := stopped.said_so_far:
-        return _finish(turn, Say(text), Reply(text, stopped=True, attachments=stopped.attachments))
+        return _finish(turn, AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)))
+    if text := stopped.partial_text:
+        return _finish(turn, AppendText(text), SendReply(text, is_partial=True, attachments=stopped.attachments))
     return _finish(turn)
 
 
-def _abort(turn: Turn, words: str) -> Step:
-    group = (CloseGroup(turn.plan.closed(NOT_EXECUTED)),) if turn.plan else ()
-    return _finish(turn, *group, Say(f"[turn aborted: {words}]"), Quarantine(), Reply(words, trouble=True))
+def _abort(turn: Turn, reason: str) -> Step:
+    group = (AppendCallGroup(turn.plan.close_remaining(INTERRUPTED_RESULT)),) if turn.plan else ()
+    return _finish(
+        turn, *group, AppendText(f"[turn aborted: {reason}]"), Quarantine(), SendReply(reason, is_error=True)
+    )
 
 
-def _dismiss(turn: Turn) -> Step:
-    """Nobody will go on here: what is open is closed, and whoever asked is told. Mail that waits is not taken."""
-    group = (CloseGroup(turn.plan.closed(STOPPED)),) if turn.plan else ()
-    told = Reply("It was terminated before it could answer.", trouble=True)
-    return Step((*group, told, Become(state="terminated")), Rest())
+def _terminate(turn: Turn) -> Step:
+    """Close the open plan and send an error reply. Waiting mail is not taken."""
+    group = (AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)),) if turn.plan else ()
+    reply = SendReply("It was terminated before it could answer.", is_error=True)
+    return Step((*group, reply, SetState(state="terminated")), Rest())
 
 
-def _failed(turn: Turn, failure: ModelFailed) -> Step:
-    words, kind = failure.words, failure.category
-    match failure.then:
+def _fail(turn: Turn, failure: ModelFailed) -> Step:
+    message, category = failure.message, failure.category
+    match failure.recovery:
         case "retry":
-            return Step((Become(state="wait_retry", after=failure.after, why=words, category=kind),), Rest())
+            state = SetState(state="wait_retry", delay=failure.delay, reason=message, category=category)
+            return Step((state,), Rest())
         case "block":
-            told = Reply(words, trouble=True)
-            return Step((told, Become(state="blocked", why=words, category=kind)), Rest())
+            state = SetState(state="blocked", reason=message, category=category)
+            return Step((SendReply(message, is_error=True), state), Rest())
         case "give_up":
-            return _finish(turn, Say(f"[no answer: {words}]"), Reply(words, trouble=True))
+            return _finish(turn, AppendText(f"[no answer: {message}]"), SendReply(message, is_error=True))

@@ -1,4 +1,4 @@
-"""What a storage engine promises about turns: the part of the store that agents at work use."""
+"""Storage port for turns: claims, fenced steps, history. Agent workers use it; `stores/` implements it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Protocol
 import msgspec
 
 from coterie.errors import StoreError
-from coterie.ids import MARK_BYTES
-from coterie.llm.types import Answer, Call
+from coterie.ids import FRAME_MARK_BYTES
+from coterie.llm.types import Completion, ToolCall
 from coterie.messages import Envelope, Message
-from coterie.turn import Ask, Event, Plan, PlannedCall, Rest, Rules, Run
+from coterie.turn import Action, Event, Plan, PlannedCall, Rules
 
 
-class StaleOwner(StoreError):
-    """Somebody else has taken this agent over: whatever was decided here counts for nothing."""
+class StaleClaim(StoreError):
+    """Another worker has claimed the agent. Nothing was written."""
 
 
 class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,17 +28,17 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     turn_no: int
     role: str
     message: Message | None = None
-    """The message that a user row stands for."""
+    """The message, for a user row."""
     text: str = ""
-    calls: Sequence[Call] = ()
+    calls: Sequence[ToolCall] = ()
     call_id: str | None = None
     hidden: bool = False
-    mark: str = msgspec.field(default_factory=lambda: os.urandom(MARK_BYTES).hex())
-    """Encloses the message in a request. The store derives it from the society's secret, so it is always the same."""
+    mark: str = msgspec.field(default_factory=lambda: os.urandom(FRAME_MARK_BYTES).hex())
+    """Delimiter of the message in a request. The store derives it from the society's secret, so it is stable."""
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A message, as far as it matters for who is to be answered."""
+class ReplyTarget(msgspec.Struct, frozen=True):
+    """The fields of a message that decide who gets the reply."""
 
     id: str
     sender: str
@@ -49,167 +49,165 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to work on one agent's turn. It holds for exactly one more step."""
+    """The right to write the next step of one agent's turn. Each step returns a new claim."""
 
     agent_id: str
     epoch: int
     step_no: int
     turn_no: int
-    effect: Ask | Run | Rest
-    """What is to be done."""
+    action: Action
+    """What the worker does next."""
     plan: Plan | None = None
-    """The open plan, as it is stored. The step that is decided with this claim counts only while that is so."""
+    """The open plan. The next step is valid only while the stored plan is equal."""
     plan_key: tuple[int, int] = (0, 0)
-    """The turn and step that name it. What its calls send or keep is named after them, so nothing is done twice."""
+    """Turn and step that opened the plan. Idempotency keys of its calls are derived from it."""
     call: PlannedCall | None = None
     """The call to run."""
     cause: str | None = None
-    """The newest message of this turn."""
-    person: bool = False
-    """The person wrote one of the messages of this turn, or one that waits: its requests go first."""
-    asked: Asked | None = None
-    """The newest message of this turn, if the person sent all of them. None: who has asked is to be looked up."""
-    spoke: bool = True
-    """Calls of this turn may have sent something."""
-    retries: int = 0
-    """How often in a row the model has failed."""
-    added: Sequence[HistoryRow] | None = ()
-    """What this step has added to the history. None: earlier rows have changed, read it anew."""
+    """Id of the newest message of this turn."""
+    for_person: bool = False
+    """A message of this turn, or one that waits, is from a person. Its requests have priority."""
+    reply_target: ReplyTarget | None = None
+    """The newest message of this turn, if a person sent all of them. None: the store looks the senders up."""
+    may_have_sent: bool = True
+    """Calls of this turn may have sent messages."""
+    model_failures: int = 0
+    """Failures of the model in a row."""
+    added_rows: Sequence[HistoryRow] | None = ()
+    """Rows that this step appended to the history. None: earlier rows changed, read the history again."""
     history_version: int = 0
-    """The version of the history after this step. Each added row, hidden turn, summary and clear adds 1 to it, in the
-    transaction that makes the change. A conversation kept in memory may be shown only if its version is equal."""
-    replies: Sequence[str] = ()
-    """The messages that the model's text was stored as."""
-    withdrawn: int = 0
-    """Calls that were not run because somebody spoke."""
-    on_trial: bool = False
-    """Two crashes found it at the same step. No other suspect works beside it, so that a third one tells who it is."""
+    """Version of the history after this step. Each added row, hidden turn, summary and clear adds 1 to it, in the
+    transaction of the change. A cached conversation may be used only if its version is equal."""
+    reply_ids: Sequence[str] = ()
+    """Ids of the messages that carry the model's text."""
+    withdrawn_calls: int = 0
+    """Calls that did not run because of an interruption."""
+    is_crash_suspect: bool = False
+    """Two crashes happened at this step. Only one suspect runs at a time, so a third crash identifies the cause."""
+    was_taken_over: bool = False
+    """The previous worker did not release the turn."""
 
-    taken_over: bool = False
-    """Somebody else was at work on it, and has not let go of it in order."""
-
-    def key(self, index: int) -> str:
-        """Names a call of the plan, for ever."""
+    def call_key(self, index: int) -> str:
+        """Return the permanent idempotency key of a call in the plan."""
         return f"{self.agent_id}/{self.plan_key[0]}/{self.plan_key[1]}/{index}"
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class HistoryView:
     summary: str
-    """What was said before `rows`; empty: nothing."""
+    """Summary of the rows before `rows`; may be empty."""
     rows: Sequence[HistoryRow]
     version: int = 0
-    """The `history_version` that the summary and the rows were read with."""
+    """The `history_version` of summary and rows."""
 
 
-Admits = Callable[[str, bool], bool]
-"""Whether a turn of this agent may begin; True as second argument: for a message of the person."""
+AdmitFunction = Callable[[str, bool], bool]
+"""`(agent_id, for_person) -> bool`: True if a turn of this agent may start."""
 
 
 class Admission(Protocol):
     """Decides which agents may be claimed."""
 
-    def begin_round(self) -> Admits | None:
-        """The rule for one look at all agents that have something to do. None: every agent may be claimed.
+    def begin_round(self) -> AdmitFunction | None:
+        """Return the filter for one scan of ready agents. None: every agent may be claimed.
 
-        Called in the transaction that claims, and again when that transaction is run again.
+        Called inside the claiming transaction, and again when that transaction is retried.
         """
         ...
 
 
-class Taker(Protocol):
-    """A worker that takes agents the moment they have something to do."""
+class TurnWorker(Protocol):
+    """A worker to which the store pushes claims as soon as agents get mail."""
 
     worker: str
     rules: Rules
 
-    def reserve(self, agent_id: str, person: bool) -> bool:
-        """Whether it takes this agent; one slot is then kept for it. Called from any thread.
+    def reserve_slot(self, agent_id: str, for_person: bool) -> bool:
+        """Reserve a slot for this agent; False: the worker cannot take it. Called from any thread.
 
-        `person`: a message of the person waits for the agent.
+        `for_person`: a person's message waits for the agent.
         """
         ...
 
-    def give_back(self, places: int) -> None:
-        """Reserved, but nothing came of it. Called from any thread."""
+    def release_slots(self, count: int) -> None:
+        """Release reserved slots that were not used. Called from any thread."""
         ...
 
-    def take(self, claims: Sequence[Claim]) -> None:
-        """These are its own now, on places reserved before. Called on the event loop."""
+    def start_turns(self, claims: Sequence[Claim]) -> None:
+        """Start claimed turns, in slots reserved before. Called on the event loop."""
         ...
 
-    def drop(self) -> None:
-        """What it works on may soon be somebody else's: leave it as it is. Called on the event loop."""
+    def abandon_turns(self) -> None:
+        """Cancel all turns without a further write; the lease may be lost. Called on the event loop."""
         ...
 
-    def look(self) -> None:
-        """Somebody has something to do and was not claimed. Called on the event loop."""
+    def wake(self) -> None:
+        """Look for ready agents that were not claimed. Called on the event loop."""
         ...
 
-    def check_claims(self) -> None:
-        """Claims may be stored in its name that it was never given, after an error. Called on the event loop."""
+    def reconcile_claims(self) -> None:
+        """Release stored claims that never reached the worker because of an error. Called on the event loop."""
         ...
 
 
 class TurnStore(Protocol):
-    def attend(self, taker: Taker) -> None:
-        """From now on whoever gets mail is claimed for `taker`, while it has places, in the transaction of the mail."""
+    def register_worker(self, worker: TurnWorker) -> None:
+        """Claim agents for `worker` in the transaction that delivers their mail, while `worker` has slots."""
         ...
 
-    async def claim(
+    async def claim_ready(
         self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
     ) -> Sequence[Claim]:
-        """Take up to `limit` agents that have something to do; from now on nobody else's step for them counts.
+        """Claim up to `limit` ready agents. Steps under earlier claims then fail with `StaleClaim`.
 
-        Agents with messages of the person come first, then those that waited longest. `others`: of all the rest, take
-        no more than so many. `admission`: take only agents that it admits.
+        Agents with a person's message come first, then those that waited longest. `others`: maximum of agents without a
+        person's message. `admission`: filter of agents.
 
-        A ready agent's waiting mail is in its history when this returns.
+        The waiting mail of the claimed agents is in their history when this returns.
         """
         ...
 
-    async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
-        """What `worker` has claimed and does not work on any more, all but `busy`, can be claimed again at once.
+    async def release_claims(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
+        """Release all claims of `worker`, except those for the agents in `busy`.
 
-        `failed`: it went wrong, which counts as a crash; otherwise it is no attempt, and the turn just goes on.
+        `failed`: count each as a crash of its turn.
         """
         ...
 
     async def advance(self, claim: Claim, event: Event, rules: Rules, *, sends: Envelope | None = None) -> Claim:
-        """Decide what follows from `event` with the mail that waits now, and write it, as one transaction.
+        """Reduce `event` with the mail that waits now, and write the step, in one transaction.
 
-        `sends` is the message that the call just run is to send: it exists exactly when the call's result does.
-        `StaleOwner` when the claim no longer holds; then nothing was written.
+        `sends`: message of the call that just ended, stored in the same transaction as its result.
+        `StaleClaim`: the claim is no longer valid; nothing was written.
         """
         ...
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
-        """All of it, from behind row `after`."""
+        """Return all rows after row `after`."""
         ...
 
-    async def view(self, agent_id: str, claim: Claim | None = None) -> View:
-        """What the model is shown: the rows behind the last summary, and their version, read in one snapshot.
+    async def history_view(self, agent_id: str, claim: Claim | None = None) -> HistoryView:
+        """Read the last summary, the rows after it and their version in one snapshot.
 
-        With `claim` the read is fenced: `StaleOwner` when the claim no longer holds in that snapshot.
+        With `claim`, the read is fenced: `StaleClaim` if the claim is not valid in that snapshot.
         """
         ...
 
-    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> Claim:
-        """From now on `text` stands for everything up to row `upto`, which stays stored. Fenced like a step.
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Completion | None = None) -> Claim:
+        """Show `text` to the model instead of the rows up to `upto`, which stay stored. Fenced like a step.
 
-        Returns `claim` with the new history version; it is still the claim of the same step.
-
-        `answer`: what a model said when it was asked for the summary; it is counted with what the step costs.
+        Returns `claim` with the new history version, for the same step. `answer`: the model's answer to the summary
+        request; its tokens are added to the cost of the step.
         """
         ...
 
-    async def set_aside(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
-        """Whether fewer than `limit` tokens were spent since then. If so, `tokens` more are, for what `claim` asks now.
+    async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
+        """Reserve `tokens` for the request of `claim`; False if `limit` tokens were used since `since`.
 
-        The answer's own count takes their place; a failure gives them back. Fenced like a step.
+        The next step replaces the reservation by the real usage; a failure removes it. Fenced like a step.
         """
         ...
 
-    async def tokens_since(self, start: datetime) -> int:
-        """What all answers of models cost since `start`."""
+    async def tokens_used_since(self, start: datetime) -> int:
+        """Return the tokens that all model answers used since `start`."""
         ...

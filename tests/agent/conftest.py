@@ -7,43 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.service import Directory
+from coterie.agent.service import AgentDirectory
 from coterie.agent.tools import ToolContext
 from coterie.agents import Profile
-from coterie.artifact_service import Library
-from coterie.llm.config import ServiceEntry, Services
-from coterie.llm.learned_limits import Refusals
+from coterie.artifact_service import ArtifactService
+from coterie.llm.config import ServiceEntry, ServiceRegistry
+from coterie.llm.learned_limits import LearnedLimits
 from coterie.llm.routing import CapabilityRouter, ContentAdapter
 from coterie.llm.service import Capabilities
 from coterie.messages import Payload, Receipt
 from coterie.store import Store
-from coterie.stores.blobs import FolderBytes
+from coterie.stores.blobs import FolderBlobStore
 from coterie.testing import FakeClock
 from tests.agent.mcp_room import SERVER, HttpServer, Room
 
 
 @pytest.fixture
-def directory(clock: FakeClock) -> Directory:
+def directory(clock: FakeClock) -> AgentDirectory:
     """`ada` reads text, `bob` sees pictures too."""
     seeing = Capabilities(input=frozenset({"text", "vision"}), output=frozenset({"text", "tool_calling"}))
-    services = Services(
+    services = ServiceRegistry(
         [
             ServiceEntry(id="plain", base_url="http://127.0.0.1:9/v1", model="m"),
             ServiceEntry(id="seeing", base_url="http://127.0.0.1:9/v1", model="m", capabilities=seeing),
         ]
     )
     agents = [Profile(id="ada", name="Ada"), Profile(id="bob", name="Bob", service="seeing")]
-    return Directory(services, Refusals(clock), agents)
+    return AgentDirectory(services, LearnedLimits(clock), agents)
 
 
 @pytest.fixture
-def library(store: Store, clock: FakeClock, tmp_path: Path) -> Library:
+def library(store: Store, clock: FakeClock, tmp_path: Path) -> ArtifactService:
     (tmp_path / "artifacts").mkdir()
-    return Library(store, FolderBytes(tmp_path / "artifacts"), clock, limit=60_000_000)
+    return ArtifactService(store, FolderBlobStore(tmp_path / "artifacts"), clock, max_file_bytes=60_000_000)
 
 
 @pytest.fixture
-def ctx(store: Store, library: Library, directory: Directory, clock: FakeClock, tmp_path: Path) -> ToolContext:
+def ctx(
+    store: Store, library: ArtifactService, directory: AgentDirectory, clock: FakeClock, tmp_path: Path
+) -> ToolContext:
     """A call of `ada`'s."""
 
     async def send(
@@ -51,7 +53,9 @@ def ctx(store: Store, library: Library, directory: Directory, clock: FakeClock, 
     ) -> Receipt:
         raise NotImplementedError
 
-    router = CapabilityRouter(store, FolderBytes(tmp_path / "artifacts"), ContentAdapter(directory), Refusals(clock))
+    router = CapabilityRouter(
+        store, FolderBlobStore(tmp_path / "artifacts"), ContentAdapter(directory), LearnedLimits(clock)
+    )
     return ToolContext(
         agent_id="ada",
         capabilities=directory.capabilities_of("ada"),

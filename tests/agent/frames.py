@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from coterie.testing.wire import Received
+from coterie.testing.replies import ReceivedRequest
 
 OPENING = re.compile(r"<message (\w+) (\{.*\})>")
 
@@ -25,7 +25,7 @@ class Frame:
         return "\n".join(self.lines)
 
 
-def frames_of(request: Received) -> tuple[list[Frame], list[str]]:
+def frames_of(request: ReceivedRequest) -> tuple[list[Frame], list[str]]:
     """The messages that a request shows, and the lines of the user's role that stand outside of them."""
     texts = [_text(message["content"]) for message in request.body["messages"] if message["role"] == "user"]
     found: list[Frame] = []
@@ -46,7 +46,7 @@ def frames_of(request: Received) -> tuple[list[Frame], list[str]]:
     return found, outside
 
 
-def senders(request: Received) -> list[tuple[str, str]]:
+def senders(request: ReceivedRequest) -> list[tuple[str, str]]:
     frames, _ = frames_of(request)
     return [(frame.known["from"], frame.known["kind"]) for frame in frames]
 

@@ -129,7 +129,7 @@ class Room:
     servers: list[McpServers] = field(default_factory=list)
 
     def add(self, *entries: McpEntry, start: timedelta = timedelta(seconds=30)) -> McpServers:
-        self.servers.append(McpServers(entries, self.clock, self.box.adopt, start=start))
+        self.servers.append(McpServers(entries, self.clock, self.box.replace_tools, start_timeout=start))
         return self.servers[-1]
 
     async def call(self, name: str, deadline: timedelta = timedelta(seconds=30), **arguments: object) -> ToolResult:

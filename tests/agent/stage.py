@@ -13,7 +13,7 @@ from typing import Any
 from coterie import Message, Society
 from coterie.clock import Clock
 from coterie.testing import ModelServer
-from coterie.testing.model_server import Received, Reply
+from coterie.testing.model_server import ReceivedRequest, Reply
 from coterie.turn_store import HistoryRow
 
 TOOLS = """
@@ -114,11 +114,11 @@ class Stage:
         return [message["role"] for message in self.server.requests[index].body["messages"][1:]]
 
 
-def each(**replies: list[Reply]) -> Callable[[Received], Reply]:
+def each(**replies: list[Reply]) -> Callable[[ReceivedRequest], Reply]:
     """What each agent's model says, in order: agents work side by side, so nobody knows who asks first."""
     left = {agent: iter(said) for agent, said in replies.items()}
 
-    def answer(request: Received) -> Reply:
+    def answer(request: ReceivedRequest) -> Reply:
         asking = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
         assert asking is not None
         return next(left[asking[1]])

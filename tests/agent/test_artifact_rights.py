@@ -10,7 +10,7 @@ import pytest
 
 from coterie.errors import Refused
 from coterie.testing import Calls, Says
-from coterie.testing.model_server import Received
+from coterie.testing.model_server import ReceivedRequest
 from tests.agent.stage import Stage, each, stage
 from tests.engines import Engine, Postgres
 
@@ -24,7 +24,7 @@ def config(engine: Engine, folder: Path, more: str = "") -> str:
 
 
 def last_results(here: Stage, agent: str) -> list[dict[str, Any]]:
-    def is_by(request: Received) -> bool:
+    def is_by(request: ReceivedRequest) -> bool:
         return f"(id: {agent})" in request.body["messages"][0]["content"]
 
     body = [request for request in here.server.requests if is_by(request)][-1].body

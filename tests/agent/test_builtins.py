@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.builtins import MAX_READ, built_in_tools
-from coterie.agent.service import Directory
+from coterie.agent.builtins import MAX_READ_BYTES, built_in_tools
+from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import ToolContext
 from coterie.bus import MessageBus
@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(100)
 
 
 @pytest.fixture
-def box(directory: Directory, bus: MessageBus, store: Store) -> Toolbox:
+def box(directory: AgentDirectory, bus: MessageBus, store: Store) -> Toolbox:
     return Toolbox(built_in_tools(directory, bus, store))
 
 
@@ -122,14 +122,16 @@ async def test_a_text_file_is_read_in_pieces_that_cut_no_character_in_two(box: T
         told = await ask(box, "read_artifact", ctx, artifactRef=ref, offset=told["nextOffset"])
         pieces.append(told["text"])
     assert "".join(pieces) == text
-    assert [len(piece.encode()) <= MAX_READ for piece in pieces] == [True] * -(-len(text.encode()) // MAX_READ)
+    assert [len(piece.encode()) <= MAX_READ_BYTES for piece in pieces] == [True] * -(
+        -len(text.encode()) // MAX_READ_BYTES
+    )
 
 
 async def test_an_empty_file_reads_as_nothing_and_a_broken_one_to_its_end(box: Toolbox, ctx: ToolContext) -> None:
     empty = (await ctx.artifacts.put(b"", "empty.txt")).ref
     assert (await ask(box, "read_artifact", ctx, artifactRef=empty))["text"] == ""
-    broken = (await ctx.artifacts.put(b"a" * MAX_READ + b"\xc3", "broken.txt")).ref
-    told = await ask(box, "read_artifact", ctx, artifactRef=broken, offset=MAX_READ)
+    broken = (await ctx.artifacts.put(b"a" * MAX_READ_BYTES + b"\xc3", "broken.txt")).ref
+    told = await ask(box, "read_artifact", ctx, artifactRef=broken, offset=MAX_READ_BYTES)
     assert told["text"] == "\ufffd" and "nextOffset" not in told
 
 

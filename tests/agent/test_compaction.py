@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coterie.agent.compaction import DIGEST, cut, digest, estimated, summary_request, weight
-from coterie.agent.context import SET_ASIDE
-from coterie.clock import EPOCH
-from coterie.llm.types import Request, SystemSaid
+from coterie.agent.compaction import (
+    MAX_DIGEST_CHARACTERS,
+    build_digest,
+    estimate_tokens,
+    estimate_usage,
+    find_cut,
+    summary_request,
+)
+from coterie.agent.context import QUARANTINED_NOTE
+from coterie.clock import UNIX_EPOCH
+from coterie.llm.types import ModelRequest, SystemMessage
 from coterie.messages import Message
-from coterie.testing.replies import tokens
-from coterie.testing.wire import Received
+from coterie.testing.replies import ReceivedRequest, count_tokens
 from coterie.turn_store import HistoryRow
 from tests.agent.stage import stage
 
@@ -21,32 +27,32 @@ def row(seq: int, role: str, size: int = 100) -> HistoryRow:
 
 def test_the_cut_falls_where_a_message_begins_and_never_inside_a_group() -> None:
     rows = [row(1, "user"), row(2, "assistant"), row(3, "tool"), row(4, "user"), row(5, "assistant"), row(6, "user")]
-    assert cut(rows) == 3
-    assert cut([row(1, "user"), row(2, "assistant", 10_000), row(3, "tool")]) is None
-    assert cut([]) is None
+    assert find_cut(rows) == 3
+    assert find_cut([row(1, "user"), row(2, "assistant", 10_000), row(3, "tool")]) is None
+    assert find_cut([]) is None
 
 
 def test_a_digest_is_bounded_and_keeps_the_newest() -> None:
-    made = digest([row(seq, "user", 500) for seq in range(1, 200)])
-    assert len(made) <= DIGEST + 1
+    made = build_digest([row(seq, "user", 500) for seq in range(1, 200)])
+    assert len(made) <= MAX_DIGEST_CHARACTERS + 1
 
 
 def test_a_message_that_was_set_aside_is_in_no_summary() -> None:
     message = Message(
-        seq=1, id="m", sender="user", to="ada", payload={"text": "deadly"}, state="taken", created_at=EPOCH
+        seq=1, id="m", sender="user", to="ada", payload={"text": "deadly"}, state="taken", created_at=UNIX_EPOCH
     )
     hidden = HistoryRow(seq=1, turn_no=1, role="user", message=message, hidden=True)
-    assert "deadly" not in digest([hidden]) + repr(summary_request([hidden]))
-    assert SET_ASIDE in digest([hidden]) and SET_ASIDE in repr(summary_request([hidden]))
+    assert "deadly" not in build_digest([hidden]) + repr(summary_request([hidden]))
+    assert QUARANTINED_NOTE in build_digest([hidden]) and QUARANTINED_NOTE in repr(summary_request([hidden]))
 
 
 def test_an_estimate_grows_with_what_was_sent_and_said() -> None:
-    short, long = (Request(said=(SystemSaid("x" * size),)) for size in (30, 3_000))
-    assert 0 < weight(short) < weight(long)
-    assert estimated(short, "four words of text").output_tokens > estimated(short, "").output_tokens == 0
+    short, long = (ModelRequest(messages=(SystemMessage("x" * size),)) for size in (30, 3_000))
+    assert 0 < estimate_tokens(short) < estimate_tokens(long)
+    assert estimate_usage(short, "four words of text").output_tokens > estimate_usage(short, "").output_tokens == 0
 
 
-def is_summary(request: Received) -> bool:
+def is_summary(request: ReceivedRequest) -> bool:
     return str(request.body["messages"][0]["content"]).startswith("Summarise")
 
 
@@ -74,9 +80,11 @@ async def test_where_the_window_is_known_nothing_too_long_is_ever_sent(tmp_path:
         assert any(is_summary(request) for request in here.server.requests)
         # Summaries cost tokens like everything else that is asked.
         said = [b"they spoke of x" if is_summary(request) else b"yes" for request in here.server.requests]
-        used = sum(tokens(one.raw) + tokens(words) for one, words in zip(here.server.requests, said, strict=True))
+        used = sum(
+            count_tokens(one.raw) + count_tokens(words) for one, words in zip(here.server.requests, said, strict=True)
+        )
         await here.state("ada", "idle")
-        assert await here.society.store.tokens_since(EPOCH) == used
+        assert await here.society.store.tokens_used_since(UNIX_EPOCH) == used
 
 
 async def test_a_single_message_that_can_never_fit_is_told_to_the_person(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from coterie import Society
-from coterie.llm.gateway import Models
+from coterie.llm.gateway import ModelGateway
 from coterie.testing import ModelServer
-from coterie.testing.model_server import Plays, Received
-from coterie.testing.replies import chunk
-from coterie.testing.wire import Wire
+from coterie.testing.model_server import CustomReply, ReceivedRequest
+from coterie.testing.replies import ServerConnection, chunk
 from tests.engines import Engine, Postgres
 
 CROWD = 320
@@ -39,20 +38,20 @@ class HeldServer(ModelServer):
         for _ in range(count):
             self._released.release()
 
-    def _hold(self, request: Received) -> Plays:
+    def _hold(self, request: ReceivedRequest) -> CustomReply:
         self.asking.append(asking(request))
 
-        async def play(wire: Wire) -> None:
+        async def play(wire: ServerConnection) -> None:
             await self._released.acquire()
             await wire.begin()
             await wire.event(chunk({"role": "assistant", "content": "at last"}, "stop"))
             await wire.event("[DONE]")
             await wire.end()
 
-        return Plays(play)
+        return CustomReply(play)
 
 
-def asking(request: Received) -> str:
+def asking(request: ReceivedRequest) -> str:
     found = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
     assert found
     return found[1]
@@ -111,7 +110,7 @@ async def test_an_agent_whose_own_service_is_free_is_answered_before_any_of_the_
     async with crowded(tmp_path, engine, at_once=at_once) as here:
         [society] = here.societies
         await here.fill()
-        await here.slow.asked(min(at_once, 250))
+        await here.slow.wait_for_request(min(at_once, 250))
 
         await society.send(to="free", text="are you there?")
         await here.answer_of("free", society)
@@ -122,7 +121,7 @@ async def test_two_processes_serve_the_free_agent_whichever_of_them_gets_the_mes
 ) -> None:
     async with crowded(tmp_path, shared, processes=2, count=2 * CROWD) as here:
         await here.fill(2 * CROWD)
-        await here.slow.asked(8)
+        await here.slow.wait_for_request(8)
 
         for number, society in enumerate(here.societies):
             await society.send(to="free" if number else "boss", text="are you there?")
@@ -134,9 +133,9 @@ async def test_the_whole_crowd_is_served_in_the_end_each_once_and_never_more_at_
 ) -> None:
     async with crowded(tmp_path, engine) as here:
         await here.fill()
-        await here.slow.asked(8)
+        await here.slow.wait_for_request(8)
         here.slow.release(CROWD)
-        await here.slow.asked(CROWD)
+        await here.slow.wait_for_request(CROWD)
 
         assert sorted(here.slow.asking) == here.crowd
 
@@ -149,16 +148,16 @@ async def test_the_persons_message_is_served_before_the_agents_that_wait(
         pytest.skip("one process on SQLite")
     async with crowded(tmp_path, engine, processes=processes, at_once=1) as here:
         await here.fill()
-        await here.slow.asked(1)
+        await here.slow.wait_for_request(1)
         await here.societies[-1].send(to="late", text="me first")
-        await _until(lambda: _models(here.societies[-1]).waiting("slow", person=True) == 1)
+        await _until(lambda: _models(here.societies[-1]).count_waiting("slow", for_person=True) == 1)
         if processes > 1:  # the request is in the database, and the process that has the slot will look there
             with engine.behind(tmp_path) as db:
                 await _until(lambda: db.execute("SELECT sum(urgent) FROM places").fetchone() == (1,))
-            await _until(lambda: all(_models(one).queue("slow").wanted for one in here.societies[:-1]))
+            await _until(lambda: all(_models(one).queue("slow").others_wait for one in here.societies[:-1]))
 
         here.slow.release(1)
-        await here.slow.asked(2)
+        await here.slow.wait_for_request(2)
         assert here.slow.asking[1] == "late"
 
 
@@ -167,5 +166,5 @@ async def _until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def _models(society: Society) -> Models:
-    return society._at_work()._models
+def _models(society: Society) -> ModelGateway:
+    return society._require_runtime()._models

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from coterie.clock import EPOCH
+from coterie.clock import UNIX_EPOCH
 from coterie.store import Usage
-from coterie.testing.model_server import Calls, Plays, Says, Status
-from coterie.testing.replies import chunk
-from coterie.testing.wire import Received, Wire
+from coterie.testing.model_server import Calls, CustomReply, Says, Status
+from coterie.testing.replies import ReceivedRequest, ServerConnection, chunk
 from tests.agent.stage import Stage, stage
 
 SILENT = frozenset({"stream_options"})
@@ -17,10 +16,10 @@ SILENT = frozenset({"stream_options"})
 
 
 async def used(here: Stage) -> list[Usage]:
-    return list(await here.society.store.usage(EPOCH))
+    return list(await here.society.store.usage(UNIX_EPOCH))
 
 
-async def breaks_off(wire: Wire) -> None:
+async def breaks_off(wire: ServerConnection) -> None:
     await wire.begin()
     await wire.event(chunk({"role": "assistant", "content": "The beginning of an answer, and then"}))
 
@@ -54,9 +53,9 @@ async def test_an_answer_that_breaks_off_counts_and_a_refusal_does_not(tmp_path:
         await here.say("refused")
         await here.state("ada", "blocked")
         assert await used(here) == []
-        here.server.script(Plays(breaks_off), Status(401, "wrong key"))
+        here.server.script(CustomReply(breaks_off), Status(401, "wrong key"))
         await here.say("broken off")
-        await here.server.asked(2)
+        await here.server.wait_for_request(2)
         await here.until(lambda: is_counted(here))
         (row,) = await used(here)
         assert (row.service, row.requests) == ("main", 1)
@@ -72,7 +71,7 @@ async def test_a_request_that_is_stopped_counts(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Says("too late", gate=gate))
         await here.say("count")
-        await here.server.asked(1)
+        await here.server.wait_for_request(1)
         assert here.society.stop_turn("ada")
         await here.state("ada", "idle")
         (row,) = await used(here)
@@ -88,7 +87,7 @@ async def test_a_withdrawn_answer_counts_as_an_estimate_too(tmp_path: Path) -> N
         here.server.script(Says(calls=(Calls("ring", {"name": "x"}),), gate=gate), "then this")
         before = len(here.server.requests)
         await here.say("ring")
-        await here.server.asked(before + 1)
+        await here.server.wait_for_request(before + 1)
         await here.say("no, wait")
         gate.set()
         assert (await here.texts(2))[1] == "then this"
@@ -99,9 +98,9 @@ async def test_a_withdrawn_answer_counts_as_an_estimate_too(tmp_path: Path) -> N
 
 
 async def test_summaries_count_as_estimates_even_when_they_break_off(tmp_path: Path) -> None:
-    def answer(request: Received) -> Says | Plays:
+    def answer(request: ReceivedRequest) -> Says | CustomReply:
         summary = str(request.body["messages"][0]["content"]).startswith("Summarise")
-        return Plays(breaks_off) if summary else Says("yes")
+        return CustomReply(breaks_off) if summary else Says("yes")
 
     async with stage(tmp_path, window=4_000, contextTokens=4_000, unknown_keys=SILENT) as here:
         here.server.default = answer

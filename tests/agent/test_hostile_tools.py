@@ -12,8 +12,8 @@ import pytest
 
 from coterie import Society
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import ToolContext, tool, tool_of
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.tools import ToolContext, get_tool, tool
+from coterie.agent.user_tools import load_user_tools
 from coterie.errors import Refused
 from coterie.testing import ModelServer
 from coterie.testing.replies import Calls, Says
@@ -23,7 +23,7 @@ EXITS = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
 
 
 async def error_from(function: Any, ctx: ToolContext, **arguments: Any) -> dict[str, str]:
-    made = tool_of(function)
+    made = get_tool(function)
     assert made
     result = await Toolbox([made]).call(made.name, arguments, ctx, patterns=["*"])
     assert not result.ok
@@ -98,7 +98,7 @@ async def test_a_result_that_raises_while_it_is_read_is_an_error_result(
     async def give() -> Any:
         return values.pop()
 
-    made = tool_of(give)
+    made = get_tool(give)
     assert made
     while values:
         await Toolbox([made]).call("give", {}, ctx, patterns=["*"])  # raises nothing
@@ -134,10 +134,10 @@ def test_a_file_that_ends_the_program_when_it_is_imported_is_a_problem_and_the_o
     good = "from coterie import tool\n\n@tool\nasync def good() -> str:\n    return 'good'\n"
     (tmp_path / "tools/good.py").write_text(good)
 
-    loaded = load_owner_tools(tmp_path)
+    loaded = load_user_tools(tmp_path)
 
     assert [tool.name for tool in loaded.tools] == ["good"]
-    assert [problem.place.partition(":")[0] for problem in loaded.problems] == ["tools.py"]
+    assert [problem.location.partition(":")[0] for problem in loaded.problems] == ["tools.py"]
 
 
 async def test_a_society_goes_on_with_both_kinds_of_tools(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ async def test_two_messages_during_one_model_call_cost_exactly_one_more(tmp_path
         gate = asyncio.Event()
         here.server.script(Says("first", gate=gate), "to both")
         await here.say("one")
-        await here.server.asked(1)
+        await here.server.wait_for_request(1)
         receipt = await here.society.send(to="ada", text="two")
         await here.say("three")
         gate.set()
@@ -53,7 +53,7 @@ async def test_a_message_before_the_first_call_withdraws_the_plan(tmp_path: Path
         gate = asyncio.Event()
         here.server.script(Says("I will ring", calls=calls("a", "b"), gate=gate), "as you wish")
         await here.say("ring!")
-        await here.server.asked(1)
+        await here.server.wait_for_request(1)
         await here.say("no, do not")
         gate.set()
         assert await here.texts() == ["as you wish"]
@@ -164,12 +164,14 @@ async def test_stopping_a_turn_keeps_what_was_said_and_the_mail_begins_the_next(
         gate = asyncio.Event()
         here.server.script(Says("one two three", gate=gate), "next")
         await here.say("count")
-        await here.server.asked(1)
+        await here.server.wait_for_request(1)
         await here.say("and then?")
         assert here.society.stop_turn("ada") is True
         assert await here.texts() == ["next"]
         gate.set()
-        await asyncio.gather(*here.society._at_work()._scheduler._turns)  # it is heard a moment before its turn ends
+        await asyncio.gather(
+            *here.society._require_runtime()._scheduler._turns
+        )  # it is heard a moment before its turn ends
         assert here.society.stop_turn("ada") is False
         assert await here.history() == [("user", "count"), ("user", "and then?"), ("assistant", "next")]
 
@@ -230,7 +232,7 @@ async def test_a_file_that_an_agent_forwards_is_described_by_its_bytes(tmp_path:
         )
         await here.say("Send me back my notes", attachments=[kept.ref])
         forwarded, _ = await here.heard(2)
-        assert forwarded.payload["attachments"] == [kept.to_wire()]
+        assert forwarded.payload["attachments"] == [kept.to_dict()]
         results = [text for role, text in await here.history() if role == "tool"]
         assert "attachment_unknown" in results[1]
 
@@ -280,7 +282,7 @@ async def test_a_paused_agent_ends_its_turn_and_begins_no_other_until_it_is_resu
         gate = asyncio.Event()
         here.server.script(Says("first", gate=gate), "second")
         await here.say("one")
-        await here.server.asked(1)
+        await here.server.wait_for_request(1)
         await here.society.pause("ada")
         await here.say("two")
         gate.set()

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.logs import JsonLines
-from coterie.telemetry import Context
+from coterie.cli.logs import JsonFormatter
+from coterie.telemetry import LogContextFilter
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import stage
 
@@ -18,8 +18,8 @@ from tests.agent.stage import stage
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.addFilter(Context())
-        self.setFormatter(JsonLines())
+        self.addFilter(LogContextFilter())
+        self.setFormatter(JsonFormatter())
         self.lines: list[dict[str, Any]] = []
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -7,12 +7,10 @@ import json
 from pathlib import Path
 
 from coterie.artifacts import Artifact
-from coterie.config import with_store_url
-from coterie.messages import MAX_PAYLOAD_BYTES
-from coterie.stores.sql.replies import fit_answer
-from coterie.testing.model_server import Calls, Plays, Received, Says
-from coterie.testing.replies import chunk
-from coterie.testing.wire import Wire
+from coterie.config import replace_store_url
+from coterie.messages import MAX_PAYLOAD_BYTES, fit_answer
+from coterie.testing.model_server import Calls, CustomReply, ReceivedRequest, Says
+from coterie.testing.replies import ServerConnection, chunk
 from tests.agent.stage import each, stage
 from tests.engines import Engine, Postgres
 
@@ -25,7 +23,7 @@ FEW = 100_000
 def society(engine: Engine, folder: Path) -> str:
     """The configuration of a society with two agents on that engine."""
     agents = "[agents.ada]\n[agents.bob]\n"
-    return with_store_url(agents, engine.url(folder / "data")) if isinstance(engine, Postgres) else agents
+    return replace_store_url(agents, engine.url(folder / "data")) if isinstance(engine, Postgres) else agents
 
 
 async def test_the_person_gets_the_beginning_and_the_whole_as_a_file(engine: Engine, tmp_path: Path) -> None:
@@ -62,14 +60,14 @@ async def test_another_agent_that_asked_gets_it_too(tmp_path: Path) -> None:
 async def test_what_was_said_before_a_stop_is_kept_whole_too(tmp_path: Path) -> None:
     never, all_said = asyncio.Event(), asyncio.Event()
 
-    async def goes_silent(wire: Wire) -> None:
+    async def goes_silent(wire: ServerConnection) -> None:
         await wire.begin()
         await wire.event(chunk({"role": "assistant", "content": LONG}))
         await never.wait()
 
     async with stage(tmp_path) as here:
-        here.server.script(Plays(goes_silent))
-        here.society.live.listen(lambda draft: all_said.set() if len(draft.text) == len(LONG) else None)
+        here.server.script(CustomReply(goes_silent))
+        here.society.live.subscribe(lambda draft: all_said.set() if len(draft.text) == len(LONG) else None)
         await here.say("Write a book.")
         await all_said.wait()
         assert here.society.stop_turn("ada")
@@ -81,7 +79,7 @@ async def test_what_was_said_before_a_stop_is_kept_whole_too(tmp_path: Path) -> 
 
 async def test_where_the_file_cannot_be_kept_the_beginning_is_sent_and_says_so(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
-        here.society.artifacts.limit = 1_000
+        here.society.artifacts.set_max_file_bytes(1_000)
         here.server.script(Says(LONG, token_size=FEW))
         await here.say("Write a book.")
         (answer,) = await here.heard(1)
@@ -114,7 +112,7 @@ async def test_long_text_and_arguments_of_a_plan_are_stored_whole_and_shown_shor
 
 
 async def test_a_summary_that_is_too_long_is_cut(tmp_path: Path) -> None:
-    def answer(request: Received) -> Says:
+    def answer(request: ReceivedRequest) -> Says:
         summary = str(request.body["messages"][0]["content"]).startswith("Summarise")
         return Says(LONG, token_size=FEW) if summary else Says("yes")
 
@@ -124,5 +122,5 @@ async def test_a_summary_that_is_too_long_is_cut(tmp_path: Path) -> None:
             await here.say(f"{n} " + "x" * 12_000)
             await here.heard(n)
         assert any("Summarise" in str(one.body["messages"][0]) for one in here.server.requests)
-        assert len((await here.society.store.view("ada")).summary) < 40_000
+        assert len((await here.society.store.history_view("ada")).summary) < 40_000
         assert len(here.server.requests[-1].raw) < 200_000

@@ -46,7 +46,7 @@ async def test_a_server_that_died_while_nobody_called_is_there_again_for_the_nex
     await servers.connect()
     first = int((await room.call("demo__pid")).text)
     os.kill(first, signal.SIGKILL)
-    await until(lambda: servers.connected == [])
+    await until(lambda: servers.connected_ids == [])
     again = await room.call("demo__pid")
     assert again.ok and int(again.text) != first
 
@@ -56,8 +56,8 @@ async def test_a_server_that_dies_during_an_unsafe_call_leaves_its_outcome_unkno
 ) -> None:
     await room.add(as_child(script)).connect()
     lost = await room.call("demo__die")
-    assert error_of(lost).startswith("mcp_lost: the MCP server demo went away during the call")
-    assert lost.unknown and json.loads(lost.text)["status"] == "unknown"
+    assert error_of(lost).startswith("mcp_lost: the MCP server demo disconnected during the call")
+    assert lost.is_outcome_unknown and json.loads(lost.text)["status"] == "unknown"
     assert (await room.call("demo__add", a=1, b=1)).text == "2"
     assert script.with_name("lives").read_text() == "died\n"
 
@@ -83,7 +83,7 @@ async def test_a_server_that_does_not_come_back_is_an_error_result_and_is_left_i
 
     assert error_of(await room.call("demo__add", a=1, b=1)).startswith("mcp_unavailable: the MCP server demo cannot be")
     script.with_suffix(".away").rename(script)
-    assert "is not there" in error_of(await room.call("demo__add", a=1, b=1))
+    assert "is not connected" in error_of(await room.call("demo__add", a=1, b=1))
     assert "next try in 1 s" in error_of(await room.call("demo__add", a=1, b=1))
     await clock.advance(seconds=1)
     assert (await room.call("demo__add", a=1, b=1)).text == "2"
@@ -124,14 +124,14 @@ async def test_an_http_server_that_went_away_is_an_error_result_until_it_is_back
 )
 async def test_a_server_that_is_not_there_is_a_problem_of_its_own(room: Room, entry: McpEntry, words: str) -> None:
     [problem] = await room.add(entry).connect()
-    assert problem.place == "coterie.toml: mcp.gone" and words in problem.message and not problem.fatal
+    assert problem.location == "coterie.toml: mcp.gone" and words in problem.message and not problem.fatal
     assert room.names() == []
 
 
 async def test_a_server_that_never_answers_is_given_up_after_a_time(room: Room) -> None:
     silent = McpEntry(id="gone", command="sleep", args=("60",))
     [problem] = await room.add(silent, start=timedelta(seconds=0.3)).connect()
-    assert "did not tell its tools within 0.3 s" in problem.message
+    assert "did not list its tools within 0.3 s" in problem.message
 
 
 async def test_one_server_that_is_not_there_keeps_no_other_away(room: Room, script: Path) -> None:
@@ -143,7 +143,7 @@ async def test_many_calls_that_meet_a_dead_server_start_it_once(room: Room, scri
     servers = room.add(as_child(script))
     await servers.connect()
     os.kill(int((await room.call("demo__pid")).text), signal.SIGKILL)
-    await until(lambda: servers.connected == [])
+    await until(lambda: servers.connected_ids == [])
     answers = await asyncio.gather(*(room.call("demo__pid") for _ in range(5)))
     assert len({answer.text for answer in answers}) == 1 and answers[0].ok
 
@@ -169,7 +169,7 @@ async def test_an_unsafe_call_that_takes_too_long_may_have_happened(room: Room, 
     await room.add(as_child(script)).connect()
     late = await room.call("demo__hang", deadline=timedelta(milliseconds=200))
     assert error_of(late).startswith("tool_timeout") and "verify before repeating" in late.text
-    assert late.unknown and json.loads(late.text)["status"] == "unknown"
+    assert late.is_outcome_unknown and json.loads(late.text)["status"] == "unknown"
 
 
 @pytest.fixture
@@ -197,15 +197,15 @@ async def test_a_server_that_ignores_everything_is_killed_with_all_that_it_start
 
 RUNTIME = """
 import asyncio, os, sys
-from coterie.agent.mcp_connection import Connection
+from coterie.agent.mcp_connection import McpConnection
 from coterie.clock import SystemClock
 from coterie.config import McpEntry
 from datetime import timedelta
 
 async def main():
     entry = McpEntry(id="demo", command=sys.executable, args=(sys.argv[1],))
-    connection = Connection(entry, SystemClock())
-    await connection.ready(timedelta(seconds=60))
+    connection = McpConnection(entry, SystemClock())
+    await connection.wait_ready(timedelta(seconds=60))
     said = await connection.call("settle_in", {"witness": sys.argv[2]})
     print(said.content[0].text, flush=True)
     await asyncio.Event().wait()

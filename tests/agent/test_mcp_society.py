@@ -28,7 +28,7 @@ DIE_ONCE = Says(calls=(Calls("demo__die_once"),))
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A society begins when its servers are there or known to be absent, however busy the machine is."""
-    monkeypatch.setattr("coterie.agent_runtime.MCP_PATIENCE", timedelta(minutes=10))
+    monkeypatch.setattr("coterie.agent_runtime.MCP_START_TIMEOUT", timedelta(minutes=10))
 
 
 @pytest.fixture
@@ -130,5 +130,5 @@ async def test_a_society_whose_server_is_not_there_starts_and_works_and_finds_it
         assert await here.texts() == ["done"]
         script.with_suffix(".away").rename(script)
         await clock.advance(minutes=2)
-        await until(lambda: "demo" in here.society._at_work()._mcp.connected)
+        await until(lambda: "demo" in here.society._require_runtime()._mcp.connected_ids)
         assert await results(here, ADD) == ["3"]

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.mcp_connection import LAST, LINES, MAX_LINE, PERIOD, Stderr
+from coterie.agent.mcp_connection import (
+    MAX_HELD_BACK_LINES,
+    MAX_LINE_BYTES,
+    MAX_LINES_PER_PERIOD,
+    PERIOD_SECONDS,
+    StderrLog,
+)
 from coterie.config import McpEntry
 from coterie.testing import FakeClock
 from tests.agent.mcp_room import Room, as_child, error_of, until
@@ -114,7 +120,7 @@ async def test_a_dying_servers_last_words_are_in_the_log_and_each_start_leaves_n
         assert wrote(caplog)[-2:] == ["begun with ***", "my last words, ***"]
     await servers.close()
     assert open_files() <= before
-    complaints = [line for line in caplog.messages if "what is no message" in line]
+    complaints = [line for line in caplog.messages if "that are no MCP messages" in line]
     assert len(complaints) == 2  # once in each life
 
 
@@ -140,7 +146,7 @@ async def test_a_server_that_floods_its_standard_error_is_not_held_up(room: Room
 
 @pytest.fixture
 async def write(clock: FakeClock) -> AsyncIterator[Callable[[str], None]]:
-    with Stderr("demo", (KEY,), clock) as stderr:
+    with StderrLog("demo", (KEY,), clock) as stderr:
 
         def write(text: str) -> None:
             """Read at once, as if the loop had come round."""
@@ -163,41 +169,41 @@ async def test_a_line_is_shown_when_it_is_whole(write: Callable[[str], None], ca
 async def test_no_part_of_a_key_is_shown_where_a_long_line_is_cut(
     write: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for before in range(MAX_LINE - 25, MAX_LINE + 45):
+    for before in range(MAX_LINE_BYTES - 25, MAX_LINE_BYTES + 45):
         write(f"{KEY} " + "x" * before + KEY + "y" * 5000 + "\n")
         line = wrote(caplog)[-1]
-        assert len(line) <= MAX_LINE + 1 and line.startswith("*** xxx") and "xc" not in line, before
+        assert len(line) <= MAX_LINE_BYTES + 1 and line.startswith("*** xxx") and "xc" not in line, before
 
 
 async def test_of_an_endless_line_little_is_kept(clock: FakeClock) -> None:
-    with Stderr("demo", (KEY,), clock) as stderr:
+    with StderrLog("demo", (KEY,), clock) as stderr:
         for _ in range(100):
             stderr.writable.write("x" * 50_000)
             stderr.writable.flush()
             while stderr._read():
                 pass
-        assert sys.getsizeof(stderr._line) < 3 * MAX_LINE
+        assert sys.getsizeof(stderr._line) < 3 * MAX_LINE_BYTES
 
 
 async def test_of_a_flood_the_first_lines_are_shown_and_in_the_end_how_many_more_and_the_last(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Stderr("demo", (), clock) as stderr:
+    with StderrLog("demo", (), clock) as stderr:
         for number in range(1000):
             stderr.writable.write(f"{number}\n")
-    shown = [*range(LINES), *range(1000 - LAST, 1000)]
+    shown = [*range(MAX_LINES_PER_PERIOD), *range(1000 - MAX_HELD_BACK_LINES, 1000)]
     assert [int(line) for line in wrote(caplog)] == shown
-    assert f"the MCP server demo wrote {1000 - LINES} more lines: not all are shown" in caplog.messages
+    assert f"the MCP server demo wrote {1000 - MAX_LINES_PER_PERIOD} more lines: not all are shown" in caplog.messages
 
 
 async def test_after_a_while_a_server_that_flooded_the_log_is_heard_again(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Stderr("demo", (), clock) as stderr:
-        stderr.writable.write("x\n" * (LINES + 7))
+    with StderrLog("demo", (), clock) as stderr:
+        stderr.writable.write("x\n" * (MAX_LINES_PER_PERIOD + 7))
         stderr.writable.flush()
         stderr._drain()
-        await clock.advance(seconds=PERIOD)
+        await clock.advance(seconds=PERIOD_SECONDS)
         stderr.writable.write("y\n")
     assert caplog.messages[-2:] == [
         "the MCP server demo wrote 7 more lines: not all are shown",
@@ -207,7 +213,7 @@ async def test_after_a_while_a_server_that_flooded_the_log_is_heard_again(
 
 async def test_a_child_that_the_server_left_behind_keeps_nothing_open(clock: FakeClock) -> None:
     before = open_files()
-    with Stderr("demo", (), clock) as stderr:
+    with StderrLog("demo", (), clock) as stderr:
         left = os.dup(stderr.writable.fileno())
     with pytest.raises(BrokenPipeError):
         os.write(left, b"still here")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 async def test_a_server_that_runs_as_a_child_offers_its_tools(room: Room, script: Path) -> None:
     servers = room.add(as_child(script, env={"GREETING": "hello"}))
-    assert await servers.connect() == [] and servers.connected == ["demo"]
+    assert await servers.connect() == [] and servers.connected_ids == ["demo"]
     await try_everything(room)
     assert (await room.call("demo__greeting")).text == "hello"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from coterie import Society
-from coterie.stores.sql.connection import Connection
+from coterie.stores.sql.rows import Connection
 from coterie.testing import Calls, ModelServer, Says
-from coterie.testing.model_server import Received, Reply
+from coterie.testing.model_server import ReceivedRequest, Reply
 from tests.agent.stage import Bell, stage
 from tests.engines import Engine, Postgres
 
@@ -44,7 +44,7 @@ async def crowd(engine: Engine, folder: Path, server: ModelServer) -> AsyncItera
         yield societies
 
 
-def answer(request: Received, gate: asyncio.Event) -> Reply:
+def answer(request: ReceivedRequest, gate: asyncio.Event) -> Reply:
     """A parent makes its children, each with a task; children answer when the gate is open."""
     asking = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
     assert asking is not None
@@ -142,7 +142,7 @@ async def test_turns_that_wait_for_their_service_do_not_ask_it(tmp_path: Path) -
         here.server.script(Says(text="first", gate=gate))
         for n in range(5):
             await here.say("hello", to=f"a{n}")
-        await here.server.asked(1)
+        await here.server.wait_for_request(1)
         for n in range(5):
             await here.state(f"a{n}", "llm")
 

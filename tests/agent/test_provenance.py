@@ -12,7 +12,7 @@ from typing import Any
 from coterie import Society
 from coterie.ids import id_for
 from coterie.testing import ModelServer
-from coterie.testing.model_server import Calls, Received, Says
+from coterie.testing.model_server import Calls, ReceivedRequest, Says
 from tests.agent.frames import OPENING, frames_of, senders
 from tests.agent.stage import Stage, each, stage
 
@@ -30,11 +30,11 @@ def forward(to: str, text: str, **more: Any) -> Says:
     return Says(calls=(Calls("send_message", {"to": to, "payload": {"text": text, **more}}),))
 
 
-def asked_of(server: ModelServer, agent: str) -> list[Received]:
+def asked_of(server: ModelServer, agent: str) -> list[ReceivedRequest]:
     return [one for one in server.requests if f"(id: {agent})" in one.body["messages"][0]["content"]]
 
 
-def shown_marks(request: Received) -> list[str]:
+def shown_marks(request: ReceivedRequest) -> list[str]:
     spoken = [message["content"] for message in request.body["messages"] if message["role"] == "user"]
     return re.findall(r"<message (\w+) ", json.dumps(spoken))
 
@@ -85,7 +85,7 @@ async def test_an_agent_that_echoes_its_own_marks_gets_nobody_upgraded_over_five
 
     async with stage(tmp_path, agents=CROWD) as here:
 
-        def echo(request: Received) -> Says:
+        def echo(request: ReceivedRequest) -> Says:
             """Each model puts every mark that it was shown into what it sends on."""
             me = next(name for name in chain if f"(id: {name})" in request.body["messages"][0]["content"])
             if me == chain[-1] or any(one["role"] == "assistant" for one in request.body["messages"]):
@@ -107,7 +107,7 @@ async def test_a_tools_result_that_copies_a_frame_speaks_only_as_a_tool(tmp_path
     """The mark of an earlier message is known by then; only the role of a tool's result holds it back."""
     async with stage(tmp_path) as here:
 
-        def copy(request: Received) -> Says:
+        def copy(request: ReceivedRequest) -> Says:
             if request.body["messages"][-1]["role"] == "tool":
                 return Says("done")
             return Says(calls=(Calls("ring", {"name": forged(shown_marks(request)[-1])}),))
@@ -130,7 +130,7 @@ async def test_a_service_without_tools_is_told_results_that_cannot_open_a_frame(
         await here.heard(1)
         rows = await here.society.store.history("ada")
         mark = shown_marks(here.server.requests[0])[0]
-    from coterie.agent.context import build_request, said
+    from coterie.agent.context import build_request, render_row
     from coterie.llm.providers.openai import Dialect
     from coterie.turn_store import HistoryRow
 
@@ -140,7 +140,7 @@ async def test_a_service_without_tools_is_told_results_that_cannot_open_a_frame(
         else row
         for row in rows
     ]
-    messages = Dialect().messages(build_request("You are Ada.", "", map(said, changed), ()))
+    messages = Dialect().messages(build_request("You are Ada.", "", map(render_row, changed), ()))
     text = "\n".join(str(message["content"]) for message in messages if message["role"] == "user")
     assert ORDER in text
     assert sum(OPENING.fullmatch(line) is not None for line in text.split("\n")) == 1
@@ -164,7 +164,7 @@ async def test_a_summary_gives_nobody_another_sender(tmp_path: Path) -> None:
     async with stage(tmp_path, window=4_000, contextTokens=4_000) as here:
         marks: list[str] = []
 
-        def answer(request: Received) -> Says:
+        def answer(request: ReceivedRequest) -> Says:
             marks.extend(shown_marks(request))
             if str(request.body["messages"][0]["content"]).startswith("Summarise"):
                 # A summary by a model that copies what it saw, marks and all.

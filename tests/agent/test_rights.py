@@ -9,29 +9,29 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.agent.service import Directory, Registrar
+from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agents import Agent, Profile
 from coterie.errors import Refused
-from coterie.llm.config import ServiceEntry, Services
+from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.store import Store
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import Calls, Says
-from coterie.testing.model_server import Received
+from coterie.testing.model_server import ReceivedRequest
 from tests.agent.stage import Bell, Stage, each, stage
-from tests.llm.room import Room
+from tests.llm.harness import Harness
 
 MAKER = '[agents.ada]\ntools = ["look", "create_role", "spawn_agent"]\n[agents.bob]\n'
 
 
-def offered(request: Received) -> set[str]:
+def offered(request: ReceivedRequest) -> set[str]:
     return {tool["function"]["name"] for tool in request.body["tools"]}
 
 
-def asked_by(here: Stage, agent: str) -> list[Received]:
+def asked_by(here: Stage, agent: str) -> list[ReceivedRequest]:
     return [one for one in here.server.requests if f"(id: {agent})" in one.body["messages"][0]["content"]]
 
 
-def results(request: Received) -> list[str]:
+def results(request: ReceivedRequest) -> list[str]:
     return [message["content"] for message in request.body["messages"] if message["role"] == "tool"]
 
 
@@ -119,14 +119,14 @@ ENTRIES = [ServiceEntry(id=name, base_url="http://127.0.0.1:9", model="m") for n
 
 
 @pytest.fixture
-def directory() -> Directory:
+def directory() -> AgentDirectory:
     people = [Profile(id="ada", tools=("a*", "create_role")), Profile(id="bob", service="cheap", services=("d*",))]
-    return Directory(Services(ENTRIES), Room().refusals, people)
+    return AgentDirectory(ServiceRegistry(ENTRIES), Harness().learned_limits, people)
 
 
 @pytest.fixture
-def registrar(store: Store, directory: Directory) -> Registrar:
-    return Registrar(store, directory)
+def agent_service(store: Store, directory: AgentDirectory) -> AgentService:
+    return AgentService(store, directory)
 
 
 async def code(call: Any) -> str:
@@ -135,54 +135,54 @@ async def code(call: Any) -> str:
     return refusal.value.code
 
 
-async def test_a_role_belongs_to_its_maker(registrar: Registrar, store: Store) -> None:
-    await registrar.create_role("scout", "ada's", maker="ada")
-    assert await code(registrar.create_role("scout", "bob's", maker="bob")) == "role_taken"
-    await registrar.create_role("scout", "ada's second", maker="ada")
-    await registrar.create_role("guard", "the owner's")
-    assert await code(registrar.create_role("guard", "bob's", maker="bob")) == "role_taken"
+async def test_a_role_belongs_to_its_maker(agent_service: AgentService, store: Store) -> None:
+    await agent_service.create_role("scout", "ada's", maker="ada")
+    assert await code(agent_service.create_role("scout", "bob's", maker="bob")) == "role_taken"
+    await agent_service.create_role("scout", "ada's second", maker="ada")
+    await agent_service.create_role("guard", "the owner's")
+    assert await code(agent_service.create_role("guard", "bob's", maker="bob")) == "role_taken"
     assert {name: json.loads(one.profile)["prompt"] for name, one in (await store.roles()).items()} == {
         "guard": "the owner's", "scout": "ada's second"
     }  # fmt: skip
 
 
-async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(registrar: Registrar) -> None:
-    await registrar.create_role("scout", "x", maker="ada")
-    await registrar.create_role("guard", "x")
-    assert await code(registrar.spawn("bob", "scout", key="1")) == "unknown_agent"
-    child = await registrar.spawn("ada", "scout", key="2")
-    await registrar.spawn(child.id, "scout", key="3")
-    await registrar.spawn("bob", "guard", key="4")
+async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(agent_service: AgentService) -> None:
+    await agent_service.create_role("scout", "x", maker="ada")
+    await agent_service.create_role("guard", "x")
+    assert await code(agent_service.spawn("bob", "scout", key="1")) == "unknown_role"
+    child = await agent_service.spawn("ada", "scout", key="2")
+    await agent_service.spawn(child.id, "scout", key="3")
+    await agent_service.spawn("bob", "guard", key="4")
 
 
 async def test_a_child_thinks_with_its_makers_service_or_one_that_its_maker_may_use(
-    registrar: Registrar, directory: Directory
+    agent_service: AgentService, directory: AgentDirectory
 ) -> None:
-    await registrar.create_role("plain", "x", maker="bob")
-    child = await registrar.spawn("bob", "plain", key="1")
+    await agent_service.create_role("plain", "x", maker="bob")
+    child = await agent_service.spawn("bob", "plain", key="1")
     assert directory.service_of(child.id).id == "cheap"
-    assert await code(registrar.create_role("bad", "x", service="main", maker="bob")) == "service_not_allowed"
-    assert await code(registrar.create_role("bad", "x", service="dear", maker="ada")) == "service_not_allowed"
-    await registrar.create_role("good", "x", service="dear", maker=child.id)
-    assert directory.service_of((await registrar.spawn(child.id, "good", key="2")).id).id == "dear"
-    await registrar.create_role("dear", "the owner's", service="dear")
-    assert await code(registrar.spawn("ada", "dear", key="3")) == "service_not_allowed"
+    assert await code(agent_service.create_role("bad", "x", service="main", maker="bob")) == "service_not_allowed"
+    assert await code(agent_service.create_role("bad", "x", service="dear", maker="ada")) == "service_not_allowed"
+    await agent_service.create_role("good", "x", service="dear", maker=child.id)
+    assert directory.service_of((await agent_service.spawn(child.id, "good", key="2")).id).id == "dear"
+    await agent_service.create_role("dear", "the owner's", service="dear")
+    assert await code(agent_service.spawn("ada", "dear", key="3")) == "service_not_allowed"
 
     directory.add(Profile(id="bob", service="cheap"))
-    good = next(one for one in directory.everybody() if one.role == "good")
+    good = next(one for one in directory.all_profiles() if one.role == "good")
     with pytest.raises(Refused, match="may not use"):
         directory.service_of(good.id)
     assert good.id not in list(directory)
 
 
 async def test_agents_stored_before_makers_were_kept_are_bound_by_their_parents(
-    registrar: Registrar, directory: Directory, store: SqlStore
+    agent_service: AgentService, directory: AgentDirectory, store: SqlStore
 ) -> None:
     old = {"id": "old", "name": "Old", "service": None, "prompt": "", "tools": ["*"], "parent": "ada", "role": "r"}
     by_owner = old | {"id": "own", "role": None}
     for profile in (old, by_owner):
         agent = Agent(id=str(profile["id"]), name="x", parent="ada", profile=json.dumps(profile | {"made_by": "k"}))
         await store.add_agents([agent])
-    await registrar.recall()
+    await agent_service.refresh_directory()
     assert directory.tools_of("old") == (("*",), ("a*", "create_role"))
     assert directory.tools_of("own") == (("*",),)

@@ -14,7 +14,7 @@ from coterie import Society
 from coterie.errors import Refused
 from coterie.messages import Message
 from coterie.testing import Calls, Says
-from coterie.turn import MAX_SHOWN, Run
+from coterie.turn import MAX_QUESTION_ARGUMENT_BYTES, RunCall
 from coterie.turn_store import Claim
 
 from .stage import TOOLS, Bell, Stage, stage
@@ -53,7 +53,7 @@ def before_the_first_run(society: Society, do: Callable[[], Awaitable[None]]) ->
 
     async def then(*args: Any, **named: Any) -> Claim:
         claim = await advance(*args, **named)
-        if isinstance(claim.effect, Run) and left:
+        if isinstance(claim.action, RunCall) and left:
             await left.pop()()
         return claim
 
@@ -167,7 +167,7 @@ async def test_a_tool_taken_from_the_agent_while_its_plan_is_under_way_does_not_
 
 async def test_arguments_too_long_to_be_shown_come_with_a_file_that_holds_them_all(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
-        name = "x" * MAX_SHOWN + " and then everything is deleted"
+        name = "x" * MAX_QUESTION_ARGUMENT_BYTES + " and then everything is deleted"
         here.server.script(Says(calls=calls(("dangerous", name))), "done")
         await here.say("go")
         (question,) = await here.heard()
@@ -185,8 +185,8 @@ async def test_long_arguments_that_cannot_be_kept_as_a_file_do_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage(tmp_path) as here:
-        here.society.artifacts.limit = 1_000
-        here.server.script(Says(calls=calls(("dangerous", "x" * MAX_SHOWN))), "I see")
+        here.society.artifacts.set_max_file_bytes(1_000)
+        here.server.script(Says(calls=calls(("dangerous", "x" * MAX_QUESTION_ARGUMENT_BYTES))), "I see")
         await here.say("go")
         assert await here.texts() == ["I see"]
         assert Bell.rings == [] and "approval_impossible" in (await results(here))[0]

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from coterie.agent.scheduler import Scheduler
-from coterie.live import Draft
-from coterie.testing.replies import Plays, Reply, chunk
-from coterie.testing.wire import Received, Wire
+from coterie.live import LiveReply
+from coterie.testing.replies import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
 from coterie.turn_store import Claim
 from tests.agent.stage import Stage, stage
 
@@ -67,7 +66,7 @@ class Stop:
 def _at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop) -> None:
     """Stop the turn exactly then."""
     store = here.society.store
-    take, advance = Scheduler.take, store.advance
+    take, advance = Scheduler.start_turns, store.advance
 
     def taking(scheduler: Scheduler, claims: Sequence[Claim]) -> None:
         if moment == "claimed" and claims:  # that is written, and on its way to us
@@ -76,24 +75,24 @@ def _at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop
         if moment == "taken" and claims:  # its task has yet to take its first step
             stop.now()
 
-    def answering(request: Received) -> Reply:
+    def answering(request: ReceivedRequest) -> Reply:
         if moment == "asked":
             stop.now()
         if "two" in str(request.body["messages"][-1]["content"]):
             return "two and more"
         if moment == "claimed":
-            return Plays(nothing_before)  # the stop has to wait for the store, and must not find the answer there
-        return Plays(only_half) if moment == "speaking" else "one and more"
+            return CustomReply(nothing_before)  # the stop has to wait for the store, and must not find the answer there
+        return CustomReply(only_half) if moment == "speaking" else "one and more"
 
-    async def nothing_before(_: Wire) -> None:
+    async def nothing_before(_: ServerConnection) -> None:
         await stop.came
 
-    async def only_half(wire: Wire) -> None:
+    async def only_half(wire: ServerConnection) -> None:
         await wire.begin()
         await wire.event(chunk({"role": "assistant", "content": "one"}))
         await stop.came
 
-    def hearing(draft: Draft) -> None:
+    def hearing(draft: LiveReply) -> None:
         if moment == "speaking" and draft.outcome is None:
             stop.now()
 
@@ -105,7 +104,7 @@ def _at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop
             stop.now()
         return after
 
-    monkeypatch.setattr(Scheduler, "take", taking)
+    monkeypatch.setattr(Scheduler, "start_turns", taking)
     monkeypatch.setattr(store, "advance", advancing)
     here.server.default = answering
-    here.society.live.listen(hearing)
+    here.society.live.subscribe(hearing)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coterie.agent.builtins import SEND_MESSAGE, send_message
-from coterie.agent.runner import TO_ONE
+from coterie.agent.runner import PAIR_BURST
 from coterie.bus import MessageBus
 from coterie.store import Store
 from coterie.testing import Calls, FakeClock, Says
@@ -121,7 +121,7 @@ async def test_the_same_call_run_again_sends_nothing_new(bus: MessageBus, store:
 async def test_an_agent_cannot_flood_another_and_may_write_again_soon(tmp_path: Path, clock: FakeClock) -> None:
     letter = Calls("send_message", {"to": "bob", "payload": {"text": "and?"}})
     async with stage(tmp_path, clock=clock) as here:
-        plans = [Says(calls=(letter,) * (TO_ONE // 2)), Says(calls=(letter,) * (TO_ONE // 2 + 1))]
+        plans = [Says(calls=(letter,) * (PAIR_BURST // 2)), Says(calls=(letter,) * (PAIR_BURST // 2 + 1))]
         here.server.script(*plans, "all sent", Says(calls=(letter,)), "one more")
         await here.society.pause("bob")
         await here.say("go")
@@ -133,4 +133,4 @@ async def test_an_agent_cannot_flood_another_and_may_write_again_soon(tmp_path: 
         await clock.advance(seconds=1)
         await here.say("again")
         assert await here.texts(2) == ["all sent", "one more"]
-        assert len(await here.society.store.waiting("bob", 1_000)) == TO_ONE + 1
+        assert len(await here.society.store.waiting("bob", 1_000)) == PAIR_BURST + 1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, tool, tool_of
+from coterie.agent.tools import OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, get_tool, tool
 from coterie.messages import Receipt
 from coterie.testing import Calls, Says
 
@@ -28,7 +28,7 @@ QUICK = timedelta(milliseconds=200)
 
 
 def as_owners(function: Callable[..., Awaitable[object]]) -> Tool:
-    made = tool_of(function)
+    made = get_tool(function)
     assert made is not None and isinstance(made.run, OnLoop)
     return replace(made, run=OnToolLoop(made.run.function))
 
@@ -103,10 +103,10 @@ async def test_a_tool_that_blocks_fails_at_its_deadline_and_the_society_goes_on(
     box = make_box(block.tool(effect="pure"))
     result = await call(box, "block", ctx, SOON)  # this test's own loop keeps the time, so it runs meanwhile
     assert block.begun.is_set() and not block.let_go.is_set()
-    assert "tool_timeout" in result.text and "left behind" in result.text and not result.unknown
-    assert box.abandoned == 1
+    assert "tool_timeout" in result.text and "abandoned" in result.text and not result.is_outcome_unknown
+    assert box.abandoned_calls == 1
     block.let_go.set()
-    await until(lambda: box.abandoned == 0)
+    await until(lambda: box.abandoned_calls == 0)
 
 
 async def test_an_unsafe_tool_that_blocks_past_its_deadline_may_have_happened(
@@ -114,7 +114,7 @@ async def test_an_unsafe_tool_that_blocks_past_its_deadline_may_have_happened(
 ) -> None:
     block = Block()
     result = await call(make_box(block.tool()), "block", ctx, SOON)
-    assert result.unknown and json.loads(result.text)["status"] == "unknown"
+    assert result.is_outcome_unknown and json.loads(result.text)["status"] == "unknown"
     block.let_go.set()
 
 
@@ -177,7 +177,7 @@ async def test_a_call_that_waits_behind_a_blocked_loop_and_is_given_up_never_beg
     block.let_go.set()
     await blocked
     await call(box, "which_loop", ctx)
-    assert not ran.is_set() and box.abandoned == 0
+    assert not ran.is_set() and box.abandoned_calls == 0
 
 
 async def test_cancelling_the_caller_reaches_the_tool(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
@@ -197,7 +197,7 @@ async def test_cancelling_the_caller_reaches_the_tool(ctx: ToolContext, make_box
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
-    assert ended.is_set() and box.abandoned == 0
+    assert ended.is_set() and box.abandoned_calls == 0
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
@@ -241,11 +241,11 @@ async def test_what_a_tool_is_given_works_from_its_loop(ctx: ToolContext, make_b
             "opened": opened.decode(),
             "read": read.decode(),
             "sent": receipt.message_id,
-            "limit": ctx.artifacts.limit,
+            "limit": ctx.artifacts.max_file_bytes,
         }
 
     result = await call(make_box(use), "use", replace(ctx, send=send))
-    told = {"opened": "one two", "read": "one two", "sent": "m1", "limit": ctx.artifacts.limit}
+    told = {"opened": "one two", "read": "one two", "sent": "m1", "limit": ctx.artifacts.max_file_bytes}
     assert json.loads(result.text) == told
     assert sent == [("bob", {"text": "hi"}, {"delay_ms": 5})]
 

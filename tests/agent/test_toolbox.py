@@ -19,8 +19,8 @@ import pytest
 from msgspec import structs
 
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import Tool, ToolContext, ToolResult, tool, tool_of
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.tools import Tool, ToolContext, ToolResult, get_tool, tool
+from coterie.agent.user_tools import load_user_tools
 from coterie.errors import Refused
 from tests.faults.harness import patience
 
@@ -30,7 +30,7 @@ ALL = ("*",)
 
 
 def box_of(*functions: object, **options: Any) -> Toolbox:
-    return Toolbox([made for function in functions if (made := tool_of(function))], **options)
+    return Toolbox([made for function in functions if (made := get_tool(function))], **options)
 
 
 async def call(box: Toolbox, name: str, ctx: ToolContext, deadline: timedelta = LONG, **arguments: Any) -> ToolResult:
@@ -93,14 +93,14 @@ async def test_a_tool_that_does_not_exist_is_an_error_with_the_one_that_was_prob
 
 
 def renamed(function: object, name: str) -> Tool:
-    found = tool_of(function)
+    found = get_tool(function)
     assert found
     return replace(found, name=name, spec=structs.replace(found.spec, name=name))
 
 
 async def test_of_two_tools_with_one_name_the_earlier_stays_and_the_other_is_reported(ctx: ToolContext) -> None:
     box = box_of(read_file)
-    problems = box.adopt("mcp.files", [renamed(pay, "read_file"), renamed(pay, "files__pay")])
+    problems = box.replace_tools("mcp.files", [renamed(pay, "read_file"), renamed(pay, "files__pay")])
     assert [str(problem) for problem in problems] == [
         "mcp.files: the tool read_file is left out: there is one of that name"
     ]
@@ -110,14 +110,14 @@ async def test_of_two_tools_with_one_name_the_earlier_stays_and_the_other_is_rep
 
 def test_nobody_can_put_himself_in_the_place_of_send_message() -> None:
     box = box_of()
-    assert box.adopt("tools.py", [renamed(pay, "send_message")])
+    assert box.replace_tools("tools.py", [renamed(pay, "send_message")])
     assert box.specs(ALL) == ()
 
 
 def test_what_a_source_offers_anew_replaces_what_it_offered() -> None:
     box = box_of(read_file)
-    box.adopt("mcp.files", [renamed(pay, "one"), renamed(pay, "two")])
-    box.adopt("mcp.files", [renamed(pay, "two"), renamed(pay, "three")])
+    box.replace_tools("mcp.files", [renamed(pay, "one"), renamed(pay, "two")])
+    box.replace_tools("mcp.files", [renamed(pay, "two"), renamed(pay, "three")])
     assert [spec.name for spec in box.specs(ALL)] == ["read_file", "two", "three"]
 
 
@@ -195,13 +195,13 @@ class Unwilling:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (math.nan, "no_result: give: it returned NaN or an infinity, which JSON cannot carry"),
+        (math.nan, "no_result: give: it returned NaN or an infinity, which JSON cannot represent"),
         ({"a": [math.inf]}, "NaN or an infinity"),
         (cyclic(), "contains itself, or is nested too deeply"),
         (object(), "it returned a object"),
         (Unwilling(), "it returned a Unwilling"),
-        ({(1, 2): 3}, "which JSON cannot carry"),
-        (open, "which JSON cannot carry"),
+        ({(1, 2): 3}, "which JSON cannot represent"),
+        (open, "which JSON cannot represent"),
     ],
 )
 async def test_what_json_cannot_carry_is_an_error_result(ctx: ToolContext, value: object, words: str) -> None:
@@ -244,7 +244,7 @@ async def test_bytes_are_an_artifact_described_by_their_content(ctx: ToolContext
 async def test_what_is_too_large_even_for_an_artifact_still_comes_to_a_result(ctx: ToolContext) -> None:
     result = await call(returning("x" * 60_000_001), "give", ctx)
     assert result.ok and "larger than" in told(result)["notKept"] and told(result)["head"]
-    assert "could not be kept" in error_of(await call(returning(bytes(60_000_001)), "give", ctx))
+    assert "could not be stored" in error_of(await call(returning(bytes(60_000_001)), "give", ctx))
 
 
 async def test_a_tool_may_return_its_own_result_and_the_cap_holds_for_it_too(ctx: ToolContext) -> None:
@@ -323,7 +323,7 @@ async def test_an_async_tool_is_cancelled_at_its_deadline(ctx: ToolContext) -> N
     box = box_of(hang)
     result = await call(box, "hang", ctx, SOON)
     assert error_of(result).startswith("tool_timeout: hang did not end within 0.15 s and was stopped")
-    assert saw == ["cancelled"] and box.abandoned == 0
+    assert saw == ["cancelled"] and box.abandoned_calls == 0
 
 
 async def test_an_async_tool_that_ignores_its_cancellation_is_left_behind_and_counted(ctx: ToolContext) -> None:
@@ -339,11 +339,11 @@ async def test_an_async_tool_that_ignores_its_cancellation_is_left_behind_and_co
                 continue
 
     box = box_of(hang, pay)
-    assert "left behind" in error_of(await call(box, "hang", ctx, SOON))
-    assert box.abandoned == 1
+    assert "abandoned" in error_of(await call(box, "hang", ctx, SOON))
+    assert box.abandoned_calls == 1
     assert (await call(box, "pay", ctx)).ok
     let_go.set()
-    await until(lambda: box.abandoned == 0)
+    await until(lambda: box.abandoned_calls == 0)
 
 
 async def test_closing_asks_what_was_left_behind_once_more(ctx: ToolContext) -> None:
@@ -359,9 +359,9 @@ async def test_closing_asks_what_was_left_behind_once_more(ctx: ToolContext) -> 
 
     box = box_of(hang)
     await call(box, "hang", ctx, SOON)
-    assert box.abandoned == 1
+    assert box.abandoned_calls == 1
     await box.close()
-    assert box.abandoned == 0 and len(asked) == 2
+    assert box.abandoned_calls == 0 and len(asked) == 2
 
 
 async def test_a_thread_that_hangs_is_left_behind_and_counted_and_the_loop_never_stood_still(
@@ -378,10 +378,10 @@ async def test_a_thread_that_hangs_is_left_behind_and_counted_and_the_loop_never
     box = box_of(hang, pay)
     hanging = asyncio.create_task(call(box, "hang", ctx, SOON))
     assert (await call(box, "pay", ctx)).ok and not hanging.done()
-    assert "left behind" in error_of(await hanging)
-    assert box.abandoned == 1
+    assert "abandoned" in error_of(await hanging)
+    assert box.abandoned_calls == 1
     let_go.set()
-    await until(lambda: box.abandoned == 0)
+    await until(lambda: box.abandoned_calls == 0)
 
 
 async def test_when_too_many_calls_never_came_back_no_more_are_started_that_could_hang(ctx: ToolContext) -> None:
@@ -395,9 +395,9 @@ async def test_when_too_many_calls_never_came_back_no_more_are_started_that_coul
     box = box_of(hang, pay, max_abandoned=2)
     await asyncio.gather(*(call(box, "hang", ctx, SOON) for _ in range(2)))
     assert error_of(await call(box, "hang", ctx, SOON)).startswith("tools_stuck: 2 earlier calls")
-    assert box.abandoned == 2
+    assert box.abandoned_calls == 2
     let_go.set()
-    await until(lambda: box.abandoned == 0)
+    await until(lambda: box.abandoned_calls == 0)
     assert (await call(box, "hang", ctx)).ok
 
 
@@ -442,9 +442,9 @@ async def test_a_thread_whose_caller_was_cancelled_is_counted_until_it_ends(ctx:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert box.abandoned == 1
+    assert box.abandoned_calls == 1
     let_go.set()
-    await until(lambda: box.abandoned == 0)
+    await until(lambda: box.abandoned_calls == 0)
 
 
 # Processes
@@ -550,7 +550,7 @@ def blow_up() -> int:
 @pytest.fixture
 def processes(tmp_path: Path) -> Toolbox:
     (tmp_path / "tools.py").write_text(PROCESS_TOOLS)
-    loaded = load_owner_tools(tmp_path)
+    loaded = load_user_tools(tmp_path)
     assert loaded.problems == ()
     return Toolbox(loaded.tools)
 
@@ -647,7 +647,7 @@ async def test_a_process_that_hangs_is_killed_at_its_deadline(
     hanging = asyncio.create_task(call(processes, "hang", ctx, timedelta(seconds=3), witness=witness.path))
     assert await witness.says() == b"up"
     assert error_of(await hanging).startswith("tool_timeout: hang did not end within 3 s and was killed. It may")
-    assert await witness.says() == b"" and processes.abandoned == 0
+    assert await witness.says() == b"" and processes.abandoned_calls == 0
 
 
 async def test_cancelling_the_caller_kills_the_process(processes: Toolbox, ctx: ToolContext, witness: Witness) -> None:
@@ -690,11 +690,11 @@ import asyncio, sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.user_tools import load_user_tools
 from coterie.agent.toolbox import Toolbox
 
 ctx = SimpleNamespace(agent_id="ada", idempotency_key="k", artifacts=None)
-box = Toolbox(load_owner_tools(Path(sys.argv[1])).tools)
+box = Toolbox(load_user_tools(Path(sys.argv[1])).tools)
 arguments = {"witness": sys.argv[2], "wait": True}
 asyncio.run(box.call("daemonize", arguments, ctx, timedelta(seconds=60), patterns=["*"]))
 """

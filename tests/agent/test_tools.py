@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coterie.agent.tools import BadArguments, BadTool, InProcess, InThread, OnLoop, Tool, ToolContext, tool, tool_of
+from coterie.agent.tools import BadArguments, BadTool, InProcess, InThread, OnLoop, Tool, ToolContext, get_tool, tool
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -73,7 +73,7 @@ def plan(trip: Trip, title: str = "") -> str:
 
 
 def made(function: object) -> Tool:
-    found = tool_of(function)
+    found = get_tool(function)
     assert found is not None
     return found
 
@@ -150,7 +150,7 @@ def test_a_tool_is_what_its_declaration_says() -> None:
 
 def test_a_function_under_tool_stays_a_function() -> None:
     assert plan(Trip(stops=[]), title="x") == "x0"
-    assert tool_of(Trip) is None and tool_of(len) is None and tool_of("plan") is None
+    assert get_tool(Trip) is None and get_tool(len) is None and get_tool("plan") is None
 
 
 def test_a_process_tool_can_be_found_again_in_its_file() -> None:
@@ -163,25 +163,27 @@ def kept_apart() -> None: ...
 
 
 def test_arguments_become_what_the_annotations_say(ctx: ToolContext) -> None:
-    accepted = made(plan).accept({"trip": {"stops": [{"city": "Rome"}, {"city": "Bern", "zip": "3011"}]}}, ctx)
+    accepted = made(plan).convert_arguments(
+        {"trip": {"stops": [{"city": "Rome"}, {"city": "Bern", "zip": "3011"}]}}, ctx
+    )
     assert accepted == {"trip": Trip(stops=[Place("Rome"), Place("Bern", "3011")])}
 
 
 def test_the_context_is_given_to_whoever_wants_it_and_not_to_others(ctx: ToolContext) -> None:
-    assert made(look_up).accept({"city": "Rome"}, ctx) == {"city": "Rome", "ctx": ctx}
-    assert "ctx" not in made(plan).accept({"trip": {"stops": []}}, ctx)
+    assert made(look_up).convert_arguments({"city": "Rome"}, ctx) == {"city": "Rome", "ctx": ctx}
+    assert "ctx" not in made(plan).convert_arguments({"trip": {"stops": []}}, ctx)
 
 
 def test_a_model_cannot_hand_in_the_context(ctx: ToolContext) -> None:
     with pytest.raises(BadArguments, match="ctx: no such parameter"):
-        made(look_up).accept({"city": "Rome", "ctx": {}}, ctx)
+        made(look_up).convert_arguments({"city": "Rome", "ctx": {}}, ctx)
 
 
 @pytest.mark.parametrize(("given_", "days"), [(3, 3), (3.0, 3), (None, None)])
 def test_whole_numbers_may_come_as_3_point_0_and_null_is_left_out(
     ctx: ToolContext, given_: object, days: int | None
 ) -> None:
-    assert made(look_up).accept({"city": "Rome", "days": given_}, ctx).get("days") == days
+    assert made(look_up).convert_arguments({"city": "Rome", "days": given_}, ctx).get("days") == days
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_whole_numbers_may_come_as_3_point_0_and_null_is_left_out(
 )
 def test_a_bad_call_is_told_what_is_wrong_with_it(ctx: ToolContext, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(BadArguments) as error:
-        made(look_up).accept(arguments, ctx)
+        made(look_up).convert_arguments(arguments, ctx)
     assert words in str(error.value)
 
 
@@ -217,7 +219,7 @@ json_values = st.recursive(
 @given(st.dictionaries(st.sampled_from(["city", "days", "unit", "near", "exact", "reach"]) | st.text(), json_values))
 def test_whatever_a_model_writes_is_accepted_or_refused_with_words(ctx: ToolContext, arguments: dict[str, Any]) -> None:
     try:
-        accepted = made(look_up).accept(arguments, ctx)
+        accepted = made(look_up).convert_arguments(arguments, ctx)
     except BadArguments as error:
         assert str(error)
     else:
@@ -249,7 +251,7 @@ async def yielding_later() -> AsyncIterator[int]:
         (double_starred, r"\*\*cities.* has no schema"),
         (positional, 'take out the "/"'),
         (bare, 'parameter "city" needs a type, such as city: str'),
-        (strange, 'parameter "city" has the type .*Callable.*, which no JSON stands for'),
+        (strange, 'parameter "city" has the type .*Callable.*, which JSON cannot represent'),
         (complicated, 'parameter "number" has the type complex'),
         (renamed_context, 'parameter "context" is a ToolContext: it must be called "ctx"'),
         (taken_context, 'parameter "ctx" is the ToolContext'),
@@ -257,7 +259,7 @@ async def yielding_later() -> AsyncIterator[int]:
         (recursive, "Tree contains itself"),
         (yielding, "return a list"),
         (yielding_later, "return a list"),
-        (Place, "stands on a function, got type"),
+        (Place, "decorates a function, got type"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_told_why(function: Callable[..., object], words: str) -> None:
@@ -277,7 +279,7 @@ def test_a_function_that_cannot_be_a_tool_is_told_why(function: Callable[..., ob
         ({"seconds": float("nan")}, "seconds must be more than 0"),
         ({"memory_mb": 64}, "needs process=True"),
         ({"memory_mb": 0, "process": True}, "a number above 0"),
-        ({"process": True}, "must stand at the top level of its file"),
+        ({"process": True}, "must be at the top level of its file"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:

@@ -10,8 +10,8 @@ from coterie.admin.inspect import Inspection
 from coterie.messages import Message
 from coterie.society import Society
 
-from .door import coterie
-from .stage import Stage
+from .commands import coterie
+from .environment import Environment
 
 DAY_MS = 86_400_000
 
@@ -28,7 +28,7 @@ def schedule(folder: Path, count: int) -> None:
     """So many messages for the assistant, due tomorrow."""
 
     async def send() -> None:
-        async with Society.visit(folder) as society:
+        async with Society.open_offline(folder) as society:
             await asyncio.gather(
                 *(society.send(to="assistant", text=f"{n}", delay_ms=DAY_MS + n) for n in range(count))
             )
@@ -53,15 +53,15 @@ def delayed(folder: Path) -> Sequence[Message]:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
+def env(tmp_path: Path) -> Iterator[Environment]:
     """Nobody runs its society until a test says `serve`."""
-    with Stage(tmp_path / "home") as made:
+    with Environment(tmp_path / "home") as made:
         yield made
 
 
 @pytest.fixture(params=["with a server", "without one"])
-def either(request: pytest.FixtureRequest, stage: Stage) -> Stage:
+def either(request: pytest.FixtureRequest, env: Environment) -> Environment:
     """Once beside a running server, once with a folder that nobody runs."""
     if request.param == "with a server":
-        stage.serve()
-    return stage
+        env.serve()
+    return env

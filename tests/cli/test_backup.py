@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import Inspection, bytes_path, stored_bytes
+from coterie.admin.inspect import Inspection, artifact_hashes, artifact_path
 from coterie.config import SocietyFolder
 
+from .commands import ServeProcess, coterie
 from .conftest import delayed, schedule, waiting
-from .door import Serving, coterie
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_backup_is_private_and_holds_no_keys(full: Path, archive: Path) -> Non
 
 @pytest.mark.slow
 def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp_path: Path) -> None:
-    with Serving(full) as society:
+    with ServeProcess(full) as society:
         made = coterie("backup", "--dir", full, "--to", tmp_path, "--json").json
         assert coterie("restore", made["file"], "--dir", tmp_path / "new").code == 0
         assert society.stop() == 0
@@ -76,9 +76,9 @@ def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp
     assert Path(made["file"]).name.startswith("society-20")
     assert coterie("verify", "--dir", tmp_path / "new").code == 0
     assert len(delayed(tmp_path / "new")) == 3
-    with Serving(tmp_path / "new") as restored:
+    with ServeProcess(tmp_path / "new") as restored:
         assert restored.stop(signal.SIGTERM) == 0
-    assert not [line for line in restored.messages if "did not stop in order" in line]
+    assert not [line for line in restored.messages if "did not stop cleanly" in line]
 
 
 def test_a_restored_event_log_is_another_one(full: Path, archive: Path, tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_a_backup_that_fails_leaves_nothing_behind(full: Path, tmp_path: Path, m
 
 
 def test_lost_bytes_are_told_but_do_not_stop_a_backup(full: Path, tmp_path: Path) -> None:
-    ((sha256, _),) = stored_bytes(full / "data" / "coterie.db")
-    bytes_path(SocietyFolder(full), sha256).unlink()
+    ((sha256, _),) = artifact_hashes(full / "data" / "coterie.db")
+    artifact_path(SocietyFolder(full), sha256).unlink()
 
     done = coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
 
@@ -250,7 +250,7 @@ def test_a_society_that_contradicts_itself_is_not_put_in_place(full: Path, tmp_p
 def test_a_restore_that_is_terminated_leaves_nothing(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.admin.restore._make_ready", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("coterie.admin.restore._prepare_database", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
     assert coterie("restore", archive, "--dir", tmp_path / "new").code == 143
 

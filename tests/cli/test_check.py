@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .door import coterie
+from .commands import coterie
 
 SERVICE = '{"id": "main", "baseURL": "http://127.0.0.1:1/v1", "model": "m"}'
 

@@ -7,56 +7,56 @@ from pathlib import Path
 
 import pytest
 
-from coterie.config import FILE_ADDRESS, Address, leave_address
+from coterie.config import ADDRESS_FILE, ServerAddress, write_address
 from coterie.stores.sqlite.connection import FolderLock
 
-from .door import coterie
-from .stage import Stage
+from .commands import coterie
+from .environment import Environment
 
 
-def test_a_wrong_token_is_told_with_where_to_give_the_right_one(stage: Stage) -> None:
-    stage.serve()
+def test_a_wrong_token_is_told_with_where_to_give_the_right_one(env: Environment) -> None:
+    env.serve()
 
-    failure = coterie("send", "ada", "x", "--token", "wrong", "--dir", stage.folder).failure
+    failure = coterie("send", "ada", "x", "--token", "wrong", "--dir", env.folder).failure
 
     assert failure.startswith("the running server does not accept this token")
 
 
-def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs(stage: Stage) -> None:
-    stage.serve(token="given-by-hand")
-    data = stage.folder / "data"
+def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs(env: Environment) -> None:
+    env.serve(token="given-by-hand")
+    data = env.folder / "data"
 
-    assert coterie("send", "ada", "x", "--dir", stage.folder).code == 0
-    assert (data / FILE_ADDRESS).stat().st_mode & 0o777 == 0o600
-    stage.stop_serving()
+    assert coterie("send", "ada", "x", "--dir", env.folder).code == 0
+    assert (data / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600
+    env.stop_serving()
 
     assert not [file for file in data.iterdir() if file.is_file() and b"given-by-hand" in file.read_bytes()]
 
 
-def test_a_token_that_lies_nowhere_must_be_given(stage: Stage) -> None:
-    stage.serve()
-    kept = (stage.folder / "data" / "token").read_text().strip()
-    (stage.folder / "data" / "token").unlink()
+def test_a_token_that_lies_nowhere_must_be_given(env: Environment) -> None:
+    env.serve()
+    kept = (env.folder / "data" / "token").read_text().strip()
+    (env.folder / "data" / "token").unlink()
 
-    assert "give it with --token or COTERIE_TOKEN" in coterie("send", "ada", "x", "--dir", stage.folder).failure
-    assert coterie("send", "ada", "x", "--dir", stage.folder, env={"COTERIE_TOKEN": kept}).code == 0
+    assert "give it with --token or COTERIE_TOKEN" in coterie("send", "ada", "x", "--dir", env.folder).failure
+    assert coterie("send", "ada", "x", "--dir", env.folder, env={"COTERIE_TOKEN": kept}).code == 0
 
 
-def test_a_server_of_another_version_is_not_talked_to(stage: Stage) -> None:
-    stage.serve()
-    _rewrite(stage.folder, version="99.0.0")
+def test_a_server_of_another_version_is_not_talked_to(env: Environment) -> None:
+    env.serve()
+    _rewrite(env.folder, version="99.0.0")
 
-    failure = coterie("send", "ada", "x", "--dir", stage.folder).failure
+    failure = coterie("send", "ada", "x", "--dir", env.folder).failure
 
     assert "the server is coterie 99.0.0" in failure
     assert "restart the server" in failure
 
 
-def test_the_token_goes_to_this_machine_only(stage: Stage) -> None:
-    stage.serve()
-    _rewrite(stage.folder, url="http://192.0.2.1:8642")
+def test_the_token_goes_to_this_machine_only(env: Environment) -> None:
+    env.serve()
+    _rewrite(env.folder, url="http://192.0.2.1:8642")
 
-    assert "listens on 192.0.2.1 only" in coterie("send", "ada", "x", "--dir", stage.folder).failure
+    assert "listens on 192.0.2.1 only" in coterie("send", "ada", "x", "--dir", env.folder).failure
 
 
 def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path) -> None:
@@ -66,7 +66,9 @@ def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path)
         taken.bind(("127.0.0.1", 0))
         lock = FolderLock(folder / "data")
         try:
-            leave_address(folder / "data", Address(url=f"http://127.0.0.1:{taken.getsockname()[1]}", pid=os.getpid()))
+            write_address(
+                folder / "data", ServerAddress(url=f"http://127.0.0.1:{taken.getsockname()[1]}", pid=os.getpid())
+            )
             failure = coterie("send", "assistant", "x", "--dir", folder).failure
         finally:
             lock.release()
@@ -77,35 +79,33 @@ def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path)
 
 def test_a_note_left_by_a_server_that_died_counts_for_nothing(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
-    leave_address(folder / "data", Address(url="http://127.0.0.1:1", pid=1))
+    write_address(folder / "data", ServerAddress(url="http://127.0.0.1:1", pid=1))
 
     assert coterie("send", "assistant", "x", "--dir", folder).code == 0
 
 
-def test_a_typo_beside_a_server_gets_a_hint(stage: Stage) -> None:
-    stage.serve()
+def test_a_typo_beside_a_server_gets_a_hint(env: Environment) -> None:
+    env.serve()
 
-    assert 'did you mean "ada"?' in coterie("send", "adda", "x", "--dir", stage.folder).failure
+    assert 'did you mean "ada"?' in coterie("send", "adda", "x", "--dir", env.folder).failure
 
 
-def test_a_refusal_of_the_server_keeps_its_code(stage: Stage) -> None:
-    stage.serve()
+def test_a_refusal_of_the_server_keeps_its_code(env: Environment) -> None:
+    env.serve()
     options = [f"--quick-reply={n}" for n in range(11)]
 
-    assert (
-        coterie("send", "ada", "x", *options, "--json", "--dir", stage.folder).json["error"] == "quickReplies_too_many"
-    )
+    assert coterie("send", "ada", "x", *options, "--json", "--dir", env.folder).json["error"] == "quickReplies_too_many"
 
 
 @pytest.mark.parametrize("order", ["stop", "pause", "resume"])
-def test_orders_reach_an_agent(either: Stage, order: str) -> None:
+def test_orders_reach_an_agent(either: Environment, order: str) -> None:
     expected = {"stop": "idle", "pause": "paused", "resume": "idle"}[order]
 
     assert coterie(order, "ada", "--json", "--dir", either.folder).json == {"id": "ada", "state": expected}
     assert 'did you mean "ada"?' in coterie(order, "adda", "--dir", either.folder).failure
 
 
-def test_one_order_can_halt_everybody(either: Stage) -> None:
+def test_one_order_can_halt_everybody(either: Environment) -> None:
     halted = coterie("pause", "--all", "--json", "--dir", either.folder).json["items"]
 
     assert halted == [{"id": "ada", "state": "paused"}, {"id": "bob", "state": "paused"}]
@@ -113,16 +113,16 @@ def test_one_order_can_halt_everybody(either: Stage) -> None:
     assert coterie("pause", "--dir", either.folder).code == 2
 
 
-def test_open_writes_a_link_where_there_is_no_display(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_writes_a_link_where_there_is_no_display(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"):
         monkeypatch.delenv(name, raising=False)
-    assert "nobody runs the society" in coterie("open", "--dir", stage.folder).failure
-    stage.serve()
+    assert "nobody runs the society" in coterie("open", "--dir", env.folder).failure
+    env.serve()
 
-    assert "/?code=" in coterie("open", "--dir", stage.folder).stdout
+    assert "/?code=" in coterie("open", "--dir", env.folder).stdout
 
 
-def test_agents_are_listed_below_who_made_them(either: Stage) -> None:
+def test_agents_are_listed_below_who_made_them(either: Environment) -> None:
     coterie("send", "bob", "x", "--delay", "1h", "--dir", either.folder)
 
     heading, ada, bob = coterie("agents", "--dir", either.folder).stdout.splitlines()
@@ -134,7 +134,7 @@ def test_agents_are_listed_below_who_made_them(either: Stage) -> None:
     assert [(one["id"], one["parent"]) for one in items] == [("ada", None), ("bob", "ada")]
 
 
-def test_history_and_export_tell_what_was_said(either: Stage) -> None:
+def test_history_and_export_tell_what_was_said(either: Environment) -> None:
     either.script("Fine.")
     coterie("send", "ada", "How are you?", "--wait", "--dir", either.folder)
 
@@ -148,7 +148,7 @@ def test_history_and_export_tell_what_was_said(either: Stage) -> None:
     assert 'did you mean "ada"?' in coterie("export", "adda", "--dir", either.folder).failure
 
 
-def test_an_export_is_json_for_programs(either: Stage, tmp_path: Path) -> None:
+def test_an_export_is_json_for_programs(either: Environment, tmp_path: Path) -> None:
     coterie("send", "ada", "How are you?", "--wait", "--dir", either.folder)
     file = tmp_path / "ada.md"
 
@@ -167,13 +167,13 @@ def test_an_export_is_json_for_programs(either: Stage, tmp_path: Path) -> None:
     [("send", "\udcff", "hi"), ("history", "\udcff"), ("export", "\udcff"), ("stop", "\udcff"),
      ("delayed", "--recipient", "\udcff")],
 )  # fmt: skip
-def test_a_name_that_is_no_text_is_one_that_nobody_has(either: Stage, args: tuple[str, ...]) -> None:
+def test_a_name_that_is_no_text_is_one_that_nobody_has(either: Environment, args: tuple[str, ...]) -> None:
     coterie("pause", "ada", "--dir", either.folder)  # so that there is something to look into
 
     assert "there is no agent" in coterie(*args, "--dir", either.folder).failure
 
 
-def test_the_shell_completes_agents_from_the_folder(either: Stage) -> None:
+def test_the_shell_completes_agents_from_the_folder(either: Environment) -> None:
     words = {"_COTERIE_COMPLETE": "complete_bash", "COMP_WORDS": "coterie history a", "COMP_CWORD": "2"}
 
     done = coterie("history", env=words | {"COTERIE_DIR": str(either.folder)})
@@ -182,5 +182,5 @@ def test_the_shell_completes_agents_from_the_folder(either: Stage) -> None:
 
 
 def _rewrite(folder: Path, **other: str) -> None:
-    note = folder / "data" / FILE_ADDRESS
+    note = folder / "data" / ADDRESS_FILE
     note.write_text(json.dumps(json.loads(note.read_text()) | other))

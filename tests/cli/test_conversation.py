@@ -1,65 +1,63 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from coterie.cli.conversation import Line, Speech, Unread
-from coterie.cli.in_process import OwnConversation
+from coterie.cli.client import Client
+from coterie.cli.conversation import ChatMessage, Conversation, UnreadMessages
+from coterie.config import ServerAddress
 from coterie.errors import Refused
-from coterie.society import Society
 from tests.faults.harness import patience
 
 
-def line(message_id: str, state: str = "taken") -> Line:
-    return Line(id=message_id, sender="user", to="ada", text="", state=state, wire={})
+def message(message_id: str, state: str = "taken") -> ChatMessage:
+    return ChatMessage(id=message_id, sender="user", to="ada", text="", state=state, json={})
 
 
-async def test_what_is_said_while_earlier_words_are_looked_up_is_looked_up_next() -> None:
+async def test_a_message_sent_during_a_lookup_is_looked_up_next() -> None:
     looking, go_on = asyncio.Event(), asyncio.Event()
 
-    async def look_up(message_id: str) -> Line:
+    async def get_message(message_id: str) -> ChatMessage:
         looking.set()
         await go_on.wait()
-        return line(message_id)
+        return message(message_id)
 
-    unread = Unread(look_up)
+    unread = UnreadMessages(get_message)
     unread.add("first")
-    found = asyncio.create_task(unread.read_by_now())
+    lookup = asyncio.create_task(unread.take_read())
     await looking.wait()
     unread.add("second")
     go_on.set()
 
-    assert await found == {"first"}
-    assert await unread.read_by_now() == {"second"}
+    assert await lookup == {"first"}
+    assert await unread.take_read() == {"second"}
 
 
-async def test_words_that_were_cleared_away_are_waited_for_no_more() -> None:
-    async def look_up(message_id: str) -> Line:
+async def test_a_deleted_message_is_no_longer_unread() -> None:
+    async def get_message(message_id: str) -> ChatMessage:
         raise Refused("unknown_message", f"there is no message {message_id!r}")
 
-    unread = Unread(look_up)
+    unread = UnreadMessages(get_message)
     unread.add("gone")
 
-    assert await unread.read_by_now() == frozenset()
+    assert await unread.take_read() == frozenset()
 
 
-async def test_whoever_waits_for_news_hears_that_there_will_be_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with (
-        Society.open(tmp_path, work=False) as society,
-        OwnConversation.open(society, "assistant") as conversation,
-    ):
+async def test_an_event_that_cannot_be_read_ends_the_wait_for_events() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        writer.write(b"event: hello\ndata: {}\n\nevent: agent.state\ndata: no JSON\n\n")
+        await writer.drain()
+        await reader.read()
+        writer.close()
 
-        async def broken(message_id: str) -> None:
-            raise RuntimeError("nobody planned for this")
-
-        monkeypatch.setattr(society.store, "message", broken)
-        await conversation.say(Speech(text="Hello"))
-
-        with pytest.raises(RuntimeError, match="nobody planned for this"):
-            async with asyncio.timeout(patience(10)):
-                while True:
-                    await conversation.news()
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(patience(10)):
+        host, port = server.sockets[0].getsockname()
+        async with (
+            Client(ServerAddress(url=f"http://{host}:{port}", pid=1), "token") as client,
+            Conversation.open(client, "ada") as conversation,
+        ):
+            with pytest.raises(ValueError, match="Expecting value"):
+                await conversation.next_event()

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engines import Postgres
 
+from .commands import coterie
 from .conftest import delayed, schedule, waiting
-from .door import coterie
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_what_is_no_society_cannot_be_copied(tmp_path: Path, folder: Path, url: 
 def test_a_copy_that_is_terminated_leaves_nothing(
     full: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.admin.copy.check", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("coterie.admin.copy.check_transfer", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert coterie("copy", full, url).code == 143
     assert coterie("copy", full, tmp_path / "new").code == 143
     assert not (tmp_path / "new").exists()

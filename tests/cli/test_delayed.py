@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from .commands import coterie
 from .conftest import delayed, schedule
-from .door import coterie
-from .stage import Terminal
+from .environment import Terminal
 
 
 def test_delayed_messages_are_listed_by_due_time_with_a_countdown(folder: Path) -> None:

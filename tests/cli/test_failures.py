@@ -10,8 +10,8 @@ import pytest
 import coterie as package
 from coterie.config import SocietyFolder
 
+from .commands import coterie, coterie_process
 from .conftest import schedule
-from .door import coterie, coterie_process
 
 
 def test_the_version_is_told() -> None:
@@ -33,7 +33,7 @@ def test_an_error_nobody_planned_for_is_one_sentence_with_an_incident(
     def fail(_: SocietyFolder) -> list[Path]:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(SocietyFolder, "make", fail)
+    monkeypatch.setattr(SocietyFolder, "create", fail)
 
     sentence = coterie("init", tmp_path / "x").failure
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from coterie import Society
-from coterie.cli.greeting import greet
+from coterie.cli.server import greet
 from coterie.messages import PERSON
 
 SERVICE = '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}]}'

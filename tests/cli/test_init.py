@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie.agent.user_tools import load_owner_tools
+from coterie.agent.user_tools import load_user_tools
 
-from .door import coterie
+from .commands import coterie
 
 
 def test_init_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_what_the_template_of_tools_shows_is_a_tool_once_it_is_no_comment(folder
     lines = template.read_text().splitlines()
     template.write_text("\n".join(line.removeprefix("# ").removeprefix("#") for line in lines[3:]))
 
-    owned = load_owner_tools(folder, taken=set())
+    owned = load_user_tools(folder, reserved_names=set())
 
     assert (owned.problems, [tool.name for tool in owned.tools]) == ((), ["look_up", "water_the_plants"])
 

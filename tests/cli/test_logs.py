@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from coterie.cli.logs import JsonLines, Lines
+from coterie.cli.logs import JsonFormatter, TextFormatter
 
 EVIL = "two\nlines \x1b[31mred\x9b0m \u202e\u2028 é"
 TAMED = r"two\nlines \x1b[31mred\x9b0m \u202e\u2028 é"
@@ -18,14 +18,14 @@ def _record(message: str, error: BaseException | None = None) -> logging.LogReco
 
 
 def test_a_line_for_people_can_neither_forge_a_line_nor_steer_the_terminal() -> None:
-    line = Lines().format(_record(EVIL))
+    line = TextFormatter().format(_record(EVIL))
 
     assert line.endswith(f" warning: {TAMED}")
     assert "\n" not in line
 
 
 def test_a_line_for_programs_is_json_and_stays_harmless_when_decoded() -> None:
-    line = JsonLines().format(_record(EVIL))
+    line = JsonFormatter().format(_record(EVIL))
 
     assert "\n" not in line
     decoded = json.loads(line)
@@ -33,7 +33,7 @@ def test_a_line_for_programs_is_json_and_stays_harmless_when_decoded() -> None:
     assert (decoded["level"], decoded["logger"]) == ("warning", "coterie.test")
 
 
-@pytest.mark.parametrize("formatter", [Lines(), JsonLines()])
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
 def test_an_error_is_logged_in_short_and_with_its_traceback_when_debugging(
     formatter: logging.Formatter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,11 +17,12 @@ from coterie.stores.postgres.connection import connect
 from coterie.stores.sqlite import migrate as file_schema
 from coterie.stores.sqlite.connection import FolderLock
 
+from .commands import coterie
 from .conftest import schedule
-from .door import coterie
 
-NEWEST_FILE = file_schema.migrations()[-1][0]
-NEWEST_SHARED = shared_schema.migrations()[-1][0]
+OLD_SCHEMAS = Path(__file__).parents[1] / "stores" / "old_schemas"
+NEWEST_FILE = file_schema.SCHEMA.newest
+NEWEST_SHARED = shared_schema.SCHEMA.newest
 
 
 @pytest.fixture
@@ -41,38 +42,37 @@ def shared(folder: Path, database: str) -> Path:
     return folder
 
 
-def older(folder: Path, version: int) -> None:
-    """The database as a former Coterie has left it."""
+def make_old_database(folder: Path, version: int = 5) -> None:
+    """Create the database of an earlier version of Coterie."""
     (folder / "data").mkdir(exist_ok=True)
     with closing(sqlite3.connect(folder / "data" / "coterie.db", isolation_level=None)) as db:
-        for number, script in file_schema.migrations()[:version]:
-            db.executescript(script)
-            db.execute(f"PRAGMA user_version = {number}")
+        db.executescript((OLD_SCHEMAS / "sqlite_0005.sql").read_text())
+        db.execute(f"PRAGMA user_version = {version}")
         db.execute(f"PRAGMA application_id = {file_schema.APPLICATION_ID}")
 
 
 def test_an_older_database_is_brought_to_the_newest_schema_and_a_second_time_there_is_nothing_to_do(
     folder: Path,
 ) -> None:
-    older(folder, 3)
+    make_old_database(folder)
 
     done = coterie("migrate", "--dir", folder)
     again = coterie("migrate", "--dir", folder, "--json")
 
     assert (done.code, again.code) == (0, 0)
-    assert f"from schema 3 to {NEWEST_FILE}" in done.stdout
+    assert f"from schema 5 to {NEWEST_FILE}" in done.stdout
     assert again.json == {"engine": "sqlite", "from": NEWEST_FILE, "to": NEWEST_FILE, "migrated": False}
     assert coterie("verify", "--dir", folder).code == 0
 
 
 def test_a_check_changes_nothing_and_says_with_its_exit_code_whether_there_is_something_to_do(folder: Path) -> None:
-    older(folder, 3)
+    make_old_database(folder)
 
     found = coterie("migrate", "--check", "--dir", folder, "--json")
     told = coterie("migrate", "--check", "--dir", folder)
 
     assert (found.code, told.code) == (1, 1)
-    assert found.json == {"engine": "sqlite", "from": 3, "to": NEWEST_FILE, "migrated": False}
+    assert found.json == {"engine": "sqlite", "from": 5, "to": NEWEST_FILE, "migrated": False}
     assert f"run coterie migrate --dir {folder}" in told.stdout
     coterie("migrate", "--dir", folder)
     assert coterie("migrate", "--check", "--dir", folder).code == 0
@@ -86,7 +86,7 @@ def test_a_society_that_never_ran_gets_its_tables(folder: Path) -> None:
 
 
 def test_beside_whoever_runs_it_only_what_needs_no_change_is_fine(folder: Path) -> None:
-    older(folder, 3)
+    make_old_database(folder)
     lock = FolderLock(folder / "data")
     try:
         assert "is in use by process" in coterie("migrate", "--dir", folder).failure
@@ -112,14 +112,24 @@ def test_a_database_of_a_newer_coterie_is_refused_in_one_sentence_and_left_alone
     assert path.read_bytes() == before
 
 
+def test_a_database_too_old_for_an_upgrade_is_refused_in_one_sentence_and_left_alone(folder: Path) -> None:
+    make_old_database(folder, version=3)
+    path = folder / "data" / "coterie.db"
+    before = path.read_bytes()
+
+    for options in ([], ["--check"]):
+        assert "schema 3 is older than any" in coterie("migrate", "--dir", folder, *options).failure
+    assert path.read_bytes() == before
+
+
 def test_a_shared_database_is_brought_to_the_newest_schema(shared: Path, database: str) -> None:
     with connect(database) as db:
-        db.execute(shared_schema.migrations()[0][1].encode())
-        shared_schema._note(db, 1)
+        db.execute((OLD_SCHEMAS / "postgres_0004.sql").read_bytes())
+        db.execute("INSERT INTO meta (key, value) VALUES ('schema', '4')")
 
     assert coterie("migrate", "--check", "--dir", shared).code == 1
     assert "run coterie migrate" in coterie("verify", "--dir", shared).failure
-    assert f"from schema 1 to {NEWEST_SHARED}" in coterie("migrate", "--dir", shared).stdout
+    assert f"from schema 4 to {NEWEST_SHARED}" in coterie("migrate", "--dir", shared).stdout
     assert coterie("migrate", "--check", "--dir", shared, "--json").json == {
         "engine": "postgresql",
         "from": NEWEST_SHARED,
@@ -138,17 +148,17 @@ def test_of_many_who_migrate_at_once_one_does_and_all_succeed(shared: Path) -> N
 
 
 def _migrated(folder: Path) -> tuple[int, int]:
-    from coterie.admin.migrate import bring_up_to_date
+    from coterie.admin.migrate import migrate_society
     from coterie.config import SocietyFolder
 
-    found = bring_up_to_date(SocietyFolder(folder))
-    return found.before, found.newest
+    found = migrate_society(SocietyFolder(folder))
+    return found.version, found.newest
 
 
 def test_a_shared_database_of_a_newer_coterie_is_refused_in_one_sentence(shared: Path, database: str) -> None:
     coterie("migrate", "--dir", shared)
     with connect(database) as db:
-        shared_schema._note(db, 999)
+        db.execute("UPDATE meta SET value = '999' WHERE key = 'schema'")
 
     for command in (["migrate"], ["migrate", "--check"], ["verify"]):
         assert "last run by a newer Coterie (schema 999" in coterie(*command, "--dir", shared).failure

@@ -2,51 +2,50 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 import pytest
 
-from coterie.cli import output
 from coterie.cli.output import Progress
 
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PROGRESS_AFTER", 0)
+from .commands import TIMEOUT_SECONDS
 
 
-def test_what_takes_a_second_says_what_it_is_doing(at_once: None, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress.shown("Packing") as progress:
-        progress._timer.join()
-        progress.tell("Sending")
+def test_progress_that_takes_long_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    end = time.monotonic() + TIMEOUT_SECONDS
+    with Progress.show("Packing", delay_seconds=0) as progress:
+        while not (shown := capsys.readouterr().err):
+            assert time.monotonic() < end
+        progress.update("Sending")
 
-    assert capsys.readouterr().err == "Packing …\nSending …\n"
+    assert shown + capsys.readouterr().err == "Packing …\nSending …\n"
 
 
-def test_what_is_done_sooner_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress.shown("Packing") as progress:
-        progress.tell("Sending")
+def test_progress_that_is_soon_over_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress.show("Packing") as progress:
+        progress.update("Sending")
 
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_progress_moves_and_leaves_no_trace(at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_a_terminal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     keyboard, screen = os.openpty()
+    shown = ""
     with os.fdopen(screen, "w") as terminal:
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setattr("sys.stderr", terminal)
-        with Progress.shown("Packing") as progress:
-            progress._timer.join()
-    shown = _all_of(keyboard)
+        with Progress.show("Packing", delay_seconds=0):
+            while "Packing" not in shown:
+                shown += os.read(keyboard, 10_000).decode()
+    shown += _read_rest(keyboard)
 
-    assert "Packing" in shown
-    assert shown.endswith("\x1b[2K")  # the line is wiped
+    assert shown.endswith("\x1b[2K")  # the line is erased
 
 
-def _all_of(terminal: int) -> str:
-    """Whatever was written to it, now that nobody writes any more."""
-    pieces = []
-    with contextlib.suppress(OSError):  # how Linux tells that the other end is closed
-        while piece := os.read(terminal, 10_000):
-            pieces.append(piece)
+def _read_rest(terminal: int) -> str:
+    chunks = []
+    with contextlib.suppress(OSError):  # Linux reports the closed other side as an error
+        while chunk := os.read(terminal, 10_000):
+            chunks.append(chunk)
     os.close(terminal)
-    return b"".join(pieces).decode()
+    return b"".join(chunks).decode(errors="replace")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import Inspection, bytes_path
+from coterie.admin.inspect import Inspection, artifact_path
 from coterie.stores.sqlite.connection import Durability, FolderLock, open_writer
 
+from .commands import coterie, coterie_process
 from .conftest import delayed, schedule, waiting
-from .door import coterie, coterie_process
 
 
 def test_a_message_is_stored_for_its_recipient(folder: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_delayed_message_comes_with_its_due_time(folder: Path) -> None:
     assert receipt == {
         "messageId": message.id,
         "state": "delayed",
-        "scheduledDeliveryTime": message.to_wire()["deliverAt"],
+        "scheduledDeliveryTime": message.to_dict()["deliverAt"],
     }
     assert message.deliver_at is not None
     assert (message.deliver_at - message.created_at).total_seconds() == 7200
@@ -130,7 +130,7 @@ def _bytes_of(folder: Path, ref: str) -> bytes:
     async def read() -> bytes:
         async with Inspection.open(folder) as society:
             artifact = (await society.store.artifacts([ref]))[ref]
-            return bytes_path(society.place, artifact.sha256).read_bytes()
+            return artifact_path(society.folder, artifact.sha256).read_bytes()
 
     return asyncio.run(read())
 

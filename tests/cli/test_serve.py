@@ -17,13 +17,13 @@ import pytest
 
 from tests.faults.harness import patience
 
+from .commands import ServeProcess, coterie, coterie_process
 from .conftest import delayed, schedule, waiting
-from .door import Serving, coterie, coterie_process
 
 
 @pytest.mark.slow
 def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
-    with Serving(folder) as society:
+    with ServeProcess(folder) as society:
         banner = "".join(society.banner)
 
         assert f"runs the society in {folder}" in banner
@@ -35,7 +35,7 @@ def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
-    with Serving(tmp_path / "new") as society:
+    with ServeProcess(tmp_path / "new") as society:
         assert society.stop() == 0
 
     assert "commented templates" in society.banner[0]
@@ -47,7 +47,7 @@ def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
 def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Path, number: signal.Signals) -> None:
     schedule(folder, 3)
 
-    with Serving(folder) as society:
+    with ServeProcess(folder) as society:
         assert society.stop(number) == 0
 
     assert "stopping: delivering 3 delayed messages early" in society.messages
@@ -58,13 +58,13 @@ def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Pat
 @pytest.mark.slow
 def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Path) -> None:
     schedule(folder, 3)
-    with Serving(folder) as first:
+    with ServeProcess(folder) as first:
         first.stop()
     assert [m.early for m in waiting(folder)] == [True] * 3
 
-    with Serving(folder) as second:
+    with ServeProcess(folder) as second:
         assert coterie("verify", "--dir", folder).code == 0
-        assert not [line for line in second.messages if "did not stop in order" in line]
+        assert not [line for line in second.messages if "did not stop cleanly" in line]
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_stop_can_leave_the_schedule_as_it_is(folder: Path) -> None:
     schedule(folder, 2)
     before = delayed(folder)
 
-    with Serving(folder) as society:
+    with ServeProcess(folder) as society:
         assert society.stop() == 0
 
     assert delayed(folder) == before
@@ -84,12 +84,12 @@ def test_a_stop_can_leave_the_schedule_as_it_is(folder: Path) -> None:
 def test_after_kill_9_every_delayed_message_is_still_there(folder: Path) -> None:
     schedule(folder, 5)
     before = delayed(folder)
-    with Serving(folder) as society:
+    with ServeProcess(folder) as society:
         society.stop(signal.SIGKILL)
 
-    with Serving(folder) as again:
+    with ServeProcess(folder) as again:
         assert delayed(folder) == before
-        again.wait_for_log("did not stop in order")
+        again.wait_for_log("did not stop cleanly")
         assert coterie("verify", "--dir", folder).code == 0
 
 
@@ -97,11 +97,11 @@ def test_after_kill_9_every_delayed_message_is_still_there(folder: Path) -> None
 def test_a_second_signal_ends_it_at_once_and_counts_what_stays(folder: Path) -> None:
     schedule(folder, 20_000)
 
-    with Serving(folder) as society:
-        society.tell(signal.SIGTERM)
+    with ServeProcess(folder) as society:
+        society.send_signal(signal.SIGTERM)
         society.wait_for_log("delivering 20000 delayed messages early")
         asked = time.monotonic()
-        society.tell(signal.SIGTERM)
+        society.send_signal(signal.SIGTERM)
         assert society.wait() == 1
         assert time.monotonic() - asked < patience(1)
 
@@ -116,8 +116,8 @@ def test_a_second_signal_ends_it_at_once_and_counts_what_stays(folder: Path) -> 
 def test_a_long_stop_tells_every_second_how_much_is_left(folder: Path) -> None:
     schedule(folder, 50_000)
 
-    with Serving(folder) as society:
-        society.tell(signal.SIGTERM)
+    with ServeProcess(folder) as society:
+        society.send_signal(signal.SIGTERM)
         society.wait_for_log("delayed messages left to deliver")
         assert society.wait() == 0
 
@@ -126,7 +126,7 @@ def test_a_long_stop_tells_every_second_how_much_is_left(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_process_is_turned_away_and_the_first_goes_on(folder: Path) -> None:
-    with Serving(folder) as first:
+    with ServeProcess(folder) as first:
         second = coterie_process("serve", folder)
 
         assert f"process {first.pid}" in second.failure
@@ -145,11 +145,11 @@ def test_configuration_that_stops_a_start_is_told_in_one_sentence(folder: Path) 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process can be set on Linux only")
 def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) -> None:
-    with Serving(folder):
+    with ServeProcess(folder):
         pass  # the files exist from here on
     coterie("send", "assistant", "later", "--delay", "1d", "--dir", folder)
 
-    with Serving(folder) as society:
+    with ServeProcess(folder) as society:
         resource.prlimit(society.pid, resource.RLIMIT_FSIZE, (0, 0))
         assert coterie("send", "assistant", "now", "--dir", folder).code == 1
         assert society.wait() == 1
@@ -162,14 +162,14 @@ def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) ->
 @pytest.mark.slow
 def test_half_sent_requests_beyond_the_soft_limit_of_files_do_not_silence_the_owner(folder: Path) -> None:
     soft = ["sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh"]
-    with Serving(folder, prefix=soft) as society, contextlib.ExitStack() as half_sent:
+    with ServeProcess(folder, prefix=soft) as society, contextlib.ExitStack() as half_sent:
         running = json.loads((folder / "data" / "server.json").read_text())
         port = int(running["url"].rpartition(":")[2])
         for _ in range(400):
             connection = half_sent.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.send(b"POST /session HTTP/1.1\r\nContent-Length: 9\r\n")
         began = time.monotonic()
-        assert coterie("agents", "--dir", folder, "--json").code == 0
+        assert coterie("send", "assistant", "hello", "--dir", folder).code == 0
         print(f"owner served in {time.monotonic() - began:.2f} s")
         if hasattr(resource, "prlimit"):
             now, hard = resource.prlimit(society.pid, resource.RLIMIT_NOFILE)
@@ -204,14 +204,14 @@ def _fetch(url: str, token: str | None = None) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def _url(society: Serving) -> str:
+def _url(society: ServeProcess) -> str:
     (line,) = [line for line in society.banner if line.startswith("  listens")]
     return line.split()[1]
 
 
 @pytest.mark.slow
 def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path) -> None:
-    with Serving(folder) as society:
+    with ServeProcess(folder) as society:
         (line,) = [line for line in society.banner if "?code=" in line]
         link, url = line.split()[1], _url(society)
         token = (folder / "data" / "token").read_text().strip()
@@ -261,7 +261,7 @@ def test_a_token_that_no_header_can_carry_is_refused_before_anything_runs(folder
 def test_a_token_that_cannot_be_kept_is_told_in_one_sentence(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "token").mkdir()
-    outcome = coterie_process("serve", folder)
-    assert outcome.code == 1
-    assert "token cannot be used" in outcome.stderr.splitlines()[-1]
-    assert "Traceback" not in outcome.stderr
+    result = coterie_process("serve", folder)
+    assert result.code == 1
+    assert "token cannot be used" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr

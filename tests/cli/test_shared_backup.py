@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from coterie.config import read_config, with_store_url, without_password
-from coterie.stores.postgres.connection import errand
+from coterie.config import read_config, replace_store_url, without_password
+from coterie.stores.postgres.connection import owner_connection
 from coterie.stores.postgres.transfer import PostgresSource
 from tests.busy_society import CHART, busy_society
 from tests.engines import Postgres
-from tests.test_copying import contents, copied
+from tests.test_copy import contents, copied
 
-from .door import coterie
+from .commands import coterie
 
 
 @pytest.fixture
@@ -83,9 +83,7 @@ def test_a_backup_is_restored_into_an_empty_database(
 def test_where_a_shared_society_goes_is_for_its_owner_to_say(busy: Path, tmp_path: Path) -> None:
     coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar")
 
-    assert (
-        "say where it shall go, with --store" in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "n").failure
-    )
+    assert "choose a store with --store" in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "n").failure
     assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "n", "--store", "mysql://x").code == 2
     assert not (tmp_path / "n").exists()
 
@@ -94,7 +92,7 @@ def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: s
     file = busy / "coterie.toml"
     with_password = url.replace("postgres:@", "postgres:sesame@")
     assert with_password != url
-    file.write_text(with_store_url(file.read_text() + "# mine\n", with_password))
+    file.write_text(replace_store_url(file.read_text() + "# mine\n", with_password))
 
     done = coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar")
 
@@ -103,7 +101,7 @@ def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: s
     with tarfile.open(tmp_path / "a.tar") as tar:
         kept = tar.extractfile("coterie-backup/coterie.toml")
         assert kept is not None
-        assert kept.read().decode() == with_store_url(file.read_text(), without_password(url))
+        assert kept.read().decode() == replace_store_url(file.read_text(), without_password(url))
 
 
 def test_a_backup_beside_those_who_run_it_is_of_one_moment(
@@ -113,7 +111,7 @@ def test_a_backup_beside_those_who_run_it_is_of_one_moment(
 
     def meanwhile(self: PostgresSource, table: str, columns: str) -> Any:
         if table == "agents":  # which is read long before this is
-            with errand(url) as db:
+            with owner_connection(url) as db:
                 db.execute("INSERT INTO roles (name, profile) VALUES ('later', '{}')")
         return rows(self, table, columns)
 
@@ -123,7 +121,7 @@ def test_a_backup_beside_those_who_run_it_is_of_one_moment(
 
     assert coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "new", "--store", "sqlite").code == 0
     assert contents(tmp_path / "new")["roles"] == []
-    with errand(url) as db:
+    with owner_connection(url) as db:
         assert db.execute("SELECT name FROM roles").fetchall() == [("later",)]
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import bytes_path, stored_bytes
+from coterie.admin.inspect import artifact_hashes, artifact_path
 from coterie.config import SocietyFolder
 
+from .commands import Result, coterie
 from .conftest import schedule
-from .door import Outcome, coterie
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def kept(folder: Path, tmp_path: Path) -> Path:
     """The bytes of the one artifact in the society."""
     (tmp_path / "note.txt").write_text("twelve bytes")
     coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
-    ((sha256, _),) = stored_bytes(folder / "data" / "coterie.db")
-    return bytes_path(SocietyFolder(folder), sha256)
+    ((sha256, _),) = artifact_hashes(folder / "data" / "coterie.db")
+    return artifact_path(SocietyFolder(folder), sha256)
 
 
 def test_a_sound_society_passes(folder: Path, kept: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_damaged_page_is_found_and_told_without_a_traceback(folder: Path, page
     assert "Violation: database file: " in done.stdout or "is damaged" in done.failure
 
 
-def _only_violation(done: Outcome) -> str:
+def _only_violation(done: Result) -> str:
     assert done.code == 1
     (violation,) = done.json["violations"]
     return str(violation)

@@ -4,11 +4,11 @@ import pytest
 
 from coterie.testing.replies import Calls, Says, Status
 
-from .door import coterie
-from .stage import Stage, Terminal
+from .commands import coterie
+from .environment import Environment, Terminal
 
 
-def test_the_answer_is_written_when_it_is_there(either: Stage) -> None:
+def test_the_answer_is_written_when_it_is_there(either: Environment) -> None:
     either.script("The answer is 42.")
 
     done = coterie("send", "ada", "What is it?", "--wait", "--dir", either.folder)
@@ -16,7 +16,7 @@ def test_the_answer_is_written_when_it_is_there(either: Stage) -> None:
     assert (done.code, done.stdout) == (0, "The answer is 42.\n")
 
 
-def test_options_of_an_answer_are_numbered(either: Stage) -> None:
+def test_options_of_an_answer_are_numbered(either: Environment) -> None:
     either.script(_asks("Tea?", "Yes", "No"), "")
 
     done = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder)
@@ -24,7 +24,7 @@ def test_options_of_an_answer_are_numbered(either: Stage) -> None:
     assert done.stdout.splitlines() == ["Tea?", "  1) Yes", "  2) No"]
 
 
-def test_a_program_gets_the_receipt_and_all_that_was_said(either: Stage) -> None:
+def test_a_program_gets_the_receipt_and_all_that_was_said(either: Environment) -> None:
     either.script(_asks("Tea?", "Yes"), "I asked.")
 
     told = coterie("send", "ada", "Hello", "--wait", "--json", "--dir", either.folder).json
@@ -35,7 +35,7 @@ def test_a_program_gets_the_receipt_and_all_that_was_said(either: Stage) -> None
     assert "rendered" not in told["answers"][0]
 
 
-def test_waiting_for_a_delayed_message_waits_for_its_answer(either: Stage) -> None:
+def test_waiting_for_a_delayed_message_waits_for_its_answer(either: Environment) -> None:
     either.script("Later it is.")
 
     done = coterie("send", "ada", "Later", "--delay", "10ms", "--wait", "--dir", either.folder)
@@ -43,17 +43,17 @@ def test_waiting_for_a_delayed_message_waits_for_its_answer(either: Stage) -> No
     assert done.stdout == "Later it is.\n"
 
 
-def test_a_model_that_fails_is_a_failure_in_its_own_words(either: Stage) -> None:
+def test_a_model_that_fails_is_a_failure_in_its_own_words(either: Environment) -> None:
     either.script(Status(401, "no such key"))
 
     failure = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder).failure
 
     assert (
-        failure == 'service "main" wants a key (401): edit apiKey in llmservices.json. Mend it, then write to me again.'
+        failure == 'service "main" wants a key (401): edit apiKey in llmservices.json. Fix it, then write to me again.'
     )
 
 
-def test_an_agent_that_says_nothing_is_told_of(either: Stage) -> None:
+def test_an_agent_that_says_nothing_is_told_of(either: Environment) -> None:
     either.script("")
 
     failure = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder).failure
@@ -61,7 +61,7 @@ def test_an_agent_that_says_nothing_is_told_of(either: Stage) -> None:
     assert failure == "ada has read it and said nothing: see what it did with coterie history ada"
 
 
-def test_nobody_waits_for_an_agent_that_rests(either: Stage) -> None:
+def test_nobody_waits_for_an_agent_that_rests(either: Environment) -> None:
     assert coterie("pause", "ada", "--dir", either.folder).code == 0
 
     failure = coterie("send", "ada", "Hello", "--wait", "--dir", either.folder).failure
@@ -69,7 +69,7 @@ def test_nobody_waits_for_an_agent_that_rests(either: Stage) -> None:
     assert failure == "ada is paused and reads it later: let it go on with coterie resume ada"
 
 
-def test_patience_can_end(either: Stage) -> None:
+def test_a_timeout_ends_the_wait(either: Environment) -> None:
     answer, let_go = either.gated("Too late.")
     either.script(answer)
 
@@ -81,23 +81,23 @@ def test_patience_can_end(either: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_of_the_server_ends_the_waiting(stage: Stage) -> None:
-    stage.serve()
-    with Terminal("send", "ada", "Hello", "--delay", "1d", "--wait", "--dir", stage.folder) as terminal:
-        stage.until("delayed.scheduled")
-        stage.stop_serving()
+def test_a_stop_of_the_server_ends_the_waiting(env: Environment) -> None:
+    env.serve()
+    with Terminal("send", "ada", "Hello", "--delay", "1d", "--wait", "--dir", env.folder) as terminal:
+        env.until("delayed.scheduled")
+        env.stop_serving()
 
         terminal.sees("Error: the society stopped before ada answered: start it again")
         assert terminal.ends() == 1
 
 
-def test_waiting_delivers_nothing_else_early(stage: Stage) -> None:
-    coterie("send", "bob", "tomorrow", "--delay", "1d", "--dir", stage.folder)
-    stage.script("Here.")
+def test_waiting_delivers_nothing_else_early(env: Environment) -> None:
+    coterie("send", "bob", "tomorrow", "--delay", "1d", "--dir", env.folder)
+    env.script("Here.")
 
-    assert coterie("send", "ada", "now", "--wait", "--dir", stage.folder).code == 0
+    assert coterie("send", "ada", "now", "--wait", "--dir", env.folder).code == 0
 
-    assert coterie("delayed", "--dir", stage.folder, "--json").json["count"] == 1
+    assert coterie("delayed", "--dir", env.folder, "--json").json["count"] == 1
 
 
 def _asks(text: str, *options: str) -> Says:

@@ -14,15 +14,15 @@ import pytest
 
 from coterie.clock import SystemClock
 from coterie.society import Society
-from coterie.store import name_of
+from coterie.store import worker_name
 from coterie.testing import ModelServer
 from coterie.testing.model_faults import stall
 from coterie.web.app import build_app
 from coterie.web.auth import Access
 from tests.engines import Postgres
 
-from .door import coterie
-from .stage import Stage
+from .commands import coterie
+from .environment import Environment
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
 
@@ -61,25 +61,25 @@ async def test_agents_and_metrics_tell_which_process_holds_what_and_who_took_it_
         homes = [furnish(tmp_path / f"home{n}", shared.url(tmp_path), server.base_url) for n in range(3)]
         async with Society.open(homes[0], work=False) as society:
             workers = await asyncio.gather(*map(worker, homes[1:]))
-            names = {name_of(one.pid): one for one in workers}
+            names = {worker_name(one.pid): one for one in workers}
             await society.send(to="ada", text="hello")
-            await server.asked(1)
+            await server.wait_for_request(1)
             found = await listed(homes[0])
             holder = found["items"][0]["worker"]
             assert holder in names
-            assert {one["name"] for one in found["workers"]} == {name_of(), *names}
+            assert {one["name"] for one in found["workers"]} == {worker_name(), *names}
             table = (await asyncio.to_thread(coterie, "agents", "--dir", homes[0])).stdout
             assert "WORKER" in table and f"{holder} (1 at work)" in table
 
             names[holder].kill()
-            await server.asked(2)
+            await server.wait_for_request(2)
 
             (other,) = set(names) - {holder}
             assert (await listed(homes[0]))["items"][0]["worker"] == other
             numbers = await metrics_when(society, f'coterie_worker_lease_takeovers_total{{worker="{other}"}} 1.0')
             assert f'coterie_worker_claims{{worker="{other}"}} 1.0' in numbers
             assert f'coterie_worker_fenced_writes_total{{worker="{other}"}} 0.0' in numbers
-            assert f'coterie_worker_heartbeats_total{{worker="{name_of()}"}}' in numbers
+            assert f'coterie_worker_heartbeats_total{{worker="{worker_name()}"}}' in numbers
             names[other].send_signal(signal.SIGTERM)
             assert await names[other].wait() == 0
             assert (await listed(homes[0]))["items"][0]["worker"] in (None, "gone")
@@ -98,15 +98,15 @@ async def metrics_when(society: Society, line: str) -> str:
     return text
 
 
-def test_a_society_in_a_file_has_one_process_that_works(stage: Stage) -> None:
-    stage.serve()
-    gated, go_on = stage.gated("done")
-    stage.script(gated)
-    coterie("send", "ada", "hello", "--dir", stage.folder)
-    stage.asked()
+def test_a_society_in_a_file_has_one_process_that_works(env: Environment) -> None:
+    env.serve()
+    gated, go_on = env.gated("done")
+    env.script(gated)
+    coterie("send", "ada", "hello", "--dir", env.folder)
+    env.asked()
 
-    found = coterie("agents", "--json", "--dir", stage.folder).json["items"]
+    found = coterie("agents", "--json", "--dir", env.folder).json["items"]
 
-    assert {one["id"]: one["worker"] for one in found} == {"ada": name_of(), "bob": None}
+    assert {one["id"]: one["worker"] for one in found} == {"ada": worker_name(), "bob": None}
     go_on()
-    stage.until("message.created")
+    env.until("message.created")

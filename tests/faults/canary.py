@@ -9,9 +9,8 @@ import sys
 import httpx
 
 from coterie.testing.model_faults import document, error_in_stream
-from coterie.testing.replies import Calls, Reply, Says, Status
-from coterie.testing.wire import Received
-from tests.cli.stage import PATIENCE, Stage
+from coterie.testing.replies import Calls, ReceivedRequest, Reply, Says, Status
+from tests.cli.environment import TIMEOUT_SECONDS, Environment
 
 CANARIES = {
     name: f"canary-{number}-{name}-Zq7Vx2Lm9Tb4"
@@ -77,7 +76,7 @@ server.run("stdio")
 """
 
 
-def furnish(stage: Stage) -> None:
+def furnish(stage: Environment) -> None:
     folder, base_url = stage.folder, stage.model.base_url
     stage.model.default = mind
     agents = "".join(f"[agents.{one}]\n[agents.env-{one}]\nservice = 'second'\n" for one in TROUBLES)
@@ -96,7 +95,7 @@ def furnish(stage: Stage) -> None:
     (folder / "server.py").write_text(SERVER)
 
 
-def mind(request: Received) -> Reply:
+def mind(request: ReceivedRequest) -> Reply:
     """Whatever goes wrong, the service repeats the key it was given."""
     said = f"no luck with {request.headers['authorization'].removeprefix('Bearer ')}"
     messages = request.body["messages"]
@@ -121,7 +120,7 @@ class Visitor:
 
     def __init__(self, address: str) -> None:
         headers = {"Authorization": f"Bearer {CANARIES['token']}"}
-        self._client = httpx.Client(base_url=f"{address}/api/v1", headers=headers, timeout=PATIENCE)
+        self._client = httpx.Client(base_url=f"{address}/api/v1", headers=headers, timeout=TIMEOUT_SECONDS)
         self._address = address
         self.heard: dict[str, str] = {"events": "", "answers": "", "history": "", "errors": "", "artifacts": ""}
 

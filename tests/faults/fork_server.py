@@ -1,4 +1,4 @@
-"""The other end of `harness.ForkServer`: run as a program, it does what each line of its input asks for."""
+"""Server side of `harness.ForkServer`: executes the JSON commands on its standard input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import coterie.agent_runtime
 import coterie.setup  # noqa: F401 - a society imports both when it begins to work; here they are there before the first fork
 from coterie import failpoints
-from coterie.stores.sqlite.migrate import migrations
+from coterie.stores.sqlite.migrate import SCHEMA
 
 from . import kill_cycles, scenarios, shared_cycles, work_cycles, zombies
 from .harness import Child, patience
@@ -88,7 +88,7 @@ def _perform_holding(folder: str, work: bool, pipe: int) -> None:
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    migrations()  # imports what reads package data, which a fork of another user may not be able to reach
+    assert SCHEMA.newest  # read before the fork: a child of another user may not be able to reach package data
     gc.freeze()  # so that no collection in a child copies what all of them share
     for line in sys.stdin:
         request = json.loads(line)

@@ -18,13 +18,13 @@ from typing import Any
 
 from coterie import failpoints
 
-from .examiner import Examination
 from .harness import Child, patience
 from .scenarios import drain, hammer, make_home
+from .verifier import Verification
 from .witness import Note, Reader, Witness
 
 KILLS_A_LIFE = 25
-IN_COMMIT = ("commit.after", "commit.before", "post.before_write", "post.between", "post.after_write")
+IN_COMMIT = ("commit.after", "commit.before", "flush.before_messages", "flush.before_agents", "flush.done")
 NOT_YET_COMMITTED = IN_COMMIT[1:]
 IN_PROMOTION = ("promote.selected", "promote.moved")
 MORE = 4
@@ -71,7 +71,7 @@ class Life:
     """Seconds of work before a kill at random."""
     patience = 0.1
     """Seconds within which an armed failpoint should be met."""
-    examination = Examination
+    examination = Verification
 
     def __init__(self, home: Path, seed: int, number: int) -> None:
         self._folder, self._witness_file = home / "society", home / "witness"
@@ -118,7 +118,7 @@ class Life:
         if (status := child.end()) != -9:
             self.problems.append(f"{name} ended with {status} before it was killed {how}")
         self.seen[f"killed {how}"] += 1
-        self._look_back(self._reader.news())
+        self._look_back(self._reader.new_notes())
 
     def _failpoint(self, how: str) -> str:
         match how:

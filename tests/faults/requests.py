@@ -24,14 +24,24 @@ from unittest.mock import patch
 
 import psycopg
 
-from coterie.agent.context import SET_ASIDE
+from coterie.agent.context import QUARANTINED_NOTE
 from coterie.agent.runner import LlmHandler
-from coterie.llm.routing import on_one_line
+from coterie.llm.routing import to_single_line_json
 from coterie.llm.service import LLMService
-from coterie.llm.types import Answer, AssistantSaid, Delta, Request, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.llm.types import (
+    AssistantMessage,
+    ChatMessage,
+    Completion,
+    ModelRequest,
+    SystemMessage,
+    TextDelta,
+    TextPart,
+    ToolMessage,
+    UserMessage,
+)
 from coterie.turn_store import Claim
 
-from .mind import is_summary
+from .fake_model import is_summary
 from .witness import Note, Witness
 
 _asking: ContextVar[Claim | None] = ContextVar("asking", default=None)
@@ -61,7 +71,7 @@ class Stored:
     @property
     def items(self) -> Sequence[Item]:
         """What the model is to be shown."""
-        return [("user", on_one_line({"summary": self.summary})), *self.rows] if self.summary else self.rows
+        return [("user", to_single_line_json({"summary": self.summary})), *self.rows] if self.summary else self.rows
 
 
 class Rows(Protocol):
@@ -118,23 +128,23 @@ def _stored(query: Query, agent_id: str) -> Stored:
         elif role == "tool":
             items.append(("tool", call_id, content or ""))
         else:
-            items.append(("user", SET_ASIDE if hidden else json.loads(payload).get("text", "")))
+            items.append(("user", QUARANTINED_NOTE if hidden else json.loads(payload).get("text", "")))
     return Stored(epoch, step_no, summary, items)
 
 
-def shown(said: Sequence[Said]) -> list[Item]:
+def shown(said: Sequence[ChatMessage]) -> list[Item]:
     """The conversation of a request, without what the agent is told about itself."""
-    return [_item(one) for one in said if not isinstance(one, SystemSaid)]
+    return [_item(one) for one in said if not isinstance(one, SystemMessage)]
 
 
-def _item(said: Said) -> Item:
+def _item(said: ChatMessage) -> Item:
     match said:
-        case AssistantSaid(text, calls):
+        case AssistantMessage(text, calls):
             return "assistant", text, [(call.id, call.name, dict(call.arguments)) for call in calls]
-        case ToolSaid(call_id, text):
+        case ToolMessage(call_id, text):
             return "tool", call_id, text
-        case UserSaid(parts):
-            return "user", "\n".join(part.text for part in parts if isinstance(part, Text))
+        case UserMessage(parts):
+            return "user", "\n".join(part.text for part in parts if isinstance(part, TextPart))
     raise AssertionError(said)
 
 
@@ -165,7 +175,7 @@ class Compared:
     def __init__(self, service: LLMService, rows: Rows, witness: Witness) -> None:
         self.id, self._service, self._rows, self._witness = service.id, service, rows, witness
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
+    async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
         self._compare(request)
         async for piece in self._service.generate(request):
             yield piece
@@ -173,10 +183,10 @@ class Compared:
     async def close(self) -> None:
         await self._service.close()
 
-    def _compare(self, request: Request) -> None:
+    def _compare(self, request: ModelRequest) -> None:
         claim = _asking.get()
         if claim is None:
-            self._witness.note(unclaimed=repr(request.said)[:200])
+            self._witness.note(unclaimed=repr(request.messages)[:200])
             return
         who = {"pid": os.getpid(), "turn": claim.turn_no, "epoch": claim.epoch, "step": claim.step_no}
         try:
@@ -187,9 +197,9 @@ class Compared:
         if (stored.epoch, stored.step_no) != (claim.epoch, claim.step_no):
             self._witness.note(uncompared=claim.agent_id, why="the claim is lost", **who)
             return
-        shows = shown(request.said)
+        shows = shown(request.messages)
         wrong = _gaps(shows, stored) if is_summary(request) else differences(shows, stored.items)
-        self._witness.note(compared=claim.agent_id, taken_over=claim.taken_over, wrong=wrong, **who)
+        self._witness.note(compared=claim.agent_id, taken_over=claim.was_taken_over, wrong=wrong, **who)
 
 
 def _gaps(asked: Sequence[Item], stored: Stored) -> list[str]:
@@ -212,7 +222,7 @@ def compared(folder: Path, witness: Witness) -> Iterator[Callable[[LLMService], 
     """Makes services whose requests are compared with the rows of the society in `folder`."""
     answer, rows = LlmHandler._answer, rows_of(folder)
 
-    async def with_its_claim(self: LlmHandler, claim: Claim, *rest: Any) -> Answer:
+    async def with_its_claim(self: LlmHandler, claim: Claim, *rest: Any) -> Completion:
         token = _asking.set(claim)
         try:
             return await answer(self, claim, *rest)

@@ -16,13 +16,13 @@ from typing import Any
 from coterie import failpoints
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.llm.types import Answer, Call, Request, UserSaid
+from coterie.llm.types import Completion, ModelRequest, ToolCall, UserMessage
 from coterie.messages import PERSON, Receipt
 from coterie.society import Society
 from coterie.testing import FakeClock
 
+from .fake_model import TOOLS, FakeModel, ToolEffects, agent_of, fake_models, last_text
 from .harness import patience
-from .mind import TOOLS, Deeds, Mind, last_words, minds, speaker
 from .requests import compared
 from .witness import Note, Witness
 
@@ -47,24 +47,27 @@ async def every_door(folder: Path, tries: int = 1) -> dict[str, Any]:
     What failed, and how often each failpoint was met.
     """
     walk = _Walk(folder, tries)
-    with compared(folder, Deeds.witness) as comparing, minds(lambda service: comparing(Mind(service, _obliging))):
+    with (
+        compared(folder, ToolEffects.witness) as comparing,
+        fake_models(lambda service: comparing(FakeModel(service, _obliging))),
+    ):
         await walk.all_the_way()
     return {"failures": walk.failures, "violations": walk.violations, "hits": dict(failpoints._hits)}
 
 
-def _obliging(request: Request) -> Answer:
+def _obliging(request: ModelRequest) -> Completion:
     """Works when it is told to, and answers everything else."""
-    if "work" not in last_words(request) or not isinstance(request.said[-1], UserSaid):
-        return Answer(text="yes")
+    if "work" not in last_text(request) or not isinstance(request.messages[-1], UserMessage):
+        return Completion(text="yes")
     letter = {"to": "eve", "payload": {"text": "a hand, please"}}
-    deeds = [Call(id=name, name=name, arguments={"n": 0}) for name in ("look", "fire")]
-    return Answer(text="", calls=(*deeds, Call(id="letter", name="send_message", arguments=letter)))
+    deeds = [ToolCall(id=name, name=name, arguments={"n": 0}) for name in ("look", "fire")]
+    return Completion(text="", calls=(*deeds, ToolCall(id="letter", name="send_message", arguments=letter)))
 
 
 class _Walk:
     def __init__(self, folder: Path, tries: int) -> None:
         self._folder, self._tries, self._clock = folder, tries, FakeClock()
-        self._witness = Deeds.witness = Witness(folder.parent / "witness")
+        self._witness = ToolEffects.witness = Witness(folder.parent / "witness")
         self.failures: list[list[str]] = []
         self.violations: list[str] = []
 
@@ -253,21 +256,23 @@ async def converse(
     of the agents `slow` take an hour.
     """
 
-    def answer(request: Request) -> Answer:
-        words = last_words(request)
+    def answer(request: ModelRequest) -> Completion:
+        words = last_text(request)
         if "deadly" in words:
             os._exit(3)
         heard = [(tool, arguments) for word, (tool, arguments) in calls.items() if word in words]
-        if not heard or not isinstance(request.said[-1], UserSaid):
-            return Answer(text=f"heard by {speaker(request)}")
-        return Answer(text="", calls=tuple(Call(id=tool, name=tool, arguments=given) for tool, given in heard))
+        if not heard or not isinstance(request.messages[-1], UserMessage):
+            return Completion(text=f"heard by {agent_of(request)}")
+        return Completion(text="", calls=tuple(ToolCall(id=tool, name=tool, arguments=given) for tool, given in heard))
 
-    with minds(lambda service: Mind(service, answer, lambda request: HOUR if speaker(request) in slow else 0)):
+    with fake_models(
+        lambda service: FakeModel(service, answer, lambda request: HOUR if agent_of(request) in slow else 0)
+    ):
         society = await Society.start(folder)
         for to, text in said:
             await society.send(to=to, text=text, client_id=text)
         async with asyncio.timeout(patience()):
-            await at_rest(society)
+            await wait_until_idle(society)
         heard = [[message.sender, message.payload["text"]] for message in await society.waiting(PERSON)]
         await society.stop()
     return heard
@@ -277,21 +282,21 @@ async def stop_in_the_middle(folder: Path) -> str:
     """Leave in order, but without waiting, while ada's model thinks; the state that ada is left in."""
     asked = asyncio.Event()
 
-    def think(_: Request) -> float:
+    def think(_: ModelRequest) -> float:
         asked.set()
         return HOUR
 
-    with minds(lambda service: Mind(service, _obliging, seconds=think)):
+    with fake_models(lambda service: FakeModel(service, _obliging, seconds=think)):
         society = await Society.start(folder)
         await society.send(to="ada", text="take your time", client_id="only once")
         await asked.wait()
         await society.abandon()
-    async with Society.visit(folder) as visited:
+    async with Society.open_offline(folder) as visited:
         ada = await visited.store.agent("ada")
     return ada.state if ada else "gone"
 
 
-async def at_rest(society: Society) -> None:
+async def wait_until_idle(society: Society) -> None:
     """Until no agent has anything to do, and nothing is delayed."""
     async with society.bus.watch(queue=100_000) as watcher:
         while not await _resting(society):
@@ -312,7 +317,7 @@ async def burst(folder: Path, count: int) -> dict[str, Any]:
         numbers = range(start, min(start + 250, count))
         await asyncio.gather(*(society.send(to="ada", text=f"word {number}") for number in numbers))
     async with asyncio.timeout(patience()):
-        await at_rest(society)
+        await wait_until_idle(society)
     grown = _peak_mb() - before
     violations = [violation async for violation in society.store.violations()]
     answers = await society.store.agent(PERSON)

@@ -21,12 +21,12 @@ from coterie import failpoints
 
 from .harness import HUNG, Child, patience
 from .kill_cycles import IN_COMMIT, IN_PROMOTION, OWED_AGAIN, has_seen
-from .labour import PAUSE
 from .scenarios import AGENTS, make_home
-from .shared_labour import conditions, rest_and_copy, work_together
+from .shared_workload import conditions, wait_until_idle_and_copy, work_together
 from .witness import Note, Reader, Witness
 from .work_cycles import FAILPOINTS, WINDOW
-from .work_examiner import WorkExamination
+from .work_verifier import WorkVerification
+from .workload import PAUSE
 
 WORKERS = 3
 LEASE = 0.4
@@ -135,7 +135,7 @@ class SharedLife:
             resting = [note["resting"] for note in self._notes() if "resting" in note]
             self.problems.append(f"{self._name}: the last, peaceful run ended with {end}: {resting}")
         else:
-            examination = WorkExamination(self._homes[0], self._notes())
+            examination = WorkVerification(self._homes[0], self._notes())
             self.problems += [f"{self._name}: {problem}" for problem in examination.problems]
             self.seen += examination.seen
             self.seen["fenced"] += self._fenced()
@@ -148,7 +148,7 @@ class SharedLife:
     def _rest(self, _: int) -> None:
         witness = Witness(self._witness_file)
         with conditions(witness, self._lease, sure=False):
-            asyncio.run(rest_and_copy(self._homes[0], self._seed, witness))
+            asyncio.run(wait_until_idle_and_copy(self._homes[0], self._seed, witness))
 
     def _kill(self, home: Path, how: str) -> None:
         name, child = self._running.pop(home)

@@ -8,8 +8,8 @@ from pathlib import Path
 from coterie.society import Society
 from coterie.testing import FakeClock
 
-from .examiner import open_database, unsound
 from .scenarios import AGENTS, make_home
+from .verifier import find_damage, open_database
 
 
 async def test_a_backup_made_while_writing_passes_every_check_and_holds_what_was_acknowledged_before_it(
@@ -45,7 +45,7 @@ async def test_a_backup_made_while_writing_passes_every_check_and_holds_what_was
     assert written_meanwhile > 20, "nothing was written during the backups"
     for folder, promised in copies:
         with open_database(folder) as db:
-            assert unsound(db) == []
+            assert find_damage(db) == []
             assert promised <= {row[0] for row in db.execute("SELECT id FROM messages")}
     async with Society.open(copies[-1][0], clock=clock, work=False) as restored:
         assert [violation async for violation in restored.store.violations()] == []

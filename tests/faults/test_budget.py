@@ -13,7 +13,7 @@ import pytest
 
 from coterie import Society
 from coterie.testing import ModelServer
-from coterie.testing.replies import tokens
+from coterie.testing.replies import count_tokens
 
 AGENTS = ("ada", "bob", "carol")
 LIMIT = 4_000
@@ -58,11 +58,11 @@ async def test_a_society_that_is_killed_over_and_over_does_not_spend_its_budget_
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
         (tmp_path / "llmservices.json").write_text(json.dumps({"services": services}))
         for n in range(STARTS):
-            async with Society.visit(tmp_path) as society:
+            async with Society.open_offline(tmp_path) as society:
                 for name in AGENTS:
                     await society.send(to=name, text=f"message {n}")
             await run_until_killed(tmp_path, moment)
-        costs = [tokens(request.raw) for request in server.requests]
+        costs = [count_tokens(request.raw) for request in server.requests]
 
         assert sum(costs) <= LIMIT + len(AGENTS) * max(costs, default=0)
         async with Society.open(tmp_path) as society:  # and in order, once more
@@ -70,5 +70,5 @@ async def test_a_society_that_is_killed_over_and_over_does_not_spend_its_budget_
             async with society.bus.watch() as watcher:
                 while any(one.state not in ("idle", "blocked") for one in await society.store.agents()):
                     await anext(watcher)
-            spent = sum(costs) + sum(tokens(request.raw) for request in server.requests[before:])
+            spent = sum(costs) + sum(count_tokens(request.raw) for request in server.requests[before:])
         assert spent <= LIMIT + len(AGENTS) * max(costs, default=LIMIT)

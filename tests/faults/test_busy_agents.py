@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from coterie.testing import Calls, ModelServer, Says
-from coterie.testing.replies import Plays, Reply, perform
-from coterie.testing.wire import Received, Wire
+from coterie.testing.replies import CustomReply, ReceivedRequest, Reply, ServerConnection, send_reply
 from tests.agent.stage import Bell, Stage, stage
 
 from .harness import ForkServer
@@ -34,16 +33,16 @@ class Listener:
         self.problems: list[str] = []
         self.requests = self.at_once = self.most_at_once = 0
 
-    def __call__(self, request: Received) -> Reply:
-        return Plays(lambda wire: self._answer(request, wire))
+    def __call__(self, request: ReceivedRequest) -> Reply:
+        return CustomReply(lambda wire: self._answer(request, wire))
 
-    async def _answer(self, request: Received, wire: Wire) -> None:
+    async def _answer(self, request: ReceivedRequest, wire: ServerConnection) -> None:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.requests += 1
         self._look(request.body["messages"])
         await asyncio.sleep(self._seconds)
-        await perform("noted", request, wire)
+        await send_reply("noted", request, wire)
         self.at_once -= 1
 
     def _look(self, messages: list[dict[str, Any]]) -> None:
@@ -106,18 +105,18 @@ async def test_10000_messages_to_a_working_agent_are_seen_once_in_order_by_one_s
 RING = Calls("ring", {"name": "x"})
 
 
-def interrupted(here: Stage, speak: Callable[[], Awaitable[object]], times: int) -> Callable[[Received], Reply]:
+def interrupted(here: Stage, speak: Callable[[], Awaitable[object]], times: int) -> Callable[[ReceivedRequest], Reply]:
     """Ada's model wants to ring each time it is asked; while it says so somebody speaks, the first `times` times."""
     asked = Counter[str]()
 
-    def answer(request: Received) -> Reply:
-        async def play(wire: Wire) -> None:
+    def answer(request: ReceivedRequest) -> Reply:
+        async def play(wire: ServerConnection) -> None:
             asked["plans"] += 1
             if asked["plans"] <= times:
                 await speak()
-            await perform(Says(calls=(RING,)), request, wire)
+            await send_reply(Says(calls=(RING,)), request, wire)
 
-        return "done" if request.body["messages"][-1]["role"] == "tool" or Bell.rings else Plays(play)
+        return "done" if request.body["messages"][-1]["role"] == "tool" or Bell.rings else CustomReply(play)
 
     return answer
 
@@ -151,7 +150,7 @@ async def test_a_person_is_heard_through_the_noise_of_agents(tmp_path: Path) -> 
 
         here.server.default = interrupted(here, both, times=4)
         await here.say("ring, please")
-        await here.server.asked(5)
+        await here.server.wait_for_request(5)
         assert Bell.rings == []
         await here.heard()
         assert Bell.rings == ["x"]

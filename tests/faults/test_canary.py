@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.door import PATIENCE, Outcome, Serving, coterie_process
-from tests.cli.stage import Stage, Terminal
+from tests.cli.commands import TIMEOUT_SECONDS, Result, ServeProcess, coterie_process
+from tests.cli.environment import Environment, Terminal
 
 from .canary import CANARIES, ENVIRON, MEANT_TO_HOLD_THEM, Visitor, furnish
 
@@ -38,17 +38,17 @@ ABSENT = f'[store]\nurl = "postgresql://me:{CANARIES["password"]}@127.0.0.1:9/y"
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Environment]:
     for name, value in ENVIRON.items():
         monkeypatch.setenv(name, value)
-    with Stage(tmp_path / "home") as made:
+    with Environment(tmp_path / "home") as made:
         furnish(made)
         yield made
 
 
 @contextlib.contextmanager
 def as_json(folder: Path, heard: dict[str, str]) -> Iterator[None]:
-    with Serving(folder, patience=5 * PATIENCE) as serving:
+    with ServeProcess(folder, timeout=5 * TIMEOUT_SECONDS) as serving:
         yield
         assert serving.stop() == 0
     heard["log"] = "".join(serving.banner) + json.dumps(serving.log, ensure_ascii=False)
@@ -65,7 +65,7 @@ def as_lines(folder: Path, heard: dict[str, str]) -> Iterator[None]:
     heard["log"] = terminal.raw
 
 
-def all_of(outcome: Outcome) -> str:
+def all_of(outcome: Result) -> str:
     return outcome.stdout + outcome.stderr
 
 
@@ -81,7 +81,7 @@ def leaks(heard: dict[str, str]) -> dict[tuple[str, str], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("debugging", [False, True], ids=["json", "lines and tracebacks"])
-def test_no_key_comes_out_anywhere(stage: Stage, monkeypatch: pytest.MonkeyPatch, debugging: bool) -> None:
+def test_no_key_comes_out_anywhere(stage: Environment, monkeypatch: pytest.MonkeyPatch, debugging: bool) -> None:
     monkeypatch.setenv("COTERIE_DEBUG", "1" if debugging else "")
     folder, heard = stage.folder, dict[str, str]()
     with (as_lines if debugging else as_json)(folder, heard):
@@ -105,7 +105,7 @@ def test_no_key_comes_out_anywhere(stage: Stage, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_no_file_holds_a_key_but_those_that_are_there_for_it(stage: Stage, tmp_path: Path) -> None:
+def test_no_file_holds_a_key_but_those_that_are_there_for_it(stage: Environment, tmp_path: Path) -> None:
     heard, backup = dict[str, str](), tmp_path / "backup.tar.gz"
     with as_json(stage.folder, heard):
         url = json.loads((stage.folder / "data" / "server.json").read_text())["url"]

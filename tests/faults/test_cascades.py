@@ -14,8 +14,7 @@ import pytest
 from coterie import Society
 from coterie.errors import Lagged
 from coterie.testing import ModelServer
-from coterie.testing.replies import Calls, Reply, Says
-from coterie.testing.wire import Received
+from coterie.testing.replies import Calls, ReceivedRequest, Reply, Says
 from tests.agent.stage import Stage
 from tests.engines import Engine, Postgres
 
@@ -25,13 +24,13 @@ PATIENCE = 120
 """Seconds. Nothing waits that long; it only keeps what hangs from hanging the tests."""
 
 
-def asking(request: Received) -> str:
+def asking(request: ReceivedRequest) -> str:
     found = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
     assert found
     return found[1]
 
 
-def may_act(request: Received) -> bool:
+def may_act(request: ReceivedRequest) -> bool:
     """It has something to answer that is no result of its own calls."""
     return bool(request.body["messages"][-1]["role"] == "user")
 
@@ -42,7 +41,7 @@ def to(name: str) -> Calls:
 
 @asynccontextmanager
 async def society(
-    engine: Engine, folder: Path, mind: Callable[[Received], Reply], *, hops: int = HOPS
+    engine: Engine, folder: Path, mind: Callable[[ReceivedRequest], Reply], *, hops: int = HOPS
 ) -> AsyncIterator[Stage]:
     """Ada, bob, and carol, who has nothing to do with it."""
     where = f"[store]\nurl = {json.dumps(engine.url(folder))}\n" if isinstance(engine, Postgres) else ""
@@ -80,7 +79,7 @@ async def answered(here: Stage, asked: str) -> None:
 
 
 async def test_two_agents_that_write_to_each_other_for_ever_are_stopped(engine: Engine, tmp_path: Path) -> None:
-    def mind(request: Received) -> Reply:
+    def mind(request: ReceivedRequest) -> Reply:
         other = {"ada": "bob", "bob": "ada"}[asking(request)]
         return Says(calls=(to(other),)) if may_act(request) else "done"
 
@@ -98,9 +97,9 @@ async def test_two_agents_that_write_to_each_other_for_ever_are_stopped(engine: 
 async def test_agents_that_make_two_more_each_time_are_stopped(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.agent.service.MAX_FAMILY", FAMILY)
+    monkeypatch.setattr("coterie.agent.service.MAX_DESCENDANTS", FAMILY)
 
-    def mind(request: Received) -> Reply:
+    def mind(request: ReceivedRequest) -> Reply:
         spawn = Calls("spawn_agent", {"role": "scout", "task": "make two more"})
         role = (Calls("create_role", {"name": "scout", "prompt": "x"}),) if asking(request) == "ada" else ()
         return Says(calls=(*role, spawn, spawn)) if may_act(request) else ""
@@ -118,7 +117,7 @@ async def test_agents_that_make_two_more_each_time_are_stopped(
 async def test_agents_that_answer_one_message_with_six_are_stopped(engine: Engine, tmp_path: Path) -> None:
     names = ("ada", "bob")
 
-    def mind(request: Received) -> Reply:
+    def mind(request: ReceivedRequest) -> Reply:
         return Says(calls=tuple(to(name) for name in names for _ in range(3))) if may_act(request) else "done"
 
     async with society(engine, tmp_path, mind) as here:
@@ -132,13 +131,13 @@ async def test_agents_that_answer_one_message_with_six_are_stopped(engine: Engin
 
 
 async def test_when_everybody_is_paused_nothing_is_begun_also_after_a_restart(engine: Engine, tmp_path: Path) -> None:
-    def mind(request: Received) -> Reply:
+    def mind(request: ReceivedRequest) -> Reply:
         other = {"ada": "bob", "bob": "ada"}[asking(request)]
         return Says(calls=(to(other),)) if may_act(request) else "done"
 
     async with society(engine, tmp_path, mind, hops=1_000_000) as here:
         await here.say("go")
-        await here.server.asked(20)
+        await here.server.wait_for_request(20)
         for name in ("ada", "bob", "carol"):
             await here.society.pause(name)
         await comes_to_rest(here)

@@ -40,8 +40,8 @@ class Machine(FakeClock):
     def now(self) -> datetime:
         return self._system.now()
 
-    def stepped(self) -> timedelta | None:
-        return self._system.stepped()
+    def wall_clock_step(self) -> timedelta | None:
+        return self._system.wall_clock_step()
 
     def _boot_ns(self) -> int:
         return (to_ms(self._now) - 1_800_000_000_000 + self._slept // timedelta(milliseconds=1)) * 1_000_000

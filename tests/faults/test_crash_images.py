@@ -17,8 +17,8 @@ from coterie.store import Page
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 
-from .examiner import open_database, unsound
 from .recording import PAGE, Content, Image, Recording, content
+from .verifier import find_damage, open_database
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ async def told(folder: Path, clock: Clock) -> str:
     finally:
         await store.close()
     with open_database(folder) as db:
-        return "a check of the file" if unsound(db) else ""
+        return "a check of the file" if find_damage(db) else ""
 
 
 async def rot(image: Image, folder: Path, clock: Clock) -> tuple[str, Content]:

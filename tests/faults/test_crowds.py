@@ -14,9 +14,9 @@ from coterie.events import Event
 from coterie.society import Society
 from coterie.testing import FakeClock
 
-from .examiner import open_database
 from .harness import patience
 from .scenarios import make_home
+from .verifier import open_database
 
 
 @pytest.fixture

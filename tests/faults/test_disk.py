@@ -50,7 +50,7 @@ async def texts(society: Society, agent: str = "ada") -> list[str]:
 
 
 def healthy(society: Society) -> bool:
-    return society.store.healthy
+    return society.store.is_healthy
 
 
 async def handed_in(society: Society, jobs: int) -> None:
@@ -170,7 +170,7 @@ def locker(home: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 async def test_while_another_program_locks_the_database_no_send_is_acknowledged_and_afterwards_all_goes_on(
     home: Path, locker: Callable[[], subprocess.Popen[str]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_SECONDS", 0.05)
     async with Society.open(home, clock=clock, work=False) as society:
         await society.send(to="ada", text="before")
         await society.send(to="ada", text="late", delay_ms=500)
@@ -194,7 +194,7 @@ async def test_while_another_program_locks_the_database_no_send_is_acknowledged_
 async def test_a_database_that_another_program_locks_cannot_be_opened_and_can_be_afterwards(
     home: Path, locker: Callable[[], subprocess.Popen[str]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "BUSY_TIMEOUT_SECONDS", 0.05)
     async with Society.open(home, clock=clock, work=False) as society:
         await society.send(to="ada", text="before")
     program = locker()

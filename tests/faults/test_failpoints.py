@@ -11,14 +11,14 @@ import pytest
 
 import coterie
 from coterie.messages import PERSON
-from coterie.stores.sqlite.migrate import migrations
+from coterie.stores.sqlite.migrate import SCHEMA
 
-from .examiner import open_database, unsound
 from .harness import ForkServer
 from .requests import seen_of_requests, wrong_requests
 from .scenarios import make_home
+from .verifier import find_damage, open_database
 from .witness import read_notes
-from .work_examiner import wrong_answers, wrong_effects, wrong_histories, wrong_letters
+from .work_verifier import wrong_answers, wrong_effects, wrong_histories, wrong_letters
 
 SENT = {**dict.fromkeys(("first", "second", "file", "late", "work"), "taken"), "gone": "withdrawn"}
 """What `every_door` sends, and what becomes of it."""
@@ -71,22 +71,22 @@ def chosen(meetings: dict[str, int], name: str) -> list[int]:
     """
     met = meetings.get(name, 0)
     assert met, f"no door leads past the failpoint {name!r}: extend scenarios.every_door"
-    return sorted({1, (met + 1) // 2, met * 3 // 4 if name.startswith(("commit.", "post.")) else met})
+    return sorted({1, (met + 1) // 2, met * 3 // 4 if name.startswith(("commit.", "flush.")) else met})
 
 
 def state_of(home: Path) -> dict[str, Any]:
     with open_database(home) as db:
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version < migrations()[-1][0]:
+        if version < SCHEMA.newest:
             assert version or not db.execute("SELECT * FROM sqlite_schema").fetchall(), "half a migration"
             return {}
-        assert unsound(db) == []
+        assert find_damage(db) == []
         return dict(db.execute(_SENT))
 
 
 def assert_all_arrived_and_was_answered_once(home: Path) -> None:
     with open_database(home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         assert sorted(db.execute(_SENT).fetchall()) == sorted(SENT.items())
         db.row_factory = sqlite3.Row
         assert wrong_histories(db) == wrong_answers(db) == wrong_letters(db) == []
@@ -140,7 +140,7 @@ def test_after_an_error_nobody_planned_for_the_same_process_goes_on_and_asking_a
 def test_the_failpoints_of_store_and_turns_are_found_in_the_code() -> None:
     assert {
         *("open.checked", "migrate.statement", "migrate.before_commit", "commit.before", "commit.after"),
-        *("post.before_write", "post.between", "post.after_write", "promote.selected", "promote.moved"),
+        *("flush.before_messages", "flush.before_agents", "flush.done", "promote.selected", "promote.moved"),
         "artifact.before_rename",
         *("turn.claimed", "turn.asking", "turn.answered", "turn.calling", "turn.ran", "turn.fenced", "turn.replied"),
         *("turn.group_closed", "turn.before_save"),

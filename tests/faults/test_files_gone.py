@@ -14,14 +14,14 @@ import pytest
 
 from coterie.errors import StoreError, StoreUnavailable
 from coterie.society import Society
-from coterie.stores.sqlite.connection import LAST_COMMIT
+from coterie.stores.sqlite.connection import LAST_COMMIT_FILE
 from coterie.testing import FakeClock
 from coterie.web.app import build_app
 from coterie.web.auth import Access
 
-from .examiner import open_database
 from .harness import ForkServer
 from .scenarios import make_home
+from .verifier import open_database
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
 
@@ -118,8 +118,8 @@ async def test_working_agents_notice_by_themselves_and_say_so_once(
         await clock.advance(minutes=1)
         told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
         assert len([line for line in told if "removed or replaced" in line]) == 2, told
-        assert len([line for line in told if line.startswith("cannot look for work")]) == 1
-        assert society.store.trouble
+        assert len([line for line in told if line.startswith("cannot claim agents now")]) == 1
+        assert society.store.write_error
 
 
 # After a kill
@@ -164,7 +164,7 @@ def test_a_log_that_is_lost_after_a_kill_refuses_the_start_and_nothing_is_change
     refused = fork_server.run("open_and_close", home)
 
     assert refused["raised"] == "StoreUnusable", refused
-    for words in ("coterie.db-wal", "lost", "put the file back", "coterie restore", LAST_COMMIT):
+    for words in ("coterie.db-wal", "lost", "put the file back", "coterie restore", LAST_COMMIT_FILE):
         assert words in refused["message"]
     after = {path.name: path.read_bytes() for path in data.glob("coterie.db*") if not path.name.endswith("-shm")}
     assert {name: after[name] for name in before} == before
@@ -183,7 +183,7 @@ def test_whoever_deletes_the_note_of_the_last_commit_goes_on_with_what_is_left(
     (data / "coterie.db-wal").unlink()
     assert fork_server.run("open_and_close", home)["raised"] == "StoreUnusable"
 
-    (data / LAST_COMMIT).unlink()
+    (data / LAST_COMMIT_FILE).unlink()
 
     assert "returned" in fork_server.run("open_and_close", home)
     assert texts(home) == 1
@@ -211,12 +211,12 @@ def test_a_first_run_whose_log_is_lost_is_noticed_too(home: Path, fork_server: F
 
 def test_kills_checkpoints_and_other_programs_raise_no_alarm(home: Path, fork_server: ForkServer) -> None:
     data = killed(home, fork_server, times=3)
-    assert (data / LAST_COMMIT).exists()
+    assert (data / LAST_COMMIT_FILE).exists()
     with open_database(home) as db:  # closing it moves the log into the database and deletes the log
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert not (data / "coterie.db-wal").exists()
     assert fork_server.run("open_and_close", home)["returned"]["violations"] == []
-    assert not (data / LAST_COMMIT).exists(), "an orderly stop leaves none"
+    assert not (data / LAST_COMMIT_FILE).exists(), "an orderly stop leaves none"
     assert texts(home) == 3
 
 
@@ -225,7 +225,7 @@ def test_a_note_that_a_power_cut_left_in_pieces_raises_no_alarm(
     left: bytes, home: Path, fork_server: ForkServer
 ) -> None:
     data = killed(home, fork_server)
-    (data / LAST_COMMIT).write_bytes(left)
+    (data / LAST_COMMIT_FILE).write_bytes(left)
     assert "returned" in fork_server.run("open_and_close", home)
 
 
@@ -239,9 +239,9 @@ def test_commits_that_did_not_wait_for_the_disk_may_be_lost_with_the_machine_but
     fork_server.run("send", home, text="stopped in order")
     data = killed(home, fork_server)
     (data / "coterie.db-wal").unlink()
-    assert connection.lost_commits(data / "coterie.db")
+    assert connection.find_lost_commits(data / "coterie.db")
     monkeypatch.setattr(connection, "boot_id", lambda: "another start of the machine")
-    assert connection.lost_commits(data / "coterie.db") is None
+    assert connection.find_lost_commits(data / "coterie.db") is None
 
 
 def test_check_and_verify_tell_it_too(home: Path, fork_server: ForkServer) -> None:

@@ -13,8 +13,8 @@ from coterie.bus import PROMOTE_BATCH
 from coterie.society import Society
 from coterie.testing import FakeClock
 
-from .examiner import open_database, unsound
 from .scenarios import make_home
+from .verifier import find_damage, open_database
 
 AT_ONCE = 500
 
@@ -46,7 +46,7 @@ async def none_delayed(society: Society) -> None:
 
 def assert_delivered_in_order(home: Path, count: int) -> None:
     with open_database(home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         texts = db.execute(
             "SELECT json_extract(payload, '$.text') FROM messages WHERE recipient = 'ada' ORDER BY in_seq"
         ).fetchall()
@@ -110,7 +110,7 @@ async def test_messages_that_fell_due_while_nobody_ran_are_delivered_at_the_star
         await society.bus.withdraw(last.message_id)
 
     with open_database(home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         texts = [
             int(text)
             for (text,) in db.execute(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from .examiner import open_database, unsound
 from .harness import ForkServer
 from .scenarios import make_home
+from .verifier import find_damage, open_database
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def test_a_turn_that_kills_the_runtime_is_set_aside_after_three_crashes_and_ever
     assert [sender for sender, _ in survived["returned"] if sender != "system"].count("bob") == 1
     assert survived["returned"].count(["ada", "heard by ada"]) == 1  # before or after bob: nobody promised which
     with open_database(home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         hidden = db.execute("SELECT json_extract(m.payload, '$.text') FROM history h JOIN messages m"
                             " ON m.id = h.message_id WHERE h.hidden")  # fmt: skip
         assert hidden.fetchall() == [(words,)]

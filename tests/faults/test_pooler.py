@@ -1,4 +1,4 @@
-"""Behind a pooler that lends out its sessions one transaction at a time, everything is as it is without one."""
+"""A society behind PgBouncer in transaction mode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from coterie.llm.types import Answer
+from coterie.llm.types import Completion
 from coterie.messages import PERSON
 from coterie.society import Society
 from tests.engines import Postgres
 
-from .mind import Mind, minds, speaker
+from .fake_model import FakeModel, agent_of, fake_models
 from .scenarios import AGENTS
-from .test_apart import SOON, home
+from .test_cluster import SOON, home
 
 SETTINGS = """
 [databases]
@@ -44,13 +44,13 @@ pidfile = {folder}/pid
 
 @pytest.fixture
 def pooled(shared: Postgres) -> Iterator[str]:
-    """A database behind PgBouncer, which has two sessions for everybody."""
+    """A database behind PgBouncer with two server connections."""
     program = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
     assert program, "these tests need a pooler: install pgbouncer"
     wanted = conninfo_to_dict(shared.server)
     folder = Path(tempfile.mkdtemp(prefix="coterie-pooler-"))
     database, own = f"pooled_{os.getpid()}", free_port()
-    shared._housekeeping(f"CREATE DATABASE {database}")
+    shared.execute(f"CREATE DATABASE {database}")
     known = {"host": wanted.get("host"), "port": wanted.get("port") or 5432, "user": wanted.get("user") or "postgres"}
     settings = folder / "pgbouncer.ini"
     settings.write_text(SETTINGS.format(database=database, own=own, folder=folder, **known))
@@ -66,12 +66,12 @@ def pooled(shared: Postgres) -> Iterator[str]:
     finally:
         pooler.terminate()
         pooler.wait()
-        shared._housekeeping(f"DROP DATABASE {database} WITH (FORCE)")
+        shared.execute(f"DROP DATABASE {database} WITH (FORCE)")
         shutil.rmtree(folder)
 
 
 def _who_may_connect(host: str) -> str:
-    """It does not run as root; and a socket in somebody's folder is for them only."""
+    """PgBouncer refuses to run as root, and other users cannot reach a socket in a private folder."""
     return Path(host).owner() if host.startswith("/") else "nobody"
 
 
@@ -91,7 +91,7 @@ def until_it_listens(url: str) -> None:
 
 @pytest.mark.slow
 async def test_two_processes_behind_a_pooler_of_transactions_answer_everybody_once(pooled: str, tmp_path: Path) -> None:
-    with minds(lambda service: Mind(service, lambda request: Answer(text=f"yes, {speaker(request)}"))):
+    with fake_models(lambda service: FakeModel(service, lambda request: Completion(text=f"yes, {agent_of(request)}"))):
         async with (
             Society.open(home(tmp_path / "a", pooled)) as one,
             Society.open(home(tmp_path / "b", pooled)) as other,

@@ -16,7 +16,7 @@ import pytest
 
 from coterie import Society
 from coterie.testing import ModelServer
-from coterie.testing.model_server import Calls, Received, Reply, Says
+from coterie.testing.model_server import Calls, ReceivedRequest, Reply, Says
 from tests.engines import Postgres
 
 AGENTS = ("ada", "bob", "cyd", "dan")
@@ -35,8 +35,8 @@ async def note(line: str) -> str:
 """
 
 
-def mind(request: Received) -> Reply:
-    """Notes what it was told, once, then says so."""
+def mind(request: ReceivedRequest) -> Reply:
+    """Model that calls `note` once with the message, then answers."""
     messages = request.body["messages"]
     last = max(place for place, one in enumerate(messages) if one["role"] == "user")
     words = re.findall(r"task \d+", json.dumps(messages[last]["content"]))
@@ -56,7 +56,7 @@ def furnish(folder: Path, url: str, base_url: str, witness: Path) -> None:
 
 
 class Workers:
-    """`coterie worker`, a few times, each in a folder of its own as on another machine."""
+    """Several `coterie worker` processes, each in its own folder as on another machine."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
@@ -92,7 +92,7 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def society_with_workers(folder: Path, url: str, witness: Path) -> AsyncIterator[tuple[Society, Workers]]:
-    """A server whose own agents do not work, and workers that do."""
+    """A server that runs no agents, with separate workers."""
     async with ModelServer() as server:
         server.default = mind
         homes = [folder / f"home{n}" for n in range(1 + WORKERS)]
@@ -108,8 +108,8 @@ async def society_with_workers(folder: Path, url: str, witness: Path) -> AsyncIt
         assert server.refused == []
 
 
-async def errand(society: Society, agent: str, tasks: range) -> None:
-    """Each task is answered before the next one is given."""
+async def run_tasks(society: Society, agent: str, tasks: range) -> None:
+    """Send the tasks one after the other, each after the answer to the last."""
     for task in tasks:
         receipt = await society.send(to=agent, text=f"task {task}")
         async with contextlib.aclosing(society.inbox()) as inbox:
@@ -122,6 +122,6 @@ async def errand(society: Society, agent: str, tasks: range) -> None:
 async def test_a_worker_that_is_told_to_stop_hands_its_turns_over_at_once(shared: Postgres, tmp_path: Path) -> None:
     url, witness = shared.url(tmp_path), tmp_path / "witness"
     async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(60):
-        await errand(society, "ada", range(1))
+        await run_tasks(society, "ada", range(1))
         assert await workers.stop() == [0] * WORKERS
         assert [violation async for violation in society.store.violations()] == []

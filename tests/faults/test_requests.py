@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.types import Answer, AssistantSaid, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.llm.types import (
+    AssistantMessage,
+    ChatMessage,
+    Completion,
+    SystemMessage,
+    TextPart,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
 from coterie.society import Society
 
-from .mind import Deeds, Mind, minds
+from .fake_model import FakeModel, ToolEffects, fake_models
 from .requests import Item, compared, differences, seen_of_requests, shown, wrong_requests
-from .scenarios import at_rest, make_home
+from .scenarios import make_home, wait_until_idle
 from .witness import Note, Witness, read_notes
 
 STORED: list[Item] = [
@@ -23,13 +32,13 @@ STORED: list[Item] = [
     ("tool", "call_1", "fired"),
     ("user", "L1.2.30"),
 ]
-SAID: list[Said] = [
-    SystemSaid("You are ada."),
-    UserSaid((Text("[summary]\nwhat was said before"),)),
-    UserSaid((Text("<message>\nL1.2.3\n</message>"),)),
-    AssistantSaid("", (Call(id="call_1", name="fire", arguments={"n": 1}),)),
-    ToolSaid("call_1", "fired"),
-    UserSaid((Text("<message>\nL1.2.30\n</message>"),)),
+SAID: list[ChatMessage] = [
+    SystemMessage("You are ada."),
+    UserMessage((TextPart("[summary]\nwhat was said before"),)),
+    UserMessage((TextPart("<message>\nL1.2.3\n</message>"),)),
+    AssistantMessage("", (ToolCall(id="call_1", name="fire", arguments={"n": 1}),)),
+    ToolMessage("call_1", "fired"),
+    UserMessage((TextPart("<message>\nL1.2.30\n</message>"),)),
 ]
 
 
@@ -43,7 +52,7 @@ def test_a_request_that_lacks_any_part_is_found(missing: int) -> None:
 
 
 def test_a_request_with_another_result_of_a_call_is_found() -> None:
-    assert differences(shown([*SAID[:4], ToolSaid("call_1", "unknown"), *SAID[5:]]), STORED)
+    assert differences(shown([*SAID[:4], ToolMessage("call_1", "unknown"), *SAID[5:]]), STORED)
 
 
 def test_a_request_that_shows_more_than_is_stored_is_found() -> None:
@@ -74,12 +83,12 @@ def test_a_process_that_an_agent_comes_back_to_is_counted() -> None:
 async def test_a_row_that_the_model_was_not_shown_is_told_to_the_witness(tmp_path: Path) -> None:
     home, file = tmp_path / "home", tmp_path / "witness"
     make_home(home)
-    Deeds.witness = witness = Witness(file)
-    mind = Mind("mind", lambda _: Answer(text="yes"))
-    with compared(home, witness) as comparing, minds(lambda _: comparing(mind)):
+    ToolEffects.witness = witness = Witness(file)
+    mind = FakeModel("mind", lambda _: Completion(text="yes"))
+    with compared(home, witness) as comparing, fake_models(lambda _: comparing(mind)):
         async with Society.open(home) as society:
             await society.send(to="ada", text="first")
-            await at_rest(society)
+            await wait_until_idle(society)
             assert (seen_of_requests(read_notes(file))["requests compared"], wrong_requests(read_notes(file))) == (
                 1,
                 [],
@@ -87,7 +96,7 @@ async def test_a_row_that_the_model_was_not_shown_is_told_to_the_witness(tmp_pat
             with sqlite3.connect(home / "data" / "coterie.db") as db:
                 db.execute("UPDATE history SET content = 'no' WHERE role = 'assistant'")
             await society.send(to="ada", text="second")
-            await at_rest(society)
+            await wait_until_idle(society)
     witness.close()
     (problem,) = wrong_requests(read_notes(file))
     assert "'yes'" in problem and "'no'" in problem

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from .examiner import open_database, unsound
 from .harness import ForkServer
 from .scenarios import make_home
+from .verifier import find_damage, open_database
 
 NOBODY = 65534
 
@@ -45,7 +45,7 @@ def test_a_start_that_is_killed_each_time_still_succeeds_in_the_end_and_has_lost
 
     assert opened["returned"] == {"unclean": True, "violations": []}
     with open_database(home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         assert db.execute("SELECT state FROM messages").fetchall() == [("pending",)]
 
 
@@ -197,7 +197,7 @@ def test_where_a_part_belongs_to_somebody_else_the_start_is_refused_and_nothing_
         assert contents(shared_home) == before
     part.chmod(0o700 if part.is_dir() else 0o600)
     with open_database(shared_home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         assert db.execute("SELECT json_extract(payload, '$.text') FROM messages").fetchall() == [("precious",)]
 
 

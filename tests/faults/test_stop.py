@@ -17,9 +17,9 @@ import pytest
 from coterie import Society
 from coterie.testing import Calls, ModelServer, Says
 
-from .examiner import open_database, unsound
 from .harness import ForkServer, patience
 from .scenarios import make_home
+from .verifier import find_damage, open_database
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +117,7 @@ async def answers_after_a_restart(home: Path, server: ModelServer) -> list[str]:
 
 def calls_of(home: Path) -> list[tuple[str, int]]:
     with open_database(home) as db:
-        assert unsound(db) == []
+        assert find_damage(db) == []
         return db.execute("SELECT c.state, a.crashes FROM calls c JOIN agents a ON a.id = c.agent_id").fetchall()
 
 
@@ -127,7 +127,7 @@ async def test_a_stop_during_a_model_call_ends_it_in_time_and_the_next_start_ask
     server.script(Says("never", gate=asyncio.Event()))
     society = await Society.start(home)
     await society.send(to="ada", text="hello")
-    await server.asked(1)
+    await server.wait_for_request(1)
 
     began = time.monotonic()
     await society.stop()
@@ -163,7 +163,7 @@ async def test_what_can_end_within_the_drain_does_and_nobody_has_to_wait_for_the
     server.script(Says("just in time", gate=gate))
     society = await Society.start(home)
     await society.send(to="ada", text="hello")
-    await server.asked(1)
+    await server.wait_for_request(1)
 
     stopping = asyncio.create_task(society.stop())
     gate.set()
@@ -185,7 +185,7 @@ async def test_a_signal_during_a_model_call_ends_the_program_in_order_and_in_tim
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    await server.asked(1)
+    await server.wait_for_request(1)
 
     began = time.monotonic()
     program.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What was promised to whom, kept outside the database under test."""
+"""Append-only log of what clients were promised, kept outside the database under test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Note = dict[str, Any]
 
 
 class Witness:
-    """One line a note, each written by one call to a file opened for appending: a SIGKILL cannot take it back."""
+    """Writes one JSON line per note with one system call: a SIGKILL cannot undo it."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -24,19 +24,18 @@ class Witness:
 
 
 class Reader:
-    """Reads each note once, however often it is asked."""
+    """Reads the notes incrementally."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._upto = path, 0
         self._notes: list[Note] = []
 
     def notes(self) -> list[Note]:
-        """All of them."""
-        self.news()
+        self.new_notes()
         return self._notes
 
-    def news(self) -> list[Note]:
-        """Those that nobody has asked for yet."""
+    def new_notes(self) -> list[Note]:
+        """Notes written since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

@@ -11,9 +11,9 @@ from typing import Any
 from coterie import failpoints
 
 from .kill_cycles import Life, live
-from .labour import come_to_rest, labour
 from .witness import Note, Witness
-from .work_examiner import WorkExamination
+from .work_verifier import WorkVerification
+from .workload import run_until_idle, run_workload
 
 FAILPOINTS = {
     "in a claim": ("turn.claimed",),
@@ -43,7 +43,7 @@ class WorkingLife(Life):
     }
     instants = (0.003, 0.035)
     patience = 0.25
-    examination = WorkExamination
+    examination = WorkVerification
 
     def __init__(self, home: Path, seed: int, number: int) -> None:
         super().__init__(home, seed, number)
@@ -52,10 +52,10 @@ class WorkingLife(Life):
 
     def _work(self, name: str, spec: str, ready: int) -> None:
         failpoints.arm(spec)
-        asyncio.run(labour(self._folder, self._seed, name, self._owed, Witness(self._witness_file), ready))
+        asyncio.run(run_workload(self._folder, self._seed, name, self._owed, Witness(self._witness_file), ready))
 
     def _rest(self, _: int) -> None:
-        asyncio.run(come_to_rest(self._folder, self._seed, self._name, Witness(self._witness_file)))
+        asyncio.run(run_until_idle(self._folder, self._seed, self._name, Witness(self._witness_file)))
 
     def _failpoint(self, how: str) -> str:
         if how in FAILPOINTS:

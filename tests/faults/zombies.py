@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from coterie.llm.types import Answer, Call, Delta, Request, UserSaid
+from coterie.llm.types import Completion, ModelRequest, TextDelta, ToolCall, UserMessage
 
-from .examiner import open_database, unsound
+from .fake_model import ToolEffects, fake_models
 from .harness import Child
-from .labour import start
-from .mind import Deeds, minds
 from .requests import compared, wrong_requests
 from .shared_cycles import LEASE, LONG, furnish, held_by, is_stopped, within
-from .shared_labour import conditions, rest_and_copy
+from .shared_workload import conditions, wait_until_idle_and_copy
+from .verifier import find_damage, open_database
 from .witness import Reader, Witness
-from .work_examiner import wrong_answers, wrong_effects, wrong_histories, wrong_letters
+from .work_verifier import wrong_answers, wrong_effects, wrong_histories, wrong_letters
+from .workload import start_society
 
 MOMENTS = ("asking", "calling")
 """What all of its agents are in the middle of: a question to the model, or a call that cannot be undone."""
@@ -52,13 +52,13 @@ class Doer:
     def __init__(self, before: Together | None = None) -> None:
         self._before = before
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
+    async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
         if self._before:
             await self._before.meet()
-        if isinstance(request.said[-1], UserSaid):
-            yield Answer(text="", calls=(Call(id="c", name="fire", arguments={"n": 0}),))
+        if isinstance(request.messages[-1], UserMessage):
+            yield Completion(text="", calls=(ToolCall(id="c", name="fire", arguments={"n": 0}),))
         else:
-            yield Answer(text="done")
+            yield Completion(text="done")
 
     async def close(self) -> None:
         pass
@@ -109,7 +109,7 @@ def _fenced(reader: Reader, pid: int) -> int:
 
 def _problems(home: Path, reader: Reader) -> list[str]:
     with open_database(home) as db:
-        found = unsound(db)
+        found = find_damage(db)
         db.row_factory = sqlite3.Row
         found += wrong_histories(db) + wrong_answers(db) + wrong_letters(db) + wrong_effects(db, reader.notes())
     found += wrong_requests(reader.notes())
@@ -125,8 +125,8 @@ def _hold(home: Path, names: tuple[str, ...], moment: str, ready: int) -> None:
 
 
 async def _ask_all(home: Path, names: tuple[str, ...], moment: str, witness: Witness) -> None:
-    Deeds.witness, together = witness, Together(len(names))
-    do = Deeds.do
+    ToolEffects.witness, together = witness, Together(len(names))
+    do = ToolEffects.run
 
     async def meet_and_do(*deed: Any) -> str:
         done = await do(*deed)
@@ -137,12 +137,12 @@ async def _ask_all(home: Path, names: tuple[str, ...], moment: str, witness: Wit
     with (
         conditions(witness, LEASE, sure=True),
         compared(home / "zombie", witness) as comparing,
-        minds(lambda _: comparing(doer)),
-        patch.object(Deeds, "do", meet_and_do if moment == "calling" else do),
+        fake_models(lambda _: comparing(doer)),
+        patch.object(ToolEffects, "run", meet_and_do if moment == "calling" else do),
     ):
-        society = await start(home / "zombie", witness)
-        assert society._crew
-        witness.note(hired=os.getpid(), worker=society._crew._scheduler.worker)
+        society = await start_society(home / "zombie", witness)
+        assert society._runtime
+        witness.note(hired=os.getpid(), worker=society._runtime._scheduler.worker)
         await asyncio.gather(*(society.send(to=name, text="work") for name in names))
         await asyncio.Event().wait()
 
@@ -152,17 +152,17 @@ def _inherit(home: Path, ready: int) -> None:
 
 
 async def _work(home: Path, witness: Witness) -> None:
-    Deeds.witness = witness
+    ToolEffects.witness = witness
     with (
         conditions(witness, LEASE, sure=False),
         compared(home / "heir", witness) as comparing,
-        minds(lambda _: comparing(Doer())),
+        fake_models(lambda _: comparing(Doer())),
     ):
-        await start(home / "heir", witness)
+        await start_society(home / "heir", witness)
         await asyncio.Event().wait()
 
 
 def _rest(home: Path, ready: int) -> None:
     witness = Witness(home / "witness")
     with conditions(witness, LEASE, sure=False):
-        asyncio.run(rest_and_copy(home / "heir", 0, witness))
+        asyncio.run(wait_until_idle_and_copy(home / "heir", 0, witness))

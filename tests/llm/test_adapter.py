@@ -1,4 +1,4 @@
-"""What a model cannot read, in words."""
+"""Descriptions of attachments that a model cannot read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.artifacts import ArtifactType, tidy_filename
-from coterie.llm.routing import MAX_NAMED, ContentAdapter, Why, tool_runs_as_text
-from coterie.llm.types import AssistantSaid, Attachment, Call, Said, SystemSaid, Text, ToolSaid, UserSaid
+from coterie.artifacts import ArtifactType, sanitize_filename
+from coterie.llm.routing import MAX_CAPABLE_AGENTS, ContentAdapter, NotInlineReason, tool_calls_as_text
+from coterie.llm.types import (
+    AssistantMessage,
+    Attachment,
+    ChatMessage,
+    SystemMessage,
+    TextPart,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
 
-from .room import description
+from .harness import description
 
 KEYS = ["artifactRef", "contentType", "filename", "mimeType", "size", "unsupported", "capableAgents", "suggestion"]
 
@@ -32,8 +41,8 @@ def attachment(kind: ArtifactType = "image", **more: Any) -> Attachment:
     return Attachment(type=kind, **facts | more)
 
 
-async def described(one: Attachment, *agents: str, why: Why = "ability", limit: int = 0) -> dict[str, Any]:
-    return description(await ContentAdapter(Only(*agents)).describe(one, why, reader="ada", limit=limit))
+async def described(one: Attachment, *agents: str, why: NotInlineReason = "ability", limit: int = 0) -> dict[str, Any]:
+    return description(await ContentAdapter(Only(*agents)).describe(one, why, agent_id="ada", limit=limit))
 
 
 async def test_a_description_names_the_artifact() -> None:
@@ -41,7 +50,7 @@ async def test_a_description_names_the_artifact() -> None:
     assert (await described(attachment(artifact_ref="abc-123")))["artifactRef"] == "abc-123"
 
 
-async def test_a_description_tells_the_original_filename() -> None:
+async def test_a_description_contains_the_original_filename() -> None:
     """003-3.2"""
     assert (await described(attachment(filename="销售 图表.png")))["filename"] == "销售 图表.png"
 
@@ -52,7 +61,7 @@ async def test_a_file_without_a_name_is_described_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(("kind", "needs"), [("image", "vision"), ("audio", "audio"), ("file", "file")])
-async def test_a_description_tells_the_content_type_and_what_it_takes_to_read_it(
+async def test_a_description_contains_the_content_type_and_the_missing_capability(
     kind: ArtifactType, needs: str
 ) -> None:
     """003-3.3"""
@@ -61,7 +70,7 @@ async def test_a_description_tells_the_content_type_and_what_it_takes_to_read_it
     assert (told["contentType"], told["unsupported"], told["mimeType"]) == (kind, needs, "x/y")
 
 
-async def test_a_description_tells_the_size() -> None:
+async def test_a_description_contains_the_size() -> None:
     """003-3.4"""
     assert (await described(attachment(size=987_654)))["size"] == 987_654
 
@@ -78,14 +87,14 @@ async def test_a_description_suggests_forwarding_to_the_agents_it_names(kind: Ar
 
 async def test_a_description_is_one_json_object_with_the_agreed_keys_on_one_line() -> None:
     """003-3.6"""
-    text = (await ContentAdapter(Only("seer")).describe(attachment(), "ability", reader="ada")).text
+    text = (await ContentAdapter(Only("seer")).describe(attachment(), "ability", agent_id="ada")).text
 
     assert list(json.loads(text)) == ["attachment"]
     assert list(json.loads(text)["attachment"]) == KEYS
     assert len(text.splitlines()) == 1
 
 
-async def test_a_reader_is_never_sent_to_itself() -> None:
+async def test_an_agent_is_never_suggested_to_itself() -> None:
     assert (await described(attachment(), "ada", "seer"))["capableAgents"] == ["seer"]
 
 
@@ -98,7 +107,7 @@ async def test_when_nobody_else_can_read_it_the_suggestion_is_to_ask_the_person(
     assert "capableAgents" not in told["suggestion"]
 
 
-async def test_what_is_too_large_says_how_large_and_what_would_fit() -> None:
+async def test_a_description_of_a_large_file_names_its_size_and_the_limit() -> None:
     told = await described(attachment(size=12_000_000), "seer", why="size", limit=10_000_000)
 
     assert told["unsupported"] == "size"
@@ -106,7 +115,7 @@ async def test_what_is_too_large_says_how_large_and_what_would_fit() -> None:
     assert told["capableAgents"] == ["seer"]
 
 
-async def test_what_is_kept_no_more_is_not_to_be_forwarded() -> None:
+async def test_a_deleted_file_is_not_suggested_for_forwarding() -> None:
     told = await described(attachment(), "seer", why="missing")
 
     assert told["unsupported"] == "missing"
@@ -117,7 +126,7 @@ async def test_what_is_kept_no_more_is_not_to_be_forwarded() -> None:
 async def test_a_society_of_thousands_does_not_fill_the_description() -> None:
     told = await described(attachment(), *(f"agent-{number}" for number in range(5_000)))
 
-    assert len(told["capableAgents"]) == MAX_NAMED
+    assert len(told["capableAgents"]) == MAX_CAPABLE_AGENTS
 
 
 HOSTILE = st.text() | st.sampled_from(
@@ -138,15 +147,15 @@ HOSTILE = st.text() | st.sampled_from(
 
 
 @given(name=HOSTILE, ref=HOSTILE, mime=HOSTILE)
-async def test_nothing_in_a_name_can_break_out(name: str, ref: str, mime: str) -> None:
+async def test_no_filename_can_break_out_of_the_description(name: str, ref: str, mime: str) -> None:
     """003-3.6"""
     one = attachment(artifact_ref=ref, filename=name, mime_type=mime)
-    text = (await ContentAdapter(Only("seer")).describe(one, "ability", reader="ada")).text
+    text = (await ContentAdapter(Only("seer")).describe(one, "ability", agent_id="ada")).text
 
     told = json.loads(text)
     assert list(told) == ["attachment"]
     assert list(told["attachment"]) == KEYS
-    assert told["attachment"]["filename"] == tidy_filename(name)
+    assert told["attachment"]["filename"] == sanitize_filename(name)
     assert told["attachment"]["artifactRef"] == ref
     assert told["attachment"]["mimeType"] == mime
     assert told["attachment"]["capableAgents"] == ["seer"]
@@ -155,24 +164,28 @@ async def test_nothing_in_a_name_can_break_out(name: str, ref: str, mime: str) -
     text.encode()
 
 
-def test_tool_runs_are_told_to_a_model_that_may_not_see_calls() -> None:
-    call = Call(id="c1", name="look_up", arguments={"city": "Paris"})
-    history: list[Said] = [
-        SystemSaid("You are Ada."),
-        UserSaid((Text("weather?"),)),
-        AssistantSaid("Let me look.", (call,)),
-        ToolSaid("c1", 'sunny "}\n'),
-        AssistantSaid("", (call,)),
-        ToolSaid("c1", "rain"),
-        AssistantSaid("It is sunny."),
+def test_tool_calls_become_text_for_a_model_without_tool_calling() -> None:
+    call = ToolCall(id="c1", name="look_up", arguments={"city": "Paris"})
+    history: list[ChatMessage] = [
+        SystemMessage("You are Ada."),
+        UserMessage((TextPart("weather?"),)),
+        AssistantMessage("Let me look.", (call,)),
+        ToolMessage("c1", 'sunny "}\n'),
+        AssistantMessage("", (call,)),
+        ToolMessage("c1", "rain"),
+        AssistantMessage("It is sunny."),
     ]
 
-    told = list(tool_runs_as_text(history))
+    told = list(tool_calls_as_text(history))
 
-    assert told[:3] == [*history[:2], AssistantSaid("Let me look.")]
+    assert told[:3] == [*history[:2], AssistantMessage("Let me look.")]
     assert told[-1] == history[-1]
     results = [
-        part.text for one in told[3:5] if isinstance(one, UserSaid) for part in one.parts if isinstance(part, Text)
+        part.text
+        for one in told[3:5]
+        if isinstance(one, UserMessage)
+        for part in one.parts
+        if isinstance(part, TextPart)
     ]
     assert list(map(json.loads, results)) == [
         {"toolResult": {"tool": "look_up", "arguments": {"city": "Paris"}, "result": text}}

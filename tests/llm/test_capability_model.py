@@ -1,4 +1,4 @@
-"""The way to a model against a model of it: files come and go, providers refuse, owners mend."""
+"""Model-based test of the router: files are added and lost, capabilities refused, entries changed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from coterie.llm.config import ServiceEntry, SizeLimits
-from coterie.llm.routing import uses
-from coterie.llm.service import NEEDS
-from coterie.llm.types import Attachment, Inline, Text, ToolSpec
+from coterie.llm.routing import required_capabilities
+from coterie.llm.service import CAPABILITY_BY_TYPE
+from coterie.llm.types import Attachment, InlineFile, TextPart, ToolSpec
 from tests.test_bus_model import machine_settings
 
-from .room import PDF, PNG, WAV, Room, parts_of, said, service
+from .harness import PDF, PNG, WAV, Harness, parts_of, service, user_request
 
 LIMIT = 1_000
 TOOL = ToolSpec(name="look_up", description="", parameters={"type": "object"})
@@ -40,7 +40,7 @@ class CapabilityMachine(RuleBasedStateMachine):
             "old": None,
         }
         self.entries = {name: entry(name, self.takes[name]) for name in SERVICES}
-        self.room = Room(*self.entries.values(), agents={"ada": "one", "bob": "two"})
+        self.harness = Harness(*self.entries.values(), agents={"ada": "one", "bob": "two"})
         self.refused: dict[str, set[str]] = {name: set() for name in SERVICES}
         self.originals: dict[str, bytes] = {}
         self.gone: set[str] = set()
@@ -49,18 +49,18 @@ class CapabilityMachine(RuleBasedStateMachine):
     @rule(target=files, head=st.sampled_from([PNG, WAV, PDF]), size=st.sampled_from([0, 0, LIMIT]))
     def upload(self, head: bytes, size: int) -> Attachment:
         data = head + bytes([len(self.originals) % 256]) + bytes(size)
-        kept = self.room.shelf.keep(data, "it")
+        kept = self.harness.artifacts.keep(data, "it")
         self.originals[kept.artifact_ref] = data
         return kept
 
     @rule(one=files)
     def lose(self, one: Attachment) -> None:
-        self.room.shelf.bytes.broken.add(self.room.shelf.known[one.artifact_ref].sha256)
+        self.harness.artifacts.bytes.broken.add(self.harness.artifacts.known[one.artifact_ref].sha256)
         self.gone.add(one.artifact_ref)
 
     @rule(name=st.sampled_from(SERVICES), ability=st.sampled_from(ABILITIES))
     def refuse(self, name: str, ability: str) -> None:
-        self.room.refusals.note(self.entries[name], ability, "no")
+        self.harness.learned_limits.record(self.entries[name], ability, "no")
         self.refused[name].add(ability)
 
     @rule(name=st.sampled_from(SERVICES), takes=st.none() | st.frozensets(st.sampled_from(ABILITIES)))
@@ -72,20 +72,22 @@ class CapabilityMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(SERVICES), shown=st.lists(files, max_size=4), tools=st.booleans())
     def ask(self, name: str, shown: list[Attachment], tools: bool) -> None:
-        request = said(Text("look"), *shown)
+        request = user_request(TextPart("look"), *shown)
         if tools:
-            request = type(request)(said=request.said, tools=(TOOL,))
+            request = type(request)(messages=request.messages, tools=(TOOL,))
         before = repr(request)
-        fitted = self.runner.run(self.room.router.fit(request, self.entries[name], reader="ada"))
+        fitted = self.runner.run(self.harness.router.fit(request, self.entries[name], agent_id="ada"))
 
         text, *parts = parts_of(fitted)
-        assert text == Text("look") and len(parts) == len(shown)
+        assert text == TextPart("look") and len(parts) == len(shown)
         for attachment, part in zip(shown, parts, strict=True):
-            assert isinstance(part, Inline) == self.goes_through(name, attachment), (name, attachment)
-            if isinstance(part, Inline):
+            assert isinstance(part, InlineFile) == self.goes_through(name, attachment), (name, attachment)
+            if isinstance(part, InlineFile):
                 assert part.data == self.originals[attachment.artifact_ref]
         assert bool(fitted.tools) == (tools and self.has_tools(name))
-        assert uses(fitted) <= self.abilities(name) | ({"tool_calling"} if self.has_tools(name) else set())
+        assert required_capabilities(fitted) <= self.abilities(name) | (
+            {"tool_calling"} if self.has_tools(name) else set()
+        )
         assert repr(request) == before
 
     def abilities(self, name: str) -> frozenset[str]:
@@ -97,13 +99,13 @@ class CapabilityMachine(RuleBasedStateMachine):
         return "tool_calling" not in self.refused[name] and (inferred or "tool_calling" in self.abilities(name))
 
     def goes_through(self, name: str, attachment: Attachment) -> bool:
-        able = NEEDS[attachment.type] in self.abilities(name)
+        able = CAPABILITY_BY_TYPE[attachment.type] in self.abilities(name)
         return able and attachment.size <= LIMIT and attachment.artifact_ref not in self.gone
 
     @invariant()
     def what_is_left_is_what_was_declared_less_what_was_refused(self) -> None:
         for name in SERVICES:
-            left = self.room.refusals.left(self.entries[name]).input - {"text"}
+            left = self.harness.learned_limits.effective_capabilities(self.entries[name]).input - {"text"}
             assert left - {"tool_calling"} == self.abilities(name) - {"tool_calling"}
 
     def teardown(self) -> None:

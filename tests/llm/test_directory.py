@@ -1,4 +1,4 @@
-"""Agents by what their models can do."""
+"""Agent directory: agents by capability."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 
 from coterie.agent.tools import ToolContext
 from coterie.agents import Profile
-from coterie.artifact_service import Library
+from coterie.artifact_service import ArtifactService
 from coterie.errors import Refused
-from coterie.llm.config import Services, SizeLimits
+from coterie.llm.config import ServiceRegistry, SizeLimits
 from coterie.llm.service import Capabilities, UnknownService
 from coterie.messages import Payload, Receipt
 
-from .room import PNG, Room, description, parts_of, said, service
+from .harness import PNG, Harness, description, parts_of, service, user_request
 
 
-def room() -> Room:
-    return Room(
+def harness() -> Harness:
+    return Harness(
         service("plain", [], gives=["text"]),
         service("seeing", ["vision"], limits=SizeLimits(image=100_000)),
         service("painting", [], gives=["text", "vision", "tool_calling"]),
@@ -24,9 +24,9 @@ def room() -> Room:
     )
 
 
-async def test_agents_can_be_asked_for_by_capability() -> None:
+async def test_agents_can_be_queried_by_capability() -> None:
     """003-4.1, 003-4.2"""
-    directory = room().directory
+    directory = harness().directory
 
     assert await directory.with_capability("vision") == ["seer", "argus"]
     assert await directory.with_capability("text") == ["ada", "seer", "grace", "argus", "pablo"]
@@ -34,17 +34,17 @@ async def test_agents_can_be_asked_for_by_capability() -> None:
     assert await directory.with_capability("telepathy") == []
 
 
-async def test_what_an_agent_takes_and_what_it_gives_are_asked_for_apart() -> None:
+async def test_input_and_output_capabilities_are_queried_separately() -> None:
     """003-6.4"""
-    directory = room().directory
+    directory = harness().directory
 
     assert await directory.with_capability("vision", "output") == ["pablo"]
     assert await directory.with_capability("tool_calling", "input") == ["seer", "argus", "pablo"]
 
 
-async def test_a_terminated_agent_is_found_no_more() -> None:
-    directory = room().directory
-    directory.remove("seer")
+async def test_a_terminated_agent_is_not_found() -> None:
+    directory = harness().directory
+    directory.mark_terminated("seer")
 
     assert await directory.with_capability("vision") == ["argus"]
     with pytest.raises(Refused, match="seer"):
@@ -52,18 +52,18 @@ async def test_a_terminated_agent_is_found_no_more() -> None:
 
 
 async def test_an_agent_added_while_it_runs_is_found() -> None:
-    directory = room().directory
+    directory = harness().directory
     directory.add(Profile(id="newcomer", service="seeing"))
 
     assert "newcomer" in await directory.with_capability("vision")
 
 
 def test_an_agent_without_a_service_of_its_own_uses_the_first() -> None:
-    assert room().directory.service_of("ada").id == "plain"
+    assert harness().directory.service_of("ada").id == "plain"
 
 
-async def test_an_agent_whose_service_does_not_exist_is_in_nobodys_way() -> None:
-    here = room()
+async def test_an_agent_with_an_unknown_service_does_not_affect_others() -> None:
+    here = harness()
     here.directory.add(Profile(id="lost", service="nowhere"))
 
     assert "lost" not in await here.directory.with_capability("text")
@@ -71,8 +71,8 @@ async def test_an_agent_whose_service_does_not_exist_is_in_nobodys_way() -> None
         here.directory.capabilities_of("lost")
 
 
-async def test_without_any_service_nobody_can_do_anything() -> None:
-    here = Room(agents={"ada": None})
+async def test_without_any_service_no_agent_has_a_capability() -> None:
+    here = Harness(agents={"ada": None})
 
     assert await here.directory.with_capability("text") == []
     with pytest.raises(UnknownService):
@@ -80,24 +80,24 @@ async def test_without_any_service_nobody_can_do_anything() -> None:
 
 
 async def test_a_reload_changes_who_can_see() -> None:
-    here = room()
-    here.services.adopt(Services([service("plain", ["vision"]), service("seeing", [])]))
+    here = harness()
+    here.services.replace_with(ServiceRegistry([service("plain", ["vision"]), service("seeing", [])]))
 
     assert await here.directory.with_capability("vision") == ["ada", "grace"]
 
 
-async def test_those_who_can_read_a_file_are_those_whose_limits_admit_it() -> None:
+async def test_readers_of_a_file_are_the_agents_whose_limit_admits_its_size() -> None:
     """003-4.4"""
-    directory = room().directory
+    directory = harness().directory
 
     assert await directory.readers_of("image", 100_000) == ["seer", "argus"]
     assert await directory.readers_of("image", 100_001) == []
     assert await directory.readers_of("file", 1) == []
 
 
-async def test_a_refusal_by_the_provider_counts_here_too() -> None:
-    here = room()
-    here.refusals.note(here.services.entry("seeing"), "vision", "no images here")
+async def test_a_learned_limit_removes_the_agent_from_the_directory() -> None:
+    here = harness()
+    here.learned_limits.record(here.services.get("seeing"), "vision", "no images here")
 
     assert await here.directory.with_capability("vision") == []
     assert "vision" not in here.directory.capabilities_of("seer").input
@@ -105,8 +105,8 @@ async def test_a_refusal_by_the_provider_counts_here_too() -> None:
 
 async def test_descriptions_and_queries_name_the_same_agents() -> None:
     """003-4.4"""
-    here = room()
-    [part] = parts_of(await here.fit(said(here.shelf.keep(PNG, "a.png")), "plain", reader="ada"))
+    here = harness()
+    [part] = parts_of(await here.fit(user_request(here.artifacts.keep(PNG, "a.png")), "plain", agent_id="ada"))
 
     assert description(part)["capableAgents"] == await here.directory.with_capability("vision")
 
@@ -119,13 +119,13 @@ async def no_send(
 
 async def test_a_tool_finds_the_agents_capabilities_and_the_router_in_its_context() -> None:
     """003-4.3, 003-6.3"""
-    here = room()
+    here = harness()
     context = ToolContext(
         agent_id="seer",
         capabilities=here.directory.capabilities_of("seer"),
         router=here.router,
         send=no_send,
-        artifacts=Library(here.shelf, here.shelf.bytes, here.clock, limit=1000),  # type: ignore[arg-type]
+        artifacts=ArtifactService(here.artifacts, here.artifacts.bytes, here.clock, max_file_bytes=1000),  # type: ignore[arg-type]
         idempotency_key="k1",
     )
 
@@ -133,6 +133,6 @@ async def test_a_tool_finds_the_agents_capabilities_and_the_router_in_its_contex
         input=frozenset({"text", "vision"}), output=frozenset({"text", "tool_calling"})
     )
     assert context.capabilities.has("vision", "input")
-    assert context.router.takes_tools(here.services.entry("seeing"))
-    request = said(here.shelf.keep(PNG, "a.png"))
-    assert await context.router.fit(request, here.services.entry("seeing"), reader="seer") != request
+    assert context.router.accepts_tools(here.services.get("seeing"))
+    request = user_request(here.artifacts.keep(PNG, "a.png"))
+    assert await context.router.fit(request, here.services.get("seeing"), agent_id="seer") != request

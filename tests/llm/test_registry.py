@@ -1,4 +1,4 @@
-"""What the registry says about services."""
+"""Service registry: capabilities, loading, reloading, template."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.llm.config import Secret, Services, read_services
-from coterie.llm.service import STANDARD, Capabilities, UnknownService
+from coterie.llm.config import Secret, ServiceRegistry, parse_services
+from coterie.llm.service import STANDARD_CAPABILITIES, Capabilities, UnknownService
 
-from .written import KEY, entry, no_key, read
+from .entries import KEY, entry, no_key, read
 
 # Capabilities
 
 
-def test_an_entry_declares_what_its_model_takes_and_gives() -> None:
+def test_an_entry_declares_input_and_output_capabilities() -> None:
     """003-1.1, 003-5.1"""
     services = read(entry(capabilities={"input": ["text", "vision"], "output": ["text", "tool_calling"]}))
 
@@ -45,7 +45,7 @@ def test_a_capability_is_for_input_for_output_or_for_both() -> None:
     assert directions("structured_output") == (False, False)
 
 
-@pytest.mark.parametrize("capability", sorted(STANDARD))
+@pytest.mark.parametrize("capability", sorted(STANDARD_CAPABILITIES))
 def test_every_standard_type_can_be_declared(capability: str) -> None:
     """003-1.3, 003-6.1"""
     services = read(entry(capabilities={"input": [capability], "output": [capability]}))
@@ -57,7 +57,7 @@ def test_every_standard_type_can_be_declared(capability: str) -> None:
 
 def test_the_standard_types_are_those_of_the_requirements() -> None:
     """003-1.3"""
-    assert sorted(STANDARD) == ["audio", "file", "structured_output", "text", "tool_calling", "vision"]
+    assert sorted(STANDARD_CAPABILITIES) == ["audio", "file", "structured_output", "text", "tool_calling", "vision"]
 
 
 @pytest.mark.parametrize("side", ["input", "output"])
@@ -68,13 +68,13 @@ def test_tool_calling_counts_in_either_list(side: str) -> None:
     assert services.has_capability("main", "tool_calling", "output")
 
 
-def test_a_direction_that_is_none_is_no_answer() -> None:
+def test_an_invalid_direction_is_an_error() -> None:
     with pytest.raises(ValueError, match="sideways"):
         read(entry()).has_capability("main", "text", "sideways")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("silent", [{}, {"capabilities": None}, {"capabilities": {}}])
-def test_without_capabilities_text_in_and_text_out_is_inferred(silent: dict[str, Any]) -> None:
+def test_without_capabilities_text_input_and_output_are_inferred(silent: dict[str, Any]) -> None:
     """003-1.5, 003-5.3"""
     services = read(entry(**silent))
 
@@ -91,7 +91,7 @@ def test_a_list_that_is_left_out_means_text() -> None:
     assert not services.get_capabilities("main").inferred
 
 
-def test_any_other_lower_case_name_is_a_type_of_its_own() -> None:
+def test_any_other_lower_case_name_is_a_custom_type() -> None:
     """003-5.4"""
     services = read(entry(capabilities={"input": ["text", "video", "theorem_proving", "语音"], "output": ["music.v2"]}))
 
@@ -116,8 +116,8 @@ def test_an_unknown_id_is_an_error_that_names_the_known_ones() -> None:
 NAMES = st.text(string.ascii_lowercase + "_", min_size=1, max_size=12)
 
 
-@given(takes=st.frozensets(NAMES | st.sampled_from(sorted(STANDARD))), gives=st.frozensets(NAMES))
-def test_every_lower_case_name_is_kept_in_the_list_it_stands_in(takes: frozenset[str], gives: frozenset[str]) -> None:
+@given(takes=st.frozensets(NAMES | st.sampled_from(sorted(STANDARD_CAPABILITIES))), gives=st.frozensets(NAMES))
+def test_every_lower_case_name_is_kept_in_its_list(takes: frozenset[str], gives: frozenset[str]) -> None:
     """003-5.4, 003-6.2"""
     services = read(entry(capabilities={"input": sorted(takes), "output": sorted(gives)}))
 
@@ -141,7 +141,7 @@ def test_an_old_file_without_the_new_keys_loads_unchanged() -> None:
     }
     services = read(old)
 
-    found = services.entry("default")
+    found = services.get("default")
     assert services.problems == ()
     assert (found.base_url, found.model, found.provider) == ("http://127.0.0.1:1234/v1", "m", "openai")
     assert (found.name, found.capability_tags, found.max_concurrent_requests) == ("Default", ("chat", "coding"), 2)
@@ -150,7 +150,7 @@ def test_an_old_file_without_the_new_keys_loads_unchanged() -> None:
 
 
 def test_without_a_file_there_are_no_services_and_no_problems(tmp_path: Path) -> None:
-    services = Services.load(tmp_path, {})
+    services = ServiceRegistry.load(tmp_path, {})
 
     assert list(services) == []
     assert services.problems == ()
@@ -159,15 +159,15 @@ def test_without_a_file_there_are_no_services_and_no_problems(tmp_path: Path) ->
 def test_a_failed_reload_keeps_the_old_configuration_and_a_good_one_is_seen_by_all(tmp_path: Path) -> None:
     file = tmp_path / "llmservices.json"
     file.write_text(json.dumps({"services": [entry("old")]}))
-    held = Services.load(tmp_path, {})
+    held = ServiceRegistry.load(tmp_path, {})
 
     file.write_text("{ not json")
     with pytest.raises(ConfigError):
-        held.adopt(Services.load(tmp_path, {}))
+        held.replace_with(ServiceRegistry.load(tmp_path, {}))
     assert "old" in held
 
     file.write_text(json.dumps({"services": [entry("new"), 7]}))
-    held.adopt(Services.load(tmp_path, {}))
+    held.replace_with(ServiceRegistry.load(tmp_path, {}))
     assert [one.id for one in held] == ["new"]
     assert len(held.problems) == 1
 
@@ -182,7 +182,7 @@ def template() -> dict[str, Any]:
 
 
 def test_the_template_loads_without_services_and_without_problems() -> None:
-    assert read_services(json.dumps(template()).encode(), no_key) == ([], [])
+    assert parse_services(json.dumps(template()).encode(), no_key) == ([], [])
 
 
 def test_the_template_shows_every_standard_capability_in_examples_that_work() -> None:
@@ -193,6 +193,6 @@ def test_the_template_shows_every_standard_capability_in_examples_that_work() ->
     assert services.problems == ()
     assert len(services) == len(examples)
     shown = {name for one in services for name in one.capabilities.input | one.capabilities.output}
-    assert shown >= STANDARD
-    assert shown - STANDARD, "a custom type is shown too"
+    assert shown >= STANDARD_CAPABILITIES
+    assert shown - STANDARD_CAPABILITIES, "a custom type is shown too"
     assert any(one.capabilities.inferred for one in services)

@@ -1,4 +1,4 @@
-"""Keys: where they come from, and that nothing shows them."""
+"""Keys of services: sources, masking, the secrets file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.llm.config import Secret, SecretsFile, Services
+from coterie.llm.config import Secret, SecretsFile, ServiceRegistry
 
-from .written import KEY, entry, problems, read
+from .entries import KEY, entry, problems, read
 
 
 def test_a_key_comes_from_the_environment_or_else_from_the_secrets_file(tmp_path: Path) -> None:
@@ -22,11 +22,11 @@ def test_a_key_comes_from_the_environment_or_else_from_the_secrets_file(tmp_path
     secrets.put("A_KEY", "kept")
     secrets.put("B_KEY", "also kept")
 
-    services = Services.load(tmp_path, {"A_KEY": " from-the-environment\n"})
+    services = ServiceRegistry.load(tmp_path, {"A_KEY": " from-the-environment\n"})
 
     assert services.problems == ()
-    assert services.entry("a").api_key == Secret("from-the-environment")
-    assert services.entry("b").api_key == Secret("also kept")
+    assert services.get("a").api_key == Secret("from-the-environment")
+    assert services.get("b").api_key == Secret("also kept")
 
 
 @pytest.mark.parametrize("value", [None, "", " "])
@@ -34,13 +34,13 @@ def test_a_missing_key_is_a_problem_of_that_service_alone(tmp_path: Path, value:
     both = [entry("main", apiKey="${MAIN_API_KEY}"), entry("spare")]
     (tmp_path / "llmservices.json").write_text(json.dumps({"services": both}))
 
-    services = Services.load(tmp_path, {} if value is None else {"MAIN_API_KEY": value})
+    services = ServiceRegistry.load(tmp_path, {} if value is None else {"MAIN_API_KEY": value})
 
     assert problems(services) == [
         "llmservices.json: services[0].apiKey: MAIN_API_KEY is set neither in the environment nor in data/secrets.json"
     ]
-    assert services.entry("main").missing_key == "MAIN_API_KEY"
-    assert services.entry("spare").missing_key is None
+    assert services.get("main").missing_key == "MAIN_API_KEY"
+    assert services.get("spare").missing_key is None
 
 
 @pytest.mark.parametrize("value", [7, "${}", "${A B}", "Bearer ${KEY}", [KEY], "sk-\u2022\u2022"])
@@ -50,7 +50,7 @@ def test_a_key_that_cannot_be_one_is_reported_without_quoting_it(value: object) 
     [problem] = problems(services)
     assert problem.startswith("llmservices.json: services[0].apiKey: ")
     assert "sk-" not in problem
-    assert services.entry("main").missing_key
+    assert services.get("main").missing_key
 
 
 def test_no_key_shows_in_any_form_of_an_entry() -> None:
@@ -59,8 +59,8 @@ def test_no_key_shows_in_any_form_of_an_entry() -> None:
     for one in services:
         assert one.api_key is not None
         assert one.api_key.reveal() == KEY
-        assert one.to_wire()["apiKey"] == "…WXYZ"
-        shown = f"{one!r} {one} {one.api_key!r} {one.api_key} {json.dumps(one.to_wire())} {one.digest}"
+        assert one.to_json()["apiKey"] == "…WXYZ"
+        shown = f"{one!r} {one} {one.api_key!r} {one.api_key} {json.dumps(one.to_json())} {one.digest}"
         assert "canary" not in shown
     assert "canary" not in repr(services) + repr(vars(services))
 
@@ -75,7 +75,7 @@ def test_a_password_or_key_in_an_address_is_refused_without_quoting_it() -> None
 
 
 @pytest.mark.parametrize("key", ["", "abcd", "fifteen-letters"])
-def test_of_a_short_key_nothing_is_shown(key: str) -> None:
+def test_a_short_key_is_masked_completely(key: str) -> None:
     assert Secret(key).masked == "…"
 
 
@@ -101,7 +101,7 @@ def test_a_secrets_file_that_others_can_read_is_reported(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("data", [b"{", b"\xff", b"[]", b"[" * 100_000, b'"sk-canary"', b" " * (2 << 20)])
-def test_a_damaged_secrets_file_costs_no_start_and_is_not_written_over(tmp_path: Path, data: bytes) -> None:
+def test_a_corrupt_secrets_file_is_reported_and_not_overwritten(tmp_path: Path, data: bytes) -> None:
     secrets = SecretsFile(tmp_path / "data" / "secrets.json")
     secrets.path.parent.mkdir()
     secrets.path.write_bytes(data)

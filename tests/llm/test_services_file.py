@@ -1,4 +1,4 @@
-"""llmservices.json: what is wrong is reported with its place, and the rest works."""
+"""Parsing of llmservices.json: problems are reported with their path, and the rest works."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.llm.config import MAX_BYTES, Services, read_services
+from coterie.llm.config import MAX_SERVICES_BYTES, ServiceRegistry, parse_services
 
-from .written import KEY, entry, no_key, problems, read
+from .entries import KEY, entry, no_key, problems, read
 
 
-def test_invalid_capabilities_are_reported_with_their_place_and_the_rest_counts() -> None:
+def test_invalid_capabilities_are_reported_with_their_path_and_the_rest_counts() -> None:
     """003-1.4"""
     services = read(
         entry("a"),
@@ -73,7 +73,7 @@ def test_without_what_is_required_only_that_entry_is_left_out(key: str, value: A
     services = read(entry("a"), entry("b", **{key: value}), entry("c"))
 
     assert [one.id for one in services] == ["a", "c"]
-    assert [problem.place for problem in services.problems] == [f"llmservices.json: services[1].{key}"]
+    assert [problem.location for problem in services.problems] == [f"llmservices.json: services[1].{key}"]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_an_address_that_cannot_be_one_is_reported(value: str) -> None:
 def test_a_wrong_optional_value_is_reported_and_takes_its_default(key: str, value: Any) -> None:
     services = read(entry(**{key: value}))
 
-    assert [problem.place for problem in services.problems] == [f"llmservices.json: services[0].{key}"]
-    assert services.entry("main") == read(entry()).entry("main")
+    assert [problem.location for problem in services.problems] == [f"llmservices.json: services[0].{key}"]
+    assert services.get("main") == read(entry()).get("main")
 
 
-def test_a_misspelt_key_is_reported_and_a_foreign_one_is_let_be() -> None:
+def test_a_misspelt_key_is_reported_and_an_unknown_one_is_ignored() -> None:
     services = read(entry(capabilites={"input": ["vision"]}, baseurl="x", team="blue"))
 
     assert problems(services) == [
@@ -134,11 +134,11 @@ def test_of_two_equal_ids_the_first_wins_and_the_second_is_reported() -> None:
 def test_a_fallback_that_does_not_exist_is_reported_and_the_others_stay() -> None:
     services = read(entry("main", fallback=["spre", "main", "spare", 7, "broken"]), entry("spare"), {"id": "broken"})
 
-    assert services.entry("main").fallback == ("spare",)
+    assert services.get("main").fallback == ("spare",)
     mine = [line for line in problems(services) if "fallback" in line]
     assert mine == [
         'llmservices.json: services[0].fallback[0]: there is no service "spre"; did you mean "spare"?',
-        "llmservices.json: services[0].fallback[1]: a service cannot stand in for itself",
+        "llmservices.json: services[0].fallback[1]: a service cannot be its own fallback",
         "llmservices.json: services[0].fallback[3]: expected a non-empty string, got 7",
         'llmservices.json: services[0].fallback[4]: there is no service "broken"',
     ]
@@ -156,21 +156,21 @@ def test_a_fallback_that_does_not_exist_is_reported_and_the_others_stay() -> Non
         (b"[" * 100_000, "llmservices.json"),
         (b'{"services": [NaN]}', "llmservices.json"),
         (b'{"services": ' + b"9" * 5_000 + b"}", "llmservices.json"),
-        (b" " * (MAX_BYTES + 1), "llmservices.json"),
+        (b" " * (MAX_SERVICES_BYTES + 1), "llmservices.json"),
     ],
 )
 def test_a_file_that_cannot_be_read_at_all_is_fatal_and_says_where(tmp_path: Path, data: bytes, place: str) -> None:
     (tmp_path / "llmservices.json").write_bytes(data)
 
     with pytest.raises(ConfigError) as caught:
-        Services.load(tmp_path, {})
+        ServiceRegistry.load(tmp_path, {})
     [problem] = caught.value.problems
     assert problem.fatal
-    assert problem.place == place
+    assert problem.location == place
 
 
 def test_a_byte_order_mark_does_no_harm() -> None:
-    entries, found = read_services(b"\xef\xbb\xbf" + json.dumps({"services": [entry()]}).encode(), no_key)
+    entries, found = parse_services(b"\xef\xbb\xbf" + json.dumps({"services": [entry()]}).encode(), no_key)
 
     assert [one.id for one in entries] == ["main"]
     assert not found
@@ -178,7 +178,7 @@ def test_a_byte_order_mark_does_no_harm() -> None:
 
 @pytest.mark.parametrize("top", [[], 7, "x", None, {"services": {}}, {"service": []}])
 def test_a_file_of_another_shape_is_reported_and_has_no_services(top: object) -> None:
-    entries, found = read_services(json.dumps(top).encode(), no_key)
+    entries, found = parse_services(json.dumps(top).encode(), no_key)
 
     assert list(entries) == []
     assert len(found) == 1
@@ -205,15 +205,15 @@ def test_whatever_stands_beside_it_a_valid_entry_survives(junk: list[Any], place
     services = read(*junk[:place], good, *junk[place:], GOOD=KEY)
 
     assert services.has_capability("good", "vision", "input")
-    assert all(problem.place.startswith("llmservices.json: services[") for problem in services.problems)
+    assert all(problem.location.startswith("llmservices.json: services[") for problem in services.problems)
     usable = {one.id for one in services}
     assert all(set(one.fallback) <= usable for one in services)
-    json.dumps([one.to_wire() for one in services])
+    json.dumps([one.to_json() for one in services])
 
 
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_no_file_content_makes_the_reader_crash(data: bytes) -> None:
     try:
-        read_services(data, no_key)
+        parse_services(data, no_key)
     except ConfigError as error:
         assert [problem.fatal for problem in error.problems] == [True]

@@ -128,7 +128,7 @@ async def test_a_withdrawal_that_comes_too_late_says_so_and_changes_nothing(pane
     await page.route("**/api/v1/messages/*", hold)
     await page.locator(ui.WAITING).get_by_role("button", name="Withdraw").click()
     await asyncio.wait_for(sent.wait(), 5)
-    await expect(page.get_by_text("Already taken, it cannot be withdrawn").first).to_be_visible()
+    await expect(page.get_by_text("Already processed; it cannot be withdrawn").first).to_be_visible()
     assert "Too late" in await panel.texts()
 
 
@@ -264,7 +264,7 @@ async def test_a_file_becomes_a_chip_however_it_comes(panel: Room, way: str) -> 
         )
     chip = page.locator(ui.CHIP)
     await expect(chip).to_contain_text("a.png")
-    await expect(chip).to_contain_text("as a description (Ada does not take images)")
+    await expect(chip).to_contain_text("as a description (Ada does not accept images)")
     await ui.send(page, "Look at this")
     await eventually(lambda: _said(panel, "Look at this"))
     (said,) = await panel.said()
@@ -336,11 +336,11 @@ async def test_how_a_file_reaches_somebody_is_told_again_when_the_recipient_chan
     await expect(ui.row(page, "eyes")).to_be_visible()
     await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
     chip = page.locator(ui.CHIP)
-    await expect(chip.locator('[data-testid="how"]')).to_contain_text("Ada does not take images")
+    await expect(chip.locator('[data-testid="how"]')).to_contain_text("Ada does not accept images")
     await chip.locator('[data-testid="send-instead"]').click()
     await expect(page.locator('[data-testid="title"]')).to_have_text("Eyes")
     await expect(chip).to_contain_text("a.png")
-    await expect(chip.locator('[data-testid="how"]')).to_contain_text("as it is")
+    await expect(chip.locator('[data-testid="how"]')).to_contain_text("unchanged")
 
 
 @pytest.mark.check(18)

@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import BrowserContext, Page, expect
 
 from coterie.testing import Calls, Says
-from coterie.text import clean
+from coterie.text import to_storable
 from tests.panel import ui
 from tests.panel.payloads import corpus, handlers
 from tests.panel.room import Room, eventually, options_of
@@ -139,7 +139,7 @@ async def test_tool_runs_are_only_ever_text(panel: Room) -> None:
     await page.goto(f"{panel.url}/#/timeline?kind=tool")
     await expect(page.locator(".timeline .run")).to_have_count(len(corpus()))
     shown = await page.locator(".timeline .run details:last-of-type pre").all_text_contents()
-    assert {f"{clean(one)} rang" for one in corpus()} - set(shown) == set()
+    assert {f"{to_storable(one)} rang" for one in corpus()} - set(shown) == set()
     await page.locator(".timeline .run details").evaluate_all("all => all.forEach(one => { one.open = true; })")
     await nothing_ran(panel, page)
 

@@ -8,7 +8,7 @@ from tests.panel import ui
 from tests.panel.room import Room
 
 INBOX = "**/static/screens/inbox.js"
-WORDS = "could not be fetched"
+WORDS = "did not load"
 OF_ANOTHER_VERSION = "import { nobody } from '../dom.js'; export const render = nobody;"
 
 

@@ -178,11 +178,11 @@ async def test_a_new_address_asks_for_the_key_again(panel: Room) -> None:
 
 async def test_the_tours_guide_comes_and_goes(panel: Room) -> None:
     page = await panel.open("#/setup")
-    await page.get_by_label("Show the guide of the tour").check()
+    await page.get_by_label("Show the tour guide").check()
     await expect(ui.row(page, "guide")).to_be_visible()
-    await page.get_by_label("Show the guide of the tour").uncheck()
+    await page.get_by_label("Show the tour guide").uncheck()
     await expect(ui.row(page, "guide")).to_contain_text("Terminated")
-    await page.get_by_label("Show the guide of the tour").check()
+    await page.get_by_label("Show the tour guide").check()
     await expect(ui.row(page, "guide-2")).to_be_visible()
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
-from coterie.cli.greeting import greet
+from coterie.cli.server import greet
 from coterie.tour import script as script
-from coterie.tour.script import Words
+from coterie.tour.script import Translated
 from tests.panel import ui
 from tests.panel.room import room
 
@@ -32,8 +32,8 @@ def says(page: Page, text: str) -> Locator:
 
 @pytest.mark.parametrize("chinese", [False, True], ids=["english", "chinese"])
 async def test_a_newcomer_walks_through_it(browser: Browser, tmp_path: Path, chinese: bool) -> None:
-    def told(words: Words) -> str:
-        return words.to(chinese).split("`")[0]  # behind it stands code, which is not shown as it is written
+    def told(words: Translated) -> str:
+        return words.text(chinese).split("`")[0]  # behind it stands code, which is not shown as it is written
 
     async with room(tmp_path, browser, agents="") as panel:
         (tmp_path / "llmservices.json").write_text(json.dumps({"services": []}))
@@ -48,7 +48,9 @@ async def test_a_newcomer_walks_through_it(browser: Browser, tmp_path: Path, chi
         await expect(ui.messages(page).filter(has_text=told(script.WELCOME.then))).to_have_count(1)
 
         async def click(scene: script.Scene) -> None:
-            await page.locator(".quick-reply-btn:not([aria-disabled=true])", has_text=scene.option.to(chinese)).click()
+            await page.locator(
+                ".quick-reply-btn:not([aria-disabled=true])", has_text=scene.option.text(chinese)
+            ).click()
 
         await click(script.DELAY)
         await expect(says(page, told(script.DELAY.then))).to_be_visible(timeout=SECONDS_2)

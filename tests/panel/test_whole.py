@@ -159,7 +159,7 @@ async def test_a_first_start_without_any_key_talks_at_once(browser: Browser, tmp
         await form.get_by_label("Base URL").fill("http://127.0.0.1:9/v1")
         await form.get_by_label("Model").fill("m")
         await form.get_by_role("button", name="Test").click()
-        await expect(form.locator(".outcome")).to_contain_text("Nobody answers at this address")
+        await expect(form.locator(".outcome")).to_contain_text("No server answers at this address")
         assert await panel.trouble() == []
 
 

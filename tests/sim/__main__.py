@@ -1,4 +1,4 @@
-"""`python -m tests.sim SEED…` replays seeds aloud; `--postgres` before them: on the other engine."""
+"""`python -m tests.sim [--postgres] SEED…` replays seeds and prints what happens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
         print(f"seed {seed}")
         try:
             world = _shared_world() if "--postgres" in arguments else World()
-            seen = Simulation(seed, tell=lambda line: print(f"  {line}"), world=world).run()
+            seen = Simulation(seed, log=lambda line: print(f"  {line}"), world=world).run()
         except Violation as violation:
             print(f"  violated: {violation}")
             failed = 1

@@ -1,7 +1,6 @@
-"""What must be true, whatever happened: after every step, and when everything has come to rest.
+"""Checks after every step, and after all agents are idle.
 
-Nothing here asks the code under test. The oracle keeps its own copy of every history, its own idea of who owns an agent
-and its own list of what was acknowledged, and compares.
+The oracle keeps its own copy of histories, owners and acknowledged messages, and compares them with the database.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coterie.agent.context import build_request, said
+from coterie.agent.context import build_request, render_row
 from coterie.llm.providers.openai import Dialect
 from coterie.llm.types import ToolSpec
 from coterie.messages import PERSON, SYSTEM
@@ -23,18 +22,18 @@ from coterie.testing.dialects import (
     check_strict_alternation,
     responses_input,
 )
-from coterie.turn import Run
+from coterie.turn import RunCall
 from coterie.turn_store import Claim, HistoryRow
 
-from .mind import TOOLS
+from .fake_model import TOOLS
 from .world import AGENTS, World
 
-_STRICT = Dialect(system=False, alternate=True)
+_STRICT = Dialect(system_role=False, strict_alternation=True)
 _RESTING = ("idle", "terminated")
 
 
 class Violation(AssertionError):
-    """Something was promised and does not hold."""
+    """A guarantee does not hold."""
 
 
 class Oracle:
@@ -44,33 +43,33 @@ class Oracle:
         self._histories: dict[str, list[HistoryRow]] = {name: [] for name in AGENTS}
         self._numbers: dict[str, tuple[int, int]] = {}
         self.acknowledged: dict[str, str] = {}
-        """Messages to agents that somebody was told are stored, with their recipients."""
+        """Recipients of acknowledged messages, by id."""
         self.withdrawn: set[str] = set()
 
-    # Who works on whom
+    # Ownership
 
     def claimed(self, claim: Claim) -> None:
         self._owners[claim.agent_id] = claim
 
     def advanced(self, before: Claim, after: Claim, *, checked: bool) -> None:
         if self.is_stale(before):
-            raise Violation(f"{before.agent_id}: a step counted although somebody else had taken over")
+            raise Violation(f"{before.agent_id}: a step was written although another worker had taken over")
         self._owners[before.agent_id] = after
-        if checked and isinstance(after.effect, Run):
+        if checked and isinstance(after.action, RunCall):
             self._was_silent(after)
 
     def fenced(self, claim: Claim) -> None:
         if not self.is_stale(claim):
-            raise Violation(f"{claim.agent_id}: its only owner was turned away")
+            raise Violation(f"{claim.agent_id}: a valid claim was rejected")
 
-    def dismissed(self, agent_id: str) -> None:
+    def terminated(self, agent_id: str) -> None:
         self._owners.pop(agent_id, None)
 
     def is_stale(self, claim: Claim) -> bool:
         return self._owners.get(claim.agent_id) is not claim
 
     def _was_silent(self, claim: Claim) -> None:
-        """A person's word stops the next call, unless it is the word that call was waiting for."""
+        """A message of the person must stop the next call, unless it answers the approval question."""
         spoken = self._world.rows(
             "SELECT id FROM messages WHERE recipient = ? AND sender = ? AND state = 'pending' AND option IS NULL",
             claim.agent_id,
@@ -81,7 +80,7 @@ class Oracle:
 
     # After every step
 
-    def look(self) -> None:
+    def check_step(self) -> None:
         rows = self._world.rows(
             "SELECT id, state, runnable_at, waiting, epoch, step_no, next_hist_seq,"
             " EXISTS (SELECT 1 FROM plans WHERE agent_id = id AND outcome = 'open') FROM agents WHERE kind = 'agent'"
@@ -99,13 +98,13 @@ class Oracle:
                 self._read_on(str(agent_id))
 
     def _read_on(self, agent_id: str) -> None:
-        """What is new in a history, which ends with a closed group at every commit."""
+        """Check the new rows of a history. After every commit it ends with a closed call group."""
         known = self._histories[agent_id]
         new = self._world.history(agent_id, len(known))
         open_calls: list[str] = []
-        for place, row in enumerate(new, len(known) + 1):
-            if row.seq != place:
-                raise Violation(f"H6: row {place} of {agent_id}'s history has the number {row.seq}")
+        for number, row in enumerate(new, len(known) + 1):
+            if row.seq != number:
+                raise Violation(f"H6: row {number} of {agent_id}'s history has the number {row.seq}")
             if row.role == "tool":
                 if not open_calls or open_calls.pop(0) != row.call_id:
                     raise Violation(f"H3: {agent_id} has a result of {row.call_id} that nobody waited for")
@@ -119,8 +118,8 @@ class Oracle:
 
     # At the end
 
-    def judge(self, witness: Mapping[str, int]) -> None:
-        """Everything has come to rest."""
+    def check_final_state(self, witness: Mapping[str, int]) -> None:
+        """Check the database after all agents are idle."""
         found = self._world.violations()
         if found:
             raise Violation("; ".join(found[:3]))
@@ -165,7 +164,7 @@ class Oracle:
                 raise Violation(f"{key} happened, and the model was told that it did not: {result}")
 
     def _examine_answers(self) -> None:
-        """The text that ended a turn reached everybody whose own words began it, once."""
+        """The text that ended a turn was sent once to each asker of the turn."""
         turns: dict[tuple[str, int], list[HistoryRow]] = {}
         for name in AGENTS:
             for row in self._world.history(name):
@@ -186,10 +185,10 @@ class Oracle:
 
 
 def complaints(history: Sequence[HistoryRow], tools: Sequence[ToolSpec] = TOOLS) -> str | None:
-    """The first thing that any kind of model service would say against this history."""
+    """Return the first error that any model API would report for this history."""
     if not history:
         return None
-    request = build_request("You are an agent.", "", map(said, history), tuple(tools))
+    request = build_request("You are an agent.", "", map(render_row, history), tuple(tools))
     body: dict[str, Any] = Dialect().body(request, "m", None, stream=False)
     messages = body["messages"]
     checks = (

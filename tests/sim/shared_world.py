@@ -1,4 +1,4 @@
-"""The same simulation on PostgreSQL: its ledger and dialect under the same transitions; time is still the test's."""
+"""The same simulation on PostgreSQL, with its session and SQL dialect. The test still sets the time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import psycopg
 from coterie.agents import Agent
 from coterie.clock import to_ms
 from coterie.messages import PERSON
-from coterie.stores.postgres.cluster import Herald
+from coterie.stores.postgres.cluster import NotifyChannels
 from coterie.stores.postgres.connection import PgConnection, connect
 from coterie.stores.postgres.migrate import migrate
-from coterie.stores.postgres.session import BatchLedger
+from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.sql import commands
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.testing.clock import START
@@ -27,7 +27,7 @@ LEASE = timedelta(seconds=30) // timedelta(milliseconds=1)
 
 
 class SharedWorld(World):
-    """Leases run out by themselves when time passes: whoever holds one may be taken over without having been silent."""
+    """Leases expire as time passes, so an active worker can lose its agent."""
 
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
     replayed_with = "--postgres "
@@ -36,30 +36,30 @@ class SharedWorld(World):
         raw = connect(url)
         migrate(raw)
         self.db: Any = PgConnection(raw)
-        self.db.say(EMPTY)
+        self.db.execute_now(EMPTY)
         self.db.execute("INSERT INTO meta (key, value) VALUES ('secret', ?)", (SECRET.decode(),))
         self.now = to_ms(START)
         people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
-        self.post(lambda db, post: commands.add_agents(db, post, people))
+        self.transact(lambda db, uow: commands.add_agents(db, uow, people))
 
     def restart(self) -> None:
-        """All processes are gone: their leases run out."""
+        """All processes end: their leases expire."""
         for agent_id in AGENTS:
             self.expire(agent_id)
 
-    def in_one(self, run: Callable[[Any, UnitOfWork], T]) -> T:
-        ledger = BatchLedger(self.db, (), LEASE, Herald("simulated", "one"), lambda: self.now)
-        self.db.gathers = True
+    def run_unit(self, run: Callable[[Any, UnitOfWork], T]) -> T:
+        session = PostgresSession(self.db, (), LEASE, NotifyChannels("simulated", "one"), lambda: self.now)
+        self.db.pipelining = True
         try:
-            post = UnitOfWork(self.db, now=ledger.now, limits=LIMITS, ledger=ledger)
-            result = run(self.db, post)
-            post.close()
-            ledger.close()
-            self.db.say("COMMIT")
+            uow = UnitOfWork(self.db, now=session.now, limits=LIMITS, session=session)
+            result = run(self.db, uow)
+            uow.flush()
+            session.close()
+            self.db.execute_now("COMMIT")
         except BaseException:
-            self.db.forget()
-            self.db.say("ROLLBACK")
+            self.db.discard_queued()
+            self.db.execute_now("ROLLBACK")
             raise
         finally:
-            self.db.gathers = False
+            self.db.pipelining = False
         return result

@@ -1,4 +1,4 @@
-"""What a step costs does not depend on how much has happened before. Counted in instructions, so no clock can lie."""
+"""The cost of a step does not grow with the history. Measured in SQLite instructions, not in time."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import sqlite3
 from collections.abc import Callable
 from typing import TypeVar
 
-from coterie.llm.types import Call
-from coterie.messages import seal
+from coterie.llm.types import ToolCall
+from coterie.messages import make_envelope
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
-from coterie.turn import Answered, Event, PlannedCall, Ran
+from coterie.turn import CallEnded, Event, ModelAnswered, PlannedCall
 from coterie.turn_store import Claim
 
 from .world import RULES, World
 
 T = TypeVar("T")
-PLAN = Answered(text="", calls=tuple(PlannedCall(call=Call(id="c", name="look", arguments={})) for _ in range(2)))
+PLAN = ModelAnswered(
+    text="", calls=tuple(PlannedCall(call=ToolCall(id="c", name="look", arguments={})) for _ in range(2))
+)
 
 
-def done(index: int) -> Ran:
-    return Ran(index=index, ok=True, result="seen")
+def done(index: int) -> CallEnded:
+    return CallEnded(index=index, ok=True, result="seen")
 
 
 def having_talked(turns: int) -> World:
     world = World()
     for number in range(turns):
-        world.send(seal(sender="user", to="ada", payload={"text": str(number)}))
+        world.send(make_envelope(sender="user", to="ada", payload={"text": str(number)}))
         (claim,) = world.claim("w", 1)
-        for event in (PLAN, done(0), done(1), Answered(text=f"answer {number}")):
+        for event in (PLAN, done(0), done(1), ModelAnswered(text=f"answer {number}")):
             claim = world.advance(claim, event, None)
     return world
 
@@ -54,15 +56,15 @@ def counted(world: World, run: Callable[[], T], costs: list[int]) -> T:
 
 
 def costs_after(turns: int) -> list[int]:
-    """Of a send, a claim, a plan, a call in the middle of it, its last call, and the answer, with mail and without."""
+    """Costs of a send, a claim, a plan, its first and last call, and an answer with and without a waiting message."""
     world, costs = having_talked(turns), list[int]()
-    counted(world, lambda: world.send(seal(sender="user", to="ada", payload={"text": "x"})), costs)
+    counted(world, lambda: world.send(make_envelope(sender="user", to="ada", payload={"text": "x"})), costs)
     (claim,) = counted(world, lambda: world.claim("w", 1), costs)
     for event in (PLAN, done(0), done(1)):
         claim = advance(world, claim, event, costs)
-    counted(world, lambda: world.send(seal(sender="user", to="ada", payload={"text": "y"})), costs)
+    counted(world, lambda: world.send(make_envelope(sender="user", to="ada", payload={"text": "y"})), costs)
     for text in ("with mail", "without"):
-        claim = advance(world, claim, Answered(text=text), costs)
+        claim = advance(world, claim, ModelAnswered(text=text), costs)
     world.close()
     return costs
 
@@ -73,35 +75,35 @@ def test_queueing_checking_and_answering_take_the_same_work_after_one_turn_and_a
     assert all(later <= first * 1.1 + 20 for first, later in zip(few, many, strict=True)), (few, many)
 
 
-def test_the_check_for_interjections_takes_exactly_the_same_work_however_much_was_said_and_done_before() -> None:
+def test_the_check_for_interruptions_costs_the_same_after_any_history() -> None:
     few, many = checks_after(1), checks_after(300)
     assert len(few) == 2 and 0 < few[0] < few[1] < 300  # a handful of look-ups by key
     assert few == many
 
 
 def checks_after(turns: int) -> list[int]:
-    """Of a check without mail and of one with it, in the middle of a plan."""
+    """Costs of a check during a plan, without and with a waiting message."""
     world, costs = having_talked(turns), list[int]()
-    world.send(seal(sender="user", to="ada", payload={"text": "x"}))
+    world.send(make_envelope(sender="user", to="ada", payload={"text": "x"}))
     (claim,) = world.claim("w", 1)
     world.advance(claim, PLAN, None)
-    counted(world, lambda: world.post(check), costs)
-    world.send(seal(sender="bob", to="ada", payload={"text": "y"}, cause=claim.cause))
-    counted(world, lambda: world.post(check), costs)
+    counted(world, lambda: world.transact(check), costs)
+    world.send(make_envelope(sender="bob", to="ada", payload={"text": "y"}, cause=claim.cause))
+    counted(world, lambda: world.transact(check), costs)
     world.close()
     return costs
 
 
-def check(db: sqlite3.Connection, post: UnitOfWork) -> None:
-    TurnTransaction(db, post, "ada", RULES)._turn()
+def check(db: sqlite3.Connection, uow: UnitOfWork) -> None:
+    TurnTransaction(db, uow, "ada", RULES)._build_turn()
 
 
-def test_no_statement_of_a_turn_builds_a_table_of_its_own() -> None:
+def test_no_statement_of_a_turn_builds_a_temporary_table() -> None:
     world, said = having_talked(1), list[str]()
     world.db.set_trace_callback(said.append)
-    world.send(seal(sender="user", to="ada", payload={"text": "x", "quickReplies": ["y"]}))
+    world.send(make_envelope(sender="user", to="ada", payload={"text": "x", "quickReplies": ["y"]}))
     (claim,) = world.claim("w", 1)
-    for event in (PLAN, done(0), done(1), Answered(text="an answer")):
+    for event in (PLAN, done(0), done(1), ModelAnswered(text="an answer")):
         claim = world.advance(claim, event, None)
     world.db.set_trace_callback(None)
     written = [one for one in said if one.lstrip().startswith(("INSERT", "UPDATE"))]

@@ -1,4 +1,4 @@
-"""Whatever a model answers, well-formed or not, the next request is one that every kind of service accepts."""
+"""After any answer of a model, valid or not, every model API accepts the next request."""
 
 from __future__ import annotations
 
@@ -9,15 +9,26 @@ from typing import Any
 
 import pytest
 
-from coterie.agent.builtins import seal_call
+from coterie.agent.builtins import build_envelope
 from coterie.errors import Refused
-from coterie.llm.providers.openai_stream import Assembly, Unusable
-from coterie.messages import PERSON, Envelope, seal
-from coterie.text import clean
-from coterie.turn import Answered, Ask, Effect, Event, ModelFailed, PlannedCall, Ran, Rest, Run, Stopped
+from coterie.llm.providers.openai_stream import CompletionBuilder, UnusableResponse
+from coterie.messages import PERSON, Envelope, make_envelope
+from coterie.text import to_storable
+from coterie.turn import (
+    AskModel,
+    CallEnded,
+    Effect,
+    Event,
+    ModelAnswered,
+    ModelFailed,
+    PlannedCall,
+    Rest,
+    RunCall,
+    Stopped,
+)
 from coterie.turn_store import Claim
 
-from .mind import key_of
+from .fake_model import key_of
 from .oracle import complaints
 from .world import World
 
@@ -61,10 +72,10 @@ class Fuzz:
         for _ in range(ANSWERS * 50):
             if self.seen["answers"] == ANSWERS:
                 break
-            if claim is None or isinstance(claim.effect, Rest):
+            if claim is None or isinstance(claim.action, Rest):
                 claim = self._claim()
                 continue
-            if isinstance(claim.effect, Ask):
+            if isinstance(claim.action, AskModel):
                 self._check()
             claim = self._world.advance(claim, *self._perform(claim))
             if self._rng.random() < 0.2:
@@ -74,7 +85,7 @@ class Fuzz:
         assert self._world.violations() == []
 
     def _claim(self) -> Claim | None:
-        """Whatever the agent waits for happens."""
+        """Trigger everything the agent may wait for, and claim it."""
         self._speak()
         self._world.resume("ada")
         self._world.now += 100_000
@@ -86,37 +97,37 @@ class Fuzz:
 
     def _perform(self, claim: Claim) -> tuple[Event, Envelope | None]:
         if self._rng.random() < 0.04:
-            return Stopped(clean(self._text())), None
-        if isinstance(claim.effect, Ask):
+            return Stopped(to_storable(self._text())), None
+        if isinstance(claim.action, AskModel):
             return self._answer(), None
-        assert isinstance(claim.effect, Run) and claim.call is not None
-        index = claim.effect.index
-        if claim.call.call.name != "send_message" or claim.call.call.raw is not None:
-            return Ran(index=index, ok=self._rng.random() < 0.5, result=clean(self._text()) or '""'), None
+        assert isinstance(claim.action, RunCall) and claim.call is not None
+        index = claim.action.index
+        if claim.call.call.name != "send_message" or claim.call.call.invalid_arguments is not None:
+            return CallEnded(index=index, ok=self._rng.random() < 0.5, result=to_storable(self._text()) or '""'), None
         try:
-            return Ran(index=index, ok=True, result=""), seal_call(
+            return CallEnded(index=index, ok=True, result=""), build_envelope(
                 "ada", claim.call.call.arguments, key=key_of(claim, index), cause=claim.cause
             )
         except Refused as refusal:
-            return Ran(index=index, ok=False, result=refusal.to_json()), None
+            return CallEnded(index=index, ok=False, result=refusal.to_json()), None
 
     def _answer(self) -> Event:
         self.seen["answers"] += 1
-        assembly = Assembly()
+        builder = CompletionBuilder()
         try:
-            assembly.add(self._completion())
-            answer = assembly.answer("s")
-        except Unusable:
+            builder.add(self._completion())
+            answer = builder.build("s")
+        except UnusableResponse:
             self.seen["unusable"] += 1
-            return ModelFailed(words="malformed", then=self._rng.choice(("retry", "give_up", "block")))
+            return ModelFailed(message="malformed", recovery=self._rng.choice(("retry", "give_up", "block")))
         self.seen["with calls" if answer.calls else "without calls"] += 1
-        self.seen["no object"] += sum(call.raw is not None for call in answer.calls)
-        return Answered(text=answer.text, calls=tuple(self._planned(call) for call in answer.calls))
+        self.seen["no object"] += sum(call.invalid_arguments is not None for call in answer.calls)
+        return ModelAnswered(text=answer.text, calls=tuple(self._planned(call) for call in answer.calls))
 
     def _planned(self, call: Any) -> PlannedCall:
-        return PlannedCall(call=call, effect=self._rng.choice(EFFECTS), gated=self._rng.random() < 0.15)
+        return PlannedCall(call=call, effect=self._rng.choice(EFFECTS), needs_approval=self._rng.random() < 0.15)
 
-    # What a server may send
+    # Responses of a server
 
     def _completion(self) -> object:
         if self._rng.random() < 0.03:
@@ -158,7 +169,7 @@ class Fuzz:
         sender = self._rng.choice((PERSON, "bob", "ada", "system"))
         payload = self._rng.choice(({"text": self._text()}, {}, {"text": "hi", "more": {self._text(): [self._text()]}}))
         try:
-            self._world.send(seal(sender=sender, to="ada", payload=payload))
+            self._world.send(make_envelope(sender=sender, to="ada", payload=payload))
         except Refused as refusal:
             assert refusal.code == "mailbox_full"
 

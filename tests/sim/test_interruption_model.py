@@ -1,4 +1,4 @@
-"""Interruptions and delays against models of them: a list of what the history must say, and a list of what is due."""
+"""Model-based tests of interruptions and delays: a list is the expected history, another one the expected mailbox."""
 
 from __future__ import annotations
 
@@ -20,11 +20,21 @@ from hypothesis.stateful import (
 
 from coterie.clock import from_ms
 from coterie.errors import Refused
-from coterie.llm.types import Call
-from coterie.messages import seal
+from coterie.llm.types import ToolCall
+from coterie.messages import make_envelope
 from coterie.stores.sql import commands
-from coterie.turn import NOT_EXECUTED, UNKNOWN, Answered, Ask, Event, PlannedCall, Ran, Rest, Run
-from coterie.turn_store import Claim, StaleOwner
+from coterie.turn import (
+    INTERRUPTED_RESULT,
+    UNKNOWN_RESULT,
+    AskModel,
+    CallEnded,
+    Event,
+    ModelAnswered,
+    PlannedCall,
+    Rest,
+    RunCall,
+)
+from coterie.turn_store import Claim, StaleClaim
 from tests.test_bus_model import machine_settings
 
 from .world import LIMITS, RULES, World
@@ -33,7 +43,7 @@ Row = tuple[str, str]
 
 
 class InterruptionMachine(RuleBasedStateMachine):
-    """Ada at work, spoken to by a person and by an agent, cut off by crashes."""
+    """Agent ada gets messages of the person and of an agent, and crashes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +57,7 @@ class InterruptionMachine(RuleBasedStateMachine):
         self.checked = 0
         self.progress = False
 
-    # What the model says must happen
+    # The model
 
     def take_mail(self) -> None:
         self.history += [("user", text) for _, text in self.mail]
@@ -69,19 +79,19 @@ class InterruptionMachine(RuleBasedStateMachine):
         self.plan.append(text)
         if len(self.plan) < self.calls and not self.interrupted():
             return
-        rest = [NOT_EXECUTED] * (self.calls - len(self.plan))
+        rest = [INTERRUPTED_RESULT] * (self.calls - len(self.plan))
         self.history += [("assistant", ""), *(("tool", one) for one in self.plan + rest)]
         self.plan, self.withdrawals = None, 0
         self.take_mail()
 
-    # What can happen
+    # Rules
 
     @precondition(lambda self: len(self.mail) < LIMITS.mailbox)
     @rule(sender=st.sampled_from(["user", "bob", "bob"]))
     def speak(self, sender: str) -> None:
         self.count += 1
         text = f"{sender} says {self.count}"
-        self.world.send(seal(sender=sender, to="ada", payload={"text": text}))
+        self.world.send(make_envelope(sender=sender, to="ada", payload={"text": text}))
         self.mail.append((sender, text))
 
     @precondition(lambda self: self.claim is None and self.mail)
@@ -90,7 +100,7 @@ class InterruptionMachine(RuleBasedStateMachine):
         self.take_mail()
         self.rounds = self.withdrawals = 0
         self.claim = self.claimed()
-        assert self.claim.effect == Ask()
+        assert self.claim.action == AskModel()
 
     @precondition(lambda self: self.claim and self.plan is None)
     @rule()
@@ -98,24 +108,24 @@ class InterruptionMachine(RuleBasedStateMachine):
         self.count += 1
         more = bool(self.mail)
         self.finish(f"answer {self.count}")
-        self.advance(Answered(text=f"answer {self.count}"), Ask() if more else Rest())
+        self.advance(ModelAnswered(text=f"answer {self.count}"), AskModel() if more else Rest())
 
     @precondition(lambda self: self.claim and self.plan is None)
     @rule(calls=st.integers(1, 3))
     def make_a_plan(self, calls: int) -> None:
-        planned = tuple(PlannedCall(call=Call(id="c", name="fire", arguments={})) for _ in range(calls))
-        effect: Ask | Run | Rest = Ask()
+        planned = tuple(PlannedCall(call=ToolCall(id="c", name="fire", arguments={})) for _ in range(calls))
+        effect: AskModel | RunCall | Rest = AskModel()
         if self.interrupted():
             by_person = any(sender == "user" for sender, _ in self.mail)
             self.withdrawals = 0 if by_person else self.withdrawals + 1
             self.rounds += 1
             self.take_mail()
         elif self.rounds + 1 >= RULES.max_rounds:
-            effect = Ask() if self.mail else Rest()
+            effect = AskModel() if self.mail else Rest()
             self.finish(f"I stopped after {RULES.max_rounds} rounds without coming to an end. Shall I go on?")
         else:
-            self.plan, self.calls, self.rounds, effect = [], calls, self.rounds + 1, Run(0)
-        self.advance(Answered(text="", calls=planned), effect)
+            self.plan, self.calls, self.rounds, effect = [], calls, self.rounds + 1, RunCall(0)
+        self.advance(ModelAnswered(text="", calls=planned), effect)
 
     @precondition(lambda self: self.claim and self.plan is not None)
     @rule(ok=st.booleans())
@@ -123,7 +133,7 @@ class InterruptionMachine(RuleBasedStateMachine):
         assert self.plan is not None
         index = len(self.plan)
         self.result(f"result {index}")
-        self.advance(Ran(index=index, ok=ok, result=f"result {index}"), self.next_effect())
+        self.advance(CallEnded(index=index, ok=ok, result=f"result {index}"), self.next_effect())
 
     @precondition(lambda self: self.claim and self.progress)
     @rule()
@@ -134,32 +144,32 @@ class InterruptionMachine(RuleBasedStateMachine):
         if self.plan is None:
             self.take_mail()
         else:
-            self.result(UNKNOWN)
+            self.result(UNKNOWN_RESULT)
         self.claim = self.claimed()
-        assert self.claim.effect == self.next_effect()
-        with pytest.raises(StaleOwner):
-            self.world.advance(stale, Answered(text="from the grave"), None)
+        assert self.claim.action == self.next_effect()
+        with pytest.raises(StaleClaim):
+            self.world.advance(stale, ModelAnswered(text="from the grave"), None)
 
-    def next_effect(self) -> Ask | Run:
-        return Ask() if self.plan is None else Run(len(self.plan))
+    def next_effect(self) -> AskModel | RunCall:
+        return AskModel() if self.plan is None else RunCall(len(self.plan))
 
-    def advance(self, event: Event, expected: Ask | Run | Rest) -> None:
+    def advance(self, event: Event, expected: AskModel | RunCall | Rest) -> None:
         assert self.claim
         self.claim = self.world.advance(self.claim, event, None)
-        assert self.claim.effect == expected
+        assert self.claim.action == expected
         self.progress = True
         if isinstance(expected, Rest):
             self.claim = None
 
     def claimed(self) -> Claim:
-        """Ada's claim; others read what they were told, and say nothing."""
+        """Return the claim of ada. The other agents end their turns silently."""
         claims = {claim.agent_id: claim for claim in self.world.claim("w", 5)}
         ada = claims.pop("ada")
         for claim in claims.values():
-            self.world.advance(claim, Answered(text=""), None)
+            self.world.advance(claim, ModelAnswered(text=""), None)
         return ada
 
-    # What must hold after each of them
+    # Invariants
 
     @invariant()
     def the_history_says_what_happened_in_order(self) -> None:
@@ -221,7 +231,7 @@ class DelayMachine(RuleBasedStateMachine):
 
     @rule(target=messages, delay=st.sampled_from([1, 2, 2, 50, 999, 1000, 60_000]))
     def send(self, delay: int) -> str:
-        envelope = seal(sender="user", to="ada", payload={"text": "x"}, delay_ms=delay)
+        envelope = make_envelope(sender="user", to="ada", payload={"text": "x"}, delay_ms=delay)
         try:
             self.world.send(envelope)
         except Refused as refusal:
@@ -251,7 +261,7 @@ class DelayMachine(RuleBasedStateMachine):
             return
         try:
             by = timedelta(milliseconds=delay)
-            self.world.post(lambda db, post: commands.move(db, post, message_id, by, "user"))
+            self.world.transact(lambda db, uow: commands.reschedule(db, uow, message_id, by, "user"))
         except Refused as refusal:
             assert refusal.code == "already_delivered" and one.state != "delayed"
         else:
@@ -276,7 +286,7 @@ class DelayMachine(RuleBasedStateMachine):
         claims = self.world.claim("w", 1)
         assert len(claims) == bool(self.box)
         for claim in claims:
-            self.world.advance(claim, Answered(text="read"), None)
+            self.world.advance(claim, ModelAnswered(text="read"), None)
         for one in self.box:
             one.state = "taken"
         self.box = []

@@ -1,4 +1,4 @@
-"""Every wrong design is found out."""
+"""The simulator detects every wrong design."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .oracle import Violation
 from .simulation import Simulation
 
 SEEDS = 600
-"""Most are found in the first few; the un-fenced read in about one of a hundred."""
+"""Most mutants fail within a few seeds; `unfenced_read` in about one of a hundred."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_wrong_design_breaks_a_promise(mutant: Callable[[Later], Iterator[Any]]) -> None:
+def test_the_simulator_detects_a_wrong_design(mutant: Callable[[Later], Iterator[Any]]) -> None:
     with pytest.raises(Violation):
         for seed in range(SEEDS):
             simulation = Simulation(seed)

@@ -1,4 +1,4 @@
-"""Thousands of societies with crashes, zombies and interruptions drawn from their seeds; none may break a promise."""
+"""Simulated societies with random crashes, stale workers and interruptions. No guarantee may be broken."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .world import World
 
 FAST, SLOW, SHARDS, SHARD, ON_POSTGRES = 150, 450, 4, 1_000, 60
 
-# What 1,000 seeds must at least have seen: a run in which nothing happened proves nothing.
+# Minimum counts per 1,000 seeds: a run without faults proves nothing.
 ENOUGH = {
     "steps": 87_500,
     "crashes": 5_000,
@@ -47,48 +47,48 @@ def simulate(first: int, count: int, make: Callable[[], World] = World) -> Count
     for seed in range(first, first + count):
         seen += Simulation(seed, world=make()).run()
     missed = {name: (seen[name], least) for name, least in ENOUGH.items() if seen[name] < least * count / SHARD / 2}
-    assert not missed, f"too little was seen of (seen, wanted): {missed}"
+    assert not missed, f"counts below the minimum (count, minimum): {missed}"
     return seen
 
 
-def test_in_a_few_societies_no_promise_is_broken() -> None:
+def test_no_guarantee_is_broken_in_150_societies() -> None:
     simulate(1_000_000, FAST)
 
 
 @pytest.mark.slow
-def test_in_hundreds_of_societies_no_promise_is_broken() -> None:
+def test_no_guarantee_is_broken_in_hundreds_of_societies() -> None:
     simulate(1_000_000 + FAST, SLOW)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_in_thousands_of_societies_no_promise_is_broken(shard: int) -> None:
+def test_no_guarantee_is_broken_in_thousands_of_societies(shard: int) -> None:
     seen = simulate(shard * SHARD, SHARD)
     missed = {name: (seen[name], least) for name, least in ENOUGH.items() if seen[name] < least}
-    assert not missed, f"too little was seen of (seen, wanted): {missed}"
+    assert not missed, f"counts below the minimum (count, minimum): {missed}"
     print(dict(sorted(seen.items())))
 
 
 @pytest.mark.slow
-def test_on_postgres_no_promise_is_broken_either(shared: Postgres, tmp_path: Path) -> None:
+def test_no_guarantee_is_broken_on_postgres(shared: Postgres, tmp_path: Path) -> None:
     from .shared_world import SharedWorld
 
     simulate(2_000_000, ON_POSTGRES, lambda: SharedWorld(shared.url(tmp_path)))
 
 
 def test_a_seed_decides_everything_that_happens() -> None:
-    def told(seed: int) -> list[str]:
+    def log_of(seed: int) -> list[str]:
         lines: list[str] = []
-        Simulation(seed, tell=lines.append).run()
+        Simulation(seed, log=lines.append).run()
         return lines
 
-    assert told(7) == told(7)
-    assert told(7) != told(8)
-    assert len(told(7)) > STEPS / 2
+    assert log_of(7) == log_of(7)
+    assert log_of(7) != log_of(8)
+    assert len(log_of(7)) > STEPS / 2
 
 
 def test_a_violation_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.stores.sql.turn_transaction.TurnDesk.fence", lambda desk, claim: None)
+    monkeypatch.setattr("coterie.stores.sql.turn_transaction.TurnTransaction.check_fence", lambda turn, claim: None)
     with pytest.raises(Violation, match=r"replay: python -m tests\.sim \d+$"):
         for seed in range(100):
             Simulation(seed).run()

@@ -1,6 +1,6 @@
-"""The engine under simulation: the SQLite store's own transitions, driven one after the other on a database in memory.
+"""The engine under simulation: the store's transactions, run one after the other on an SQLite database in memory.
 
-There are no threads, no event loop and no clock but the one moved here, so a seed decides everything that happens.
+There are no threads, no event loop and no real clock, so a seed decides everything that happens.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from coterie.clock import to_ms
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
 from coterie.stores.sql import claims, commands, queries, replies, turn_rows
-from coterie.stores.sql.claims import Attendance, Attended
+from coterie.stores.sql.claims import EagerClaimer, EagerClaims
 from coterie.stores.sql.invariants import INVARIANTS
-from coterie.stores.sql.mailbox import READ
-from coterie.stores.sql.session import OneWriter
+from coterie.stores.sql.mailbox import SELECT_MAILBOX
+from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite import engine
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
 from coterie.turn import Event, Rules
-from coterie.turn_store import Claim, HistoryRow, Taker, View
+from coterie.turn_store import Claim, HistoryRow, HistoryView, TurnWorker
 
 T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
 RULES = Rules(max_withdrawals=2, max_rounds=8)
 LIMITS = Limits(max_hops=2, mailbox=12)
 SECRET = b"simulated"
-"""Of every simulated society, so that a seed decides the ids of messages too."""
+"""Secret of every simulated society, so that the seed also decides message ids."""
 
 
 class World:
     """One society. Every method is one transaction, as in the store."""
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
-    """What the engine raises."""
+    """Errors of the engine."""
     replayed_with = ""
-    taker: Taker | None = None
-    """Whoever gets mail is claimed for it at once, in the transaction of that mail."""
+    worker: TurnWorker | None = None
+    """Worker for which woken agents are claimed in the transaction of their messages."""
 
     def __init__(self) -> None:
         self.db = sqlite3.connect(":memory:", isolation_level=None, cached_statements=256)
         self.db.deserialize(_empty_society())
         self.db.execute("PRAGMA foreign_keys = ON")
         self.now = to_ms(START)
-        self.ledger = OneWriter(self.db, self.now)
+        self.session = SqliteSession(self.db, self.now)
 
     def close(self) -> None:
         self.db.close()
@@ -57,103 +57,105 @@ class World:
     def tick(self, by: timedelta) -> None:
         self.now += by // timedelta(milliseconds=1)
 
-    # What the store does
+    # Methods of the store
 
     def send(self, envelope: Envelope) -> Receipt:
-        return self.post(lambda _, post: post.accept(envelope))
+        return self.transact(lambda _, uow: uow.accept(envelope))
 
     def promote(self, *, early: bool = False) -> Promotion:
-        return self.post(lambda db, post: commands.promote(db, post, 100, early))
+        return self.transact(lambda db, uow: commands.promote_due(db, uow, 100, early))
 
     def withdraw(self, message_id: str) -> Message:
-        return self.post(lambda db, post: commands.withdraw(db, post, message_id, PERSON))
+        return self.transact(lambda db, uow: commands.withdraw(db, uow, message_id, PERSON))
 
     def terminate(self, agent_id: str) -> None:
-        self.post(lambda db, post: commands.terminate(db, post, agent_id))
+        self.transact(lambda db, uow: commands.terminate(db, uow, agent_id))
 
     def claim(self, worker: str, limit: int) -> list[Claim]:
-        claims = self.post(lambda db, post: claims.claim(db, post, worker, RULES, limit))
-        for claim in claims:
+        claimed = self.transact(lambda db, uow: claims.claim_agents(db, uow, worker, RULES, limit))
+        for claim in claimed:
             self.compare(claim)
-        return claims
+        return claimed
 
     def advance(self, claim: Claim, event: Event, sends: Envelope | None) -> Claim:
-        after = self.post(lambda db, post: claims.advance(db, post, claim, event, RULES, sends))
+        after = self.transact(lambda db, uow: claims.advance(db, uow, claim, event, RULES, sends))
         self.compare(after)
         return after
 
     def compare(self, claim: Claim) -> None:
-        """What a claim says of history, plan and askers is what is stored."""
-        if claim.added:
-            stored = self.history(claim.agent_id, claim.added[0].seq - 1)
-            assert [*claim.added] == stored, f"{claim.added} was told, {stored} is stored"
-        found = turn_rows.read_open(self.db, claim.agent_id)
+        """Check that history, plan and askers of a claim are those in the database."""
+        if claim.added_rows:
+            stored = self.history(claim.agent_id, claim.added_rows[0].seq - 1)
+            assert [*claim.added_rows] == stored, f"{claim.added_rows} was returned, {stored} is stored"
+        found = turn_rows.read_open_plan(self.db, claim.agent_id)
         assert (claim.plan_key, claim.plan) == (found or (claim.plan_key, None))
-        if claim.asked:
-            assert [claim.asked] == [*replies.askers(self.db, claim.agent_id, claim.turn_no).values()]
+        if claim.reply_target:
+            assert [claim.reply_target] == [*replies.find_askers(self.db, claim.agent_id, claim.turn_no).values()]
         sent = "SELECT 1 FROM messages WHERE sender = ? AND plan >= ? AND plan < ?"
-        assert claim.spoke or not self.rows(sent, claim.agent_id, f"{claim.turn_no}/", f"{claim.turn_no}0")
+        assert claim.may_have_sent or not self.rows(sent, claim.agent_id, f"{claim.turn_no}/", f"{claim.turn_no}0")
 
     def release(self, worker: str) -> None:
-        self.post(lambda db, post: claims.release(db, post, worker, (), False))
+        self.transact(lambda db, uow: claims.release_claims(db, uow, worker, (), False))
 
     def pause(self, agent_id: str) -> None:
-        self.post(lambda db, post: commands.pause(db, post, agent_id))
+        self.transact(lambda db, uow: commands.pause(db, uow, agent_id))
 
     def resume(self, agent_id: str) -> None:
-        self.post(lambda db, post: commands.resume(db, post, agent_id))
+        self.transact(lambda db, uow: commands.resume(db, uow, agent_id))
 
     def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
-        return queries.history(self.db, agent_id, after)
+        return queries.read_history(self.db, agent_id, after)
 
-    def view(self, agent_id: str, claim: Claim | None = None) -> View:
-        return queries.view(self.db, agent_id, claim)
+    def view(self, agent_id: str, claim: Claim | None = None) -> HistoryView:
+        return queries.read_history_view(self.db, agent_id, claim)
 
-    # What happens to its owners
+    # Faults
 
     def restart(self) -> None:
-        """Everybody who worked on a turn is gone, as after a kill -9 of the process that owns the file."""
-        self.transaction(engine.begin_boot)
-        self.ledger = OneWriter(self.db, self.now)
+        """Restart as after a kill -9 of the process that owns the file."""
+        self.transaction(engine.mark_started)
+        self.session = SqliteSession(self.db, self.now)
 
     def expire(self, agent_id: str) -> bool:
-        """The lease of whoever works on this agent runs out: anybody may take it over."""
+        """Expire the lease on this agent. False: it is not claimed."""
 
-        def run_out(db: sqlite3.Connection, post: UnitOfWork) -> bool:
-            post.read_anew()
+        def run_out(db: sqlite3.Connection, uow: UnitOfWork) -> bool:
+            uow.invalidate()
             changed = db.execute(
                 "UPDATE agents SET runnable_at = ? WHERE id = ? AND state IN ('llm', 'tools')", (self.now, agent_id)
             )
             return changed.rowcount == 1
 
-        return self.in_one(run_out)
+        return self.run_unit(run_out)
 
     # Plumbing
 
-    def post(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
-        if not self.taker:
-            return self.in_one(run)
-        attendance = Attendance(self.taker)
+    def transact(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
+        if not self.worker:
+            return self.run_unit(run)
+        claimer = EagerClaimer(self.worker)
 
-        def attending(db: sqlite3.Connection, post: UnitOfWork) -> tuple[T, Attended]:
-            result = run(db, post)
-            return result, attendance.serve(db, post)
+        def run_and_claim(db: sqlite3.Connection, uow: UnitOfWork) -> tuple[T, EagerClaims]:
+            result = run(db, uow)
+            return result, claimer.claim_woken(db, uow)
 
-        result, attended = self.in_one(attending)
-        attendance.settle(attended)
+        result, claimed = self.run_unit(run_and_claim)
+        claimer.settle(claimed)
         return result
 
-    def in_one(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
+    def run_unit(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
         def work(db: sqlite3.Connection) -> T:
-            self.ledger.begin(self.now)
-            post = UnitOfWork(db, now=self.now, limits=LIMITS, ledger=self.ledger)
-            result = run(db, post)
-            post.close()
+            self.session.begin(self.now)
+            uow = UnitOfWork(db, now=self.now, limits=LIMITS, session=self.session)
+            result = run(db, uow)
+            uow.flush()
             return result
 
         result = self.transaction(work)
-        for agent_id, row in self.ledger.rows.items():
-            assert row == self.db.execute(READ, (agent_id,)).fetchone(), f"{agent_id} is not as it is remembered"
+        for agent_id, row in self.session.cached_agents.items():
+            assert row == self.db.execute(SELECT_MAILBOX, (agent_id,)).fetchone(), (
+                f"{agent_id} differs from its cached row"
+            )
         return result
 
     def transaction(self, run: Callable[[sqlite3.Connection], T]) -> T:
@@ -162,7 +164,7 @@ class World:
             result = run(self.db)
         except BaseException:
             self.db.execute("ROLLBACK")
-            self.ledger.read_anew()
+            self.session.invalidate()
             raise
         self.db.execute("COMMIT")
         return result
@@ -180,15 +182,15 @@ class World:
 
 @cache
 def _empty_society() -> bytes:
-    """Made once and copied for every seed."""
+    """Created once and copied for every seed."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
     db.execute("UPDATE meta SET value = ? WHERE key = 'secret'", (SECRET.decode(),))
     people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
-    post = UnitOfWork(db, now=to_ms(START), limits=LIMITS, ledger=OneWriter(db, to_ms(START)))
-    commands.add_agents(db, post, people)
-    post.close()
-    engine.begin_boot(db)
+    uow = UnitOfWork(db, now=to_ms(START), limits=LIMITS, session=SqliteSession(db, to_ms(START)))
+    commands.add_agents(db, uow, people)
+    uow.flush()
+    engine.mark_started(db)
     image = db.serialize()
     db.close()
     return image

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from coterie.messages import Envelope, seal
+from coterie.messages import Envelope, make_envelope
 from coterie.store import Store
 from coterie.stores.postgres import PostgresStore
 
@@ -13,7 +13,7 @@ Opener = Callable[[], Awaitable[PostgresStore]]
 
 
 def letter(sender: str, to: str, text: str = "hello", **more: Any) -> Envelope:
-    return seal(sender=sender, to=to, payload={"text": text}, **more)
+    return make_envelope(sender=sender, to=to, payload={"text": text}, **more)
 
 
 async def texts(store: Store, who: str) -> list[str]:

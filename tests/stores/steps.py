@@ -1,26 +1,26 @@
-"""A turn in single steps, as the tests of every engine take them."""
+"""Helpers that run a turn step by step, for tests on every engine."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
-from coterie.agent.builtins import seal_call
-from coterie.llm.types import Call
-from coterie.messages import Message, seal
+from coterie.agent.builtins import build_envelope
+from coterie.llm.types import ToolCall
+from coterie.messages import Message, make_envelope
 from coterie.store import Store
-from coterie.turn import Answered, Effect, Event, PlannedCall, Ran, Rest, Rules, Run
+from coterie.turn import CallEnded, Effect, Event, ModelAnswered, PlannedCall, Rest, Rules, RunCall
 from coterie.turn_store import Claim, TurnStore
 
 RULES = Rules(max_withdrawals=2, max_rounds=5)
 
 
 class Society(Store, TurnStore, Protocol):
-    """A store with everything in it."""
+    """A store with both ports."""
 
 
 def call(name: str = "look", effect: Effect = "unsafe", **changed: Any) -> PlannedCall:
     arguments = changed.pop("arguments", {})
-    return PlannedCall(call=Call(id="c", name=name, arguments=arguments), effect=effect, **changed)
+    return PlannedCall(call=ToolCall(id="c", name=name, arguments=arguments), effect=effect, **changed)
 
 
 def message_to(to: str, text: str = "hello", **more: Any) -> PlannedCall:
@@ -28,45 +28,45 @@ def message_to(to: str, text: str = "hello", **more: Any) -> PlannedCall:
     return call("send_message", "idempotent", arguments=arguments)
 
 
-def says(text: str, *calls: PlannedCall) -> Answered:
-    return Answered(text=text, calls=calls)
+def says(text: str, *calls: PlannedCall) -> ModelAnswered:
+    return ModelAnswered(text=text, calls=calls)
 
 
-def done(index: int = 0, result: str = "ok") -> Ran:
-    return Ran(index=index, ok=True, result=result)
+def done(index: int = 0, result: str = "ok") -> CallEnded:
+    return CallEnded(index=index, ok=True, result=result)
 
 
 async def ask(store: Society, to: str = "ada", text: str = "hello", sender: str = "user", **more: Any) -> str:
-    receipt = await store.send(seal(sender=sender, to=to, payload={"text": text}, **more))
+    receipt = await store.send(make_envelope(sender=sender, to=to, payload={"text": text}, **more))
     return receipt.message_id
 
 
-async def take(store: Society, worker: str = "w") -> Claim:
-    (claim,) = await store.claim(worker, RULES, 1)
+async def claim_agent(store: Society, worker: str = "w") -> Claim:
+    (claim,) = await store.claim_ready(worker, RULES, 1)
     return claim
 
 
-async def go_on(store: Society, claim: Claim, *events: Event) -> Claim:
+async def advance(store: Society, claim: Claim, *events: Event) -> Claim:
     for event in events:
         claim = await store.advance(claim, event, RULES)
     return claim
 
 
 async def run_send(store: Society, claim: Claim) -> Claim:
-    """The call that the claim says is to run, as the handler does it."""
-    assert isinstance(claim.effect, Run) and claim.call is not None
-    key = claim.key(claim.effect.index)
-    envelope = seal_call(claim.agent_id, claim.call.call.arguments, key=key, cause=claim.cause)
-    return await store.advance(claim, done(claim.effect.index, ""), RULES, sends=envelope)
+    """Run the `send_message` call of the claim, as the handler does."""
+    assert isinstance(claim.action, RunCall) and claim.call is not None
+    key = claim.call_key(claim.action.index)
+    envelope = build_envelope(claim.agent_id, claim.call.call.arguments, key=key, cause=claim.cause)
+    return await store.advance(claim, done(claim.action.index, ""), RULES, sends=envelope)
 
 
-async def told(store: Society, agent_id: str = "ada") -> list[str]:
-    """The history, in short."""
+async def history_lines(store: Society, agent_id: str = "ada") -> list[str]:
+    """The history as lines of role and text."""
     rows = await store.history(agent_id)
     return [f"{row.role}: {row.message.payload['text'] if row.message else row.text}" for row in rows]
 
 
-async def got(store: Society, recipient: str) -> list[tuple[str, str, str | None]]:
+async def received(store: Society, recipient: str) -> list[tuple[str, str, str | None]]:
     return [(m.sender, m.payload["text"], m.in_reply_to) for m in await store.waiting(recipient)]
 
 
@@ -84,8 +84,8 @@ async def stored(store: Society, message_id: str) -> Message:
 
 async def asked_for_approval(store: Society, *calls: PlannedCall) -> Message:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", *calls))
-    assert (claim.effect, await state(store)) == (Rest(), "wait_approval")
+    claim = await advance(store, await claim_agent(store), says("", *calls))
+    assert (claim.action, await state(store)) == (Rest(), "wait_approval")
     (question,) = await store.waiting("user")
     return question
 

@@ -1,4 +1,4 @@
-"""What every storage engine promises about calls that need the word of the person."""
+"""Contract of every storage engine: calls that need approval."""
 
 from __future__ import annotations
 
@@ -11,78 +11,87 @@ import pytest
 
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
-from coterie.messages import Answer
-from coterie.turn import NOT_EXECUTED, UNKNOWN, ArgumentsFile, Ask, Rest, Run, Stopped, ToolChanged
+from coterie.messages import QuestionAnswer
+from coterie.turn import (
+    INTERRUPTED_RESULT,
+    UNKNOWN_RESULT,
+    ArgumentsFile,
+    AskModel,
+    Rest,
+    RunCall,
+    Stopped,
+    ToolRulesChanged,
+)
 
 from .steps import (
     RULES,
     Society,
+    advance,
     answer,
     ask,
     asked_for_approval,
     call,
+    claim_agent,
     done,
-    go_on,
+    history_lines,
     says,
     state,
     stored,
-    take,
-    told,
 )
 
 
 async def test_a_gated_call_runs_when_the_person_approves_it_and_its_plan_goes_on(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True, arguments={"sum": 3}), call("b"))
+    question = await asked_for_approval(store, call("pay", needs_approval=True, arguments={"sum": 3}), call("b"))
     assert question.payload["approval"]["tool"] == "pay"
     assert question.payload["approval"]["arguments"] == {"sum": 3}
-    assert await store.claim("w", RULES, 1) == []
+    assert await store.claim_ready("w", RULES, 1) == []
     await answer(store, question, 0)
-    claim = await take(store)
-    assert claim.effect == Run(0)
-    claim = await go_on(store, claim, done(0, "paid"))
-    assert claim.effect == Run(1)  # the person's word on the first is no interruption of the second
-    await go_on(store, claim, done(1, "b"))
-    assert (await told(store))[2:] == ["tool: paid", "tool: b", "user: Approve"]
+    claim = await claim_agent(store)
+    assert claim.action == RunCall(0)
+    claim = await advance(store, claim, done(0, "paid"))
+    assert claim.action == RunCall(1)  # the person's word on the first is no interruption of the second
+    await advance(store, claim, done(1, "b"))
+    assert (await history_lines(store))[2:] == ["tool: paid", "tool: b", "user: Approve"]
 
 
 async def test_a_denied_call_does_not_run(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     await answer(store, question, 1)
-    assert (await take(store)).effect == Ask()
-    assert "denied" in (await told(store))[2]
+    assert (await claim_agent(store)).action == AskModel()
+    assert "denied" in (await history_lines(store))[2]
 
 
 async def test_each_gated_call_has_a_question_of_its_own(store: Society) -> None:
-    first = await asked_for_approval(store, call("pay", gated=True), call("fire", gated=True))
+    first = await asked_for_approval(store, call("pay", needs_approval=True), call("fire", needs_approval=True))
     await answer(store, first, 0)
-    await go_on(store, await take(store), done())
+    await advance(store, await claim_agent(store), done())
     assert await state(store) == "wait_approval"
     (_, second) = await store.waiting("user")
     assert second.payload["approval"]["tool"] == "fire"
     await answer(store, second, 0)
-    assert (await take(store)).effect == Run(1)
+    assert (await claim_agent(store)).action == RunCall(1)
 
 
 @pytest.mark.parametrize("in_reply", [True, False])
-async def test_any_other_word_makes_the_question_void(store: Society, in_reply: bool) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+async def test_any_other_message_makes_the_question_void(store: Society, in_reply: bool) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     await ask(store, text="why?", in_reply_to=question.id if in_reply else None)
     with pytest.raises(Refused) as late:
         await answer(store, question, 0)
     assert late.value.code == "already_answered"
-    claim = await take(store)
-    assert claim.effect == Ask()
-    assert (await told(store))[2:] == [f"tool: {NOT_EXECUTED}", "user: why?"]
+    claim = await claim_agent(store)
+    assert claim.action == AskModel()
+    assert (await history_lines(store))[2:] == [f"tool: {INTERRUPTED_RESULT}", "user: why?"]
 
 
 async def test_a_stale_approval_is_refused_and_starts_nothing(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     await ask(store, text="no")
-    await go_on(store, await take(store), says("very well"))
+    await advance(store, await claim_agent(store), says("very well"))
     with pytest.raises(Refused) as late:
         await answer(store, question, 0)
     assert late.value.code == "already_answered"
-    assert await store.claim("w", RULES, 1) == []
+    assert await store.claim_ready("w", RULES, 1) == []
 
 
 DEEP: dict[str, Any] = {}
@@ -93,93 +102,93 @@ for _ in range(100):
 @pytest.mark.parametrize("odd", [{"n": 10**30}, DEEP], ids=["too wide", "too deep"])
 async def test_arguments_that_no_payload_can_carry_are_shown_whole_as_json(store: Society, odd: dict[str, Any]) -> None:
     arguments = {"text": "x" * 10_000, "last": odd}
-    question = await asked_for_approval(store, call("pay", gated=True, arguments=arguments))
+    question = await asked_for_approval(store, call("pay", needs_approval=True, arguments=arguments))
     assert json.loads(question.payload["approval"]["arguments"]["json"]) == arguments
     await answer(store, question, 0)
-    claim = await take(store)
+    claim = await claim_agent(store)
     assert claim.call is not None and claim.call.call.arguments == arguments
 
 
 async def test_arguments_too_long_for_a_question_are_asked_about_with_the_file_that_holds_them(store: Society) -> None:
     await ask(store)
-    long = call("pay", gated=True, arguments={"text": "x" * (1 << 20)})
-    claim = await go_on(store, await take(store), says("", long))
-    assert claim.effect == Run(0) and claim.call is not None and not claim.call.gated
+    long = call("pay", needs_approval=True, arguments={"text": "x" * (1 << 20)})
+    claim = await advance(store, await claim_agent(store), says("", long))
+    assert claim.action == RunCall(0) and claim.call is not None and not claim.call.needs_approval
     file = await keep(store, "pay-arguments.json", size=(1 << 20) + 11)
-    claim = await go_on(store, claim, ToolChanged(index=0, effect="unsafe", gated=True, file=file))
-    assert (claim.effect, await state(store)) == (Rest(), "wait_approval")
+    claim = await advance(store, claim, ToolRulesChanged(index=0, effect="unsafe", needs_approval=True, file=file))
+    assert (claim.action, await state(store)) == (Rest(), "wait_approval")
     (question,) = await store.waiting("user")
     assert question.payload["attachments"][0]["artifactRef"] == file.artifact_ref
     assert "1,048,587 bytes" in question.payload["text"]
     await answer(store, question, 0)
-    claim = await take(store)
-    assert claim.effect == Run(0) and claim.call is not None and claim.call.gated
+    claim = await claim_agent(store)
+    assert claim.action == RunCall(0) and claim.call is not None and claim.call.needs_approval
 
 
 async def test_rules_that_changed_before_a_call_ran_are_kept_with_it(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call("look", "pure")))
-    assert claim.effect == Run(0)
-    claim = await go_on(store, claim, ToolChanged(index=0, effect="unsafe", gated=False))
-    assert claim.effect == Run(0)
-    await store.release("w", failed=True)
-    assert (await take(store, "other")).effect == Ask()  # an unsafe call is not run again
-    assert UNKNOWN in (await told(store))[2]
+    claim = await advance(store, await claim_agent(store), says("", call("look", "pure")))
+    assert claim.action == RunCall(0)
+    claim = await advance(store, claim, ToolRulesChanged(index=0, effect="unsafe", needs_approval=False))
+    assert claim.action == RunCall(0)
+    await store.release_claims("w", failed=True)
+    assert (await claim_agent(store, "other")).action == AskModel()  # an unsafe call is not run again
+    assert UNKNOWN_RESULT in (await history_lines(store))[2]
 
 
-async def test_the_answer_that_a_call_runs_by_cannot_be_withdrawn(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True), call("b"))
+async def test_the_approval_of_a_running_call_cannot_be_withdrawn(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True), call("b"))
     pressed = await answer(store, question, 0)
-    claim = await take(store)
+    claim = await claim_agent(store)
     for event in (done(0, "paid"), done(1, "b")):
         await refused(store.withdraw(pressed, "user"), "already_taken")
-        assert (await stored(store, question.id)).answer == Answer(pressed, 0)
-        claim = await go_on(store, claim, event)
+        assert (await stored(store, question.id)).answer == QuestionAnswer(pressed, 0)
+        claim = await advance(store, claim, event)
 
 
 async def test_the_answer_that_denied_a_call_cannot_be_withdrawn(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True), call("b"))
+    question = await asked_for_approval(store, call("pay", needs_approval=True), call("b"))
     pressed = await answer(store, question, 1)
-    assert (await take(store)).effect == Run(1)
+    assert (await claim_agent(store)).action == RunCall(1)
     await refused(store.withdraw(pressed, "user"), "already_taken")
 
 
-async def test_the_answer_that_a_call_has_run_by_cannot_be_withdrawn_though_it_still_waits(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+async def test_the_approval_of_an_ended_call_cannot_be_withdrawn_while_it_waits(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     pressed = await answer(store, question, 0)
-    claim = await take(store)
+    claim = await claim_agent(store)
     await store.pause("ada")
-    await go_on(store, claim, Stopped())
+    await advance(store, claim, Stopped())
     assert (await state(store), (await stored(store, pressed)).state) == ("paused", "pending")
     await refused(store.withdraw(pressed, "user"), "already_taken")
 
 
 async def test_an_answer_that_was_not_acted_on_is_withdrawn_and_the_question_is_open_again(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     await store.withdraw(await answer(store, question, 0), "user")
     assert (await stored(store, question.id)).answer is None
     await answer(store, question, 0)
-    assert (await take(store)).effect == Run(0)
+    assert (await claim_agent(store)).action == RunCall(0)
 
 
 async def test_an_answer_that_came_too_late_is_withdrawn_and_the_question_stays_closed(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     pressed = await answer(store, question, 0)
-    assert await store.stop("ada")
+    assert await store.stop_waiting_turn("ada")
     await store.withdraw(pressed, "user")
-    assert (await stored(store, question.id)).answer == Answer(question.id, None)
+    assert (await stored(store, question.id)).answer == QuestionAnswer(question.id, None)
     await refused(answer(store, question, 0), "already_answered")
 
 
 @pytest.mark.parametrize("by", ["stop", "an agent"])
 async def test_a_question_about_a_call_that_was_cancelled_is_closed(store: Society, by: str) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     if by == "stop":
-        assert await store.stop("ada")
+        assert await store.stop_waiting_turn("ada")
     else:
         await ask(store, text="psst", sender="bob")
-        await go_on(store, await take(store), says("very well"))
-    assert (await stored(store, question.id)).answer == Answer(question.id, None)
+        await advance(store, await claim_agent(store), says("very well"))
+    assert (await stored(store, question.id)).answer == QuestionAnswer(question.id, None)
     refusal = await refused(answer(store, question, 0), "already_answered")
     assert refusal.details["answer"] == {"messageId": question.id, "option": None}
     assert await state(store) == "idle"
@@ -209,15 +218,15 @@ async def refused(sending: Awaitable[object], code: str) -> Refused:
     return refusal.value
 
 
-async def test_agents_that_talk_without_pause_cannot_keep_a_question_from_being_answered(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
+async def test_a_stream_of_agent_messages_cannot_prevent_an_approval(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
     for _ in range(RULES.max_withdrawals):
         await ask(store, text="psst", sender="bob")
-        claim = await take(store)
-        assert claim.effect == Ask()
-        await go_on(store, claim, says("", call("pay", gated=True)))
+        claim = await claim_agent(store)
+        assert claim.action == AskModel()
+        await advance(store, claim, says("", call("pay", needs_approval=True)))
         question = (await store.waiting("user"))[-1]
     await ask(store, text="psst", sender="bob")
-    assert (await take(store)).effect == Rest()
+    assert (await claim_agent(store)).action == Rest()
     await answer(store, question, 0)
-    assert (await take(store)).effect == Run(0)
+    assert (await claim_agent(store)).action == RunCall(0)

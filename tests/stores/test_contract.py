@@ -1,4 +1,4 @@
-"""What every storage engine promises. One file, run on each of them."""
+"""Contract of every storage engine: agents, messages, artifacts and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
-from coterie.messages import Envelope, Message, seal
+from coterie.messages import Envelope, Message, make_envelope
 from coterie.store import Page, Retention, Store
 from coterie.testing import FakeClock
 
@@ -20,7 +20,7 @@ HOUR = 3_600_000
 
 
 def to_ada(text: str = "hello", **changed: Any) -> Envelope:
-    return seal(**{"sender": "user", "to": "ada", "payload": {"text": text}} | changed)
+    return make_envelope(**{"sender": "user", "to": "ada", "payload": {"text": text}} | changed)
 
 
 def texts(messages: Any) -> list[str]:
@@ -46,12 +46,12 @@ async def test_what_was_sent_waits_for_its_recipient_in_the_order_of_the_calls(s
     await asyncio.gather(*(store.send(to_ada(str(n))) for n in range(5)))
     waiting = await store.waiting("ada")
     assert texts(waiting) == ["0", "1", "2", "3", "4"]
-    assert [message.in_seq for message in waiting] == [1, 2, 3, 4, 5]
+    assert [message.mailbox_position for message in waiting] == [1, 2, 3, 4, 5]
 
 
 async def test_a_message_comes_back_as_it_was_sent(store: Store, clock: FakeClock) -> None:
     question = await store.send(to_ada())
-    sealed = seal(
+    sealed = make_envelope(
         sender="bob",
         to="ada",
         payload={"text": "第一", "more": {"a": [1, 2.5, None, True]}},
@@ -75,21 +75,21 @@ async def test_fifty_parallel_sends_under_one_name_are_one_message_and_fifty_equ
 
 
 async def test_sent_again_after_it_was_taken_it_is_not_sent_a_second_time(store: Store) -> None:
-    reply = seal(sender="ada", to="user", payload={"text": "done"}, client_id="c")
+    reply = make_envelope(sender="ada", to="user", payload={"text": "done"}, client_id="c")
     first = await store.send(reply)
-    await store.read("ada", first.message_id)
+    await store.mark_read("ada", first.message_id)
     assert await store.send(reply) == first
     assert await store.waiting("user") == []
 
 
-async def test_nobody_and_the_departed_cannot_be_written_to(store: Store) -> None:
+async def test_sends_to_unknown_and_terminated_agents_are_refused(store: Store) -> None:
     assert await refusal(store.send(to_ada(to="nobody"))) == "unknown_recipient"
     assert await refusal(store.send(to_ada(to="system"))) == "unknown_recipient"
     await store.terminate("ada")
     assert await refusal(store.send(to_ada())) == "recipient_terminated"
 
 
-async def test_a_full_mailbox_refuses_and_takes_again_when_there_is_room(store: Store) -> None:
+async def test_a_full_mailbox_refuses_until_messages_are_taken(store: Store) -> None:
     receipts = [await store.send(to_ada(str(n))) for n in range(5)]
     assert await refusal(store.send(to_ada("too many"))) == "mailbox_full"
     await store.withdraw(receipts[0].message_id, "user")
@@ -99,7 +99,7 @@ async def test_a_full_mailbox_refuses_and_takes_again_when_there_is_room(store: 
 
 async def test_the_person_has_no_mailbox_limit(store: Store) -> None:
     for n in range(9):
-        await store.send(seal(sender="ada", to="user", payload={"text": str(n)}))
+        await store.send(make_envelope(sender="ada", to="user", payload={"text": str(n)}))
     assert len(await store.waiting("user")) == 9
 
 
@@ -114,16 +114,16 @@ async def test_one_refused_message_does_not_touch_those_sent_at_the_same_moment(
 async def test_a_chain_of_messages_ends_at_the_hop_limit(store: Store) -> None:
     cause, sender, to = None, "ada", "bob"
     for hops in range(4):
-        receipt = await store.send(seal(sender=sender, to=to, payload={}, cause=cause))
+        receipt = await store.send(make_envelope(sender=sender, to=to, payload={}, cause=cause))
         assert (await stored(store, receipt.message_id)).hops == hops
         cause, sender, to = receipt.message_id, to, sender
-    assert await refusal(store.send(seal(sender=sender, to=to, payload={}, cause=cause))) == "hop_limit"
-    later = await store.send(seal(sender=sender, to=to, payload={}, cause=cause, delay_ms=60_000))
+    assert await refusal(store.send(make_envelope(sender=sender, to=to, payload={}, cause=cause))) == "hop_limit"
+    later = await store.send(make_envelope(sender=sender, to=to, payload={}, cause=cause, delay_ms=60_000))
     assert (await stored(store, later.message_id)).hops == 0
 
 
 async def test_a_reply_names_a_message_that_exists_and_an_option_it_offers(store: Store) -> None:
-    asked = await store.send(seal(sender="ada", to="user", payload={"text": "?"}, quick_replies=["Yes", "No"]))
+    asked = await store.send(make_envelope(sender="ada", to="user", payload={"text": "?"}, quick_replies=["Yes", "No"]))
     answer: dict[str, Any] = {"payload": {"text": "No"}, "in_reply_to": asked.message_id}
     assert await refusal(store.send(to_ada(in_reply_to="gone"))) == "inReplyTo_unknown"
     assert await refusal(store.send(to_ada(**answer, option=2))) == "option_invalid"
@@ -140,11 +140,11 @@ async def test_a_delayed_message_is_not_in_the_mailbox_before_it_is_due(store: S
     assert receipt.state == "delayed"
     assert receipt.scheduled_delivery_time == clock.now() + timedelta(hours=1)
     await clock.advance(minutes=59, seconds=59.999)
-    assert (await store.promote(10)).delivered == []
+    assert (await store.promote_due(10)).delivered == []
     assert await store.waiting("ada") == []
     assert (await store.until_next_due()) == timedelta(milliseconds=1)
     await clock.advance(milliseconds=1)
-    assert [delivery.message_id for delivery in (await store.promote(10)).delivered] == [receipt.message_id]
+    assert [delivery.message_id for delivery in (await store.promote_due(10)).delivered] == [receipt.message_id]
     assert texts(await store.waiting("ada")) == ["hello"]
 
 
@@ -153,10 +153,10 @@ async def test_messages_due_together_are_delivered_in_the_order_they_were_sent(s
     for n in range(3):
         await store.send(to_ada(str(n), delay_ms=1000))
     await clock.advance(seconds=2)
-    first = await store.promote(2)
+    first = await store.promote_due(2)
     assert len(first.delivered) == 2
     assert first.next_due is not None and first.next_due <= timedelta(0)
-    assert (await store.promote(9)).next_due is None
+    assert (await store.promote_due(9)).next_due is None
     assert texts(await store.waiting("ada")) == ["0", "1", "2", "later"]
 
 
@@ -164,7 +164,7 @@ async def test_everything_can_be_delivered_early_and_then_says_so(store: Store, 
     due = await store.send(to_ada("due", delay_ms=5))
     early = await store.send(to_ada("early", delay_ms=HOUR))
     await clock.advance(seconds=1)
-    await store.promote(10, early=True)
+    await store.promote_due(10, early=True)
     assert (await stored(store, due.message_id)).early is False
     message = await stored(store, early.message_id)
     assert message.early and message.state == "pending"
@@ -185,20 +185,20 @@ async def test_delayed_messages_are_counted_and_listed_by_due_time(store: Store)
 
 async def test_a_delayed_message_can_be_moved_until_it_is_delivered(store: Store, clock: FakeClock) -> None:
     receipt = await store.send(to_ada(delay_ms=HOUR))
-    moved = await store.move(receipt.message_id, timedelta(seconds=1), "user")
+    moved = await store.reschedule(receipt.message_id, timedelta(seconds=1), "user")
     assert moved.deliver_at == clock.now() + timedelta(seconds=1)
     await clock.advance(seconds=1)
-    await store.promote(10)
-    assert await refusal(store.move(receipt.message_id, timedelta(seconds=1), "user")) == "already_delivered"
+    await store.promote_due(10)
+    assert await refusal(store.reschedule(receipt.message_id, timedelta(seconds=1), "user")) == "already_delivered"
 
 
-async def test_a_delayed_message_for_somebody_terminated_is_a_dead_letter_and_its_sender_is_told_once(
+async def test_a_delayed_message_to_a_terminated_agent_is_a_dead_letter_and_its_sender_is_notified_once(
     store: Store, clock: FakeClock
 ) -> None:
     lost = [await store.send(to_ada(str(n), sender="bob", delay_ms=1000)) for n in range(3)]
     await store.terminate("ada")
     await clock.advance(seconds=1)
-    promotion = await store.promote(10)
+    promotion = await store.promote_due(10)
     assert (len(promotion.delivered), promotion.dead) == (0, 3)
     assert {(await stored(store, receipt.message_id)).state for receipt in lost} == {"dead"}
     (notice,) = await store.waiting("bob")
@@ -223,8 +223,8 @@ async def test_a_message_can_be_withdrawn_until_it_is_taken_and_again_is_the_sam
 
 
 async def test_what_was_taken_cannot_be_withdrawn(store: Store) -> None:
-    receipt = await store.send(seal(sender="ada", to="user", payload={"text": "news"}))
-    assert await store.read("ada", receipt.message_id) == 1
+    receipt = await store.send(make_envelope(sender="ada", to="user", payload={"text": "news"}))
+    assert await store.mark_read("ada", receipt.message_id) == 1
     assert await refusal(store.withdraw(receipt.message_id, "ada")) == "already_taken"
     assert (await stored(store, receipt.message_id)).taken_at is not None
 
@@ -238,25 +238,26 @@ async def test_an_agent_withdraws_only_its_own_and_the_person_anything(store: St
 
 async def test_reading_one_conversation_leaves_the_others_unread(store: Store) -> None:
     first, _, last = [
-        await store.send(seal(sender=sender, to="user", payload={"text": sender})) for sender in ("ada", "bob", "ada")
+        await store.send(make_envelope(sender=sender, to="user", payload={"text": sender}))
+        for sender in ("ada", "bob", "ada")
     ]
-    assert await store.read("ada", first.message_id) == 1
-    assert await store.read("ada", last.message_id) == 1
-    assert await store.read("ada", last.message_id) == 0
-    assert await refusal(store.read("bob", last.message_id)) == "unknown_message"
+    assert await store.mark_read("ada", first.message_id) == 1
+    assert await store.mark_read("ada", last.message_id) == 1
+    assert await store.mark_read("ada", last.message_id) == 0
+    assert await refusal(store.mark_read("bob", last.message_id)) == "unknown_message"
     assert texts(await store.waiting("user")) == ["bob"]
 
 
-async def test_the_mail_of_a_terminated_agent_is_dead_and_can_be_sent_again_or_forgotten(store: Store) -> None:
+async def test_messages_to_a_terminated_agent_are_dead_letters_that_can_be_resent_or_deleted(store: Store) -> None:
     first, second = [await store.send(to_ada(text, to="bob")) for text in ("a", "b")]
     await store.terminate("bob")
     await store.terminate("bob")
     assert texts(await store.messages(Page(), state="dead")) == ["b", "a"]
     assert len(await store.waiting("user")) == 1
-    assert await refusal(store.resend(first.message_id)) == "recipient_terminated"
-    await store.forget(second.message_id)
+    assert await refusal(store.resend_dead_letter(first.message_id)) == "recipient_terminated"
+    await store.delete_dead_letter(second.message_id)
     assert await store.message(second.message_id) is None
-    assert await refusal(store.forget(second.message_id)) == "unknown_message"
+    assert await refusal(store.delete_dead_letter(second.message_id)) == "unknown_message"
 
 
 async def test_the_person_cannot_be_terminated(store: Store) -> None:
@@ -298,29 +299,29 @@ async def test_a_message_can_only_carry_artifacts_that_exist(store: Store, clock
     assert len(await store.waiting("ada")) == 1
 
 
-async def test_an_upload_nobody_refers_to_goes_after_a_day_and_its_bytes_only_with_the_last_name(
+async def test_an_unused_upload_is_deleted_after_a_day_and_its_bytes_with_the_last_artifact(
     store: Store, clock: FakeClock
 ) -> None:
     for ref, sha256 in (("kept", "aa"), ("loose", "bb"), ("shared", "aa")):
         await store.add_artifact(picture(clock, ref, sha256))
     await store.send(to_ada(payload={"attachments": [{"artifactRef": "kept"}]}))
     await clock.advance(hours=23)
-    assert (await store.prune(Retention())).bytes_to_delete == []
+    assert (await store.prune(Retention())).unreferenced_blobs == []
     await clock.advance(hours=2)
-    assert (await store.prune(Retention())).bytes_to_delete == ["bb"]
+    assert (await store.prune(Retention())).unreferenced_blobs == ["bb"]
     assert set(await store.artifacts(["kept", "loose", "shared"])) == {"kept"}
 
 
 # The log, and care
 
 
-async def test_the_log_tells_what_happened_in_order(store: Store, clock: FakeClock) -> None:
+async def test_the_event_log_is_in_order(store: Store, clock: FakeClock) -> None:
     start = await store.last_event()
     now = await store.send(to_ada())
     later = await store.send(to_ada(delay_ms=1000))
     await store.withdraw(now.message_id, "user")
     await clock.advance(seconds=1)
-    await store.promote(10)
+    await store.promote_due(10)
     events = await store.events(start)
     assert [(event.kind, event.subject) for event in events] == [
         ("message.created", now.message_id),
@@ -332,11 +333,11 @@ async def test_the_log_tells_what_happened_in_order(store: Store, clock: FakeClo
     assert [event.seq for event in events] == list(range(start + 1, start + 6))
 
 
-async def test_whoever_watches_is_told_what_was_read_and_who_is_gone_and_of_roles_nothing(store: Store) -> None:
-    receipt = await store.send(seal(sender="ada", to="user", payload={"text": "news"}))
+async def test_events_report_reads_and_terminations_but_no_roles(store: Store) -> None:
+    receipt = await store.send(make_envelope(sender="ada", to="user", payload={"text": "news"}))
     start = await store.last_event()
     await store.put_role("scout", "{}")
-    await store.read("ada", receipt.message_id)
+    await store.mark_read("ada", receipt.message_id)
     await store.terminate("ada")
     events = await store.events(start)
     assert [(event.kind, event.subject, event.data) for event in events] == [
@@ -346,12 +347,10 @@ async def test_whoever_watches_is_told_what_was_read_and_who_is_gone_and_of_role
     ]
 
 
-async def test_old_messages_go_when_the_owner_wants_them_gone_and_waiting_ones_never(
-    store: Store, clock: FakeClock
-) -> None:
-    read = await store.send(seal(sender="ada", to="user", payload={"text": "old"}))
+async def test_pruning_deletes_old_messages_but_never_waiting_ones(store: Store, clock: FakeClock) -> None:
+    read = await store.send(make_envelope(sender="ada", to="user", payload={"text": "old"}))
     await store.send(to_ada("waits"))
-    await store.read("ada", read.message_id)
+    await store.mark_read("ada", read.message_id)
     await clock.advance(days=8)
     assert (await store.prune(Retention())).messages == 0
     pruned = await store.prune(Retention(messages=timedelta(days=7)))
@@ -360,7 +359,7 @@ async def test_old_messages_go_when_the_owner_wants_them_gone_and_waiting_ones_n
     assert texts(await store.waiting("ada")) == ["waits"]
 
 
-async def test_old_events_go_but_the_log_never_restarts(store: Store, clock: FakeClock) -> None:
+async def test_old_events_are_deleted_but_numbers_are_never_reused(store: Store, clock: FakeClock) -> None:
     await store.send(to_ada())
     last = await store.last_event()
     await clock.advance(days=8)

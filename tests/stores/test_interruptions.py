@@ -1,173 +1,177 @@
-"""What every storage engine promises about mail that comes while an agent works."""
+"""Contract of every storage engine: messages that arrive while an agent works."""
 
 from __future__ import annotations
 
 import pytest
 
 from coterie.errors import Refused
-from coterie.messages import seal
+from coterie.messages import make_envelope
 from coterie.testing import FakeClock
-from coterie.turn import NOT_EXECUTED, Ask, Rest, Run
+from coterie.turn import INTERRUPTED_RESULT, AskModel, Rest, RunCall
 
 from .steps import (
     RULES,
     Society,
+    advance,
     ask,
     call,
+    claim_agent,
     done,
-    go_on,
-    got,
+    history_lines,
     message_to,
+    received,
     run_send,
     says,
     state,
-    take,
-    told,
 )
 
 
 async def test_a_message_to_an_agent_at_work_waits_as_an_interjection(store: Society) -> None:
     await ask(store)
-    await take(store)
-    receipt = await store.send(seal(sender="user", to="ada", payload={"text": "wait"}))
+    await claim_agent(store)
+    receipt = await store.send(make_envelope(sender="user", to="ada", payload={"text": "wait"}))
     assert receipt.state == "queued"
     assert [m.payload["text"] for m in await store.waiting("ada")] == ["wait"]
 
 
 async def test_before_the_first_call_interjections_withdraw_the_plan_and_all_are_read_in_order(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     for text in ("no", "wait", "stop"):
         await ask(store, text=text)
-    claim = await go_on(store, claim, says("I shall", call(), call()))
-    assert (claim.effect, await state(store)) == (Ask(), "llm")
-    assert await told(store) == ["user: hello", "user: no", "user: wait", "user: stop"]
+    claim = await advance(store, claim, says("I shall", call(), call()))
+    assert (claim.action, await state(store)) == (AskModel(), "llm")
+    assert await history_lines(store) == ["user: hello", "user: no", "user: wait", "user: stop"]
     assert await store.waiting("ada") == []
 
 
 async def test_two_messages_during_one_model_call_cost_exactly_one_more(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     await ask(store, text="a")
     await ask(store, text="b")
     asks = 1
     for event in (says("", call()), says("done")):
-        claim = await go_on(store, claim, event)
-        asks += claim.effect == Ask()
-    assert (asks, claim.effect) == (2, Rest())
+        claim = await advance(store, claim, event)
+        asks += claim.action == AskModel()
+    assert (asks, claim.action) == (2, Rest())
 
 
 async def test_after_a_call_has_run_an_interjection_closes_the_rest_and_keeps_what_happened(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call("a"), call("b"), call("c")))
+    claim = await advance(store, await claim_agent(store), says("", call("a"), call("b"), call("c")))
     await ask(store, text="stop")
-    claim = await go_on(store, claim, done(0, "happened"))
-    assert await told(store) == [
+    claim = await advance(store, claim, done(0, "happened"))
+    assert await history_lines(store) == [
         "user: hello",
         "assistant: ",
         "tool: happened",
-        f"tool: {NOT_EXECUTED}",
-        f"tool: {NOT_EXECUTED}",
+        f"tool: {INTERRUPTED_RESULT}",
+        f"tool: {INTERRUPTED_RESULT}",
         "user: stop",
     ]
-    assert claim.effect == Ask()
+    assert claim.action == AskModel()
 
 
 async def test_a_withdrawn_plan_leaves_everything_before_it_as_it_was(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("first", call("a")), done(0, "one"))
+    claim = await advance(store, await claim_agent(store), says("first", call("a")), done(0, "one"))
     before = await store.history("ada")
     await ask(store, text="wait")
-    await go_on(store, claim, says("second", call("b")))
+    await advance(store, claim, says("second", call("b")))
     after = await store.history("ada")
     assert after[: len(before)] == before
     assert [row.role for row in after[len(before) :]] == ["user"]
 
 
-async def test_mail_waiting_at_the_end_of_an_answer_begins_the_next_turn_with_its_own_askers(store: Society) -> None:
+async def test_messages_that_wait_at_the_end_of_a_turn_start_the_next_turn_with_their_own_askers(
+    store: Society,
+) -> None:
     first = await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     second = await ask(store, text="and you?", sender="bob")
-    claim = await go_on(store, claim, says("to the person"))
-    assert (claim.effect, await state(store)) == (Ask(), "llm")
-    assert await told(store) == ["user: hello", "assistant: to the person", "user: and you?"]
-    await go_on(store, claim, says("to bob"))
-    assert await got(store, "user") == [("ada", "to the person", first)]
-    assert await got(store, "bob") == [("ada", "to bob", second)]
+    claim = await advance(store, claim, says("to the person"))
+    assert (claim.action, await state(store)) == (AskModel(), "llm")
+    assert await history_lines(store) == ["user: hello", "assistant: to the person", "user: and you?"]
+    await advance(store, claim, says("to bob"))
+    assert await received(store, "user") == [("ada", "to the person", first)]
+    assert await received(store, "bob") == [("ada", "to bob", second)]
 
 
 async def test_a_delayed_message_that_falls_due_interrupts_like_any_other(store: Society, clock: FakeClock) -> None:
     await ask(store, text="later", delay_ms=1_000)
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call("a"), call("b")))
+    claim = await advance(store, await claim_agent(store), says("", call("a"), call("b")))
     await clock.advance(seconds=1)
-    await store.promote(10)
-    await go_on(store, claim, done())
-    assert (await told(store))[-1] == "user: later"
+    await store.promote_due(10)
+    await advance(store, claim, done())
+    assert (await history_lines(store))[-1] == "user: later"
 
 
-async def test_agents_that_talk_without_pause_cannot_keep_another_from_acting_but_a_person_can(store: Society) -> None:
+async def test_a_stream_of_agent_messages_cannot_prevent_calls_but_a_person_can(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     for _ in range(RULES.max_withdrawals):
         await ask(store, text="psst", sender="bob")
-        claim = await go_on(store, claim, says("", call("a"), call("b")))
-        assert claim.effect == Ask()
+        claim = await advance(store, claim, says("", call("a"), call("b")))
+        assert claim.action == AskModel()
     await ask(store, text="psst again", sender="bob")
-    claim = await go_on(store, claim, says("", call("a"), call("b"), call("c")), done(0))
-    assert claim.effect == Run(1)
+    claim = await advance(store, claim, says("", call("a"), call("b"), call("c")), done(0))
+    assert claim.action == RunCall(1)
     await ask(store, text="stop")
-    claim = await go_on(store, claim, done(1))
-    assert claim.effect == Ask()
-    assert (await told(store))[-3:] == [f"tool: {NOT_EXECUTED}", "user: psst again", "user: stop"]
+    claim = await advance(store, claim, done(1))
+    assert claim.action == AskModel()
+    assert (await history_lines(store))[-3:] == [f"tool: {INTERRUPTED_RESULT}", "user: psst again", "user: stop"]
 
 
 async def test_the_answer_to_what_a_plan_just_sent_does_not_interrupt_that_plan(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", message_to("bob", "?"), call("b"), message_to("ada", "me")))
+    claim = await advance(
+        store, await claim_agent(store), says("", message_to("bob", "?"), call("b"), message_to("ada", "me"))
+    )
     claim = await run_send(store, claim)
-    bob = await take(store)
-    await go_on(store, bob, says("!"))
+    bob = await claim_agent(store)
+    await advance(store, bob, says("!"))
     assert [m.payload["text"] for m in await store.waiting("ada")] == ["!"]
-    claim = await go_on(store, claim, done(1))
-    assert claim.effect == Run(2)
+    claim = await advance(store, claim, done(1))
+    assert claim.action == RunCall(2)
     claim = await run_send(store, claim)
-    assert claim.effect == Ask()
+    assert claim.action == AskModel()
     # What came before the last call ended is read with it; what the last call itself sent comes next.
-    assert (await told(store))[-1] == "user: !"
-    await go_on(store, claim, says("so"))
-    assert (await told(store))[-2:] == ["assistant: so", "user: me"]
+    assert (await history_lines(store))[-1] == "user: !"
+    await advance(store, claim, says("so"))
+    assert (await history_lines(store))[-2:] == ["assistant: so", "user: me"]
 
 
-async def test_withdrawn_mail_does_not_interrupt_and_is_never_read(store: Society) -> None:
+async def test_a_withdrawn_message_does_not_interrupt_and_is_never_read(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     await store.withdraw(await ask(store, text="never mind"), "user")
-    claim = await go_on(store, claim, says("", call()), done(), says("end"))
-    assert (claim.effect, await state(store)) == (Rest(), "idle")
-    assert "user: never mind" not in await told(store)
+    claim = await advance(store, claim, says("", call()), done(), says("end"))
+    assert (claim.action, await state(store)) == (Rest(), "idle")
+    assert "user: never mind" not in await history_lines(store)
     await ask(store, text="again")
-    assert (await take(store)).effect == Ask()
-    assert (await told(store))[-1] == "user: again"
+    assert (await claim_agent(store)).action == AskModel()
+    assert (await history_lines(store))[-1] == "user: again"
 
 
 async def test_every_agent_has_a_queue_of_its_own(store: Society) -> None:
     await ask(store, "ada")
     await ask(store, "bob")
-    ada, bob = await store.claim("w", RULES, 2)
+    ada, bob = await store.claim_ready("w", RULES, 2)
     await ask(store, "ada", "for ada")
-    bob = await go_on(store, bob, says("", call()))
-    assert bob.effect == Run(0)
-    assert (await go_on(store, ada, says("", call()))).effect == Ask()
+    bob = await advance(store, bob, says("", call()))
+    assert bob.action == RunCall(0)
+    assert (await advance(store, ada, says("", call()))).action == AskModel()
 
 
 async def test_a_full_burst_is_taken_in_one_sequence(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     for n in range(5):
         await ask(store, text=str(n))
     with pytest.raises(Refused):
         await ask(store, text="too many")
-    await go_on(store, claim, says("", call()))
-    assert (await told(store))[1:] == [f"user: {n}" for n in range(5)]
+    await advance(store, claim, says("", call()))
+    assert (await history_lines(store))[1:] == [f"user: {n}" for n in range(5)]
     await ask(store, text="there is room again")

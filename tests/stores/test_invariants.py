@@ -1,4 +1,4 @@
-"""Every invariant can be violated: a check that cannot fail does not exist."""
+"""Every invariant check can fail."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 
 from coterie.agents import Agent
 from coterie.clock import to_ms
-from coterie.llm.types import Call
-from coterie.messages import seal
+from coterie.llm.types import ToolCall
+from coterie.messages import make_envelope
 from coterie.store import Limits
 from coterie.stores.sql import claims, commands, turn_transaction
-from coterie.stores.sql.connection import set_meta
 from coterie.stores.sql.invariants import INVARIANTS
-from coterie.stores.sql.session import OneWriter
+from coterie.stores.sql.rows import set_meta
+from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turn import Answered, PlannedCall, Ran, Rules
+from coterie.turn import CallEnded, ModelAnswered, PlannedCall, Rules
 from coterie.turn_store import Claim
 
 RULES = Rules()
@@ -65,50 +65,52 @@ DAMAGE = {
 
 @pytest.fixture
 def db() -> Iterator[sqlite3.Connection]:
-    """A society where everything has happened once: a withdrawn plan, a closed one, one that runs, mail that waits."""
+    """A society with a withdrawn, a closed and an open plan, and waiting messages."""
     db = sqlite3.connect(":memory:", isolation_level=None)
     migrate(db)
 
-    def post() -> UnitOfWork:
-        return UnitOfWork(db, now=NOW, limits=Limits(), ledger=OneWriter(db, NOW))
+    def uow() -> UnitOfWork:
+        return UnitOfWork(db, now=NOW, limits=Limits(), session=SqliteSession(db, NOW))
 
     def send(to: str, text: str) -> None:
-        office = post()
-        office.accept(seal(sender="user", to=to, payload={"text": text}))
-        office.close()
+        office = uow()
+        office.accept(make_envelope(sender="user", to=to, payload={"text": text}))
+        office.flush()
 
     def claim(agent_id: str) -> Claim:
-        office = post()
+        office = uow()
         claimed = turn_transaction.TurnTransaction(db, office, agent_id, RULES).claim("w")
-        office.close()
+        office.flush()
         return claimed
 
-    def advance(claimed: Claim, *events: Answered | Ran) -> Claim:
+    def advance(claimed: Claim, *events: ModelAnswered | CallEnded) -> Claim:
         for event in events:
-            office = post()
+            office = uow()
             claimed = claims.advance(db, office, claimed, event, RULES, None)
-            office.close()
+            office.flush()
         return claimed
 
-    plan = Answered(text="", calls=(call(), call()))
-    office = post()
+    plan = ModelAnswered(text="", calls=(call(), call()))
+    office = uow()
     people = [Agent(id=name, name=name) for name in ("ada", "bob", "cyd")]
     commands.add_agents(db, office, [Agent(id="user", name="You", kind="person"), *people])
-    office.close()
+    office.flush()
     for text in ("first", "second"):
         send("ada", text)
     claimed = claim("ada")
     send("ada", "withdraws a plan")
     claimed = advance(claimed, plan, plan)
     send("ada", "closes a plan")
-    claimed = advance(claimed, Ran(index=0, ok=True, result="one"), Answered(text="done"))
+    claimed = advance(claimed, CallEnded(index=0, ok=True, result="one"), ModelAnswered(text="done"))
     send("ada", "begins another")
     advance(claim("ada"), plan)
     send("bob", "waits")
-    office = post()
-    asked = office.accept(seal(sender="bob", to="user", payload={"text": "Well?"}, quick_replies=["Yes"]))
-    office.accept(seal(sender="user", to="bob", payload={"text": "Yes"}, in_reply_to=asked.message_id, option=0))
-    office.close()
+    office = uow()
+    asked = office.accept(make_envelope(sender="bob", to="user", payload={"text": "Well?"}, quick_replies=["Yes"]))
+    office.accept(
+        make_envelope(sender="user", to="bob", payload={"text": "Yes"}, in_reply_to=asked.message_id, option=0)
+    )
+    office.flush()
     db.execute("INSERT INTO artifacts VALUES ('r', 'a.png', 'image', 'image/png', 1, '00', 0, NULL)")
     db.execute("INSERT INTO attachments VALUES ('r', 1)")
     yield db
@@ -116,7 +118,7 @@ def db() -> Iterator[sqlite3.Connection]:
 
 
 def call() -> PlannedCall:
-    return PlannedCall(call=Call(id="c", name="look", arguments={}))
+    return PlannedCall(call=ToolCall(id="c", name="look", arguments={}))
 
 
 def broken(db: sqlite3.Connection) -> set[str]:
@@ -130,7 +132,7 @@ def test_a_society_at_work_violates_nothing(db: sqlite3.Connection) -> None:
 
 
 @pytest.mark.parametrize("name", INVARIANTS)
-def test_damage_is_noticed_by_the_invariant_it_contradicts(db: sqlite3.Connection, name: str) -> None:
+def test_each_violation_is_reported_by_its_invariant(db: sqlite3.Connection, name: str) -> None:
     db.execute("PRAGMA foreign_keys = OFF")
     assert db.execute(DAMAGE[name]).rowcount > 0
     assert name in broken(db)
@@ -150,12 +152,12 @@ def test_an_executed_call_that_was_dropped_is_noticed(db: sqlite3.Connection) ->
     assert {"H9 results", "H9 ended calls"} & broken(db)
 
 
-def test_a_message_in_the_history_of_somebody_else_is_noticed(db: sqlite3.Connection) -> None:
+def test_a_message_in_the_history_of_another_agent_is_noticed(db: sqlite3.Connection) -> None:
     db.execute("UPDATE messages SET recipient = 'cyd', in_seq = 1 WHERE in_seq = 1 AND recipient = 'ada'")
     assert "H7 read is taken" in broken(db)
 
 
-def test_a_history_whose_messages_were_tidied_away_is_no_violation(db: sqlite3.Connection) -> None:
+def test_a_history_whose_messages_were_pruned_is_no_violation(db: sqlite3.Connection) -> None:
     db.execute("DELETE FROM attachments")
     db.execute("DELETE FROM messages WHERE state = 'taken'")
     assert "H7 read is taken" in broken(db)

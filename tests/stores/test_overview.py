@@ -1,4 +1,4 @@
-"""What every storage engine shows to people: conversations, everything at one glance, runs, costs, words, files."""
+"""Contract of every storage engine: threads, snapshot, runs, usage, search and artifacts."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ import pytest
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import EPOCH
+from coterie.clock import UNIX_EPOCH
 from coterie.errors import Refused
-from coterie.llm.types import Call, Usage
-from coterie.messages import seal
-from coterie.store import SHOWN, Overview, Page, Snapshot, Store, Thread
+from coterie.llm.types import TokenUsage, ToolCall
+from coterie.messages import make_envelope
+from coterie.store import MAX_LISTED, Overview, Page, Snapshot, Store, Thread
 from coterie.testing import FakeClock
-from coterie.turn import Answered, ModelFailed, PlannedCall, Ran, Rules
+from coterie.turn import CallEnded, ModelAnswered, ModelFailed, PlannedCall, Rules
 from coterie.turn_store import Claim, TurnStore
 
 RULES = Rules()
 
 
 class Society(Store, TurnStore, Overview, Protocol):
-    """A store that agents work on and people look at."""
+    """A store with all three ports."""
 
 
 async def say(store: Society, sender: str, to: str, text: str = "hello", **more: Any) -> str:
     payload = {"text": text} | more.pop("payload", {})
-    return (await store.send(seal(sender=sender, to=to, payload=payload, **more))).message_id
+    return (await store.send(make_envelope(sender=sender, to=to, payload=payload, **more))).message_id
 
 
 async def notice(store: Society, agent_id: str, text: str = "trouble") -> str:
     return await say(store, "system", "user", text, payload={"problem": {"agent": agent_id}})
 
 
-async def work(store: Society, *events: Answered | Ran | ModelFailed, agent_id: str = "ada") -> Claim:
-    (claim,) = [each for each in await store.claim("w", RULES, 10) if each.agent_id == agent_id]
-    return await go_on(store, claim, *events)
+async def work(store: Society, *events: ModelAnswered | CallEnded | ModelFailed, agent_id: str = "ada") -> Claim:
+    (claim,) = [each for each in await store.claim_ready("w", RULES, 10) if each.agent_id == agent_id]
+    return await advance(store, claim, *events)
 
 
-async def go_on(store: Society, claim: Claim, *events: Answered | Ran | ModelFailed) -> Claim:
+async def advance(store: Society, claim: Claim, *events: ModelAnswered | CallEnded | ModelFailed) -> Claim:
     for event in events:
         claim = await store.advance(claim, event, RULES)
     return claim
 
 
-def calls(*names: str) -> Answered:
-    planned = tuple(PlannedCall(call=Call(id="c", name=name, arguments={"n": 1})) for name in names)
-    return Answered(text="let me see", calls=planned, service="main")
+def calls(*names: str) -> ModelAnswered:
+    planned = tuple(PlannedCall(call=ToolCall(id="c", name=name, arguments={"n": 1})) for name in names)
+    return ModelAnswered(text="let me see", calls=planned, service="main")
 
 
 def texts(messages: Any) -> list[str]:
@@ -93,7 +93,7 @@ async def test_a_delayed_message_enters_the_thread_where_it_was_delivered(store:
     await say(store, "user", "ada", "now")
     assert texts(await store.thread("ada")) == ["now"]
     await clock.advance(seconds=1)
-    await store.promote(10)
+    await store.promote_due(10)
     assert texts(await store.thread("ada")) == ["now", "reminder"]
 
 
@@ -125,17 +125,17 @@ async def test_a_part_next_to_a_message_of_another_thread_is_refused(store: Soci
 # Read marks
 
 
-async def test_unread_is_what_was_said_to_the_person_behind_their_read_mark(store: Society) -> None:
+async def test_unread_messages_are_those_after_the_read_mark(store: Society) -> None:
     await say(store, "ada", "user", "one")
     mine = await say(store, "user", "ada", "two")
     trouble = await notice(store, "ada", "three")
     last = await say(store, "ada", "user", "four")
     assert (await thread_of(store, "ada")).unread == 3
-    assert await store.read("ada", mine) == 1  # up to words of one's own
+    assert await store.mark_read("ada", mine) == 1  # up to words of one's own
     found = await thread_of(store, "ada")
     assert (found.unread, found.first_unread, found.last.id) == (2, trouble, last)
     assert await store.unread(["ada", "bob"]) == {"ada": 2, "bob": 0}
-    assert await store.read("ada", last) == 2
+    assert await store.mark_read("ada", last) == 2
     found = await thread_of(store, "ada")
     assert (found.unread, found.first_unread) == (0, None)
     assert (await agent(store, "user")).waiting == 0
@@ -145,14 +145,14 @@ async def test_what_was_delivered_behind_the_read_mark_stays_unread(store: Socie
     late = await say(store, "ada", "user", "sent first", delay_ms=1000)
     seen = await say(store, "ada", "user", "met first")
     await clock.advance(seconds=1)
-    await store.promote(10)
-    assert await store.read("ada", seen) == 1
+    await store.promote_due(10)
+    assert await store.mark_read("ada", seen) == 1
     assert (await thread_of(store, "ada")).first_unread == late
 
 
-async def test_notices_about_nobody_can_be_read_too(store: Society) -> None:
+async def test_notices_about_no_agent_can_be_read_too(store: Society) -> None:
     told = await say(store, "system", "user", "about nobody")
-    assert await store.read("system", told) == 1
+    assert await store.mark_read("system", told) == 1
     assert await store.waiting("user") == []
 
 
@@ -188,10 +188,10 @@ async def test_a_snapshot_shows_threads_queues_delays_and_questions(store: Socie
     assert shown.seq == await store.last_event()
 
 
-async def test_long_lists_are_cut_and_counted_and_the_departed_come_last(store: Society) -> None:
-    await store.add_agents([Agent(id=f"x{n:03}", name="X") for n in range(SHOWN)])
+async def test_long_lists_are_cut_and_counted_and_terminated_agents_come_last(store: Society) -> None:
+    await store.add_agents([Agent(id=f"x{n:03}", name="X") for n in range(MAX_LISTED)])
     await store.terminate("ada")
-    await asyncio.gather(*(say(store, "user", "bob", delay_ms=n) for n in range(1, SHOWN + 2)))
+    await asyncio.gather(*(say(store, "user", "bob", delay_ms=n) for n in range(1, MAX_LISTED + 2)))
     shown = await store.snapshot()
     assert (len(shown.agents), shown.agent_count, len(shown.delayed), shown.delayed_count) == (200, 202, 200, 201)
     assert "ada" not in {each.id for each in shown.agents}
@@ -219,12 +219,12 @@ async def test_an_agent_shows_the_call_it_is_at(store: Society) -> None:
     await say(store, "user", "ada")
     claim = await work(store, calls("look", "find"))
     shown = await agent(store)
-    assert (shown.state, shown.tool, shown.step) == ("tools", "look", (1, 2))
-    claim = await go_on(store, claim, Ran(index=0, ok=True, result="seen"))
+    assert (shown.state, shown.tool, shown.tool_position) == ("tools", "look", (1, 2))
+    claim = await advance(store, claim, CallEnded(index=0, ok=True, result="seen"))
     shown = (await store.snapshot()).agents[0]
-    assert (shown.id, shown.tool, shown.step) == ("ada", "find", (2, 2))
-    await go_on(store, claim, Ran(index=1, ok=True, result="found"), Answered(text="done"))
-    assert ((await agent(store)).tool, (await agent(store)).step) == (None, None)
+    assert (shown.id, shown.tool, shown.tool_position) == ("ada", "find", (2, 2))
+    await advance(store, claim, CallEnded(index=1, ok=True, result="found"), ModelAnswered(text="done"))
+    assert ((await agent(store)).tool, (await agent(store)).tool_position) == (None, None)
 
 
 # Clearing a conversation
@@ -233,7 +233,7 @@ async def test_an_agent_shows_the_call_it_is_at(store: Society) -> None:
 async def test_a_cleared_conversation_is_gone_with_all_that_the_agent_remembers(store: Society) -> None:
     await say(store, "user", "ada", "one")
     claim = await work(store, calls("look"))
-    await go_on(store, claim, Ran(index=0, ok=True, result="seen"), Answered(text="done"))
+    await advance(store, claim, CallEnded(index=0, ok=True, result="seen"), ModelAnswered(text="done"))
     start = await store.last_event()
     assert await store.clear_thread("ada") == 2
     assert [*await store.thread("ada"), *await store.history("ada"), *await store.runs(Page())] == []
@@ -242,16 +242,16 @@ async def test_a_cleared_conversation_is_gone_with_all_that_the_agent_remembers(
     assert await store.clear_thread("ada") == 0
 
 
-async def test_what_is_yet_to_be_met_and_what_others_said_outlives_the_conversation(store: Society) -> None:
+async def test_waiting_delayed_and_other_agents_messages_survive_a_cleared_conversation(store: Society) -> None:
     await say(store, "bob", "ada", "from bob")
-    await work(store, Answered(text="done"))
+    await work(store, ModelAnswered(text="done"))
     await say(store, "user", "ada", "delayed", delay_ms=1000)
     await say(store, "user", "ada", "waits")
     await say(store, "bob", "user", "another thread")
     await store.clear_thread("ada")
     assert texts(await store.messages(Page(), agent="ada")) == ["waits", "delayed", "done", "from bob"]
     assert texts(await store.thread("bob")) == ["another thread"]
-    await work(store, Answered(text="again"))
+    await work(store, ModelAnswered(text="again"))
     assert [row.text or texts([row.message])[0] for row in await store.history("ada")] == ["waits", "again"]
 
 
@@ -259,7 +259,7 @@ async def test_a_conversation_is_not_cleared_under_an_agent_at_work(store: Socie
     await say(store, "user", "ada")
     claim = await work(store)
     assert await refusal(store.clear_thread("ada")) == "agent_busy"
-    await go_on(store, claim, calls("look"))
+    await advance(store, claim, calls("look"))
     assert await refusal(store.clear_thread("ada")) == "agent_busy"
     assert await refusal(store.clear_thread("user")) == "unknown_agent"
     assert await refusal(store.clear_thread("nobody")) == "unknown_agent"
@@ -272,7 +272,7 @@ async def test_an_agent_that_was_stuck_is_free_again_when_its_conversation_is_cl
     store: Society, held: int, mail: int, then: str
 ) -> None:
     await say(store, "user", "ada")
-    await work(store, ModelFailed(words="no key", then="block"))
+    await work(store, ModelFailed(message="no key", recovery="block"))
     assert (await agent(store)).state == "blocked"
     if mail:
         await say(store, "bob", "ada", "waits")
@@ -280,7 +280,7 @@ async def test_an_agent_that_was_stuck_is_free_again_when_its_conversation_is_cl
         await store.pause("ada")
     await store.clear_thread("ada")
     shown = await agent(store)
-    assert (shown.state, shown.why) == (then, None)
+    assert (shown.state, shown.state_reason) == (then, None)
 
 
 # Records
@@ -290,7 +290,9 @@ async def test_runs_are_plans_with_their_calls_newest_first(store: Society) -> N
     await say(store, "user", "ada")
     claim = await work(store)
     await say(store, "user", "ada", "wait")
-    claim = await go_on(store, claim, calls("dropped"), calls("look", "find"), Ran(index=0, ok=False, result="blind"))
+    claim = await advance(
+        store, claim, calls("dropped"), calls("look", "find"), CallEnded(index=0, ok=False, result="blind")
+    )
     shown = await store.runs(Page())
     assert [(plan.agent_id, plan.outcome, [(call.name, call.state) for call in plan.calls]) for plan in shown] == [
         ("ada", "open", [("look", "failed"), ("find", "started")]),
@@ -310,14 +312,14 @@ async def test_a_request_whose_plan_was_withdrawn_counts_as_such(store: Society)
     await say(store, "user", "ada")
     claim = await work(store)
     await say(store, "user", "ada", "wait")
-    await go_on(store, claim, calls("dropped"), Answered(text="done", service="main"))
-    (use,) = await store.usage(EPOCH)
+    await advance(store, claim, calls("dropped"), ModelAnswered(text="done", service="main"))
+    (use,) = await store.usage(UNIX_EPOCH)
     assert (use.requests, use.withdrawn) == (2, 1)
 
 
 async def test_usage_is_summed_by_day_agent_and_service(store: Society, clock: FakeClock) -> None:
-    def cost(text: str, service: str = "main") -> Answered:
-        return Answered(text=text, service=service, usage=Usage(input_tokens=10, output_tokens=3))
+    def cost(text: str, service: str = "main") -> ModelAnswered:
+        return ModelAnswered(text=text, service=service, usage=TokenUsage(input_tokens=10, output_tokens=3))
 
     await say(store, "user", "ada")
     await work(store, cost("one"))
@@ -325,7 +327,7 @@ async def test_usage_is_summed_by_day_agent_and_service(store: Society, clock: F
     for service in ("main", "main", "spare"):
         await say(store, "user", "ada")
         await work(store, cost("more", service))
-    shown = await store.usage(EPOCH)
+    shown = await store.usage(UNIX_EPOCH)
     today, yesterday = (clock.now() - timedelta(days=days) for days in (0, 1))
     assert [(use.day, use.service, use.requests, use.input_tokens, use.output_tokens) for use in shown] == [
         (f"{today:%Y-%m-%d}", "main", 2, 20, 6),

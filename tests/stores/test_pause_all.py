@@ -1,4 +1,4 @@
-"""One stored fact pauses the society: every claim is decided with it, in its own transaction."""
+"""The pause of the society is one stored flag, which every claim reads in its transaction."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ async def states(store: Store) -> dict[str, str]:
     return {one.id: one.state for one in await store.agents() if one.kind == "agent"}
 
 
-async def test_nobody_is_claimed_and_new_agents_are_paused_until_the_society_is_resumed(store: SqlStore) -> None:
+async def test_no_agent_is_claimed_and_new_agents_are_paused_until_the_society_is_resumed(store: SqlStore) -> None:
     await store.pause("bob")
     await store.pause_all()
     await store.add_agents([Agent(id="new", name="New")])
     await store.send(letter("user", "new"))
-    assert await store.claim("w", Rules(), 10) == []
+    assert await store.claim_ready("w", Rules(), 10) == []
     assert await states(store) == {"ada": "paused", "bob": "paused", "new": "paused"}
-    assert (await store.snapshot()).paused and await store.society_paused()
+    assert (await store.snapshot()).paused and await store.is_paused()
 
     await store.resume_all()
     assert await states(store) == {"ada": "idle", "bob": "paused", "new": "ready"}
-    assert [claim.agent_id for claim in await store.claim("w", Rules(), 10)] == ["new"]
+    assert [claim.agent_id for claim in await store.claim_ready("w", Rules(), 10)] == ["new"]
 
 
 async def test_pausing_and_resuming_one_agent_meanwhile_counts_afterwards(store: SqlStore) -> None:
@@ -39,13 +39,13 @@ async def test_pausing_and_resuming_one_agent_meanwhile_counts_afterwards(store:
     await store.pause_all()
     await store.resume("ada")
     await store.pause("bob")
-    assert await store.claim("w", Rules(), 10) == []
+    assert await store.claim_ready("w", Rules(), 10) == []
     await store.resume_all()
-    assert [claim.agent_id for claim in await store.claim("w", Rules(), 10)] == ["ada"]
+    assert [claim.agent_id for claim in await store.claim_ready("w", Rules(), 10)] == ["ada"]
     assert (await states(store))["bob"] == "paused"
 
 
-async def test_a_claim_that_looked_before_the_pause_and_commits_after_it_counts_for_nothing(
+async def test_a_claim_that_started_before_the_pause_and_commits_after_it_is_void(
     process: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await process(), await process()
@@ -58,11 +58,11 @@ async def test_a_claim_that_looked_before_the_pause_and_commits_after_it_counts_
             assert paused.wait(10)
 
     monkeypatch.setattr(claims, "hit", hit)
-    claiming = asyncio.ensure_future(one.claim("w", Rules(), 10))
+    claiming = asyncio.ensure_future(one.claim_ready("w", Rules(), 10))
     await asyncio.to_thread(looked.wait, 10)
     await two.pause_all()
     paused.set()
     assert await claiming == []
-    assert await one.claim("w", Rules(), 10) == []
+    assert await one.claim_ready("w", Rules(), 10) == []
     await one.resume_all()
-    assert [claim.agent_id for claim in await two.claim("w", Rules(), 10)] == ["ada"]
+    assert [claim.agent_id for claim in await two.claim_ready("w", Rules(), 10)] == ["ada"]

@@ -1,4 +1,4 @@
-"""What every storage engine promises about turns that a crash has cut off."""
+"""Contract of every storage engine: turns that a crash interrupted."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from coterie.agents import Agent
 from coterie.store import Limits
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
-from coterie.turn import UNKNOWN, Ask, Effect, ModelFailed, Rest, Run
+from coterie.turn import UNKNOWN_RESULT, AskModel, Effect, ModelFailed, Rest, RunCall
 from tests.engines import Engine
 
 from .steps import (
     RULES,
+    advance,
     answer,
     ask,
     asked_for_approval,
     call,
+    claim_agent,
     done,
-    go_on,
-    got,
+    history_lines,
+    received,
     says,
     state,
-    take,
-    told,
 )
 
 
 class Restarted:
-    """A society whose owner is killed again and again."""
+    """A society whose process is killed repeatedly."""
 
     def __init__(self, engine: Engine, path: Path, clock: FakeClock) -> None:
         self._engine, self._path, self._clock = engine, path, clock
@@ -62,95 +62,99 @@ def restarted(engine: Engine, tmp_path: Path, clock: FakeClock) -> Restarted:
 async def test_a_turn_cut_off_in_the_model_call_asks_again(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store)
-        await take(it.store)
+        await claim_agent(it.store)
         await it.again()
-        assert (await take(it.store)).effect == Ask()
-        assert await told(it.store) == ["user: hello"]
+        assert (await claim_agent(it.store)).action == AskModel()
+        assert await history_lines(it.store) == ["user: hello"]
 
 
 @pytest.mark.parametrize("effect", ["pure", "idempotent"])
 async def test_a_call_cut_off_is_run_again_under_the_same_key_when_it_may(restarted: Restarted, effect: Effect) -> None:
     async with restarted as it:
         await ask(it.store)
-        before = await go_on(it.store, await take(it.store), says("", call(effect=effect), call()))
+        before = await advance(it.store, await claim_agent(it.store), says("", call(effect=effect), call()))
         await it.again()
-        after = await take(it.store)
-        assert (after.effect, after.plan_key) == (Run(0, again=True), before.plan_key)
+        after = await claim_agent(it.store)
+        assert (after.action, after.plan_key) == (RunCall(0, is_retry=True), before.plan_key)
 
 
 async def test_an_unsafe_call_cut_off_is_unknown_and_never_run_again(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store)
-        await go_on(it.store, await take(it.store), says("", call("fire")))
+        await advance(it.store, await claim_agent(it.store), says("", call("fire")))
         await it.again()
-        assert (await take(it.store)).effect == Ask()
-        assert (await told(it.store))[-1] == f"tool: {UNKNOWN}"
+        assert (await claim_agent(it.store)).action == AskModel()
+        assert (await history_lines(it.store))[-1] == f"tool: {UNKNOWN_RESULT}"
 
 
 async def test_results_known_before_the_crash_stay(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store)
-        await go_on(it.store, await take(it.store), says("", call("a"), call("b", "pure")), done(0, "known"))
+        await advance(it.store, await claim_agent(it.store), says("", call("a"), call("b", "pure")), done(0, "known"))
         await it.again()
-        claim = await take(it.store)
-        assert claim.effect == Run(1, again=True)
-        await go_on(it.store, claim, done(1, "new"))
-        assert (await told(it.store))[2:] == ["tool: known", "tool: new"]
+        claim = await claim_agent(it.store)
+        assert claim.action == RunCall(1, is_retry=True)
+        await advance(it.store, claim, done(1, "new"))
+        assert (await history_lines(it.store))[2:] == ["tool: known", "tool: new"]
 
 
 async def test_what_waits_for_a_person_or_a_time_waits_on_after_a_restart(
     restarted: Restarted, clock: FakeClock
 ) -> None:
     async with restarted as it:
-        question = await asked_for_approval(it.store, call("pay", gated=True))
+        question = await asked_for_approval(it.store, call("pay", needs_approval=True))
         await ask(it.store, "bob")
-        await go_on(it.store, await take(it.store), ModelFailed(words="", then="retry", after=timedelta(seconds=9)))
+        await advance(
+            it.store, await claim_agent(it.store), ModelFailed(message="", recovery="retry", delay=timedelta(seconds=9))
+        )
         await it.again()
-        assert await it.store.claim("w", RULES, 5) == []
+        assert await it.store.claim_ready("w", RULES, 5) == []
         await answer(it.store, question, 0)
-        assert (await take(it.store)).agent_id == "ada"
+        assert (await claim_agent(it.store)).agent_id == "ada"
         await clock.advance(seconds=9)
-        assert (await take(it.store)).agent_id == "bob"
+        assert (await claim_agent(it.store)).agent_id == "bob"
 
 
-async def test_a_turn_that_brings_the_runtime_down_again_and_again_is_set_aside(restarted: Restarted) -> None:
+async def test_a_turn_that_crashes_the_runtime_repeatedly_is_quarantined(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store, text="poison")
-        await take(it.store)
+        await claim_agent(it.store)
         for _ in range(2):
             await it.again()
-            assert (await take(it.store)).effect == Ask()
+            assert (await claim_agent(it.store)).action == AskModel()
         await it.again()
-        assert (await take(it.store)).effect == Rest()
+        assert (await claim_agent(it.store)).action == Rest()
         rows = await it.store.history("ada")
         assert rows[0].hidden and rows[1].text.startswith("[turn aborted")
-        ((sender, _, _),) = await got(it.store, "user")
+        ((sender, _, _),) = await received(it.store, "user")
         assert (sender, await state(it.store)) == ("system", "idle")
         await ask(it.store, text="and now?")
-        await go_on(it.store, await take(it.store), says("fine again"))
+        await advance(it.store, await claim_agent(it.store), says("fine again"))
 
 
 async def test_progress_between_crashes_is_no_poison(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store)
-        claim = await take(it.store)
+        claim = await claim_agent(it.store)
         for _ in range(4):
-            await go_on(it.store, claim, says("", call()), done())
+            await advance(it.store, claim, says("", call()), done())
             await it.again()
-            claim = await take(it.store)
-            assert claim.effect == Ask()
+            claim = await claim_agent(it.store)
+            assert claim.action == AskModel()
 
 
-async def test_an_agent_that_is_told_of_anothers_poison_hears_of_it_whatever_it_is_doing(restarted: Restarted) -> None:
+async def test_a_notice_about_a_quarantined_turn_reaches_an_agent_in_any_state(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store, "ada", "from bob", sender="bob")
         await ask(it.store, "bob", "from the person")
         for _ in range(8):
-            await it.store.claim("w", RULES, 2)
+            await it.store.claim_ready("w", RULES, 2)
             await it.again()
         # Both were set aside; bob was told of ada's failure, perhaps in the transaction that ended his own turn.
-        while claims := await it.store.claim("w", RULES, 2):
+        while claims := await it.store.claim_ready("w", RULES, 2):
             for claim in claims:
-                await go_on(it.store, claim, says(""))
-        assert any("brought the runtime down" in row for row in await told(it.store, "bob") if row.startswith("user"))
+                await advance(it.store, claim, says(""))
+        assert any(
+            "crashed the runtime" in row for row in await history_lines(it.store, "bob") if row.startswith("user")
+        )
         assert [await state(it.store, name) for name in ("ada", "bob")] == ["idle", "idle"]

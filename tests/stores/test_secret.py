@@ -1,4 +1,4 @@
-"""Ids that a sender's own key stands for: the same whenever it is used again, and predictable by nobody."""
+"""Keyed message ids: stable for the same key, and unpredictable without the secret."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import re
 from pathlib import Path
 
 from coterie.agents import Agent
-from coterie.ids import LENGTH, id_for
-from coterie.messages import seal
+from coterie.ids import ID_LENGTH, id_for
+from coterie.messages import make_envelope
 from coterie.testing import FakeClock
 from tests.engines import Engine
 
 from .processes import Opener
-from .steps import ask, go_on, message_to, run_send, says, take
+from .steps import advance, ask, claim_agent, message_to, run_send, says
 
 PEOPLE = [Agent(id="user", name="You", kind="person"), Agent(id="ada", name="ada"), Agent(id="bob", name="bob")]
 
 
 async def sent_by_tool(engine: Engine, folder: Path, clock: FakeClock) -> tuple[str, str]:
-    """What a call of `send_message` is stored as, and the key of that call."""
+    """Return the id of the message that a `send_message` call stored, and the key of the call."""
     store = await engine.open(folder, clock)
     await store.add_agents(PEOPLE)
     await ask(store)
-    claim = await go_on(store, await take(store), says("", message_to("bob")))
+    claim = await advance(store, await claim_agent(store), says("", message_to("bob")))
     await run_send(store, claim)
     (message,) = await store.waiting("bob")
     await store.close()
-    return message.id, claim.key(0)
+    return message.id, claim.call_key(0)
 
 
 async def test_the_id_of_a_message_sent_by_a_tool_cannot_be_computed_from_its_call(
@@ -36,7 +36,7 @@ async def test_the_id_of_a_message_sent_by_a_tool_cannot_be_computed_from_its_ca
     elsewhere, same_key = await sent_by_tool(engine, tmp_path / "two", clock)
     assert key == same_key
     assert here not in (elsewhere, id_for("message", "ada", key))
-    assert all(re.fullmatch(rf"[0-9a-f]{{{LENGTH}}}", one) for one in (here, elsewhere))
+    assert all(re.fullmatch(rf"[0-9a-f]{{{ID_LENGTH}}}", one) for one in (here, elsewhere))
 
 
 async def test_the_same_key_is_the_same_message_after_a_restart(
@@ -47,7 +47,11 @@ async def test_the_same_key_is_the_same_message_after_a_restart(
         store = await engine.open(tmp_path / "data", clock)
         await store.add_agents(PEOPLE)
         for _ in range(2):
-            ids.add((await store.send(seal(sender="user", to="ada", payload={"text": "x"}, client_id="1"))).message_id)
+            ids.add(
+                (
+                    await store.send(make_envelope(sender="user", to="ada", payload={"text": "x"}, client_id="1"))
+                ).message_id
+            )
         assert len(await store.waiting("ada")) == 1
         await store.close()
     assert len(ids) == 1
@@ -58,7 +62,7 @@ async def test_a_message_of_version_0_1_is_known_by_its_old_id(
 ) -> None:
     store = await engine.open(tmp_path / "data", clock)
     await store.add_agents(PEOPLE)
-    again = seal(sender="user", to="ada", payload={"text": "x"}, client_id="1")
+    again = make_envelope(sender="user", to="ada", payload={"text": "x"}, client_id="1")
     await store.send(again)
     await store.close()
     old = id_for("message", "user", "1")
@@ -71,7 +75,7 @@ async def test_a_message_of_version_0_1_is_known_by_its_old_id(
 
 
 async def test_all_processes_of_a_society_give_a_key_the_same_id(process: Opener) -> None:
-    draft = seal(sender="user", to="ada", payload={"text": "x"}, client_id="1")
+    draft = make_envelope(sender="user", to="ada", payload={"text": "x"}, client_id="1")
     receipts = [await (await process()).send(draft) for _ in range(2)]
     assert len({receipt.message_id for receipt in receipts}) == 1
 
@@ -83,9 +87,9 @@ async def test_a_row_has_one_mark_in_claims_views_and_after_a_restart(
     await store.add_agents(PEOPLE)
     for text in ("same", "same"):
         await ask(store, text=text)
-    claim = await take(store)
-    claimed = [row.mark for row in claim.added or ()]
-    viewed = [row.mark for row in (await store.view("ada")).rows]
+    claim = await claim_agent(store)
+    claimed = [row.mark for row in claim.added_rows or ()]
+    viewed = [row.mark for row in (await store.history_view("ada")).rows]
     await store.close()
     store = await engine.open(tmp_path / "data", clock)
     assert claimed == viewed == [row.mark for row in await store.history("ada")]

@@ -19,14 +19,14 @@ from coterie.society import Society
 from coterie.stores.postgres import PostgresStore
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import Calls, ModelServer, Says
-from coterie.testing.model_server import Received
-from coterie.turn import Ask, Poisoned, Rest, Run
-from coterie.turn_store import Claim, StaleOwner
+from coterie.testing.model_server import ReceivedRequest
+from coterie.turn import AskModel, Poisoned, Rest, RunCall
+from coterie.turn_store import Claim, StaleClaim
 from tests.engines import Engine, Postgres
-from tests.faults.scenarios import at_rest
+from tests.faults.scenarios import wait_until_idle
 
 from .processes import letter
-from .steps import call, done, go_on, says
+from .steps import advance, call, done, says
 from .workers import ManualWorker
 
 TOOLS = """
@@ -43,7 +43,7 @@ async def fire() -> str:
 
 
 class Two:
-    """A society at work, and a second worker of it."""
+    """A running society, and a second worker of it."""
 
     def __init__(self, society: Society, store: SqlStore, model: ModelServer, folder: Path) -> None:
         self.society, self.store, self.model, self._folder = society, store, model, folder
@@ -51,32 +51,32 @@ class Two:
 
     async def say_at_the_first(self, text: str) -> None:
         await self.society.send(to="ada", text=text)
-        await at_rest(self.society)
+        await wait_until_idle(self.society)
 
     async def say_at_the_second(self, text: str) -> Claim:
-        self.store.attend(self._worker)
+        self.store.register_worker(self._worker)
         await self.store.send(letter("user", "ada", text))
         return await self._worker.next()
 
     async def leave(self) -> list[dict[str, Any]]:
-        """The second worker leaves its turn as it is; what the society then shows to the model."""
+        """The second worker releases its turn; return what the society then shows to the model."""
         before = len(self.model.requests)
         self.attend_at_the_first()
-        await self.store.release("second", failed=False)
-        return shown(await self.model.asked(before + 1))
+        await self.store.release_claims("second", failed=False)
+        return shown(await self.model.wait_for_request(before + 1))
 
     def attend_at_the_first(self) -> None:
-        """Where both share one store, the society is handed agents with their mail again."""
+        """If both share one store, register the worker of the society again."""
         if self.store is self.society.store:
-            self.store.attend(self.society._at_work()._scheduler)
+            self.store.register_worker(self.society._require_runtime()._scheduler)
 
     def fired(self) -> int:
         log = self._folder / "fired"
         return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def shown(request: Received) -> list[dict[str, Any]]:
-    """The conversation in a request, without the system's part."""
+def shown(request: ReceivedRequest) -> list[dict[str, Any]]:
+    """The messages of a request without the system message."""
     return [message for message in request.body["messages"] if message["role"] != "system"]
 
 
@@ -92,7 +92,7 @@ async def two(engine: Engine, tmp_path: Path) -> AsyncIterator[Two]:
             return
         store = await PostgresStore.open(engine.url(tmp_path), SystemClock())
         yield Two(society, store, model, tmp_path / "home")
-        await at_rest(society)
+        await wait_until_idle(society)
         assert [violation async for violation in store.violations()] == []
         await store.close()
 
@@ -123,8 +123,8 @@ async def test_what_was_said_to_another_worker_is_in_the_request_after_it_left(t
 
 async def test_the_answers_of_another_worker_are_in_the_request_after_it_left(two: Two) -> None:
     await two.say_at_the_first("FIRST")
-    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
-    assert claim.effect == Rest()
+    claim = await advance(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
+    assert claim.action == Rest()
     await two.say_at_the_second("THIRD")
     messages = await two.leave()
     assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
@@ -135,17 +135,17 @@ async def test_the_result_of_an_unsafe_call_is_in_the_request_after_its_worker_l
     two.model.default = fires_until_it_sees_a_result
     two.model.script("the first answer")
     await two.say_at_the_first("FIRST")
-    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), says("", call("fire")))
-    assert claim.effect == Run(0)
-    claim = await go_on(two.store, claim, done(result="fired at the second server"))
-    assert claim.effect == Ask()
+    claim = await advance(two.store, await two.say_at_the_second("SECOND"), says("", call("fire")))
+    assert claim.action == RunCall(0)
+    claim = await advance(two.store, claim, done(result="fired at the second server"))
+    assert claim.action == AskModel()
     messages = await two.leave()
-    await at_rest(two.society)
+    await wait_until_idle(two.society)
     assert (messages[-1]["role"], messages[-1]["content"]) == ("tool", "fired at the second server")
     assert two.fired() == 0
 
 
-def fires_until_it_sees_a_result(request: Received) -> Says | str:
+def fires_until_it_sees_a_result(request: ReceivedRequest) -> Says | str:
     seen = any(message["role"] == "tool" for message in shown(request))
     return "done" if seen else Says(calls=(Calls("fire", {}),))
 
@@ -161,8 +161,8 @@ async def test_a_conversation_that_was_cleared_elsewhere_is_not_shown(two: Two) 
 async def test_a_cleared_conversation_is_not_shown_when_the_new_one_has_as_many_rows(two: Two) -> None:
     await two.say_at_the_first("FIRST")
     await two.store.clear_thread("ada")
-    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
-    assert claim.effect == Rest()
+    claim = await advance(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
+    assert claim.action == Rest()
     two.attend_at_the_first()
     await two.say_at_the_first("THIRD")
     messages = shown(two.model.requests[-1])
@@ -180,10 +180,10 @@ async def test_a_summary_that_was_made_elsewhere_is_shown_instead_of_what_it_sta
     assert words(messages).index("WHAT WAS SAID BEFORE") < words(messages).index("SECOND")
 
 
-async def test_a_turn_that_was_set_aside_elsewhere_is_not_shown(two: Two) -> None:
+async def test_a_turn_that_was_quarantined_elsewhere_is_not_shown(two: Two) -> None:
     await two.say_at_the_first("FIRST")
-    claim = await go_on(two.store, await two.say_at_the_second("SECOND"), Poisoned("it kills"))
-    assert claim.effect == Rest()
+    claim = await advance(two.store, await two.say_at_the_second("SECOND"), Poisoned("it kills"))
+    assert claim.action == Rest()
     await two.say_at_the_second("THIRD")
     messages = await two.leave()
     assert "FIRST" in words(messages) and "SECOND" not in words(messages) and "THIRD" in words(messages)
@@ -191,10 +191,10 @@ async def test_a_turn_that_was_set_aside_elsewhere_is_not_shown(two: Two) -> Non
 
 async def test_a_worker_that_lost_its_claim_is_not_given_the_history(two: Two) -> None:
     lost = await two.say_at_the_second("SECOND")
-    assert (await two.store.view("ada", lost)).version == lost.history_version
+    assert (await two.store.history_view("ada", lost)).version == lost.history_version
     await two.leave()
-    await at_rest(two.society)
-    with pytest.raises(StaleOwner):
-        await two.store.view("ada", lost)
-    with pytest.raises(StaleOwner):
+    await wait_until_idle(two.society)
+    with pytest.raises(StaleClaim):
+        await two.store.history_view("ada", lost)
+    with pytest.raises(StaleClaim):
         await two.store.summarise(lost, 1, "written by nobody")

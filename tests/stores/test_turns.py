@@ -1,4 +1,4 @@
-"""What every storage engine promises about turns: claims, fences, steps, and what a call sends."""
+"""Contract of every storage engine: claims, fences, steps and messages of calls."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 
 from coterie.agents import Agent
-from coterie.messages import seal
+from coterie.messages import make_envelope
 from coterie.testing import FakeClock
-from coterie.turn import Ask, Ran, Rest
-from coterie.turn_store import StaleOwner
+from coterie.turn import AskModel, CallEnded, Rest
+from coterie.turn_store import StaleClaim
 from tests.engines import Engine
 
 from .steps import (
     RULES,
     Society,
+    advance,
     ask,
     call,
+    claim_agent,
     done,
-    go_on,
-    got,
+    history_lines,
     message_to,
+    received,
     run_send,
     says,
     state,
-    take,
-    told,
 )
 
 # Claiming
@@ -36,29 +36,29 @@ async def test_a_claimed_agent_is_at_work_and_all_its_mail_is_in_its_history(sto
     for text in ("one", "two", "three"):
         await ask(store, text=text)
     assert await state(store) == "ready"
-    claim = await take(store)
-    assert (claim.agent_id, claim.effect, await state(store)) == ("ada", Ask(), "llm")
-    assert await told(store) == ["user: one", "user: two", "user: three"]
+    claim = await claim_agent(store)
+    assert (claim.agent_id, claim.action, await state(store)) == ("ada", AskModel(), "llm")
+    assert await history_lines(store) == ["user: one", "user: two", "user: three"]
     assert await store.waiting("ada") == []
 
 
 async def test_an_agent_at_work_is_not_claimed_again(store: Society) -> None:
     await ask(store)
-    await take(store)
-    assert await store.claim("other", RULES, 10) == []
+    await claim_agent(store)
+    assert await store.claim_ready("other", RULES, 10) == []
     await ask(store, text="more")
-    assert await store.claim("other", RULES, 10) == []
+    assert await store.claim_ready("other", RULES, 10) == []
 
 
-async def test_nobody_without_mail_is_claimed(store: Society) -> None:
-    assert await store.claim("w", RULES, 10) == []
+async def test_an_agent_without_messages_is_not_claimed(store: Society) -> None:
+    assert await store.claim_ready("w", RULES, 10) == []
 
 
-async def test_several_agents_are_claimed_at_once_but_no_more_than_wanted(store: Society) -> None:
+async def test_several_agents_are_claimed_at_once_up_to_the_limit(store: Society) -> None:
     await ask(store, "ada")
     await ask(store, "bob")
-    assert len(await store.claim("w", RULES, 1)) == 1
-    assert len(await store.claim("w", RULES, 5)) == 1
+    assert len(await store.claim_ready("w", RULES, 1)) == 1
+    assert len(await store.claim_ready("w", RULES, 5)) == 1
 
 
 async def test_the_agents_at_work_are_those_whose_state_says_so(store: Society) -> None:
@@ -67,20 +67,20 @@ async def test_the_agents_at_work_are_those_whose_state_says_so(store: Society) 
 
     assert await at_work() == []
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     assert await at_work() == ["ada"]
-    claim = await go_on(store, claim, says("", call()))
+    claim = await advance(store, claim, says("", call()))
     assert await at_work() == ["ada"]
-    await go_on(store, claim, done(), says("that is all"))
+    await advance(store, claim, done(), says("that is all"))
     assert await at_work() == []
 
 
 async def test_a_claim_carries_what_the_work_needs(store: Society) -> None:
     await ask(store)
     newest = await ask(store, text="newest")
-    claim = await take(store)
+    claim = await claim_agent(store)
     assert (claim.cause, claim.call) == (newest, None)
-    claim = await go_on(store, claim, says("", call("look", arguments={"at": 1})))
+    claim = await advance(store, claim, says("", call("look", arguments={"at": 1})))
     assert claim.call is not None
     assert (claim.call.call.name, claim.call.call.arguments, claim.plan_key != (0, 0)) == ("look", {"at": 1}, True)
 
@@ -90,78 +90,80 @@ async def test_a_claim_carries_what_the_work_needs(store: Society) -> None:
 
 async def test_a_claim_is_good_for_one_step(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
-    await go_on(store, claim, says("", call()))
-    with pytest.raises(StaleOwner):
-        await go_on(store, claim, says("", call()))
+    claim = await claim_agent(store)
+    await advance(store, claim, says("", call()))
+    with pytest.raises(StaleClaim):
+        await advance(store, claim, says("", call()))
 
 
-async def test_an_owner_that_was_taken_over_writes_nothing(engine: Engine, tmp_path: Path, clock: FakeClock) -> None:
+async def test_a_stale_claim_writes_nothing(engine: Engine, tmp_path: Path, clock: FakeClock) -> None:
     path = tmp_path / "shared"
     first = await engine.open(path, clock)
     await first.add_agents([Agent(id="user", name="You", kind="person"), Agent(id="ada", name="Ada")])
     await ask(first)
-    stale = await take(first)
+    stale = await claim_agent(first)
     await first.close()
     second = await engine.open(path, clock)
-    claim = await take(second)
-    assert claim.epoch > stale.epoch and claim.effect == Ask()
-    before = await told(second)
-    sends = seal(sender="ada", to="user", payload={"text": "from the grave"})
-    with pytest.raises(StaleOwner):
+    claim = await claim_agent(second)
+    assert claim.epoch > stale.epoch and claim.action == AskModel()
+    before = await history_lines(second)
+    sends = make_envelope(sender="ada", to="user", payload={"text": "from the grave"})
+    with pytest.raises(StaleClaim):
         await second.advance(stale, says("late"), RULES, sends=sends)
-    assert await told(second) == before
+    assert await history_lines(second) == before
     assert await second.waiting("user") == []
-    await go_on(second, claim, says("in time"))
-    assert await got(second, "user") == [("ada", "in time", (await second.history("ada"))[0].message.id)]  # type: ignore[union-attr]
+    await advance(second, claim, says("in time"))
+    assert await received(second, "user") == [("ada", "in time", (await second.history("ada"))[0].message.id)]  # type: ignore[union-attr]
     await second.close()
 
 
 async def test_a_step_that_fails_leaves_no_trace(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call()))
-    before = await told(store)
+    claim = await advance(store, await claim_agent(store), says("", call()))
+    before = await history_lines(store)
     with pytest.raises(Exception):  # noqa: B017 - whatever it is
-        await store.advance(claim, Ran(index=7, ok=True, result=""), RULES)
-    assert (await told(store), await state(store)) == (before, "tools")
-    await go_on(store, claim, done(), says("fine"))
+        await store.advance(claim, CallEnded(index=7, ok=True, result=""), RULES)
+    assert (await history_lines(store), await state(store)) == (before, "tools")
+    await advance(store, claim, done(), says("fine"))
 
 
 # A turn without interruptions
 
 
-async def test_a_text_ends_the_turn_and_answers_whoever_asked(store: Society) -> None:
+async def test_a_text_ends_the_turn_and_answers_the_asker(store: Society) -> None:
     asked = await ask(store)
-    claim = await go_on(store, await take(store), says("42"))
-    assert (claim.effect, await state(store)) == (Rest(), "idle")
-    assert await told(store) == ["user: hello", "assistant: 42"]
-    assert await got(store, "user") == [("ada", "42", asked)]
+    claim = await advance(store, await claim_agent(store), says("42"))
+    assert (claim.action, await state(store)) == (Rest(), "idle")
+    assert await history_lines(store) == ["user: hello", "assistant: 42"]
+    assert await received(store, "user") == [("ada", "42", asked)]
 
 
 async def test_calls_and_results_enter_the_history_together_when_all_have_ended(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("wait", call("a"), call("b")), done(0, "one"))
-    assert await told(store) == ["user: hello"]
-    claim = await go_on(store, claim, done(1, "two"))
-    assert await told(store) == ["user: hello", "assistant: wait", "tool: one", "tool: two"]
+    claim = await advance(store, await claim_agent(store), says("wait", call("a"), call("b")), done(0, "one"))
+    assert await history_lines(store) == ["user: hello"]
+    claim = await advance(store, claim, done(1, "two"))
+    assert await history_lines(store) == ["user: hello", "assistant: wait", "tool: one", "tool: two"]
     rows = await store.history("ada")
     assert [one.id for one in rows[1].calls] == [rows[2].call_id, rows[3].call_id]
-    assert (claim.effect, await state(store)) == (Ask(), "llm")
+    assert (claim.action, await state(store)) == (AskModel(), "llm")
 
 
 async def test_call_ids_are_unique_for_the_agent_whatever_the_service_calls_them(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call(), call()), done(0), done(1), says("", call()), done())
+    claim = await advance(
+        store, await claim_agent(store), says("", call(), call()), done(0), done(1), says("", call()), done()
+    )
     ids = [row.call_id for row in await store.history("ada") if row.call_id]
     assert len(set(ids)) == len(ids) == 3
-    await go_on(store, claim, says("end"))
+    await advance(store, claim, says("end"))
 
 
-async def test_an_empty_text_is_neither_said_nor_sent(store: Society) -> None:
+async def test_an_empty_text_is_neither_stored_nor_sent(store: Society) -> None:
     await ask(store)
-    await go_on(store, await take(store), says("  \n"))
-    assert await told(store) == ["user: hello"]
-    assert (await got(store, "user"), await state(store)) == ([], "idle")
+    await advance(store, await claim_agent(store), says("  \n"))
+    assert await history_lines(store) == ["user: hello"]
+    assert (await received(store, "user"), await state(store)) == ([], "idle")
 
 
 # Sending with a call's result
@@ -169,19 +171,19 @@ async def test_an_empty_text_is_neither_said_nor_sent(store: Society) -> None:
 
 async def test_a_message_a_call_sends_exists_exactly_when_its_result_does(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", message_to("bob")))
+    claim = await advance(store, await claim_agent(store), says("", message_to("bob")))
     after = await run_send(store, claim)
-    with pytest.raises(StaleOwner):
+    with pytest.raises(StaleClaim):
         await run_send(store, claim)
     assert len(await store.waiting("bob")) == 1
     (sent,) = await store.waiting("bob")
     assert sent.cause == claim.cause and sent.hops == 1
-    assert sent.id in (await told(store))[-1]
-    await go_on(store, after, says("asked bob"))
+    assert sent.id in (await history_lines(store))[-1]
+    await advance(store, after, says("asked bob"))
 
 
 async def test_a_message_that_is_refused_is_an_error_the_model_reads(store: Society) -> None:
     await ask(store)
-    claim = await run_send(store, await go_on(store, await take(store), says("", message_to("nobody"))))
-    assert "unknown_recipient" in (await told(store))[-1]
-    await go_on(store, claim, says("nobody there"))
+    claim = await run_send(store, await advance(store, await claim_agent(store), says("", message_to("nobody"))))
+    assert "unknown_recipient" in (await history_lines(store))[-1]
+    await advance(store, claim, says("nobody there"))

@@ -1,4 +1,4 @@
-"""What every storage engine promises about turns that wait, are stopped or paused, and agents that go."""
+"""Contract of every storage engine: turns that wait, stop or pause, and terminated agents."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import pytest
 
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.llm.types import Answer, Usage
+from coterie.llm.types import Completion, TokenUsage
 from coterie.store import Limits
 from coterie.testing import FakeClock
-from coterie.turn import STOPPED, UNKNOWN, Answered, Ask, Event, ModelFailed, Rest, Stopped
-from coterie.turn_store import StaleOwner
+from coterie.turn import STOPPED_RESULT, UNKNOWN_RESULT, AskModel, Event, ModelAnswered, ModelFailed, Rest, Stopped
+from coterie.turn_store import StaleClaim
 from tests.conftest import PEOPLE
 from tests.engines import Engine
 
 from .steps import (
     RULES,
     Society,
+    advance,
     answer,
     ask,
     asked_for_approval,
     call,
+    claim_agent,
     done,
-    go_on,
-    got,
+    history_lines,
+    received,
     says,
     state,
     stored,
-    take,
-    told,
 )
 
 # Waiting
@@ -40,59 +40,61 @@ from .steps import (
 
 async def test_a_retry_waits_for_its_time_and_mail_joins_it(store: Society, clock: FakeClock) -> None:
     await ask(store)
-    failure = ModelFailed(words="busy", then="retry", after=timedelta(seconds=5))
-    claim = await go_on(store, await take(store), failure)
-    assert (claim.effect, await state(store)) == (Rest(), "wait_retry")
+    failure = ModelFailed(message="busy", recovery="retry", delay=timedelta(seconds=5))
+    claim = await advance(store, await claim_agent(store), failure)
+    assert (claim.action, await state(store)) == (Rest(), "wait_retry")
     await ask(store, text="still there?")
-    assert await store.claim("w", RULES, 1) == []
+    assert await store.claim_ready("w", RULES, 1) == []
     await clock.advance(seconds=4.999)
-    assert await store.claim("w", RULES, 1) == []
+    assert await store.claim_ready("w", RULES, 1) == []
     await clock.advance(milliseconds=1)
-    claim = await take(store)
-    assert (claim.effect, claim.retries) == (Ask(), 1)
-    assert await told(store) == ["user: hello", "user: still there?"]
+    claim = await claim_agent(store)
+    assert (claim.action, claim.model_failures) == (AskModel(), 1)
+    assert await history_lines(store) == ["user: hello", "user: still there?"]
 
 
 async def test_failures_are_counted_in_a_row_and_an_answer_ends_the_row(store: Society, clock: FakeClock) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     for retries in range(3):
-        assert claim.retries == retries
-        await go_on(store, claim, ModelFailed(words="busy", then="retry"))
-        claim = await take(store)
-    assert (await go_on(store, claim, says("", call()), done())).retries == 0
+        assert claim.model_failures == retries
+        await advance(store, claim, ModelFailed(message="busy", recovery="retry"))
+        claim = await claim_agent(store)
+    assert (await advance(store, claim, says("", call()), done())).model_failures == 0
 
 
-async def test_a_blocked_agent_tells_its_askers_and_gets_one_try_with_a_persons_next_message(store: Society) -> None:
+async def test_a_blocked_agent_notifies_its_askers_and_retries_once_with_the_persons_next_message(
+    store: Society,
+) -> None:
     asked = await ask(store)
-    claim = await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
-    assert (claim.effect, await state(store)) == (Rest(), "blocked")
-    assert await got(store, "user") == [("system", "no key", asked)]
+    claim = await advance(store, await claim_agent(store), ModelFailed(message="no key", recovery="block"))
+    assert (claim.action, await state(store)) == (Rest(), "blocked")
+    assert await received(store, "user") == [("system", "no key", asked)]
     await ask(store, text="hello?", sender="bob")
-    assert await store.claim("w", RULES, 1) == []
+    assert await store.claim_ready("w", RULES, 1) == []
     await ask(store, text="mended")
-    claim = await take(store)
-    assert claim.effect == Ask()
-    assert (await told(store))[-2:] == ["user: hello?", "user: mended"]
-    await go_on(store, claim, ModelFailed(words="still no key", then="block"))
+    claim = await claim_agent(store)
+    assert claim.action == AskModel()
+    assert (await history_lines(store))[-2:] == ["user: hello?", "user: mended"]
+    await advance(store, claim, ModelFailed(message="still no key", recovery="block"))
     assert await state(store) == "blocked"
-    assert [other.agent_id for other in await store.claim("w", RULES, 5)] == ["bob"]  # who is told of it
+    assert [other.agent_id for other in await store.claim_ready("w", RULES, 5)] == ["bob"]  # who is told of it
 
 
-async def test_unblocking_frees_the_blocked_but_nobody_who_is_paused_or_was_not_blocked(store: Society) -> None:
+async def test_unblocking_affects_only_blocked_agents_that_are_not_paused(store: Society) -> None:
     await ask(store)
-    await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
+    await advance(store, await claim_agent(store), ModelFailed(message="no key", recovery="block"))
     await store.pause("ada")
     assert await store.unblock(["ada", "bob"]) == [] and await state(store) == "blocked"
     await store.resume("ada")
-    await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
+    await advance(store, await claim_agent(store), ModelFailed(message="no key", recovery="block"))
     assert await store.unblock(["ada", "bob"]) == ["ada"]
-    assert "ada" in [claim.agent_id for claim in await store.claim("w", RULES, 5)]
+    assert "ada" in [claim.agent_id for claim in await store.claim_ready("w", RULES, 5)]
 
 
 async def test_a_person_can_unblock_an_agent_whose_mailbox_is_full(store: Society) -> None:
     await ask(store)
-    await go_on(store, await take(store), ModelFailed(words="no key", then="block"))
+    await advance(store, await claim_agent(store), ModelFailed(message="no key", recovery="block"))
     for number in range(5):  # as many as the mailbox holds
         await ask(store, text=str(number), sender="bob")
     for refused in ({"sender": "bob"}, {"delay_ms": 9}):
@@ -103,8 +105,8 @@ async def test_a_person_can_unblock_an_agent_whose_mailbox_is_full(store: Societ
     with pytest.raises(Refused) as refusal:  # one is enough
         await ask(store, text="hello?")
     assert refusal.value.code == "mailbox_full"
-    await go_on(store, await take(store), says("I am back"))
-    assert (await told(store))[-2:] == ["user: mended", "assistant: I am back"]
+    await advance(store, await claim_agent(store), says("I am back"))
+    assert (await history_lines(store))[-2:] == ["user: mended", "assistant: I am back"]
 
 
 async def test_summaries_cost_what_their_models_used_however_many_a_step_needs(
@@ -113,37 +115,39 @@ async def test_summaries_cost_what_their_models_used_however_many_a_step_needs(
     start = clock.now()
     for text in ("one", "two", "three"):
         await ask(store, text=text)
-        claim = await take(store)
-        await go_on(store, claim, says(f"re: {text}"))
+        claim = await claim_agent(store)
+        await advance(store, claim, says(f"re: {text}"))
     await ask(store, text="four")
-    claim = await take(store)
-    dear = Answer(text="", usage=Usage(input_tokens=100, output_tokens=10), service="main")
+    claim = await claim_agent(store)
+    dear = Completion(text="", usage=TokenUsage(input_tokens=100, output_tokens=10), service="main")
     await store.summarise(claim, 2, "one was said", dear)
     await store.summarise(claim, 4, "one and two were said", dear)
     await store.summarise(claim, 6, "a digest, made without a model")
-    await go_on(store, claim, Answered(text="so", usage=Usage(input_tokens=5, output_tokens=1), service="main"))
-    assert await store.tokens_since(start) == 226
-    assert (await store.view("ada")).summary == "a digest, made without a model"
+    await advance(
+        store, claim, ModelAnswered(text="so", usage=TokenUsage(input_tokens=5, output_tokens=1), service="main")
+    )
+    assert await store.tokens_used_since(start) == 226
+    assert (await store.history_view("ada")).summary == "a digest, made without a model"
 
 
-async def test_a_summary_of_an_owner_that_was_taken_over_counts_for_nothing(store: Society, clock: FakeClock) -> None:
+async def test_a_summary_with_a_stale_claim_is_rejected(store: Society, clock: FakeClock) -> None:
     start = clock.now()
     await ask(store)
-    stale = await take(store)
-    await go_on(store, stale, says("", call()))
-    with pytest.raises(StaleOwner):
-        await store.summarise(stale, 1, "x", Answer(text="x", usage=Usage(input_tokens=7)))
-    assert ((await store.view("ada")).summary, await store.tokens_since(start)) == ("", 0)
+    stale = await claim_agent(store)
+    await advance(store, stale, says("", call()))
+    with pytest.raises(StaleClaim):
+        await store.summarise(stale, 1, "x", Completion(text="x", usage=TokenUsage(input_tokens=7)))
+    assert ((await store.history_view("ada")).summary, await store.tokens_used_since(start)) == ("", 0)
 
 
-async def test_rounds_without_an_end_are_ended_with_a_word_to_whoever_asked(store: Society) -> None:
+async def test_a_turn_at_the_round_limit_ends_with_a_message_to_the_asker(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     for _ in range(RULES.max_rounds - 1):
-        claim = await go_on(store, claim, says("", call()), done())
-    claim = await go_on(store, claim, says("", call()))
-    assert (claim.effect, await state(store)) == (Rest(), "idle")
-    ((_, text, _),) = await got(store, "user")
+        claim = await advance(store, claim, says("", call()), done())
+    claim = await advance(store, claim, says("", call()))
+    assert (claim.action, await state(store)) == (Rest(), "idle")
+    ((_, text, _),) = await received(store, "user")
     assert "5 rounds" in text
 
 
@@ -152,52 +156,52 @@ async def test_rounds_without_an_end_are_ended_with_a_word_to_whoever_asked(stor
 
 async def test_a_stopped_turn_keeps_what_was_said_and_marks_it(store: Society) -> None:
     await ask(store)
-    await go_on(store, await take(store), Stopped("The answer is"))
-    assert await told(store) == ["user: hello", "assistant: The answer is"]
+    await advance(store, await claim_agent(store), Stopped("The answer is"))
+    assert await history_lines(store) == ["user: hello", "assistant: The answer is"]
     (partial,) = await store.waiting("user")
     assert partial.stopped and await state(store) == "idle"
 
 
 async def test_stopped_during_a_call_its_outcome_is_unknown_and_the_rest_did_not_run(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call("a"), call("b")), Stopped())
-    assert claim.effect == Rest()
-    assert (await told(store))[2:] == [f"tool: {UNKNOWN}", f"tool: {STOPPED}"]
+    claim = await advance(store, await claim_agent(store), says("", call("a"), call("b")), Stopped())
+    assert claim.action == Rest()
+    assert (await history_lines(store))[2:] == [f"tool: {UNKNOWN_RESULT}", f"tool: {STOPPED_RESULT}"]
 
 
 async def test_mail_that_waits_begins_the_next_turn_at_once_after_a_stop(store: Society) -> None:
     await ask(store)
-    claim = await go_on(store, await take(store), says("", call()))
+    claim = await advance(store, await claim_agent(store), says("", call()))
     await ask(store, text="next")
-    claim = await go_on(store, claim, Stopped())
-    assert claim.effect == Ask()
-    assert (await told(store))[-1] == "user: next"
+    claim = await advance(store, claim, Stopped())
+    assert claim.action == AskModel()
+    assert (await history_lines(store))[-1] == "user: next"
 
 
 async def test_a_stop_ends_a_turn_that_waits_for_its_next_try_and_no_other(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
-    assert await store.stop("ada") is False  # somebody works on it
-    await go_on(store, claim, ModelFailed(words="busy", then="retry", after=timedelta(hours=1)))
+    claim = await claim_agent(store)
+    assert await store.stop_waiting_turn("ada") is False  # somebody works on it
+    await advance(store, claim, ModelFailed(message="busy", recovery="retry", delay=timedelta(hours=1)))
     assert await state(store) == "wait_retry"
 
-    assert await store.stop("ada") is True
-    assert await store.stop("ada") is False
+    assert await store.stop_waiting_turn("ada") is True
+    assert await store.stop_waiting_turn("ada") is False
     assert await state(store) == "idle"
 
 
 async def test_a_stop_of_a_turn_that_waits_leaves_the_mail_to_the_next(store: Society) -> None:
-    question = await asked_for_approval(store, call("pay", gated=True))
-    assert await store.stop("ada") is True
-    assert (await told(store))[-1].startswith("tool: ") and await state(store) == "idle"
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    assert await store.stop_waiting_turn("ada") is True
+    assert (await history_lines(store))[-1].startswith("tool: ") and await state(store) == "idle"
     with pytest.raises(Refused) as late:
         await answer(store, question, 0)
     assert late.value.code == "already_answered"
     await ask(store, text="go on")
-    claim = await take(store)
-    assert (claim.effect, claim.plan) == (Ask(), None)
+    claim = await claim_agent(store)
+    assert (claim.action, claim.plan) == (AskModel(), None)
     with pytest.raises(Refused) as refused:
-        await store.stop("user")
+        await store.stop_waiting_turn("user")
     assert refused.value.code == "unknown_agent"
 
 
@@ -206,122 +210,129 @@ async def test_a_stop_of_a_turn_that_waits_leaves_the_mail_to_the_next(store: So
 
 async def test_a_paused_agent_ends_its_turn_and_its_mail_waits_until_it_is_resumed(store: Society) -> None:
     await ask(store)
-    claim = await take(store)
+    claim = await claim_agent(store)
     await store.pause("ada")
     await ask(store, text="later")
-    claim = await go_on(store, claim, says("done"))
-    assert (claim.effect, await state(store)) == (Rest(), "paused")
-    assert await store.claim("w", RULES, 1) == []
+    claim = await advance(store, claim, says("done"))
+    assert (claim.action, await state(store)) == (Rest(), "paused")
+    assert await store.claim_ready("w", RULES, 1) == []
     await store.resume("ada")
-    assert (await take(store)).effect == Ask()
-    assert (await told(store))[-1] == "user: later"
+    assert (await claim_agent(store)).action == AskModel()
+    assert (await history_lines(store))[-1] == "user: later"
 
 
 @pytest.mark.parametrize("then", ["retry", "block"])
-async def test_who_waits_between_two_steps_is_not_claimed_while_it_is_paused(
+async def test_a_paused_agent_is_not_claimed_between_two_steps(
     store: Society, clock: FakeClock, then: Literal["retry", "block"]
 ) -> None:
     await ask(store)
-    await go_on(store, await take(store), ModelFailed(words="no", then=then, after=timedelta(seconds=1)))
+    await advance(store, await claim_agent(store), ModelFailed(message="no", recovery=then, delay=timedelta(seconds=1)))
     await store.pause("ada")
     await ask(store, text="are you there?")
     await clock.advance(minutes=10)
 
-    assert await store.claim("w", RULES, 1) == []
+    assert await store.claim_ready("w", RULES, 1) == []
     await store.resume("ada")
-    assert (await take(store)).effect == Ask()
+    assert (await claim_agent(store)).action == AskModel()
 
 
-async def test_what_is_set_aside_counts_until_the_answer_says_what_it_cost_and_a_failure_gives_it_back(
+async def test_reserved_tokens_count_until_an_answer_replaces_them_or_a_failure_releases_them(
     store: Society, clock: FakeClock
 ) -> None:
     start = clock.now()
     await ask(store)
-    claim = await take(store)
-    assert await store.set_aside(claim, "main", 100, since=start, limit=50)
-    assert await store.set_aside(claim, "main", 100, since=start, limit=50)  # once more for the same is the same
-    assert await store.tokens_since(start) == 100
+    claim = await claim_agent(store)
+    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)
+    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)  # once more for the same is the same
+    assert await store.tokens_used_since(start) == 100
 
-    await go_on(store, claim, ModelFailed(words="no", then="retry", after=timedelta(0)))
-    assert await store.tokens_since(start) == 0
+    await advance(store, claim, ModelFailed(message="no", recovery="retry", delay=timedelta(0)))
+    assert await store.tokens_used_since(start) == 0
 
-    claim = await take(store)
-    assert await store.set_aside(claim, "main", 100, since=start, limit=50)
-    await go_on(store, claim, Answered(text="done", usage=Usage(input_tokens=40, output_tokens=20), service="main"))
-    assert await store.tokens_since(start) == 60
+    claim = await claim_agent(store)
+    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)
+    await advance(
+        store, claim, ModelAnswered(text="done", usage=TokenUsage(input_tokens=40, output_tokens=20), service="main")
+    )
+    assert await store.tokens_used_since(start) == 60
 
     await ask(store, text="more")
-    claim = await take(store)
-    assert not await store.set_aside(claim, "main", 1, since=start, limit=60)
-    assert await store.tokens_since(start) == 60
+    claim = await claim_agent(store)
+    assert not await store.reserve_tokens(claim, "main", 1, since=start, limit=60)
+    assert await store.tokens_used_since(start) == 60
 
 
-async def test_what_a_worker_let_go_in_order_is_taken_up_at_once_and_is_no_crash(store: Society) -> None:
+async def test_a_released_turn_is_claimable_at_once_and_is_no_crash(store: Society) -> None:
     await ask(store)
     for worker in ("a", "b", "c", "d", "e"):
-        assert (await take(store, worker)).effect == Ask()
-        await store.release(worker, failed=False)
+        assert (await claim_agent(store, worker)).action == AskModel()
+        await store.release_claims(worker, failed=False)
 
 
-async def test_what_a_worker_failed_at_again_and_again_is_set_aside(store: Society) -> None:
+async def test_a_turn_that_fails_repeatedly_is_quarantined(store: Society) -> None:
     await ask(store)
     effects = []
     for worker in ("a", "b", "c", "d"):
-        effects.append((await take(store, worker)).effect)
-        await store.release(worker, failed=True)
-    assert effects == [Ask(), Ask(), Ask(), Rest()]
+        effects.append((await claim_agent(store, worker)).action)
+        await store.release_claims(worker, failed=True)
+    assert effects == [AskModel(), AskModel(), AskModel(), Rest()]
 
 
-async def test_a_worker_that_lets_go_keeps_what_it_still_works_on(store: Society) -> None:
+async def test_a_release_keeps_the_claims_of_busy_agents(store: Society) -> None:
     await ask(store, "ada")
     await ask(store, "bob")
-    await store.claim("w", RULES, 2)
-    await store.release("w", busy=["ada"], failed=False)
-    assert [claim.agent_id for claim in await store.claim("w", RULES, 2)] == ["bob"]
+    await store.claim_ready("w", RULES, 2)
+    await store.release_claims("w", busy=["ada"], failed=False)
+    assert [claim.agent_id for claim in await store.claim_ready("w", RULES, 2)] == ["bob"]
 
 
 # Termination
 
 
-async def test_terminated_at_work_an_agent_leaves_a_closed_history_and_its_owner_is_turned_away(store: Society) -> None:
+async def test_an_agent_terminated_at_work_has_a_closed_history_and_its_claim_is_stale(store: Society) -> None:
     asked = await ask(store)
-    claim = await go_on(store, await take(store), says("", call("a"), call("b")))
+    claim = await advance(store, await claim_agent(store), says("", call("a"), call("b")))
     waiting = await ask(store, text="and?", sender="bob")
     await store.terminate("ada")
-    with pytest.raises(StaleOwner):
-        await go_on(store, claim, done())
+    with pytest.raises(StaleClaim):
+        await advance(store, claim, done())
     assert await state(store) == "terminated"
-    assert await told(store) == ["user: hello", "assistant: ", f"tool: {UNKNOWN}", f"tool: {STOPPED}"]
+    assert await history_lines(store) == [
+        "user: hello",
+        "assistant: ",
+        f"tool: {UNKNOWN_RESULT}",
+        f"tool: {STOPPED_RESULT}",
+    ]
     assert (await stored(store, waiting)).state == "dead"
-    ((sender, text, reply),) = await got(store, "user")
+    ((sender, text, reply),) = await received(store, "user")
     assert (sender, reply) == ("system", asked) and "terminated" in text
-    assert await store.claim("w", RULES, 10) != []  # bob, who is told that his message died
+    assert await store.claim_ready("w", RULES, 10) != []  # bob, who is told that his message died
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        says("", call(gated=True)),
-        ModelFailed(words="busy", then="retry"),
-        ModelFailed(words="no key", then="block"),
+        says("", call(needs_approval=True)),
+        ModelFailed(message="busy", recovery="retry"),
+        ModelFailed(message="no key", recovery="block"),
     ],
     ids=["wait_approval", "wait_retry", "blocked"],
 )
-async def test_terminated_while_it_waits_an_agent_is_never_claimed_again(
+async def test_an_agent_terminated_while_it_waits_is_never_claimed_again(
     store: Society, clock: FakeClock, event: Event
 ) -> None:
     await ask(store)
-    await go_on(store, await take(store), event)
+    await advance(store, await claim_agent(store), event)
     await store.terminate("ada")
     await clock.advance(hours=1)
-    assert await store.claim("w", RULES, 10) == []
+    assert await store.claim_ready("w", RULES, 10) == []
     assert await state(store) == "terminated"
 
 
-async def test_terminated_before_it_was_claimed_nobody_hears_more_than_that_the_mail_died(store: Society) -> None:
+async def test_terminating_a_ready_agent_only_notifies_the_senders_of_dead_letters(store: Society) -> None:
     await ask(store)
     await store.terminate("ada")
-    ((sender, text, _),) = await got(store, "user")
+    ((sender, text, _),) = await received(store, "user")
     assert sender == "system" and "Not delivered" in text
 
 
@@ -332,20 +343,23 @@ async def test_a_wait_is_never_longer_than_it_was_meant_to_be_whatever_the_clock
     store = await engine.open(tmp_path / "data", clock, Limits())
     await store.add_agents(PEOPLE)
     await ask(store)
-    failure = ModelFailed(words="busy", then="retry", after=timedelta(seconds=30))
-    await go_on(store, await take(store), failure)
+    failure = ModelFailed(message="busy", recovery="retry", delay=timedelta(seconds=30))
+    await advance(store, await claim_agent(store), failure)
     await ask(store, "bob")
     await store.close()
 
     earlier = FakeClock(clock.now() - timedelta(days=1))
     store = await engine.open(tmp_path / "data", earlier, Limits())
     try:
-        claims = [*await store.claim("w", RULES, 10), *await store.claim("w", RULES, 10)]  # the first may only find out
+        claims = [
+            *await store.claim_ready("w", RULES, 10),
+            *await store.claim_ready("w", RULES, 10),
+        ]  # the first may only find out
         assert [claim.agent_id for claim in claims] == ["bob"]
         await earlier.advance(seconds=29)
-        assert list(await store.claim("w", RULES, 10)) == []
+        assert list(await store.claim_ready("w", RULES, 10)) == []
         await earlier.advance(seconds=1)
-        assert "ada" in [claim.agent_id for claim in await store.claim("w", RULES, 10)]
+        assert "ada" in [claim.agent_id for claim in await store.claim_ready("w", RULES, 10)]
         assert [violation async for violation in store.violations()] == []
     finally:
         await store.close()
@@ -357,12 +371,12 @@ async def test_the_claim_of_a_worker_that_is_gone_ends_though_the_clock_was_set_
     store = await engine.open(tmp_path / "data", clock, Limits())
     await store.add_agents(PEOPLE)
     await ask(store)
-    await take(store)
+    await claim_agent(store)
     with engine.behind(tmp_path / "data") as db:  # a lease that ends tomorrow, by the clock of today
         db.execute("UPDATE agents SET runnable_at = ? WHERE id = 'ada'", (to_ms(clock.now()) + 86_400_000,))
     try:
-        assert list(await store.claim("w2", RULES, 10)) == []
+        assert list(await store.claim_ready("w2", RULES, 10)) == []
         await clock.advance(hours=1)
-        assert [claim.agent_id for claim in await store.claim("w2", RULES, 10)] == ["ada"]
+        assert [claim.agent_id for claim in await store.claim_ready("w2", RULES, 10)] == ["ada"]
     finally:
         await store.close()

@@ -1,4 +1,4 @@
-"""A worker whose turns the test takes step by step: it only keeps the claims that the store hands to it."""
+"""A worker that only keeps its claims, so that a test can run its turns step by step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from coterie.turn_store import Claim
 
 from .steps import RULES
 
-SOON = 60
-"""Seconds after which a test gives up waiting, on a loaded machine too."""
+TIMEOUT_SECONDS = 60
+"""Timeout of a wait, also on a loaded machine."""
 
 
 class ManualWorker:
-    """A `Taker` with as many places as anybody wants."""
+    """A `TurnWorker` without a limit of slots."""
 
     rules = RULES
 
@@ -22,31 +22,31 @@ class ManualWorker:
         self.worker = worker
         self.claims: asyncio.Queue[Claim] = asyncio.Queue()
         self.reserved = 0
-        """Places that the store holds and has neither used nor given back."""
+        """Slots that the store has reserved and neither used nor released."""
         self.checks = 0
-        """How often it was told to look for claims that it was never given."""
+        """Calls of `reconcile_claims`."""
 
-    def reserve(self, agent_id: str, person: bool) -> bool:
+    def reserve_slot(self, agent_id: str, for_person: bool) -> bool:
         self.reserved += 1
         return True
 
-    def give_back(self, places: int) -> None:
-        self.reserved -= places
+    def release_slots(self, count: int) -> None:
+        self.reserved -= count
 
-    def take(self, claims: Sequence[Claim]) -> None:
+    def start_turns(self, claims: Sequence[Claim]) -> None:
         self.reserved -= len(claims)
         for claim in claims:
             self.claims.put_nowait(claim)
 
-    def drop(self) -> None:
+    def abandon_turns(self) -> None:
         pass
 
-    def look(self) -> None:
+    def wake(self) -> None:
         pass
 
-    def check_claims(self) -> None:
+    def reconcile_claims(self) -> None:
         self.checks += 1
 
     async def next(self) -> Claim:
-        async with asyncio.timeout(SOON):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             return await self.claims.get()

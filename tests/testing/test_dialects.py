@@ -1,4 +1,4 @@
-"""The checks must find what real services find, and nothing else; and a history fit for one service is fit for all."""
+"""API validators find what real services find; a history valid for one API is valid for all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from coterie.llm.providers.openai import Dialect
-from coterie.llm.types import AssistantSaid, Call, Inline, Request, Said, SystemSaid, Text, ToolSaid, ToolSpec, UserSaid
+from coterie.llm.types import (
+    AssistantMessage,
+    ChatMessage,
+    InlineFile,
+    ModelRequest,
+    SystemMessage,
+    TextPart,
+    ToolCall,
+    ToolMessage,
+    ToolSpec,
+    UserMessage,
+)
 from coterie.testing.dialects import (
     anthropic_body,
     check_anthropic,
@@ -199,21 +210,21 @@ def test_bad_anthropic_messages_are_refused(messages: list[Any], complaint: str)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_valid_history_renders_fit_for_every_service(seed: int) -> None:
+def test_every_valid_history_is_valid_for_every_api(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(25):
         said = _history(chance)
         for tools in ((_SPEC,), ()):
-            _fits(Request(said=said, tools=tools), replay=f"seed {seed}: {said}")
+            _fits(ModelRequest(messages=said, tools=tools), replay=f"seed {seed}: {said}")
 
 
 _SPEC = ToolSpec(name="look_up", description="", parameters={"type": "object"})
 
 
-def _fits(request: Request, replay: str) -> None:
+def _fits(request: ModelRequest, replay: str) -> None:
     body = Dialect().body(request, "m", None, stream=True)
     messages, tools = json.loads(json.dumps(body["messages"])), body.get("tools")
-    strict = Dialect(alternate=True, system=False).messages(request)
+    strict = Dialect(strict_alternation=True, system_role=False).messages(request)
     assert check_openai_chat(messages, tools) is None, replay
     assert check_openai_responses(responses_input(messages)) is None, replay
     assert check_openai_chat(strict, tools) is None, replay
@@ -221,26 +232,28 @@ def _fits(request: Request, replay: str) -> None:
     assert check_anthropic(anthropic_body(strict, tools or ())) is None, replay
 
 
-def _history(chance: random.Random) -> tuple[Said, ...]:
-    """Any history that keeps the invariants, with the things in it that providers trip over."""
-    said: list[Said] = [SystemSaid("Be brief.")] if chance.random() < 0.7 else []
+def _history(chance: random.Random) -> tuple[ChatMessage, ...]:
+    """Return a random valid history with content that providers are sensitive to."""
+    said: list[ChatMessage] = [SystemMessage("Be brief.")] if chance.random() < 0.7 else []
     for turn in range(chance.randint(1, 6)):
-        said += [UserSaid(_parts(chance)) for _ in range(chance.randint(turn == 0, 3))]
+        said += [UserMessage(_parts(chance)) for _ in range(chance.randint(turn == 0, 3))]
         for step in range(chance.randint(0, 2)):
             calls = tuple(
-                Call(id=f"c.{turn}:{step}_{n}", name=chance.choice(["look_up", "天气 x", ""]), arguments={"a": "é😀"})
+                ToolCall(
+                    id=f"c.{turn}:{step}_{n}", name=chance.choice(["look_up", "天气 x", ""]), arguments={"a": "é😀"}
+                )
                 for n in range(chance.randint(1, 3))
             )
-            said.append(AssistantSaid(chance.choice(["", " ", "I look."]), calls))
-            said += [ToolSaid(call.id, chance.choice(["", "cold", "😀"])) for call in calls]
+            said.append(AssistantMessage(chance.choice(["", " ", "I look."]), calls))
+            said += [ToolMessage(call.id, chance.choice(["", "cold", "😀"])) for call in calls]
         if chance.random() < 0.7:
-            said.append(AssistantSaid(chance.choice(["", "Cold.", "\n"])))
+            said.append(AssistantMessage(chance.choice(["", "Cold.", "\n"])))
     return tuple(said)
 
 
-def _parts(chance: random.Random) -> tuple[Text | Inline, ...]:
-    picture = Inline(type="image", filename="a.png", mime_type="image/png", data=b"\x89PNG")
-    sound = Inline(type="audio", filename="a.wav", mime_type="audio/x-wav", data=b"RIFF")
-    file = Inline(type="file", filename="ä.pdf", mime_type="application/pdf", data=b"%PDF")
-    some: list[Text | Inline] = [Text("Hi"), Text(""), Text(" "), picture, sound, file]
+def _parts(chance: random.Random) -> tuple[TextPart | InlineFile, ...]:
+    picture = InlineFile(type="image", filename="a.png", mime_type="image/png", data=b"\x89PNG")
+    sound = InlineFile(type="audio", filename="a.wav", mime_type="audio/x-wav", data=b"RIFF")
+    file = InlineFile(type="file", filename="ä.pdf", mime_type="application/pdf", data=b"%PDF")
+    some: list[TextPart | InlineFile] = [TextPart("Hi"), TextPart(""), TextPart(" "), picture, sound, file]
     return tuple(chance.choice(some) for _ in range(chance.randint(0, 3)))

@@ -1,4 +1,4 @@
-"""The stand-in model: what tests rely on when they rely on it."""
+"""The scripted model server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coterie.testing.model_server import Calls, ModelServer, Received, Reply, Says, Status
+from coterie.testing.model_server import Calls, ModelServer, ReceivedRequest, Reply, Says, Status
 
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -66,7 +66,7 @@ async def test_a_gate_holds_the_answer_back(server: ModelServer, client: httpx.A
     server.script(Says("at last", gate=gate))
     asking = asyncio.create_task(post(client, server))
 
-    request = await server.asked()
+    request = await server.wait_for_request()
     assert request.last_text == "Hi" and not asking.done()
 
     gate.set()
@@ -85,7 +85,7 @@ async def test_leaving_ends_requests_that_still_wait(client: httpx.AsyncClient) 
     async with ModelServer() as server:
         server.script(Says("never", gate=asyncio.Event()))
         asking = asyncio.create_task(post(client, server))
-        await server.asked()
+        await server.wait_for_request()
 
     with pytest.raises(httpx.HTTPError):
         await asking
@@ -150,7 +150,7 @@ async def test_a_connection_serves_many_requests(server: ModelServer, client: ht
 
 
 async def test_an_answer_may_depend_on_the_whole_request(server: ModelServer, client: httpx.AsyncClient) -> None:
-    def count(request: Received) -> Reply:
+    def count(request: ReceivedRequest) -> Reply:
         return f"{len(request.messages)} messages"
 
     server.default = count

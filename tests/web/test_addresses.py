@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.rate_limit import Rates
+from coterie.rate_limit import RateLimiter
 from coterie.testing import FakeClock
 from coterie.web.addresses import addresses, is_loopback
 
@@ -41,10 +41,10 @@ def test_which_addresses_only_this_machine_reaches() -> None:
 
 
 async def test_the_map_of_clients_is_bounded_and_a_bucket_fills_again(clock: FakeClock) -> None:
-    rates = Rates(clock, burst=2, per_second=1, clients=10)
-    assert [rates.take("a") for _ in range(3)] == [0.0, 0.0, 1.0]
+    rates = RateLimiter(clock, burst=2, per_second=1, clients=10)
+    assert [rates.try_acquire("a") for _ in range(3)] == [0.0, 0.0, 1.0]
     await clock.advance(seconds=1)
-    assert [rates.take("a") for _ in range(2)] == [0.0, 1.0]
+    assert [rates.try_acquire("a") for _ in range(2)] == [0.0, 1.0]
     for number in range(100):
-        rates.take(f"{number}")
+        rates.try_acquire(f"{number}")
     assert len(rates) == 10

@@ -255,7 +255,7 @@ async def test_other_fields_beside_the_file_do_not_matter(client: httpx.AsyncCli
 async def test_a_file_beyond_the_limit_is_refused_while_it_comes_in(
     client: httpx.AsyncClient, society: Society
 ) -> None:
-    society.artifacts.limit = 1_000
+    society.artifacts.set_max_file_bytes(1_000)
     taken = 0
 
     async def endless() -> AsyncIterator[bytes]:

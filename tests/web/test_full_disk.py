@@ -15,9 +15,9 @@ import pytest
 
 from coterie.errors import StoreError, StoreUnavailable
 from coterie.society import Society
-from coterie.stores.postgres.errors import meaning
+from coterie.stores.postgres.errors import to_store_error
 from coterie.stores.sqlite import connection
-from coterie.stores.sqlite.engine import Database
+from coterie.stores.sqlite.engine import SqliteStore
 
 ARTIFACTS = "/api/v1/artifacts"
 OPEN = os.open
@@ -81,12 +81,12 @@ async def test_a_write_that_the_quota_refuses_is_a_full_disk_and_no_reason_to_en
         error.sqlite_errorcode = code
         raise error
 
-    assert isinstance(society.store, Database)
+    assert isinstance(society.store, SqliteStore)
     message = {"to": "ada", "payload": {"text": "hello"}}
     with monkeypatch.context() as patch:
-        patch.setattr(connection, "has_room", lambda _: False)
+        patch.setattr(connection, "has_free_space", lambda _: False)
         patch.setattr("coterie.stores.sql.commands.send", refused, raising=False)
-        patch.setattr("coterie.stores.sql.unit_of_work.UnitOfWork.close", refused)
+        patch.setattr("coterie.stores.sql.unit_of_work.UnitOfWork.flush", refused)
         answer = await client.post("/api/v1/messages", json=message)
     assert answer.status_code == 507, answer.text
     assert not society.broken.done()
@@ -111,6 +111,6 @@ class PgError(psycopg.OperationalError):
     ],
 )
 def test_postgres_names_a_full_disk_and_other_shortages_pass(code: str, words: str, full: bool) -> None:
-    found: StoreError = meaning(PgError(code, words))
+    found: StoreError = to_store_error(PgError(code, words))
     assert isinstance(found, StoreUnavailable)
     assert found.full == full

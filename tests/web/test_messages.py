@@ -104,7 +104,7 @@ async def test_a_withdrawn_message_stays_withdrawn_and_a_taken_one_is_too_late(
     assert [(await client.delete(f"{API}/messages/{waiting}")).status_code for _ in range(2)] == [204, 204]
 
     read = await society.bus.send(sender="ada", to="user", payload={"text": "seen"})
-    await society.store.read("ada", read.message_id)
+    await society.store.mark_read("ada", read.message_id)
     answer = await client.delete(f"{API}/messages/{read.message_id}")
     assert (answer.status_code, answer.json()["code"]) == (409, "already_taken")
 

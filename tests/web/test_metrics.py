@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 
 from coterie.society import Society
-from coterie.store import name_of
+from coterie.store import worker_name
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 from coterie.web.metrics import Metrics
@@ -40,7 +40,7 @@ async def test_strange_paths_and_methods_make_no_new_series(client: httpx.AsyncC
 
 async def test_a_store_that_cannot_write_is_not_ready(client: httpx.AsyncClient, society: Society) -> None:
     assert isinstance(society.store, SqliteStore) and society.store._writer is not None
-    society.store._writer.healthy = False
+    society.store._writer.is_healthy = False
     answer = await client.get("/readyz")
     assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
     assert (await client.get("/healthz")).status_code == 200
@@ -50,7 +50,7 @@ async def test_whoever_works_here_is_counted_by_name(tmp_path: Path, clock: Fake
     async with Society.open(tmp_path, clock=clock) as society:
         numbers = (await Metrics(society, lambda: 0).render()).decode()
     for name in ("claims", "heartbeats_total", "fenced_writes_total", "lease_takeovers_total"):
-        assert f'coterie_worker_{name}{{worker="{name_of()}"}} 0.0' in numbers
+        assert f'coterie_worker_{name}{{worker="{worker_name()}"}} 0.0' in numbers
 
 
 async def test_where_no_agent_works_there_is_no_worker(client: httpx.AsyncClient) -> None:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coterie.files import HARD, LOW
+from coterie.files import LOW_SPACE_BYTES, MIN_SPACE_BYTES
 from coterie.society import Society
 from coterie.testing import FakeClock
 from coterie.web.app import build_app
@@ -144,7 +144,7 @@ async def test_what_comes_from_outside_is_turned_away_before_the_disk_is_full_an
     society: Society, access: Access, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = build_app(society, access, clock=clock)
-    free = [LOW]
+    free = [LOW_SPACE_BYTES]
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
     headers = {"Authorization": f"Bearer {TOKEN}"}
     message = {"to": "ada", "payload": {"text": "hello"}}
@@ -171,7 +171,7 @@ async def test_who_can_begin_nothing_for_want_of_disk_is_not_ready(
     client: httpx.AsyncClient, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for free in (HARD, HARD - 1, HARD):
+    for free in (MIN_SPACE_BYTES, MIN_SPACE_BYTES - 1, MIN_SPACE_BYTES):
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         await clock.advance(seconds=1)
         answer = await client.get("/readyz")

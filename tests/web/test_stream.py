@@ -152,10 +152,10 @@ async def test_pieces_of_a_reply_are_gathered_and_carry_no_id(hub: Hub, society:
     live = society.live
     async with listening(hub) as reader, listening(hub) as other:
         for piece in ("One ", "two ", "three"):
-            live.say("ada", "d1", piece)
+            live.append("ada", "d1", piece)
         await clock.advance(milliseconds=45)
-        live.say("ada", "d1", " four")
-        live.end("d1", "stored", ["m1"])
+        live.append("ada", "d1", " four")
+        live.finish("d1", "stored", ["m1"])
 
         told = [await reader.next() for _ in range(4)]
         assert told == [await other.next() for _ in range(4)]
@@ -174,11 +174,11 @@ async def test_who_comes_in_the_middle_of_a_reply_gets_it_so_far_and_then_the_re
 ) -> None:
     live = society.live
     async with listening(hub) as first:
-        live.say("ada", "d1", "Once")
+        live.append("ada", "d1", "Once")
         await clock.advance(milliseconds=45)
-        live.say("ada", "d1", " upon")
+        live.append("ada", "d1", " upon")
         async with listening(hub) as late:
-            live.say("ada", "d1", " a time")
+            live.append("ada", "d1", " a time")
             await clock.advance(milliseconds=45)
             snapshot, delta = await late.next(), await late.next()
         whole = "".join([(await first.next("draft.delta")).data["delta"] for _ in range(3)])
@@ -190,9 +190,9 @@ async def test_who_comes_in_the_middle_of_a_reply_gets_it_so_far_and_then_the_re
 
 async def test_a_message_names_the_draft_it_replaces(hub: Hub, society: Society) -> None:
     async with listening(hub) as reader:
-        society.live.say("ada", "d1", "Hi")
+        society.live.append("ada", "d1", "Hi")
         receipt = await society.bus.send(sender="ada", to=PERSON, payload={"text": "Hi"}, client_id="x")
-        society.live.end("d1", "stored", [receipt.message_id])
+        society.live.finish("d1", "stored", [receipt.message_id])
         again = await reader.next("draft.ended")
         told = await reader.next("message.created")
     assert again.data["messages"] == [told.data["message"]["id"]] and told.data["draftId"] == "d1"
@@ -262,7 +262,7 @@ async def test_what_is_no_longer_there_is_said_to_be_gone(hub: Hub, society: Soc
     place = f"{hub.epoch}.{await society.store.last_event()}"
     letter = (await society.send(to="bob", text="x")).message_id
     await society.store.terminate("bob")
-    await society.store.forget(letter)
+    await society.store.delete_dead_letter(letter)
     async with listening(hub, place, reader := StreamReader()):
         told = await reader.next("message.created")
     assert told.data["id"] == letter and told.data["gone"]
@@ -281,8 +281,8 @@ async def test_states_queues_questions_marks_and_delays_are_told(hub: Hub, socie
         await society.send(to="ada", text="B", in_reply_to=asked.message_id, option=1)
         changed = await reader.next("quick_replies.changed")
         assert (changed.data["messageId"], changed.data["answer"]["option"]) == (asked.message_id, 1)
-        await society.store.read("ada", asked.message_id)
-        society.bus.stored(None)
+        await society.store.mark_read("ada", asked.message_id)
+        society.bus.notify()
         assert (await reader.next("read")).data["thread"] == "ada"
         (waiting,) = await society.waiting("ada")
         await society.bus.withdraw(waiting.id)

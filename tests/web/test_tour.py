@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from coterie.config import find_address
+from coterie.config import read_address
 from coterie.tour import script as script
-from coterie.tour.script import Words
-from tests.cli.door import Serving
+from coterie.tour.script import Translated
+from tests.cli.commands import ServeProcess
 from tests.faults.harness import patience
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(8) + (640).to_bytes(4) + (480).to_bytes(4) + bytes(16)
@@ -74,9 +74,9 @@ async def newcomer(folder: Path, monkeypatch: pytest.MonkeyPatch, lang: str) -> 
     monkeypatch.delenv("LC_ALL", raising=False)
     monkeypatch.delenv("LC_MESSAGES", raising=False)
     monkeypatch.setenv("LANG", lang)
-    with Serving(folder) as serving:
+    with ServeProcess(folder) as serving:
         assert any("a scripted tour answers" in line for line in serving.banner)
-        where = find_address(folder / "data")
+        where = read_address(folder / "data")
         assert where is not None
         token = (folder / "data" / "token").read_text().strip()
         async with (
@@ -103,8 +103,8 @@ async def events_of(stream: httpx.Response) -> AsyncIterator[tuple[str, dict[str
 async def test_a_newcomer_has_seen_everything_within_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chinese: bool
 ) -> None:
-    def say(line: Words) -> str:
-        return line.to(chinese)
+    def say(line: Translated) -> str:
+        return line.text(chinese)
 
     began = time.monotonic()
     async with newcomer(tmp_path / "new", monkeypatch, "zh_CN.UTF-8" if chinese else "en_US.UTF-8") as me:

@@ -1,14 +1,12 @@
-"""A society in one file: the database, the artifacts it names and the owner's files, as a plain tar archive.
+"""Back up a society into one tar archive: database, artifacts and the owner's files.
 
-    coterie-backup/data/coterie.db          first, so that a foreign file is known at once
-    coterie-backup/data/artifacts/ab/ab…    each under its content hash
-    coterie-backup/coterie.toml …           what the owner wrote
-    coterie-backup/manifest.json            last, so that a file cut short has none; with the hash of everything else
+    coterie-backup/data/coterie.db          first, so that a foreign file is detected at once
+    coterie-backup/data/artifacts/ab/ab…    one file per blob, named by its SHA-256
+    coterie-backup/coterie.toml …           the owner's files
+    coterie-backup/manifest.json            last, so that a truncated archive has none; holds the other files' hashes
 
-It looks the same whichever engine kept the society, so it can be restored to either.
-
-Whoever holds a backup must not be able to speak for the society: the access token, the keys of services and the
-password of a database stay out.
+The format does not depend on the engine, so a backup can be restored to SQLite or PostgreSQL. It contains no secrets:
+the access token, the API keys and the database password are left out.
 """
 
 from __future__ import annotations
@@ -28,81 +26,81 @@ from pathlib import Path
 from typing import IO
 
 from coterie import __version__
-from coterie.admin.copy import Whereabouts, flush_folder, whereabouts
-from coterie.admin.inspect import Inspection, require_society, stored_bytes
-from coterie.clock import SystemClock, to_ms, to_wire
-from coterie.config import FILE as CONFIG
+from coterie.admin.copy import StoreLocation, read_location
+from coterie.admin.inspect import Inspection, artifact_hashes
+from coterie.clock import SystemClock, to_ms, to_rfc3339
 from coterie.config import (
+    CONFIG_FILE,
     SQLITE,
     SocietyFolder,
-    Storage,
-    is_shared_url,
+    StoreSettings,
+    is_postgres_url,
     read_config,
-    with_store_url,
+    read_store_url,
+    replace_store_url,
     without_password,
-    written_in,
 )
 from coterie.errors import ConfigError, StoreUnusable
-from coterie.stores.blobs import path_of
-from coterie.stores.open import check_package
-from coterie.stores.transfer import SqliteTarget, Tell, carry
+from coterie.stores.blobs import blob_path, fsync_folder
+from coterie.stores.open import require_driver, require_society
+from coterie.stores.transfer import OnProgress, SqliteTarget, transfer
 
 ROOT = "coterie-backup"
 FORMAT = 1
 DATABASE = "data/coterie.db"
 MANIFEST = "manifest.json"
-OWNERS_FILES = ("coterie.toml", "llmservices.json", "tools.py")
-OWNERS_FOLDERS = ("prompts", "tools")
+OWNER_FILES = ("coterie.toml", "llmservices.json", "tools.py")
+OWNER_FOLDERS = ("prompts", "tools")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backup:
+class BackupResult:
     path: Path
     size: int
     artifacts: int
     lost: tuple[str, ...]
-    """Content hashes that the database names and whose bytes are gone."""
-    outside: tuple[str, ...]
-    """Files that the configuration names and that lie outside the folder, so they are not in it."""
-    password: bool
-    """The address of the database had one in it, which was left out."""
+    """Hashes of artifacts whose bytes are missing."""
+    outside_files: tuple[str, ...]
+    """Prompt files outside the folder. They are not in the backup."""
+    had_password: bool
+    """True if the database URL contained a password, which was left out."""
 
 
-def back_up(folder: Path, target: Path, tell: Tell) -> Backup:
-    """Write the backup `target`, complete or not at all. It blocks: an event loop calls it in a thread of its own."""
-    place = require_society(folder)
+def back_up(folder: Path, target: Path, on_progress: OnProgress) -> BackupResult:
+    """Write the archive `target`, whole or not at all. It blocks; an event loop must call it in a thread."""
+    society_folder = require_society(folder)
     if target.exists():
         raise StoreUnusable(f"{target} exists already: choose another name with --to, or move it away")
-    with _scratch(target) as scratch:
-        tell("Copying the database")
-        copy = scratch / "coterie.db"
-        artifacts = _copy(place, copy, tell)
-        draft = scratch / "backup.tar"
+    with _temporary_folder(target) as temporary:
+        on_progress("Copying the database")
+        database = temporary / "coterie.db"
+        artifacts = _copy_data(society_folder, database, on_progress)
+        draft = temporary / "backup.tar"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            packer = _pack(place, copy, artifacts, file, tell)
+            packer = _pack(society_folder, database, artifacts, file, on_progress)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
         draft.replace(target)
-        flush_folder(target.parent)
-    return Backup(
+        fsync_folder(target.parent)
+    return BackupResult(
         path=target,
         size=size,
         artifacts=packer.artifacts,
         lost=tuple(packer.lost),
-        outside=tuple(name for name in _named_prompts(place) if not _inside(place, name)),
-        password=packer.password,
+        outside_files=tuple(name for name in _prompt_files(society_folder) if not _is_inside(society_folder, name)),
+        had_password=packer.had_password,
     )
 
 
 @contextmanager
-def _scratch(target: Path) -> Iterator[Path]:
-    """A private folder beside `target`, gone afterwards."""
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """Private folder beside `target`, deleted afterwards."""
     try:
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise StoreUnusable(
-            f"{target.parent} cannot be written ({error.strerror}): choose another place with --to"
+            f"{target.parent} cannot be written ({error.strerror}): choose another file with --to"
         ) from error
     try:
         yield folder
@@ -110,24 +108,24 @@ def _scratch(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _copy(place: SocietyFolder, database: Path, tell: Tell) -> Path:
-    """All rows as they are now; the folder with the bytes that belong to them."""
+def _copy_data(folder: SocietyFolder, database: Path, on_progress: OnProgress) -> Path:
+    """Copy all rows to the new file `database`. Return the folder with the artifact bytes."""
     try:
-        where = whereabouts(place)
+        location = read_location(folder)
     except ConfigError:
-        where = Whereabouts(Storage(), place)  # the file is in the backup as it is
-    if where.store.url == SQLITE:
-        asyncio.run(_copy_database(place.path, database))
-        return place.artifacts
-    check_package(where.store)
+        location = StoreLocation(StoreSettings(), folder)  # back up the invalid file as it is
+    if location.store.url == SQLITE:
+        asyncio.run(_copy_database(folder.path, database))
+        return folder.artifacts
+    require_driver(location.store)
     from coterie.stores.postgres.transfer import PostgresSource
 
     artifacts = database.parent / "artifacts"
     with (
-        PostgresSource.open(where.store.url, where.artifacts) as source,
-        SqliteTarget.make(database, artifacts) as file,
+        PostgresSource.open(location.store.url, location.artifacts) as source,
+        SqliteTarget.create(database, artifacts) as sqlite,
     ):
-        carry(source, file, tell)
+        transfer(source, sqlite, on_progress)
     return artifacts
 
 
@@ -136,15 +134,15 @@ async def _copy_database(folder: Path, target: Path) -> None:
         await society.store.backup(target)
 
 
-def _pack(place: SocietyFolder, database: Path, artifacts: Path, file: IO[bytes], tell: Tell) -> _Packer:
+def _pack(folder: SocietyFolder, database: Path, artifacts: Path, file: IO[bytes], on_progress: OnProgress) -> _Packer:
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         packer = _Packer(tar)
         packer.add(database, DATABASE)
-        for sha256, _ in stored_bytes(database):
-            packer.add_bytes(artifacts, sha256)
-            tell(f"Packing artifacts: {packer.artifacts:,}")
-        for path, name in _owners_files(place):
-            packer.add_owners(path, name)
+        for sha256, _ in artifact_hashes(database):
+            packer.add_blob(artifacts, sha256)
+            on_progress(f"Packing artifacts: {packer.artifacts:,}")
+        for path, name in _owner_files(folder):
+            packer.add_owner_file(path, name)
         packer.close()
     return packer
 
@@ -155,39 +153,41 @@ class _Packer:
     hashes: dict[str, str] = field(default_factory=dict)
     artifacts: int = 0
     lost: list[str] = field(default_factory=list)
-    password: bool = False
+    had_password: bool = False
 
     def add(self, path: Path, name: str) -> None:
         with path.open("rb") as file:
-            hashed = _Hashed(file)
-            self._write(name, hashed, os.fstat(file.fileno()))
-        self.hashes[name] = hashed.digest.hexdigest()
+            reader = _HashingReader(file)
+            self._write(name, reader, os.fstat(file.fileno()))
+        self.hashes[name] = reader.digest.hexdigest()
 
-    def add_owners(self, path: Path, name: str) -> None:
-        if name != CONFIG or (text := _without_password(path)) is None:
+    def add_owner_file(self, path: Path, name: str) -> None:
+        """Add a file; remove a database password from coterie.toml."""
+        if name != CONFIG_FILE or (text := _without_password(path)) is None:
             self.add(path, name)
             return
-        self.password = True
+        self.had_password = True
         data = text.encode()
         info = tarfile.TarInfo(f"{ROOT}/{name}")
         info.size, info.mtime, info.mode = len(data), int(path.stat().st_mtime), path.stat().st_mode & 0o777
         self.tar.addfile(info, io.BytesIO(data))
         self.hashes[name] = hashlib.sha256(data).hexdigest()
 
-    def add_bytes(self, artifacts: Path, sha256: str) -> None:
+    def add_blob(self, artifacts: Path, sha256: str) -> None:
         try:
-            with path_of(artifacts, sha256).open("rb") as file:
+            with blob_path(artifacts, sha256).open("rb") as file:
                 self._write(f"data/artifacts/{sha256[:2]}/{sha256}", file, os.fstat(file.fileno()))
             self.artifacts += 1
         except FileNotFoundError:
             self.lost.append(sha256)
 
     def close(self) -> None:
+        """Write the manifest."""
         now = SystemClock().now()
         manifest = {
             "format": FORMAT,
             "coterie": __version__,
-            "createdAt": to_wire(now),
+            "createdAt": to_rfc3339(now),
             "artifacts": self.artifacts,
             "lost": self.lost,
             "files": self.hashes,
@@ -197,14 +197,14 @@ class _Packer:
         info.size, info.mode, info.mtime = len(data), 0o600, to_ms(now) // 1000
         self.tar.addfile(info, io.BytesIO(data))
 
-    def _write(self, name: str, file: IO[bytes] | _Hashed, status: os.stat_result) -> None:
+    def _write(self, name: str, file: IO[bytes] | _HashingReader, status: os.stat_result) -> None:
         info = tarfile.TarInfo(f"{ROOT}/{name}")
         info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), status.st_mode & 0o777
         self.tar.addfile(info, file)
 
 
-class _Hashed:
-    """A file that remembers the hash of what was read from it."""
+class _HashingReader:
+    """File that hashes what is read from it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.digest = file, hashlib.sha256()
@@ -216,36 +216,38 @@ class _Hashed:
 
 
 def _without_password(path: Path) -> str | None:
-    """The owner's file with the address of the database only; None: there is no password in it."""
+    """Text of coterie.toml without the database password; None if it has none."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
-    url = written_in(text)
-    bare = without_password(url) if is_shared_url(url) else url
-    return with_store_url(text, bare) if bare != url else None
+    url = read_store_url(text)
+    bare = without_password(url) if is_postgres_url(url) else url
+    return replace_store_url(text, bare) if bare != url else None
 
 
-def _owners_files(place: SocietyFolder) -> Iterator[tuple[Path, str]]:
-    """What the owner wrote, each once, with its place in the folder."""
-    names = dict.fromkeys(name for name in OWNERS_FILES if (place.path / name).is_file())
-    for folder in OWNERS_FOLDERS:
-        for parent, folders, files in os.walk(place.path / folder):
+def _owner_files(folder: SocietyFolder) -> Iterator[tuple[Path, str]]:
+    """Path and archive name of each file that the owner wrote."""
+    names = dict.fromkeys(name for name in OWNER_FILES if (folder.path / name).is_file())
+    for subfolder in OWNER_FOLDERS:
+        for parent, folders, files in os.walk(folder.path / subfolder):
             folders[:] = sorted(name for name in folders if name != "__pycache__")
-            here = Path(parent).relative_to(place.path)
-            names |= dict.fromkeys((here / name).as_posix() for name in sorted(files) if Path(parent, name).is_file())
-    names |= dict.fromkeys(name for name in _named_prompts(place) if _inside(place, name))
+            relative = Path(parent).relative_to(folder.path)
+            names |= dict.fromkeys(
+                (relative / name).as_posix() for name in sorted(files) if Path(parent, name).is_file()
+            )
+    names |= dict.fromkeys(name for name in _prompt_files(folder) if _is_inside(folder, name))
     for name in names:
-        yield place.path / name, name
+        yield folder.path / name, name
 
 
-def _named_prompts(place: SocietyFolder) -> list[str]:
+def _prompt_files(folder: SocietyFolder) -> list[str]:
     try:
-        return [os.path.normpath(agent.prompt_file) for agent in read_config(place.path).agents if agent.prompt_file]
+        return [os.path.normpath(agent.prompt_file) for agent in read_config(folder.path).agents if agent.prompt_file]
     except ConfigError:
-        return []  # the file itself is in the backup; what is wrong with it is for `coterie check` to say
+        return []  # the invalid file is backed up as it is; `coterie check` explains it
 
 
-def _inside(place: SocietyFolder, name: str) -> bool:
+def _is_inside(folder: SocietyFolder, name: str) -> bool:
     top = Path(name).parts[0]
-    return top not in ("..", "data") and not Path(name).is_absolute() and (place.path / name).is_file()
+    return top not in ("..", "data") and not Path(name).is_absolute() and (folder.path / name).is_file()

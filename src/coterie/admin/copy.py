@@ -1,11 +1,10 @@
-"""A society moved from one engine to the other: all of it or nothing, and nobody runs it meanwhile.
+"""Copy a society from one database to another, all or nothing.
 
-A society put together beside its place, and moved in only when all of it is there and sound.
+New SQLite data is written to a staging folder inside the target folder and moved when it is complete.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,182 +14,190 @@ from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 
-from coterie.admin.inspect import require_society
-from coterie.config import SQLITE, TEMPLATES, TOOLS, SocietyFolder, Storage, is_shared_url, read_config, shown
+from coterie.config import (
+    SQLITE,
+    TEMPLATE_FILES,
+    TOOLS_FILE,
+    SocietyFolder,
+    StoreSettings,
+    is_postgres_url,
+    read_config,
+    redact_url,
+)
 from coterie.errors import StoreUnusable
-from coterie.stores.open import check_package
+from coterie.stores.blobs import fsync_folder
+from coterie.stores.open import require_driver, require_society
 from coterie.stores.sqlite.connection import FolderLock
 from coterie.stores.sqlite.engine import DATABASE
-from coterie.stores.transfer import Carried, Source, SqliteSource, SqliteTarget, Target, Tell, carry, check
+from coterie.stores.transfer import (
+    OnProgress,
+    Source,
+    SqliteSource,
+    SqliteTarget,
+    Target,
+    TransferResult,
+    check_transfer,
+    transfer,
+)
 
-MARK = ".restoring-"
-
-
-def refuse_data(place: SocietyFolder) -> None:
-    if any(place.data.glob("coterie.db*")) or place.artifacts.exists():
-        raise StoreUnusable(
-            f"{place.path} holds a society with data already: choose another folder with --dir, or move it away first"
-        )
-
-
-@contextmanager
-def staged(place: SocietyFolder) -> Iterator[Path]:
-    """A folder inside the target, so that moving in is renaming; afterwards nothing is left that was not moved."""
-    missing = [path for path in (place.data, place.path, *place.path.parents) if not path.exists()]
-    try:
-        _make(place)
-        lock = FolderLock(place.data)
-        try:
-            yield from _scratch(place)
-        finally:
-            lock.release()
-    except BaseException:
-        if missing:
-            shutil.rmtree(missing[-1], ignore_errors=True)
-        raise
-
-
-def move_in(stage: Path, place: SocietyFolder) -> None:
-    moves = [(path, place.path / path.name) for path in sorted(stage.iterdir()) if path.name != "data"]
-    for source, goal in moves:
-        _refuse_loss(source, goal)
-    # The database last: with it the society is there.
-    for name in ("artifacts", "coterie.db"):
-        if (stage / "data" / name).exists():
-            moves.append((stage / "data" / name, place.data / name))
-    moved: list[tuple[Path, Path]] = []
-    try:
-        for source, goal in moves:
-            source.rename(goal)
-            moved.append((source, goal))
-    except BaseException:
-        for source, goal in reversed(moved):
-            goal.rename(source)
-        raise
-    for folder in (place.data, place.path, place.path.parent):
-        flush_folder(folder)
-
-
-def flush_folder(folder: Path) -> None:
-    """Names in `folder` are durable, too."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _make(place: SocietyFolder) -> None:
-    try:
-        place.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreUnusable(
-            f"{place.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
-        ) from error
-
-
-def _scratch(place: SocietyFolder) -> Iterator[Path]:
-    for left in place.path.glob(f"{MARK}*"):  # by a restore that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    stage = Path(tempfile.mkdtemp(prefix=MARK, dir=place.path))
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _refuse_loss(source: Path, goal: Path) -> None:
-    """What `coterie init` wrote may be replaced, the owner's own work may not."""
-    if not goal.exists():
-        return
-    if source.is_file() and goal.is_file():
-        present = goal.read_bytes()
-        if present == source.read_bytes():
-            return
-        if goal.name in (*TEMPLATES, TOOLS) and present == (files("coterie") / "templates" / goal.name).read_bytes():
-            return
-    raise StoreUnusable(f"{goal} exists and differs from the backup's: move it away first, or choose another --dir")
+STAGING_PREFIX = ".restoring-"
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where a society is kept, or shall be."""
+class StoreLocation:
+    """Database and folder of a society."""
 
-    store: Storage
-    place: SocietyFolder | None = None
-    """None: only its database is known."""
+    store: StoreSettings
+    folder: SocietyFolder | None = None
+    """None if only the database's URL was given."""
 
     @classmethod
-    def of(cls, text: str) -> Whereabouts:
-        """`text`: a folder, whose coterie.toml says the rest, or the address of a PostgreSQL."""
-        if is_shared_url(text):
-            return cls(Storage(url=text))
-        return whereabouts(SocietyFolder(Path(text)))
+    def parse(cls, text: str) -> StoreLocation:
+        """`text`: a PostgreSQL URL, or a society's folder whose coterie.toml names the database."""
+        if is_postgres_url(text):
+            return cls(StoreSettings(url=text))
+        return read_location(SocietyFolder(Path(text)))
 
     @property
     def artifacts(self) -> Path | None:
-        """The folder that keeps the bytes; None: the database does."""
-        if self.store.url == SQLITE and self.place:
-            return self.place.artifacts
-        return self.place.path / self.store.artifacts if self.place and self.store.artifacts else None
+        """Folder with the artifact bytes; None if they are in the database."""
+        if self.store.url == SQLITE and self.folder:
+            return self.folder.artifacts
+        return self.folder.path / self.store.artifacts if self.folder and self.store.artifacts else None
 
     def __str__(self) -> str:
-        return str(self.place.path) if self.store.url == SQLITE and self.place else shown(self.store.url)
+        return str(self.folder.path) if self.store.url == SQLITE and self.folder else redact_url(self.store.url)
 
 
-def whereabouts(place: SocietyFolder) -> Whereabouts:
-    return Whereabouts(read_config(place.path).store, place)
+def read_location(folder: SocietyFolder) -> StoreLocation:
+    return StoreLocation(read_config(folder.path).store, folder)
 
 
-def copy_society(source: Whereabouts, target: Whereabouts, tell: Tell) -> Carried:
-    """The society of `source` is in `target`, too, as it is. It blocks, like `back_up`."""
-    for end in (source, target):
-        check_package(end.store)
-    with reading(source) as origin, writing(target) as goal:
+def copy_society(source: StoreLocation, target: StoreLocation, on_progress: OnProgress) -> TransferResult:
+    """Copy the society of `source` to the empty `target`. It blocks; an event loop must call it in a thread."""
+    for location in (source, target):
+        require_driver(location.store)
+    with open_source(source) as origin, open_target(target) as destination:
         if not origin.count("agents"):
             raise StoreUnusable(f"there is no society in {source} yet: there is nothing to copy")
-        carried = carry(origin, goal, tell)
-        check(goal.db, carried, tell)
-        tell("Putting it in place")
-    return carried
+        result = transfer(origin, destination, on_progress)
+        check_transfer(destination.db, result, on_progress)
+        on_progress("Moving it into place")
+    return result
 
 
 @contextmanager
-def reading(where: Whereabouts) -> Iterator[Source]:
-    """While it is read, nobody runs it."""
-    if where.store.url != SQLITE:
+def open_source(location: StoreLocation) -> Iterator[Source]:
+    """Open a society for copying. Raises `StoreError` if a process runs it, and blocks starts meanwhile."""
+    if location.store.url != SQLITE:
         from coterie.stores.postgres.transfer import PostgresSource
 
-        alone = timedelta(seconds=where.store.lease_seconds)
-        with PostgresSource.open(where.store.url, where.artifacts, alone=alone) as shared:
-            yield shared
+        lease = timedelta(seconds=location.store.lease_seconds)
+        with PostgresSource.open(location.store.url, location.artifacts, idle_for=lease) as postgres:
+            yield postgres
         return
-    place = require_society(where.place.path) if where.place else None
-    if place is None or not (place.data / DATABASE).exists():
-        raise StoreUnusable(f"the society in {where} has not run yet: there is nothing to copy")
-    lock = FolderLock(place.data)
+    folder = require_society(location.folder.path) if location.folder else None
+    if folder is None or not (folder.data / DATABASE).exists():
+        raise StoreUnusable(f"the society in {location} has not run yet: there is nothing to copy")
+    lock = FolderLock(folder.data)
     try:
-        with SqliteSource.open(place.data / DATABASE, place.artifacts) as file:
-            yield file
+        with SqliteSource.open(folder.data / DATABASE, folder.artifacts) as sqlite:
+            yield sqlite
     finally:
         lock.release()
 
 
 @contextmanager
-def writing(where: Whereabouts, remedy: str = "name a database that is empty") -> Iterator[Target]:
-    """Nothing is there before all of it is. `remedy`: for whoever names a place that is taken."""
-    if where.store.url != SQLITE:
+def open_target(location: StoreLocation, remedy: str = "name a database that is empty") -> Iterator[Target]:
+    """Open an empty target. Its data becomes visible only if the block ends without error.
+
+    `remedy`: what the error proposes if the target is not empty.
+    """
+    if location.store.url != SQLITE:
         from coterie.stores.postgres.transfer import PostgresTarget
 
-        with PostgresTarget.make(
-            where.store.url, where.artifacts, f"{where} holds a society already: {remedy}"
-        ) as shared:
-            yield shared
+        not_empty_message = f"{location} holds a society already: {remedy}"
+        with PostgresTarget.create(location.store.url, location.artifacts, not_empty_message) as postgres:
+            yield postgres
         return
-    assert where.place  # noqa: S101 - SQLite is always in a folder
-    refuse_data(where.place)
-    with staged(where.place) as stage:
-        (stage / "data").mkdir(mode=0o700)
-        with SqliteTarget.make(stage / "data" / DATABASE, stage / "data" / "artifacts") as file:
-            yield file
-        move_in(stage, where.place)
+    assert location.folder  # noqa: S101 - SQLite is always in a folder
+    require_no_data(location.folder)
+    with staging_folder(location.folder) as staging:
+        (staging / "data").mkdir(mode=0o700)
+        with SqliteTarget.create(staging / "data" / DATABASE, staging / "data" / "artifacts") as sqlite:
+            yield sqlite
+        move_into_place(staging, location.folder)
+
+
+def require_no_data(folder: SocietyFolder) -> None:
+    if any(folder.data.glob("coterie.db*")) or folder.artifacts.exists():
+        raise StoreUnusable(
+            f"{folder.path} holds a society with data already: choose another folder with --dir, or move it away first"
+        )
+
+
+@contextmanager
+def staging_folder(folder: SocietyFolder) -> Iterator[Path]:
+    """Temporary folder inside the society's folder, which is locked meanwhile.
+
+    It is on the same filesystem, so moving files out of it is a rename. On error, folders created here are deleted.
+    """
+    created = [path for path in (folder.data, folder.path, *folder.path.parents) if not path.exists()]
+    try:
+        try:
+            folder.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnusable(
+                f"{folder.path} cannot be made or written ({error.strerror}): choose another folder with --dir"
+            ) from error
+        lock = FolderLock(folder.data)
+        try:
+            for leftover in folder.path.glob(f"{STAGING_PREFIX}*"):  # of a restore that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder.path))
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+        finally:
+            lock.release()
+    except BaseException:
+        if created:
+            shutil.rmtree(created[-1], ignore_errors=True)
+        raise
+
+
+def move_into_place(staging: Path, folder: SocietyFolder) -> None:
+    """Move the staged files into the society's folder; undo all moves if one fails."""
+    moves = [(path, folder.path / path.name) for path in sorted(staging.iterdir()) if path.name != "data"]
+    for source, target in moves:
+        _require_replaceable(source, target)
+    # The database comes last: its presence makes the society exist.
+    for name in ("artifacts", "coterie.db"):
+        if (staging / "data" / name).exists():
+            moves.append((staging / "data" / name, folder.data / name))
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            source.rename(target)
+            moved.append((source, target))
+    except BaseException:
+        for source, target in reversed(moved):
+            target.rename(source)
+        raise
+    for path in (folder.data, folder.path, folder.path.parent):
+        fsync_folder(path)
+
+
+def _require_replaceable(source: Path, target: Path) -> None:
+    """Raise `StoreUnusable` if `target` is the owner's own work. Unchanged templates may be replaced."""
+    if not target.exists():
+        return
+    if source.is_file() and target.is_file():
+        content = target.read_bytes()
+        if content == source.read_bytes():
+            return
+        is_template = target.name in (*TEMPLATE_FILES, TOOLS_FILE)
+        if is_template and content == (files("coterie") / "templates" / target.name).read_bytes():
+            return
+    raise StoreUnusable(f"{target} exists and differs from the backup's: move it away first, or choose another --dir")

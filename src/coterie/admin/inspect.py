@@ -1,7 +1,4 @@
-"""A stored society, looked at without running it and beside whoever does. Nothing is written.
-
-A whole conversation, to be kept elsewhere.
-"""
+"""Read a stored society without running it. Another process may run it meanwhile; nothing is written."""
 
 from __future__ import annotations
 
@@ -14,208 +11,198 @@ from pathlib import Path
 from typing import Any, Self
 
 from coterie.agents import Agent
-from coterie.artifacts import Bytes
-from coterie.clock import Clock, SystemClock, to_wire
+from coterie.artifacts import BlobStore
+from coterie.clock import Clock, SystemClock, to_rfc3339
 from coterie.config import Config, SocietyFolder, read_config
 from coterie.errors import ConfigError, Problem, StoreBroken, StoreUnusable
 from coterie.messages import PERSON, Message
-from coterie.store import Overview, name_of
-from coterie.stores.blobs import path_of
-from coterie.stores.open import is_shared, open_to_look
+from coterie.store import Overview, worker_name
+from coterie.stores.blobs import blob_path
+from coterie.stores.open import is_shared, open_store_read_only, require_society
 from coterie.stores.sql.store import SqlStore
-from coterie.stores.sqlite.connection import ADVISED, DATABASE_ERRORS, lost_commits, open_reader, owner_of, translate
+from coterie.stores.sqlite.connection import (
+    DATABASE_ERRORS,
+    find_lost_commits,
+    lock_owner_pid,
+    open_reader,
+    to_store_error,
+)
 from coterie.stores.sqlite.engine import DATABASE
 
-PAGE = 500
+BLOB_PAGE_ROWS = 500
+THREAD_PAGE_MESSAGES = 200
 GONE = "gone"
-FINDINGS = 20
-"""What SQLite says about a damaged file, at most: it is no use to read a thousand."""
+"""Name of a worker whose process has ended."""
+MAX_FILE_FINDINGS = 20
+"""Findings that SQLite reports at most about a damaged file."""
 
 
 class Inspection:
-    def __init__(self, place: SocietyFolder, store: SqlStore, kept: Bytes, *, shared: bool = False) -> None:
-        """`kept`: the bytes of artifacts. `shared`: it is kept by PostgreSQL."""
-        self.place, self.store, self.kept, self.shared = place, store, kept, shared
+    def __init__(self, folder: SocietyFolder, store: SqlStore, blobs: BlobStore, *, shared: bool = False) -> None:
+        """`shared`: the store is PostgreSQL."""
+        self.folder, self.store, self.blobs, self.shared = folder, store, blobs, shared
 
     @classmethod
     @asynccontextmanager
     async def open(cls, folder: Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
-        place, config = require_society(folder), _config(folder)
-        if not is_shared(config) and not (place.data / DATABASE).exists():
-            raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
-        store, kept = await open_to_look(place, config, clock or SystemClock())
+        """Open the store that coterie.toml names; SQLite if that file cannot be read."""
+        society_folder = require_society(folder)
         try:
-            yield cls(place, store, kept, shared=is_shared(config))
+            config = read_config(folder)
+        except ConfigError:
+            config = Config()
+        if not is_shared(config) and not (society_folder.data / DATABASE).exists():
+            raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
+        store, blobs = await open_store_read_only(society_folder, config, clock or SystemClock())
+        try:
+            yield cls(society_folder, store, blobs, shared=is_shared(config))
         finally:
             await store.close()
 
     @classmethod
     @asynccontextmanager
-    async def of_file(cls, folder: Path) -> AsyncIterator[Self]:
-        """As SQLite keeps it, whatever coterie.toml says."""
-        place = SocietyFolder(folder)
-        store, kept = await open_to_look(place, Config(), SystemClock())
+    async def open_sqlite(cls, folder: Path) -> AsyncIterator[Self]:
+        """Open the SQLite file in `folder`, whatever coterie.toml says."""
+        society_folder = SocietyFolder(folder)
+        store, blobs = await open_store_read_only(society_folder, Config(), SystemClock())
         try:
-            yield cls(place, store, kept)
+            yield cls(society_folder, store, blobs)
         finally:
             await store.close()
 
-    async def findings(
-        self, *, deep: bool = False, lost: Collection[str] = (), tell: Callable[[str], None] = lambda _: None
+    async def find_problems(
+        self, *, deep: bool = False, lost: Collection[str] = (), on_progress: Callable[[str], None] = lambda _: None
     ) -> AsyncIterator[str]:
-        """Everything that contradicts a promise. `deep` reads all bytes again; those in `lost` are known to be gone."""
+        """Check the file, the invariants and the artifacts.
+
+        `deep`: hash all artifact bytes. `lost`: hashes of artifacts that are known to be missing.
+        """
         if not self.shared:
-            tell("Checking the database file")
-            if loss := await asyncio.to_thread(lost_commits, self._database):
+            on_progress("Checking the database file")
+            if loss := await asyncio.to_thread(find_lost_commits, self._database):
                 yield f"database file: {loss}"
-            damage = await asyncio.to_thread(_check_file, self._database, deep)
-            for finding in damage:
+            file_findings = await asyncio.to_thread(_check_file, self._database, deep)
+            for finding in file_findings:
                 yield f"database file: {finding}"
-            if damage:
-                return  # whatever else it says cannot be trusted
-        tell("Checking the invariants")
+            if file_findings:
+                return  # results of further queries would be unreliable
+        on_progress("Checking the invariants")
         async for violation in self.store.violations():
             yield violation
         count = 0
-        async for sha256, size in self._stored_bytes():
+        async for sha256, size in self._artifact_blobs():
             count += 1
-            tell(f"Checking artifacts: {count:,}")
-            if sha256 not in lost and (wrong := await self._check_bytes(sha256, size, deep)):
-                yield f"artifacts: {wrong}"
+            on_progress(f"Checking artifacts: {count:,}")
+            if sha256 not in lost and (problem := await self._check_blob(sha256, size, deep)):
+                yield f"artifacts: {problem}"
 
-    async def holders(self) -> Callable[[Agent], str | None]:
-        """Tells who is at work on an agent: `host/pid`; `gone`: somebody who is no more."""
+    async def worker_names(self) -> Callable[[Agent], str | None]:
+        """Return a function from an agent to its worker's name, `host/pid`; `gone` if that process has ended."""
         if self.shared:
             names = {worker.id: worker.name for worker in await self.store.workers()}
             return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
-        pid = owner(self.place)
-        only = name_of(pid) if pid and pid > 0 else GONE
-        return lambda agent: only if agent.worker else None
+        pid = owner_pid(self.folder)
+        name = worker_name(pid) if pid and pid > 0 else GONE
+        return lambda agent: name if agent.worker else None
 
     @property
     def _database(self) -> Path:
-        return self.place.data / DATABASE
+        return self.folder.data / DATABASE
 
-    async def _stored_bytes(self) -> AsyncIterator[tuple[str, int]]:
+    async def _artifact_blobs(self) -> AsyncIterator[tuple[str, int]]:
+        """Hash and size of every referenced blob."""
         last = ("", -1)
-        while page := await self.store.named_bytes(last, PAGE):
+        while page := await self.store.artifact_blobs(last, BLOB_PAGE_ROWS):
             for last in page:
                 yield last
 
-    async def _check_bytes(self, sha256: str, size: int, deep: bool) -> str | None:
+    async def _check_blob(self, sha256: str, size: int, deep: bool) -> str | None:
         with suppress(FileNotFoundError):
-            found = await self.kept.size(sha256)
-            if found is not None and found != size:
-                return f"{sha256} has {found:,} bytes, but {size:,} were stored"
-            if found is not None:
-                now = await _sha256(self.kept, sha256) if deep else sha256
-                return f"{sha256} holds other bytes than were stored, with the hash {now}" if now != sha256 else None
-        # Whoever runs the society may have let go of it a moment ago.
-        if (sha256, size) in await self.store.named_bytes((sha256, size - 1), 1):
-            return f"{sha256} is named by the database, but its bytes are gone"
+            stored_size = await self.blobs.size(sha256)
+            if stored_size is not None and stored_size != size:
+                return f"{sha256} has {stored_size:,} bytes, but {size:,} were stored"
+            if stored_size is not None:
+                actual = await _hash_blob(self.blobs, sha256) if deep else sha256
+                if actual != sha256:
+                    return f"{sha256} holds other bytes than were stored, with the hash {actual}"
+                return None
+        # The running society may have deleted the artifact meanwhile, so look again.
+        if (sha256, size) in await self.store.artifact_blobs((sha256, size - 1), 1):
+            return f"{sha256} is referenced by the database, but its bytes are gone"
         return None
 
 
-def _config(folder: Path) -> Config:
-    """Of a society that can be looked at also when its file cannot be read: then it is where it was at first."""
-    try:
-        return read_config(folder)
-    except ConfigError:
-        return Config()
+def owner_pid(folder: SocietyFolder) -> int | None:
+    """Pid of the process that runs the society; -1 if unknown, None if no process runs it."""
+    return lock_owner_pid(folder.data)
 
 
-def require_society(folder: Path) -> SocietyFolder:
-    place = SocietyFolder(folder)
-    if not place.exists:
-        raise StoreUnusable(
-            f"there is no society in {folder}: name its folder with --dir, or make one with coterie init {folder}"
-        )
-    return place
-
-
-def owner(place: SocietyFolder) -> int | None:
-    """The process that runs the society, if one does."""
-    return owner_of(place.data)
-
-
-def stored_problems(place: SocietyFolder) -> Sequence[Problem]:
-    """What refuses the start of a society that SQLite keeps, apart from its configuration."""
-    loss = lost_commits(place.data / DATABASE)
+def storage_problems(folder: SocietyFolder) -> Sequence[Problem]:
+    """Problems of the SQLite file that prevent a start."""
+    loss = find_lost_commits(folder.data / DATABASE)
     return (Problem(f"data/{DATABASE}", loss, fatal=True),) if loss else ()
 
 
-def engine_version() -> str:
-    return sqlite3.sqlite_version
+def artifact_path(folder: SocietyFolder, sha256: str) -> Path:
+    """Path of an artifact's bytes in a society with SQLite."""
+    return blob_path(folder.artifacts, sha256)
 
 
-def engine_warnings() -> Sequence[str]:
-    if sqlite3.sqlite_version_info >= ADVISED:
-        return ()
-    return (f"SQLite {sqlite3.sqlite_version} is older than {'.'.join(map(str, ADVISED))}, which is advised",)
-
-
-def bytes_path(place: SocietyFolder, sha256: str) -> Path:
-    """Where an artifact's bytes lie, in a society that SQLite keeps."""
-    return path_of(place.artifacts, sha256)
-
-
-def stored_bytes(database: Path) -> list[tuple[str, int]]:
-    """Content hash and size of everything that an artifact in that file names."""
-    with _reading(database) as db:
+def artifact_hashes(database: Path) -> list[tuple[str, int]]:
+    """Hash and size of every blob that artifacts in the SQLite file reference."""
+    with _open_file(database) as db:
         return db.execute("SELECT DISTINCT sha256, size FROM artifacts ORDER BY sha256, size").fetchall()
 
 
 def _check_file(database: Path, deep: bool) -> list[str]:
-    with _reading(database) as db:
-        rows = db.execute(f"PRAGMA {'integrity' if deep else 'quick'}_check({FINDINGS})").fetchall()
+    with _open_file(database) as db:
+        rows = db.execute(f"PRAGMA {'integrity' if deep else 'quick'}_check({MAX_FILE_FINDINGS})").fetchall()
     return [str(row[0]) for row in rows if row[0] != "ok"]
 
 
 @contextmanager
-def _reading(database: Path) -> Iterator[sqlite3.Connection]:
+def _open_file(database: Path) -> Iterator[sqlite3.Connection]:
     try:
         with closing(open_reader(database)) as db:
             yield db
     except DATABASE_ERRORS as error:
-        meaning = translate(error)
-        if isinstance(meaning, StoreBroken):
-            meaning = StoreUnusable(f"{database} is damaged ({error}): restore a backup with coterie restore FILE")
-        raise meaning from error
+        store_error = to_store_error(error)
+        if isinstance(store_error, StoreBroken):
+            store_error = StoreUnusable(f"{database} is damaged ({error}): restore a backup with coterie restore FILE")
+        raise store_error from error
 
 
-async def _sha256(kept: Bytes, sha256: str) -> str:
+async def _hash_blob(blobs: BlobStore, sha256: str) -> str:
     digest = hashlib.sha256()
-    async for piece in kept.open(sha256):
-        digest.update(piece)
+    async for chunk in blobs.open(sha256):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
-PAGE_TRANSCRIPT = 200
-
-
-async def whole_thread(store: Overview, agent_id: str) -> Sequence[Message]:
-    """The person's conversation with the agent, oldest first."""
+async def read_thread(store: Overview, agent_id: str) -> Sequence[Message]:
+    """All messages between the person and the agent, oldest first."""
     pages: list[Sequence[Message]] = []
     before = None
-    while page := await store.thread(agent_id, before=before, limit=PAGE_TRANSCRIPT):
+    while page := await store.thread(agent_id, before=before, limit=THREAD_PAGE_MESSAGES):
         pages.append(page)
         before = page[0].id
     return [message for page in reversed(pages) for message in page]
 
 
-def as_markdown(agent: Agent, messages: Sequence[Message]) -> str:
+def render_markdown(agent: Agent, messages: Sequence[Message]) -> str:
     parts = [f"# {agent.name}\n"]
     for message in messages:
-        who = "You" if message.sender == PERSON else agent.name if message.sender == agent.id else message.sender
-        parts.append(f"## {who}, {to_wire(message.delivered_at or message.created_at)}\n")
-        parts.append(f"{_words(message)}\n")
+        sender = "You" if message.sender == PERSON else agent.name if message.sender == agent.id else message.sender
+        parts.append(f"## {sender}, {to_rfc3339(message.delivered_at or message.created_at)}\n")
+        parts.append(f"{_render_body(message)}\n")
     return "\n".join(parts)
 
 
-def _words(message: Message) -> str:
+def _render_body(message: Message) -> str:
+    """Text, attachments and quick replies; `[x]` marks the chosen reply."""
     payload: dict[str, Any] = message.payload
     lines = [str(payload["text"])] if payload.get("text") else []
-    lines += [f"- file: {item.get('filename', 'file')}" for item in payload.get("attachments", [])]
+    lines += [f"- file: {attachment.get('filename', 'file')}" for attachment in payload.get("attachments", [])]
     chosen = message.answer.option if message.answer else None
     for number, option in enumerate(payload.get("quickReplies", [])):
         lines.append(f"- [{'x' if number == chosen else ' '}] {option}")

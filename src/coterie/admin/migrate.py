@@ -1,90 +1,90 @@
-"""Which schema a society's database has, and bringing it to the newest one before anybody starts."""
+"""Read the schema version of a society's database, and migrate it to the newest."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
 
-from coterie.config import SQLITE, SocietyFolder, Storage, read_config, shown
+from coterie.config import SQLITE, SocietyFolder, StoreSettings, read_config, redact_url
 from coterie.errors import StoreBroken, StoreUnusable
-from coterie.stores.open import check_package
+from coterie.stores.open import require_driver
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
     FolderLock,
     check_filesystem,
     open_reader,
     open_writer,
-    translate,
+    to_store_error,
 )
 from coterie.stores.sqlite.engine import DATABASE
-from coterie.stores.sqlite.migrate import check_version, migrate, migrations
+from coterie.stores.sqlite.migrate import SCHEMA, check_version, migrate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     engine: str
-    where: str
-    before: int
-    """The number it has, or had. 0: there was nothing yet."""
+    location: str
+    version: int
+    """Version before a migration; 0 for an empty or missing database."""
     newest: int
-    """That this program knows. A database beyond it is refused."""
+    """Newest version that this program knows."""
 
     @property
     def is_current(self) -> bool:
-        return self.before == self.newest
+        return self.version == self.newest
 
 
-def find_schema(place: SocietyFolder) -> Schema:
-    """Nothing is written."""
-    store = read_config(place.path).store
-    return _schema_of_file(place, change=False) if store.url == SQLITE else _schema_of_database(store, change=False)
+def read_schema(folder: SocietyFolder) -> Schema:
+    """Read the version; write nothing."""
+    store = read_config(folder.path).store
+    return _sqlite_schema(folder, apply=False) if store.url == SQLITE else _postgres_schema(store, apply=False)
 
 
-def bring_up_to_date(place: SocietyFolder) -> Schema:
-    """The database has the newest schema when this returns. However many do so at once, one of them does the work."""
-    found = find_schema(place)
-    if found.is_current:
-        return found  # perhaps somebody runs it, which is no hindrance then
-    store = read_config(place.path).store
-    return _schema_of_file(place, change=True) if store.url == SQLITE else _schema_of_database(store, change=True)
+def migrate_society(folder: SocietyFolder) -> Schema:
+    """Migrate the database to the newest schema. Several processes may do so at once."""
+    schema = read_schema(folder)
+    if schema.is_current:
+        return schema  # the society may be running, so do not lock it
+    store = read_config(folder.path).store
+    return _sqlite_schema(folder, apply=True) if store.url == SQLITE else _postgres_schema(store, apply=True)
 
 
-def _schema_of_file(place: SocietyFolder, *, change: bool) -> Schema:
-    path = place.data / DATABASE
+def _sqlite_schema(folder: SocietyFolder, *, apply: bool) -> Schema:
+    path = folder.data / DATABASE
     try:
-        before = _migrate_file(place) if change else _version_of_file(place)
+        version = _migrate_file(folder) if apply else _read_file_version(folder)
     except DATABASE_ERRORS as error:
-        meaning = translate(error)
-        if isinstance(meaning, StoreBroken):
-            meaning = StoreUnusable(f"{path} is damaged ({error}): restore a backup with coterie restore FILE")
-        raise meaning from error
-    return Schema(engine="sqlite", where=str(path), before=before, newest=migrations()[-1][0])
+        store_error = to_store_error(error)
+        if isinstance(store_error, StoreBroken):
+            store_error = StoreUnusable(f"{path} is damaged ({error}): restore a backup with coterie restore FILE")
+        raise store_error from error
+    return Schema(engine="sqlite", location=str(path), version=version, newest=SCHEMA.newest)
 
 
-def _version_of_file(place: SocietyFolder) -> int:
-    if not (place.data / DATABASE).exists():
+def _read_file_version(folder: SocietyFolder) -> int:
+    if not (folder.data / DATABASE).exists():
         return 0
-    with closing(open_reader(place.data / DATABASE)) as db:
+    with closing(open_reader(folder.data / DATABASE)) as db:
         return check_version(db)
 
 
-def _migrate_file(place: SocietyFolder) -> int:
-    place.make()
-    check_filesystem(place.data)
-    lock = FolderLock(place.data)
+def _migrate_file(folder: SocietyFolder) -> int:
+    folder.create()
+    check_filesystem(folder.data)
+    lock = FolderLock(folder.data)
     try:
-        with closing(open_writer(place.data / DATABASE, "full")) as db:
-            (place.data / DATABASE).chmod(0o600)
+        with closing(open_writer(folder.data / DATABASE, "full")) as db:
+            (folder.data / DATABASE).chmod(0o600)
             return migrate(db)
     finally:
         lock.release()
 
 
-def _schema_of_database(store: Storage, *, change: bool) -> Schema:
-    check_package(store)
-    from coterie.stores.postgres import migrate as shared
-    from coterie.stores.postgres.connection import errand
+def _postgres_schema(store: StoreSettings, *, apply: bool) -> Schema:
+    require_driver(store)
+    from coterie.stores.postgres import migrate as postgres
+    from coterie.stores.postgres.connection import owner_connection
 
-    with errand(store.url) as db:
-        before = shared.migrate(db.raw) if change else shared.version_of(db.raw)
-    return Schema(engine="postgresql", where=shown(store.url), before=before, newest=shared.migrations()[-1][0])
+    with owner_connection(store.url) as db:
+        version = postgres.migrate(db.raw) if apply else postgres.read_version(db.raw)
+    return Schema(engine="postgresql", location=redact_url(store.url), version=version, newest=postgres.SCHEMA.newest)

@@ -1,4 +1,4 @@
-"""A society out of a backup: unpacked beside its place, checked there, and only then moved in."""
+"""Restore a society from a backup: unpack into a staging folder, check, then move it into place."""
 
 from __future__ import annotations
 
@@ -15,110 +15,119 @@ from pathlib import Path
 from typing import IO, Any
 
 from coterie.admin.backup import DATABASE, FORMAT, MANIFEST, ROOT
-from coterie.admin.copy import Whereabouts, move_in, refuse_data, staged, writing
+from coterie.admin.copy import StoreLocation, move_into_place, open_target, require_no_data, staging_folder
 from coterie.admin.inspect import Inspection
-from coterie.config import FILE as CONFIG
-from coterie.config import SQLITE, Config, SocietyFolder, read_config, shown, with_store_url, written_in
+from coterie.config import (
+    CONFIG_FILE,
+    SQLITE,
+    Config,
+    SocietyFolder,
+    read_config,
+    read_store_url,
+    redact_url,
+    replace_store_url,
+)
 from coterie.errors import ConfigError, StoreUnusable
 from coterie.ids import new_id
-from coterie.stores.open import check_package
-from coterie.stores.sql.connection import set_meta
+from coterie.stores.open import require_driver
+from coterie.stores.sql.rows import set_meta
 from coterie.stores.sqlite import engine
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, open_writer
 from coterie.stores.sqlite.migrate import migrate
-from coterie.stores.transfer import SqliteSource, Tell, carry, check
+from coterie.stores.transfer import OnProgress, SqliteSource, check_transfer, transfer
 
-PIECE = 1 << 20
-MAX_MANIFEST = 64 << 20
-_ARTIFACT = re.compile(r"data/artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
+CHUNK_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 64 << 20
+_ARTIFACT_NAME = re.compile(r"data/artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     created_at: str
-    """When the backup was made, as it says itself."""
+    """When the backup was made, according to its manifest."""
     artifacts: int
     lost: tuple[str, ...]
-    """Artifacts whose bytes were gone already when the backup was made."""
+    """Hashes of artifacts whose bytes were missing when the backup was made."""
 
 
-def restore(archive: Path, folder: Path, tell: Tell, store: str | None = None) -> Restored:
-    """The society of `archive` is in `folder`, wholly or not at all. It blocks, like `back_up`.
+def restore(archive: Path, folder: Path, on_progress: OnProgress, store: str | None = None) -> RestoreResult:
+    """Restore `archive` into `folder`, whole or not at all. It blocks; an event loop must call it in a thread.
 
-    `store`: what store.url shall be; None: as it was, which goes without saying for SQLite only.
+    `store`: the new store.url. None keeps the old one, which is allowed for SQLite only.
     """
-    place = SocietyFolder(folder)
-    refuse_data(place)
-    with archive.open("rb") as file, staged(place) as stage:
-        tell("Unpacking the backup")
-        manifest = _unpack(archive, file, stage, tell)
-        _choose_store(archive, stage, store)
-        tell("Checking what was unpacked")
-        _make_ready(archive, stage / DATABASE)
-        asyncio.run(_check(archive, stage, manifest, tell))
-        where = Whereabouts(_config(stage).store, place)
-        if where.store.url == SQLITE:
-            move_in(stage, place)
+    society_folder = SocietyFolder(folder)
+    require_no_data(society_folder)
+    with archive.open("rb") as file, staging_folder(society_folder) as staging:
+        on_progress("Unpacking the backup")
+        manifest = _unpack(archive, file, staging, on_progress)
+        _choose_store(archive, staging, store)
+        on_progress("Checking what was unpacked")
+        _prepare_database(archive, staging / DATABASE)
+        asyncio.run(_check(archive, staging, manifest, on_progress))
+        location = StoreLocation(_config(staging).store, society_folder)
+        if location.store.url == SQLITE:
+            move_into_place(staging, society_folder)
         else:
-            _hand_over(stage, where, tell)
-    return Restored(created_at=manifest["createdAt"], artifacts=manifest["artifacts"], lost=tuple(manifest["lost"]))
+            _write_to_database(staging, location, on_progress)
+    return RestoreResult(
+        created_at=manifest["createdAt"], artifacts=manifest["artifacts"], lost=tuple(manifest["lost"])
+    )
 
 
-def _choose_store(archive: Path, stage: Path, store: str | None) -> None:
-    file = stage / CONFIG
+def _choose_store(archive: Path, staging: Path, store: str | None) -> None:
+    """Set store.url in the staged coterie.toml."""
+    file = staging / CONFIG_FILE
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    was = written_in(text)
-    if store is None and was != SQLITE:
-        # Perhaps it is still there, or another by now: where a society goes is for its owner to say.
+    old_url = read_store_url(text)
+    if store is None and old_url != SQLITE:
+        # The old database may still exist or hold another society, so the owner must decide.
         raise StoreUnusable(
-            f"the society in {archive} was kept by {shown(was)}: say where it shall go, with --store sqlite"
-            " or the address of an empty database"
+            f"the society in {archive} was stored in {redact_url(old_url)}: choose a store with --store sqlite"
+            " or --store and the URL of an empty database"
         )
-    if store is not None and store != was:
-        file.write_text(with_store_url(text, store), encoding="utf-8")
+    if store is not None and store != old_url:
+        file.write_text(replace_store_url(text, store), encoding="utf-8")
 
 
-def _config(stage: Path) -> Config:
+def _config(staging: Path) -> Config:
     try:
-        return read_config(stage)
+        return read_config(staging)
     except ConfigError:
-        return Config()  # the file is the owner's, and comes back as it was; `coterie check` says what is wrong with it
+        return Config()  # an invalid file is restored as it was; `coterie check` explains it
 
 
-def _hand_over(stage: Path, where: Whereabouts, tell: Tell) -> None:
-    """To the database; the owner's files last, when only its commit is left to do."""
-    check_package(where.store)
-    assert where.place  # noqa: S101
+def _write_to_database(staging: Path, location: StoreLocation, on_progress: OnProgress) -> None:
+    """Transfer the staged data to PostgreSQL. The owner's files are moved last, just before its commit."""
+    require_driver(location.store)
+    assert location.folder  # noqa: S101
     remedy = "name one that is empty, or sqlite, with --store"
     with (
-        SqliteSource.open(stage / DATABASE, stage / "data" / "artifacts") as source,
-        writing(where, remedy) as target,
+        SqliteSource.open(staging / DATABASE, staging / "data" / "artifacts") as source,
+        open_target(location, remedy) as target,
     ):
-        check(target.db, carry(source, target, tell), tell)
-        shutil.rmtree(stage / "data")
-        move_in(stage, where.place)
+        check_transfer(target.db, transfer(source, target, on_progress), on_progress)
+        shutil.rmtree(staging / "data")
+        move_into_place(staging, location.folder)
 
 
-# Unpacking: what a stranger put into the file can only end up inside the stage, or be refused
-
-
-def _unpack(archive: Path, file: IO[bytes], stage: Path, tell: Tell) -> dict[str, Any]:
+def _unpack(archive: Path, file: IO[bytes], staging: Path, on_progress: OnProgress) -> dict[str, Any]:
+    """Unpack into the staging folder and return the manifest. The archive is untrusted; write nowhere else."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            manifest, hashes = _unpack_all(archive, tar, stage, tell)
+            manifest, hashes = _unpack_all(archive, tar, staging, on_progress)
     except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
-        if next(stage.iterdir(), None):
+        if next(staging.iterdir(), None):
             raise _cut_short(archive) from error
         raise _foreign(archive) from error
     if manifest is None:
         raise _cut_short(archive) if hashes else _foreign(archive)
     if manifest["files"] != hashes or DATABASE not in hashes:
-        raise _damaged(archive, "its content is not what its manifest says")
+        raise _damaged(archive, "its content differs from its manifest")
     return manifest
 
 
 def _unpack_all(
-    archive: Path, tar: tarfile.TarFile, stage: Path, tell: Tell
+    archive: Path, tar: tarfile.TarFile, staging: Path, on_progress: OnProgress
 ) -> tuple[dict[str, Any] | None, dict[str, str]]:
     hashes: dict[str, str] = {}
     manifest, count = None, 0
@@ -127,16 +136,16 @@ def _unpack_all(
         content = tar.extractfile(member)
         assert content is not None  # noqa: S101 - it is a regular file
         if name == MANIFEST:
-            manifest = _read_manifest(archive, content.read(MAX_MANIFEST))
+            manifest = _read_manifest(archive, content.read(MAX_MANIFEST_BYTES))
             continue
-        # The owner's files keep their mode, but for what only a system's owner grants.
+        # The owner's files keep their mode, except setuid, setgid, sticky and write bits of others.
         mode = 0o600 if name.startswith("data/") else member.mode & 0o755 | 0o600
-        digest = _write(content, stage / name, mode)
-        if (stage / name).stat().st_size != member.size:
+        digest = _write(content, staging / name, mode)
+        if (staging / name).stat().st_size != member.size:
             raise _cut_short(archive)
-        if artifact := _ARTIFACT.fullmatch(name):
+        if artifact := _ARTIFACT_NAME.fullmatch(name):
             count += 1
-            tell(f"Unpacking artifacts: {count:,}")
+            on_progress(f"Unpacking artifacts: {count:,}")
             if digest != artifact[2]:
                 raise _damaged(archive, f"artifact {artifact[2]} holds other bytes than its name says")
         else:
@@ -145,15 +154,15 @@ def _unpack_all(
 
 
 def _safe_name(archive: Path, member: tarfile.TarInfo) -> str:
-    """Its path inside the society's folder."""
+    """Path inside the society's folder; refuses everything that a backup does not contain."""
     root, _, name = member.name.partition("/")
     parts = name.split("/")
     if not member.isreg() or member.issparse():
         raise _foreign(archive)
     if root != ROOT or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise _foreign(archive)
-    # In data/ only what a backup puts there: a token or keys from a file would let its author in.
-    if parts[0].lower() == "data" and name != DATABASE and not _ARTIFACT.fullmatch(name):
+    # Other files in data/ are refused: an access token or keys from the archive would give its author access.
+    if parts[0].lower() == "data" and name != DATABASE and not _ARTIFACT_NAME.fullmatch(name):
         raise _foreign(archive)
     return name
 
@@ -171,13 +180,13 @@ def _read_manifest(archive: Path, data: bytes) -> dict[str, Any]:
 
 
 def _write(content: IO[bytes], target: Path, mode: int) -> str:
-    """Durably; the hash of what was written."""
+    """Write and fsync the file. Return its hash."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     digest = hashlib.sha256()
     with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        while piece := content.read(PIECE):
-            digest.update(piece)
-            file.write(piece)
+        while chunk := content.read(CHUNK_BYTES):
+            digest.update(chunk)
+            file.write(chunk)
         file.flush()
         os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
@@ -196,24 +205,21 @@ def _damaged(archive: Path, how: str) -> StoreUnusable:
     return StoreUnusable(f"{archive} is damaged ({how}): copy it again from where it was made, or use another backup")
 
 
-# Checking
-
-
-def _make_ready(archive: Path, database: Path) -> None:
-    """The copy of a running society, as one that nobody runs."""
+def _prepare_database(archive: Path, database: Path) -> None:
+    """Migrate the database and mark it as stopped cleanly: it may be the copy of a running society."""
     try:
         with closing(open_writer(database, "full")) as db:
             migrate(db)
-            engine.end_boot(db)
-            # From here on other events follow than followed the backup: whoever has seen those must start anew.
+            engine.mark_stopped(db)
+            # Events after the backup are gone, so clients that have seen them must reload.
             set_meta(db, "log_id", new_id())
     except DATABASE_ERRORS as error:
         raise _damaged(archive, str(error)) from error
 
 
-async def _check(archive: Path, stage: Path, manifest: dict[str, Any], tell: Tell) -> None:
-    async with Inspection.of_file(stage) as society:
-        found = [finding async for finding in society.findings(lost=manifest["lost"], tell=tell)]
-    if found:
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        raise _damaged(archive, f"{found[0]}{more}")
+async def _check(archive: Path, staging: Path, manifest: dict[str, Any], on_progress: OnProgress) -> None:
+    async with Inspection.open_sqlite(staging) as society:
+        problems = [problem async for problem in society.find_problems(lost=manifest["lost"], on_progress=on_progress)]
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise _damaged(archive, f"{problems[0]}{more}")

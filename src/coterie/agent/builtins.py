@@ -1,8 +1,6 @@
-"""The built-in tools besides `send_message`: each a few lines over a mechanism that HTTP and Python use too.
+"""The built-in tools: agents, messages, artifacts, roles, and the specification of `send_message`.
 
-The tool `send_message`: how an agent speaks to anybody.
-
-The built-in tools that make and end agents.
+The runner executes `send_message` itself, because its message is stored in the transaction of the call's result.
 """
 
 from __future__ import annotations
@@ -13,34 +11,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from coterie.agent.service import Directory, Registrar
-from coterie.agent.tools import Tool, ToolContext, ToolResult, failed, tool, tool_of
+from coterie.agent.service import AgentDirectory, AgentService
+from coterie.agent.tools import Tool, ToolContext, ToolResult, error_result, get_tool, tool
 from coterie.bus import MessageBus
-from coterie.clock import to_wire
+from coterie.clock import to_rfc3339
 from coterie.errors import Refused
 from coterie.llm.service import Direction
 from coterie.llm.types import ToolSpec
-from coterie.messages import MAX_QUICK_REPLIES, Envelope, Receipt, seal
+from coterie.messages import MAX_QUICK_REPLIES, Envelope, describe_receipt, make_envelope
 from coterie.store import Store
 from coterie.text import one_line
+from coterie.turn import SEND_MESSAGE_TOOL
 
-MAX_READ = 64 << 10
-"""Bytes of a file that one call reads."""
+MAX_READ_BYTES = 64 << 10
+"""Bytes that one call of `read_artifact` reads."""
 MAX_LISTED = 50
 _EMPTY = "application/x-empty"
 
 
-def built_in_tools(directory: Directory, bus: MessageBus, store: Store) -> tuple[Tool, ...]:
+def built_in_tools(directory: AgentDirectory, bus: MessageBus, store: Store) -> tuple[Tool, ...]:
     return (*agent_tools(directory), *message_tools(bus, store), *artifact_tools())
 
 
-def agent_tools(directory: Directory) -> tuple[Tool, ...]:
-    """Who is there, and who can do what (003 R4)."""
+def agent_tools(directory: AgentDirectory) -> tuple[Tool, ...]:
+    """Return the tools that list agents and their capabilities (003 R4)."""
 
     @tool(effect="pure")
     async def list_agents() -> dict[str, Any]:
         """List the agents you can write to, with what each one's model takes in and gives out."""
-        return {"agents": [_card(directory, agent_id) for agent_id in directory]}
+        return {"agents": [_describe_agent(directory, agent_id) for agent_id in directory]}
 
     @tool(effect="pure")
     async def find_agents(
@@ -50,7 +49,7 @@ def agent_tools(directory: Directory) -> tuple[Tool, ...]:
         """Find the agents whose models have a capability: for example who can look at a picture for you."""
         return {"agents": list(await directory.with_capability(capability, direction))}
 
-    return _declared(list_agents, find_agents)
+    return _tools_of(list_agents, find_agents)
 
 
 def message_tools(bus: MessageBus, store: Store) -> tuple[Tool, ...]:
@@ -63,7 +62,7 @@ def message_tools(bus: MessageBus, store: Store) -> tuple[Tool, ...]:
                 {
                     "messageId": message.id,
                     "to": message.to,
-                    "scheduledDeliveryTime": to_wire(message.deliver_at),
+                    "scheduledDeliveryTime": to_rfc3339(message.deliver_at),
                     "text": one_line(message.payload.get("text", ""), 200),
                 }
                 for message in messages
@@ -80,7 +79,7 @@ def message_tools(bus: MessageBus, store: Store) -> tuple[Tool, ...]:
         message = await bus.withdraw(messageId, by=ctx.agent_id)
         return {"messageId": message.id, "state": message.state}
 
-    return _declared(list_delayed, withdraw_message)
+    return _tools_of(list_delayed, withdraw_message)
 
 
 def artifact_tools() -> tuple[Tool, ...]:
@@ -100,10 +99,10 @@ def artifact_tools() -> tuple[Tool, ...]:
                 try:
                     data = b64decode(base64, validate=True)
                 except ValueError as error:
-                    return failed("bad_arguments", f"base64: {error}")
+                    return error_result("bad_arguments", f"base64: {error}")
             case _:
-                return failed("bad_arguments", "give either text or base64")
-        return (await ctx.artifacts.put(data, filename, key=ctx.idempotency_key)).to_wire()
+                return error_result("bad_arguments", "give either text or base64")
+        return (await ctx.artifacts.put(data, filename, key=ctx.idempotency_key)).to_dict()
 
     @tool(effect="pure")
     async def read_artifact(
@@ -115,11 +114,15 @@ def artifact_tools() -> tuple[Tool, ...]:
         """Read a text file that you made or were sent, 64 KiB a call. Pictures, sound and others cannot be read so."""
         artifact = await ctx.artifacts.describe(artifactRef)
         if not artifact.mime_type.startswith("text/") and artifact.mime_type != _EMPTY:
-            return failed("not_text", f"{artifact.filename} is {artifact.mime_type}: only text can be read this way")
+            return error_result(
+                "not_text", f"{artifact.filename} is {artifact.mime_type}: only text can be read this way"
+            )
         if not 0 <= offset <= artifact.size:
-            return failed("bad_arguments", f"offset must be 0 to {artifact.size}, the size of the file, got {offset}")
-        data = b"".join([piece async for piece in ctx.artifacts.open(artifactRef, offset, offset + MAX_READ)])
-        text, used = _characters(data, last=offset + len(data) >= artifact.size)
+            return error_result(
+                "bad_arguments", f"offset must be 0 to {artifact.size}, the size of the file, got {offset}"
+            )
+        data = b"".join([piece async for piece in ctx.artifacts.open(artifactRef, offset, offset + MAX_READ_BYTES)])
+        text, used = _decode_piece(data, last=offset + len(data) >= artifact.size)
         ends = offset + used
         more = {"nextOffset": ends} if ends < artifact.size else {}
         return {"filename": artifact.filename, "size": artifact.size, "text": text} | more
@@ -127,32 +130,32 @@ def artifact_tools() -> tuple[Tool, ...]:
     @tool(effect="pure")
     async def list_artifacts(*, ctx: ToolContext) -> dict[str, Any]:
         """List the newest files that you may read: those you made, and those that messages brought you."""
-        return {"artifacts": [artifact.to_wire() for artifact in await ctx.artifacts.latest(MAX_LISTED)]}
+        return {"artifacts": [artifact.to_dict() for artifact in await ctx.artifacts.latest(MAX_LISTED)]}
 
-    put, read, listing = _declared(put_artifact, read_artifact, list_artifacts)
-    # What was asked for in pieces of this size is shown in them, whatever JSON makes of its characters.
-    return put, replace(read, max_text=8 * MAX_READ), listing
+    put, read, listing = _tools_of(put_artifact, read_artifact, list_artifacts)
+    # A piece must fit the result even if JSON escapes each of its bytes.
+    return put, replace(read, max_result_bytes=8 * MAX_READ_BYTES), listing
 
 
-def _card(directory: Directory, agent_id: str) -> dict[str, Any]:
+def _describe_agent(directory: AgentDirectory, agent_id: str) -> dict[str, Any]:
     can = directory.capabilities_of(agent_id)
     name = directory.profile(agent_id).name or agent_id
     return {"id": agent_id, "name": name, "input": sorted(can.input), "output": sorted(can.output)}
 
 
-def _characters(data: bytes, *, last: bool) -> tuple[str, int]:
-    """The text in `data`, and how many bytes it is: a character cut in two at the end is left for the next piece."""
+def _decode_piece(data: bytes, *, last: bool) -> tuple[str, int]:
+    """Return the text in `data` and its size in bytes, without an incomplete character at the end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(data, final=last)
     return text, len(data) - len(decoder.getstate()[0])
 
 
-def _declared(*functions: Callable[..., object]) -> tuple[Tool, ...]:
-    return tuple(made for function in functions if (made := tool_of(function)))
+def _tools_of(*functions: Callable[..., object]) -> tuple[Tool, ...]:
+    return tuple(made for function in functions if (made := get_tool(function)))
 
 
 SEND_MESSAGE = ToolSpec(
-    name="send_message",
+    name=SEND_MESSAGE_TOOL,
     description=(
         "Send a message to an agent or to the person (`user`). It arrives on its own; do not wait for an answer."
         " `payload.text` is what the recipient reads; `payload.attachments` forwards files by their artifactRef."
@@ -185,20 +188,20 @@ SEND_MESSAGE = ToolSpec(
 async def send_message(
     bus: MessageBus, sender: str, arguments: Mapping[str, Any], *, key: str | None = None, cause: str | None = None
 ) -> dict[str, Any]:
-    """What the model is told: the message's id and due time, or what was wrong, and then nothing was sent.
+    """Send a message; return its id and due time, or the error if it was refused.
 
-    `from` and whatever else a model may add is ignored: the runtime says who speaks.
+    Other arguments, such as `from`, are ignored: `sender` is the sender.
     """
     try:
-        receipt = await bus.post(seal_call(sender, arguments, key=key, cause=cause))
+        receipt = await bus.send_envelope(build_envelope(sender, arguments, key=key, cause=cause))
     except Refused as refusal:
-        return refusal.to_wire()
-    return told(receipt)
+        return refusal.to_dict()
+    return describe_receipt(receipt)
 
 
-def seal_call(sender: str, arguments: Mapping[str, Any], *, key: str | None, cause: str | None) -> Envelope:
-    """A call of the tool as an envelope; the same `key` is the same message, however often the call runs."""
-    return seal(
+def build_envelope(sender: str, arguments: Mapping[str, Any], *, key: str | None, cause: str | None) -> Envelope:
+    """Return the envelope of a `send_message` call. Equal keys mean the same message."""
+    return make_envelope(
         sender=sender,
         to=arguments.get("to"),
         payload=arguments.get("payload"),
@@ -209,14 +212,9 @@ def seal_call(sender: str, arguments: Mapping[str, Any], *, key: str | None, cau
     )
 
 
-def told(receipt: Receipt) -> dict[str, Any]:
-    """What the model hears of a message that was sent."""
-    wire = receipt.to_wire()
-    del wire["state"]
-    return wire
+def agent_management_tools(agent_service: AgentService) -> tuple[Tool, ...]:
+    """Return the tools that create roles, spawn agents and terminate them."""
 
-
-def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
     @tool(effect="idempotent")
     async def create_role(
         name: Annotated[str, "a-z, 0-9, _ and -"],
@@ -230,7 +228,7 @@ def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
         ctx: ToolContext,
     ) -> dict[str, Any]:
         """Describe a kind of agent, to be made with spawn_agent. It has at most the tools that you have."""
-        await registrar.create_role(name, prompt, tools, service, maker=ctx.agent_id)
+        await agent_service.create_role(name, prompt, tools, service, maker=ctx.agent_id)
         return {"role": name}
 
     @tool(effect="idempotent")
@@ -243,11 +241,11 @@ def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
         ctx: ToolContext,
     ) -> dict[str, Any]:
         """Make an agent of a role. It is yours: you may terminate it when it is no longer needed."""
-        made = await registrar.spawn(ctx.agent_id, role, id=id, name=name, key=ctx.idempotency_key)
-        told: dict[str, Any] = {"id": made.id, "name": made.name}
+        agent = await agent_service.spawn(ctx.agent_id, role, id=id, name=name, key=ctx.idempotency_key)
+        result: dict[str, Any] = {"id": agent.id, "name": agent.name}
         if task:
-            told["messageId"] = (await ctx.send(made.id, {"text": task})).message_id
-        return told
+            result["messageId"] = (await ctx.send(agent.id, {"text": task})).message_id
+        return result
 
     @tool(effect="idempotent")
     async def terminate_agent(
@@ -257,7 +255,6 @@ def people_tools(registrar: Registrar) -> tuple[Tool, ...]:
         ctx: ToolContext,
     ) -> dict[str, Any]:
         """End an agent that you made, and everybody it made."""
-        return {"terminated": list(await registrar.terminate(id, by=ctx.agent_id)), "reason": reason}
+        return {"terminated": list(await agent_service.terminate(id, by=ctx.agent_id)), "reason": reason}
 
-    made = (create_role, spawn_agent, terminate_agent)
-    return tuple(one for function in made if (one := tool_of(function)))
+    return _tools_of(create_role, spawn_agent, terminate_agent)

@@ -1,11 +1,11 @@
-"""The program that starts a stdio MCP server: `python -m coterie.agent.mcp_keeper PARENT COMMAND [ARGUMENT ...]`.
+"""The program that starts a stdio MCP server: `python -m coterie.agent.mcp_keeper PARENT_PID COMMAND [ARGUMENT ...]`.
 
-The server inherits standard input, output and error, and talks to the runtime directly. This process waits until the
-server has ended, until it gets SIGTERM, or until the runtime has died. Then it kills the server, if it does not end by
-itself within a second, and everything that the server has started.
+The server inherits stdin, stdout and stderr, and talks to the runtime directly. This process waits until the server
+ends, SIGTERM arrives or the runtime dies. Then it terminates the server, kills it after one second, and kills all its
+descendants.
 """
 
-# Imports only the standard library and a sibling that does the same: the server starts sooner, and uses less memory.
+# Imports only the standard library and a sibling that does the same, to start fast and use little memory.
 
 from __future__ import annotations
 
@@ -16,67 +16,73 @@ import signal
 import sys
 from typing import NoReturn
 
-from coterie.agent.tool_process import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, hear_signals, kill_descendants, prctl
+from coterie.agent.tool_process import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    kill_descendants,
+    open_signal_pipe,
+    prctl,
+)
 
-_GRACE_LOOKS, _LOOK_SECONDS = 10, 0.1
-"""A server that was told to end is looked at so often, and then killed."""
-_PARENT_SECONDS = None if sys.platform == "linux" else 1.0
-"""How often the parent is looked for where the system does not tell of its death."""
+_GRACE_CHECKS, _CHECK_SECONDS = 10, 0.1
+"""Checks, and seconds between them, after SIGTERM and before SIGKILL."""
+_PARENT_CHECK_SECONDS = None if sys.platform == "linux" else 1.0
+"""Interval of checks that the parent lives, on systems without PR_SET_PDEATHSIG."""
 _NOT_FOUND = 127
 
 
 def main() -> NoReturn:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    alarm = hear_signals()
+    signal_pipe = open_signal_pipe()
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        os._exit(1)  # it died before this process could be told of it
+        os._exit(1)  # the runtime died before PR_SET_PDEATHSIG took effect
     server = os.fork()
     if server == 0:
-        _become(command)
-    # The pipes are the server's alone: their ends must close when it does.
-    nothing = os.open(os.devnull, os.O_RDWR)
+        _exec_server(command)
+    # Only the server may hold the pipes, so that they close when it ends.
+    devnull = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    status = _watch(server, alarm, parent)
+        os.dup2(devnull, stream)
+    status = _watch(server, signal_pipe, parent)
     kill_descendants()
     os._exit(status)
 
 
-def _become(command: list[str]) -> NoReturn:
+def _exec_server(command: list[str]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        os.execvp(command[0], command)  # noqa: S606 - the owner names the program
+        os.execvp(command[0], command)  # noqa: S606 - coterie.toml names the program
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         os._exit(_NOT_FOUND)
 
 
-def _watch(server: int, alarm: int, parent: int) -> int:
-    """Wait until the server has ended or has to end; the exit status."""
+def _watch(server: int, signal_pipe: int, parent: int) -> int:
+    """Wait until the server ends, or terminate it; return the exit status."""
     while True:
-        ready, _, _ = select.select([alarm], [], [], _PARENT_SECONDS)
-        heard = os.read(alarm, 64) if ready else b""
-        if (status := _ended(server)) is not None:
+        ready, _, _ = select.select([signal_pipe], [], [], _PARENT_CHECK_SECONDS)
+        signals = os.read(signal_pipe, 64) if ready else b""
+        if (status := _exit_status(server)) is not None:
             return status
-        if signal.SIGTERM in heard or os.getppid() != parent:
+        if signal.SIGTERM in signals or os.getppid() != parent:
             break
     with contextlib.suppress(ProcessLookupError):
         os.kill(server, signal.SIGTERM)
-    for _ in range(_GRACE_LOOKS):
-        if (status := _ended(server)) is not None:
+    for _ in range(_GRACE_CHECKS):
+        if (status := _exit_status(server)) is not None:
             return status
-        if select.select([alarm], [], [], _LOOK_SECONDS)[0]:
-            os.read(alarm, 64)
+        if select.select([signal_pipe], [], [], _CHECK_SECONDS)[0]:
+            os.read(signal_pipe, 64)
     return 0
 
 
-def _ended(server: int) -> int | None:
-    """The exit status of the server, if it has ended. Orphans that came to this process are reaped on the way."""
+def _exit_status(server: int) -> int | None:
+    """Return the exit status of the server; None if it runs. Also reaps adopted orphans."""
     while True:
         try:
             ended, status = os.waitpid(-1, os.WNOHANG)

@@ -1,9 +1,8 @@
-"""Gives every agent that has something to do a worker, as many at a time as allowed.
+"""Claims ready agents for this process and starts their turns, within concurrency limits.
 
-How many turns of this process do something at once, and which agents may begin a turn.
-
-A turn that asks its model holds no slot: not while it waits in the queue of its service, and not while the service
-answers. The service's own limit bounds those. So a slow service keeps no other agent waiting.
+`Slots` limits turns that start or run tools. A turn that asks its model holds no slot; the limit of the service
+applies to it. So a slow service does not delay other agents. `ServiceAdmission` leaves agents unclaimed while the queue
+of their service is full.
 """
 
 from __future__ import annotations
@@ -18,56 +17,56 @@ from datetime import timedelta
 from functools import partial
 
 from coterie.agent.runner import LlmHandler
-from coterie.agent.service import Directory
+from coterie.agent.service import AgentDirectory
 from coterie.clock import Clock
 from coterie.errors import Refused, StoreError
-from coterie.files import Disk
-from coterie.llm.gateway import Models
+from coterie.files import DiskMonitor
+from coterie.llm.gateway import ModelGateway
 from coterie.supervision import Shutdown, supervise
-from coterie.telemetry import turn_context
+from coterie.telemetry import log_context
 from coterie.turn import Rules
-from coterie.turn_store import Admits, Claim, TurnStore
+from coterie.turn_store import AdmitFunction, Claim, TurnStore
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 256
-"""Turns that begin or run tools at once."""
-FOR_PERSON = 32
-"""So many more, only for messages of the person: agents in long tool calls must not keep the person waiting."""
+MAX_TURN_SLOTS = 256
+"""Turns that start or run tools at the same time."""
+EXTRA_PERSON_SLOTS = 32
+"""Additional slots for people's messages, so that agents in long tool calls do not delay people."""
 
 
 class Slots:
-    """Counts slots. The store's own thread takes some too."""
+    """Counts slots. Thread-safe: the store's writer thread acquires slots too."""
 
-    def __init__(self, count: int = AT_ONCE, for_person: int = FOR_PERSON) -> None:
-        self._free = {False: count, True: count + for_person}
-        """What is left, for agents' turns and for the person's. Every slot in use counts in both."""
+    def __init__(self, count: int = MAX_TURN_SLOTS, extra_for_person: int = EXTRA_PERSON_SLOTS) -> None:
+        self._free = {False: count, True: count + extra_for_person}
+        """Free slots by `for_person`. Every slot in use counts in both."""
         self._closed = False
         self._lock = threading.Lock()
         self._waiting: dict[bool, deque[asyncio.Future[None]]] = {False: deque(), True: deque()}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def free(self, *, person: bool) -> int:
-        """How many could be taken now. Turns that wait for a slot come before turns that have yet to begin."""
-        if self._closed or self._waiting[person]:
+    def available(self, *, for_person: bool) -> int:
+        """Return how many new turns could start now; 0 while running turns wait for a slot."""
+        if self._closed or self._waiting[for_person]:
             return 0
-        return max(0, self._free[person])
+        return max(0, self._free[for_person])
 
-    def take(self, wanted: int, *, person: bool) -> int:
-        """Take up to `wanted` slots at once; how many there were."""
+    def try_acquire(self, limit: int, *, for_person: bool) -> int:
+        """Acquire up to `limit` slots without waiting; return how many."""
         with self._lock:
-            taken = min(wanted, self.free(person=person))
-            self._use(taken)
-            return taken
+            count = min(limit, self.available(for_person=for_person))
+            self._use(count)
+            return count
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         with self._lock:
             self._use(-count)
             if self._loop and (self._waiting[True] or self._waiting[False]):
                 self._loop.call_soon_threadsafe(self._serve)
 
     def close(self) -> None:
-        """No turn begins any more. Turns under way still get slots."""
+        """Start no more turns. Running turns still get slots."""
         with self._lock:
             self._closed = True
 
@@ -75,106 +74,108 @@ class Slots:
         self._free[False] -= count
         self._free[True] -= count
 
-    async def acquire(self, *, person: bool) -> None:
-        """Wait for one slot, in order. A cancelled caller holds none."""
+    async def acquire(self, *, for_person: bool) -> None:
+        """Wait for one slot, first come, first served. A cancelled caller holds none."""
         self._loop = asyncio.get_running_loop()
-        place: asyncio.Future[None] = self._loop.create_future()
+        waiter: asyncio.Future[None] = self._loop.create_future()
         with self._lock:
-            self._waiting[person].append(place)
+            self._waiting[for_person].append(waiter)
         self._serve()
         try:
-            await place
+            await waiter
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self.give_back(1)
+            if waiter.done() and not waiter.cancelled():
+                self.release(1)
             else:
-                with self._lock, suppress(ValueError):  # `_serve` came across it already
-                    self._waiting[person].remove(place)
+                with self._lock, suppress(ValueError):  # `_serve` has removed it
+                    self._waiting[for_person].remove(waiter)
             raise
 
     def _serve(self) -> None:
         with self._lock:
-            for person in (True, False):
-                while self._waiting[person] and self._free[person] > 0:
-                    place = self._waiting[person].popleft()
-                    if not place.done():
+            for for_person in (True, False):
+                while self._waiting[for_person] and self._free[for_person] > 0:
+                    waiter = self._waiting[for_person].popleft()
+                    if not waiter.done():
                         self._use(1)
-                        place.set_result(None)
+                        waiter.set_result(None)
 
 
-class Slot:
-    """The slot of one turn. It may be given back and taken again."""
+class TurnSlot:
+    """The slot of one turn. It starts acquired, and can be released and acquired again."""
 
     def __init__(self, slots: Slots, on_release: Callable[[], None]) -> None:
-        """The slot is held already."""
         self._slots, self._on_release = slots, on_release
         self._held = True
 
-    async def acquire(self, *, person: bool) -> None:
+    async def acquire(self, *, for_person: bool) -> None:
         if not self._held:
-            await self._slots.acquire(person=person)
+            await self._slots.acquire(for_person=for_person)
             self._held = True
 
     def release(self) -> None:
         if self._held:
             self._held = False
-            self._slots.give_back(1)
+            self._slots.release(1)
             self._on_release()
 
 
 class ServiceAdmission:
-    """Lets agents begin a turn while few turns wait for their service.
+    """Admits agents while the queue of their service has room.
 
-    The turns of a full service stay unclaimed, where they cost no memory and another process may take them. The
-    person's messages are counted apart: agents' turns never fill the queue for them.
+    Other agents stay unclaimed: they cost no memory, and another process may claim them. People's messages have their
+    own queue limit.
     """
 
-    def __init__(self, models: Models, directory: Directory) -> None:
+    def __init__(self, models: ModelGateway, directory: AgentDirectory) -> None:
         self._models, self._directory = models, directory
-        self._held: set[tuple[str, bool]] = set()
-        """Services, and whether for the person, for which an agent waits unclaimed. Newcomers go behind it."""
+        self._waiting: set[tuple[str, bool]] = set()
+        """`(service, for_person)` for which an agent waits unclaimed. Later agents must not overtake it."""
 
-    def admits(self, agent_id: str, person: bool) -> bool:
-        """Whether an agent that got mail just now may begin. Called from any thread."""
-        key = self._key(agent_id, person)
-        if key is None or (key not in self._held and self._models.has_room(*key)):
+    def admits(self, agent_id: str, for_person: bool) -> bool:
+        """True if an agent that just got mail may start a turn. Called from any thread."""
+        key = self._key(agent_id, for_person)
+        if key is None or (key not in self._waiting and self._models.has_capacity(*key)):
             return True
-        self._held.add(key)
+        self._waiting.add(key)
         return False
 
-    def begin_round(self) -> Admits | None:
-        self._held.clear()
+    def begin_round(self) -> AdmitFunction | None:
+        self._waiting.clear()
         return self._admits_in_round if self._models.is_any_full() else None
 
-    def is_awaited(self, service: str, person: bool) -> bool:
-        """Whether an agent waits unclaimed until this service has room."""
-        return (service, person) in self._held
+    def has_waiting_agent(self, service: str, for_person: bool) -> bool:
+        """True if an agent waits unclaimed for this service."""
+        return (service, for_person) in self._waiting
 
-    def _admits_in_round(self, agent_id: str, person: bool) -> bool:
-        key = self._key(agent_id, person)
-        if key is None or self._models.has_room(*key):
+    def _admits_in_round(self, agent_id: str, for_person: bool) -> bool:
+        key = self._key(agent_id, for_person)
+        if key is None or self._models.has_capacity(*key):
             return True
-        self._held.add(key)
+        self._waiting.add(key)
         return False
 
-    def _key(self, agent_id: str, person: bool) -> tuple[str, bool] | None:
-        """None: the agent has no service, and its turn says so."""
+    def _key(self, agent_id: str, for_person: bool) -> tuple[str, bool] | None:
+        """None: the agent has no service. It is admitted, and its turn reports the error."""
         try:
-            return self._directory.service_of(agent_id).id, person
+            return self._directory.service_of(agent_id).id, for_person
         except Refused:
             return None
 
 
-SWEEP = timedelta(seconds=1)
-"""A retry that falls due, or a wake-up that got lost, is found within this."""
-RELEASE_TRIES = 3
-"""A failed release leaves turns to the next start, or to the end of the lease, and counts as a crash."""
-ROUND = 128
-"""Agents claimed in one transaction at most. Slots that a round sets aside are not there for turns that run tools."""
+CLAIM_INTERVAL = timedelta(seconds=1)
+"""Longest delay until a due retry or a lost wake-up is found."""
+MAX_RELEASE_ATTEMPTS = 3
+"""After these, turns stay claimed until the next start or the end of the lease, and count as crashed."""
+MAX_CLAIMS_PER_ROUND = 128
+"""Agents claimed in one transaction. A round reserves as many slots, which running turns cannot use meanwhile."""
 
 
 class Scheduler:
-    """A `Taker`: the store hands it whoever gets mail; it looks itself for those who are due for other reasons."""
+    """The `TurnWorker` of this process.
+
+    The store pushes agents that get mail; the scheduler polls for agents that are ready for other reasons.
+    """
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class Scheduler:
         clock: Clock,
         rules: Rules,
         worker: str,
-        disk: Disk,
+        disk: DiskMonitor,
         admission: ServiceAdmission,
     ) -> None:
         self._admission = admission
@@ -192,27 +193,27 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._turns: dict[asyncio.Task[None], str] = {}
         self._slots = Slots()
-        self._held = {False: False, True: False}
-        """Agents wait for a slot already, without and with a message of the person: newcomers go behind them."""
-        self._mislaid = False
-        """Agents may be claimed in our name that nobody works on."""
-        self._dropped: set[asyncio.Task[None]] = set()
-        """Turns that others may have taken over meanwhile; where nobody has, they are let go in order."""
-        self._ending, self._stopping = False, asyncio.Event()
+        self._has_waiting = {False: False, True: False}
+        """By `for_person`: agents wait for a slot, and later agents must not overtake them."""
+        self._has_orphaned_claims = False
+        """Claims of this worker may be stored for which no turn runs."""
+        self._abandoned: set[asyncio.Task[None]] = set()
+        """Cancelled turns whose claims must be released, unless another worker has them now."""
+        self._is_stopping, self._stopping = False, asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
-        self._complaint: str | None = None
+        self._last_error: str | None = None
 
-    def adopt(self, rules: Rules) -> None:
+    def update_rules(self, rules: Rules) -> None:
         self.rules = rules
 
     def start(self) -> None:
-        self._store.attend(self)
-        claiming = supervise("looking for work", self._claim_for_ever, self._clock, stopping=self._stopping)
+        self._store.register_worker(self)
+        claiming = supervise("claiming agents", self._poll, self._clock, stopping=self._stopping)
         self._loop = asyncio.create_task(claiming, name="coterie-scheduler")
 
     async def stop_claiming(self) -> None:
-        """Once is enough."""
-        self._ending = True
+        """Start no more turns."""
+        self._is_stopping = True
         self._stopping.set()
         self._slots.close()
         self._wake.set()
@@ -220,9 +221,9 @@ class Scheduler:
             await self._loop
 
     async def finish(self, drain: timedelta) -> None:
-        """Let turns go on for `drain`, then leave them as they are: the next start resumes them."""
+        """Let turns run for `drain`, then cancel and release them: the next start resumes them."""
         shutdown = Shutdown()
-        # Otherwise a turn that is released below could be claimed here once more.
+        # First, so that a turn that is released below is not claimed here again.
         await shutdown.step("claim no more turns", self.stop_claiming)
         if self._turns:
             await shutdown.step("drain", partial(asyncio.wait, {*self._turns}, timeout=drain.total_seconds()))
@@ -234,112 +235,112 @@ class Scheduler:
         shutdown.finish()
 
     async def _release_all(self) -> None:
-        for left in reversed(range(RELEASE_TRIES)):
+        for left in reversed(range(MAX_RELEASE_ATTEMPTS)):
             try:
-                await self._store.release(self.worker, failed=False)
+                await self._store.release_claims(self.worker, failed=False)
                 return
             except StoreError as error:
                 if not left:
-                    log.warning("what was cut off counts as a crash at the next start: %s", error)
+                    log.warning("cannot release turns; they count as crashed at the next start: %s", error)
 
-    # What the store does with us
+    # Called by the store
 
-    def reserve(self, agent_id: str, person: bool) -> bool:
-        if self._held[person] or not self._admission.admits(agent_id, person):
+    def reserve_slot(self, agent_id: str, for_person: bool) -> bool:
+        if self._has_waiting[for_person] or not self._admission.admits(agent_id, for_person):
             return False
-        return self._slots.take(1, person=person) == 1
+        return self._slots.try_acquire(1, for_person=for_person) == 1
 
-    def give_back(self, places: int) -> None:
-        self._slots.give_back(places)
+    def release_slots(self, count: int) -> None:
+        self._slots.release(count)
 
-    def take(self, claims: Sequence[Claim]) -> None:
-        if self._ending:
-            return  # they are in our name, and are let go with the rest
+    def start_turns(self, claims: Sequence[Claim]) -> None:
+        if self._is_stopping:
+            return  # `finish` releases them
         for claim in claims:
-            self._begin(claim)
+            self._start_turn(claim)
 
-    def drop(self) -> None:
-        self._dropped |= self._turns.keys()
+    def abandon_turns(self) -> None:
+        self._abandoned |= self._turns.keys()
         for turn in self._turns:
             turn.cancel()
         self._wake.set()
 
-    def look(self) -> None:
+    def wake(self) -> None:
         self._wake.set()
 
-    def check_claims(self) -> None:
-        self._mislaid = True
+    def reconcile_claims(self) -> None:
+        self._has_orphaned_claims = True
         self._wake.set()
 
-    def on_room(self, service: str, person: bool) -> None:
-        """Fewer turns wait for this service. Called on the event loop."""
-        if self._admission.is_awaited(service, person):
+    def on_service_capacity(self, service: str, for_person: bool) -> None:
+        """The queue of this service has room again. Called on the event loop."""
+        if self._admission.has_waiting_agent(service, for_person):
             self._wake.set()
 
-    # What it finds by itself
+    # Polling
 
-    async def _claim_for_ever(self) -> None:
-        while not self._ending:
+    async def _poll(self) -> None:
+        while not self._is_stopping:
             self._wake.clear()
-            if not await self._claim_some():
-                await self._clock.wait(self._wake, SWEEP)
+            if not await self._claim_round():
+                await self._clock.wait(self._wake, CLAIM_INTERVAL)
 
-    async def _claim_some(self) -> bool:
-        """Whether there may be more."""
-        # On a full disk there is no slot for anybody: who gets mail waits as if all were taken.
+    async def _claim_round(self) -> bool:
+        """Claim one round of ready agents. True: more may be ready."""
+        # While the disk is full, no turn starts, as if no slot were free.
         full = self._disk.is_full()
-        left = 0 if full else self._slots.free(person=False)
-        room = 0 if full else self._slots.take(ROUND, person=True)
-        others = min(room, left)
+        available = 0 if full else self._slots.available(for_person=False)
+        reserved = 0 if full else self._slots.try_acquire(MAX_CLAIMS_PER_ROUND, for_person=True)
+        others = min(reserved, available)
         claims: Sequence[Claim] = ()
         try:
-            if self._mislaid or self._dropped:
-                await self._let_go()
-            claims = await self._claim(room, others) if room else []
+            if self._has_orphaned_claims or self._abandoned:
+                await self._release_orphaned()
+            if reserved:
+                claims = await self._store.claim_ready(
+                    self.worker, self.rules, reserved, others=others, admission=self._admission
+                )
         except StoreError as error:
-            if self._complaint != str(error):  # once, and not every second
-                log.error("cannot look for work for now: %s", error)
-            self._complaint = str(error)
+            if self._last_error != str(error):  # log each error once, not every second
+                log.error("cannot claim agents now: %s", error)
+            self._last_error = str(error)
             return False
-        except Exception:  # whatever it is, the next round may pass; without rounds no agent ever works
-            log.exception("looking for work failed; trying again")
-            self._mislaid = True  # it may have been written all the same
+        except Exception:  # without further rounds no agent would ever work
+            log.exception("claiming agents failed; trying again")
+            self._has_orphaned_claims = True  # the claims may be stored all the same
             return False
         finally:
-            self._slots.give_back(room - len(claims))
-        self._complaint = None
-        self.take(claims)
-        agents = sum(not claim.person for claim in claims)
-        self._held = {False: agents >= others, True: len(claims) == room}
-        return (0 < others <= agents) or 0 < room == len(claims)
+            self._slots.release(reserved - len(claims))
+        self._last_error = None
+        self.start_turns(claims)
+        agents = sum(not claim.for_person for claim in claims)
+        self._has_waiting = {False: agents >= others, True: len(claims) == reserved}
+        return (0 < others <= agents) or 0 < reserved == len(claims)
 
-    async def _claim(self, room: int, others: int) -> Sequence[Claim]:
-        return await self._store.claim(self.worker, self.rules, room, others=others, admission=self._admission)
+    async def _release_orphaned(self) -> None:
+        """Release stored claims for which no turn runs."""
+        if self._abandoned:
+            await asyncio.wait(self._abandoned)
+        await self._store.release_claims(self.worker, busy=[*self._turns.values()], failed=self._has_orphaned_claims)
+        self._has_orphaned_claims = False
+        self._abandoned.clear()
 
-    async def _let_go(self) -> None:
-        """Of what is in our name and nobody works on."""
-        if self._dropped:
-            await asyncio.wait(self._dropped)
-        await self._store.release(self.worker, busy=[*self._turns.values()], failed=self._mislaid)
-        self._mislaid = False
-        self._dropped.clear()
-
-    def _begin(self, claim: Claim) -> None:
-        slot = Slot(self._slots, self._on_release)
-        turn = self._handler.begin(claim, slot)
+    def _start_turn(self, claim: Claim) -> None:
+        slot = TurnSlot(self._slots, self._on_release)
+        turn = self._handler.start_turn(claim, slot)
         self._turns[turn] = claim.agent_id
-        turn.add_done_callback(lambda ended: self._ended(ended, slot))
+        turn.add_done_callback(lambda ended: self._on_turn_end(ended, slot))
 
     def _on_release(self) -> None:
-        if any(self._held.values()):
-            self._wake.set()  # others have waited for this slot
+        if any(self._has_waiting.values()):
+            self._wake.set()
 
-    def _ended(self, turn: asyncio.Task[None], slot: Slot) -> None:
+    def _on_turn_end(self, turn: asyncio.Task[None], slot: TurnSlot) -> None:
         agent_id = self._turns.pop(turn)
         slot.release()
         if not turn.cancelled() and (error := turn.exception()):
-            # The store still says that the agent is at work; so it is claimed anew, which counts as a crash.
-            self._mislaid = True
+            # The claim is still stored. Releasing it counts as a crash of the turn.
+            self._has_orphaned_claims = True
             self._wake.set()
-            with turn_context(agent=agent_id):
-                log.error("a turn ended in an error nobody planned for", exc_info=error)
+            with log_context(agent=agent_id):
+                log.error("a turn ended with an unexpected error", exc_info=error)

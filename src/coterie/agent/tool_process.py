@@ -1,8 +1,8 @@
-"""The program that a `process=True` tool runs in: `python -m coterie.agent.tool_process PARENT`.
+"""The program that runs a `process=True` tool: `python -m coterie.agent.tool_process PARENT_PID`.
 
-One line of JSON comes in on stdin; out goes one line of JSON with `kind` and `size`, and then `size` bytes. The program
-is two processes. The worker runs the tool. The keeper waits until the worker has ended, or the runtime closes the pipe
-or dies; then it kills whatever the tool has started, daemons that left the process group included, and ends.
+It reads one line of JSON from stdin and writes one line of JSON with `kind` and `size` to stdout, then `size` bytes.
+The program is two processes. The worker runs the tool. The keeper waits until the worker ends, or the runtime closes
+stdin or dies. Then it kills all descendants, including daemons that left the process group, and exits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Only what is small to import stands here: everything else is loaded by the worker, under the tool's memory limit.
+# Imports only small modules. The worker loads all others, under the tool's memory limit.
 
 
 PR_SET_PDEATHSIG = 1
@@ -27,16 +27,16 @@ _PROC = Path("/proc")
 def main() -> NoReturn:
     parent = int(sys.argv[1])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    alarm = hear_signals()
+    signal_pipe = open_signal_pipe()
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        os._exit(1)  # it died before it could be watched
+        os._exit(1)  # the runtime died before PR_SET_PDEATHSIG took effect
     request = json.loads(sys.stdin.buffer.readline())
     worker = os.fork()
     if worker == 0:
-        _work(request)
+        _run_worker(request)
     os.close(1)
-    status = _watch(worker, alarm)
+    status = _watch(worker, signal_pipe)
     kill_descendants()
     os._exit(status)
 
@@ -49,8 +49,8 @@ def prctl(option: int, value: int) -> None:
 # The keeper
 
 
-def hear_signals() -> int:
-    """A pipe that tells of signals, so that one `select` waits for all there is."""
+def open_signal_pipe() -> int:
+    """Return the read end of a pipe that receives a byte per SIGCHLD and SIGTERM, for use with `select`."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     signal.set_wakeup_fd(writable)
@@ -59,11 +59,11 @@ def hear_signals() -> int:
     return readable
 
 
-def _watch(worker: int, alarm: int) -> int:
-    """Until the worker has ended, or nobody wants its result any more; the exit status."""
+def _watch(worker: int, signal_pipe: int) -> int:
+    """Wait until the worker ends or the call is over; return the exit status."""
     while True:
-        ready, _, _ = select.select([0, alarm], [], [])
-        if 0 in ready or signal.SIGTERM in os.read(alarm, 64):
+        ready, _, _ = select.select([0, signal_pipe], [], [])
+        if 0 in ready or signal.SIGTERM in os.read(signal_pipe, 64):
             return 0
         ended, status = os.waitpid(worker, os.WNOHANG)
         if ended:
@@ -72,9 +72,9 @@ def _watch(worker: int, alarm: int) -> int:
 
 
 def kill_descendants() -> None:
-    """Kill all that descends from here. Orphans become children of this process, so in the end all are seen."""
+    """Kill all descendants. As a subreaper this process adopts orphans, so it finds each of them as a child."""
     if not _PROC.is_dir():
-        os.killpg(0, signal.SIGKILL)  # without subreapers, those who stayed in the group are all that can be found
+        os.killpg(0, signal.SIGKILL)  # no subreaper on this system: only the process group can be found
     while True:
         for child in _children():
             os.kill(child, signal.SIGKILL)
@@ -85,7 +85,7 @@ def kill_descendants() -> None:
 
 
 def _children() -> list[int]:
-    found = []
+    children = []
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
             continue
@@ -93,35 +93,35 @@ def _children() -> list[int]:
             stat = (entry / "stat").read_bytes()
         except OSError:
             continue  # it has just ended
-        # The name, in parentheses, may hold anything; behind it come state and parent.
+        # The name, in parentheses, may contain anything; state and parent follow it.
         if int(stat.rpartition(b")")[2].split()[1]) == os.getpid():
-            found.append(int(entry.name))
-    return found
+            children.append(int(entry.name))
+    return children
 
 
 # The worker
 
 
-def _work(request: dict[str, Any]) -> NoReturn:
+def _run_worker(request: dict[str, Any]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    answer_to = os.dup(1)
-    os.dup2(2, 1)  # what the tool prints must not be taken for its result
+    result_fd = os.dup(1)
+    os.dup2(2, 1)  # what the tool prints must not mix with its result
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        kind, payload = _run(request)
-    except BaseException as error:  # SystemExit and MemoryError are answers like any other
+        kind, payload = _run_tool(request)
+    except BaseException as error:  # SystemExit and MemoryError too
         kind, payload = "failed", _failure(request["name"], error)
     header = json.dumps({"kind": kind, "size": len(payload)}).encode() + b"\n"
-    with os.fdopen(answer_to, "wb") as answer:
-        answer.write(header + payload)
+    with os.fdopen(result_fd, "wb") as stream:
+        stream.write(header + payload)
     sys.stdout.flush()
     os._exit(0)
 
 
-def _run(request: dict[str, Any]) -> tuple[str, bytes]:
+def _run_tool(request: dict[str, Any]) -> tuple[str, bytes]:
     if limit := request["memoryMb"]:
         import resource
 
@@ -130,15 +130,15 @@ def _run(request: dict[str, Any]) -> tuple[str, bytes]:
     import asyncio
     import inspect
 
-    from coterie.agent.tool_output import encode
+    from coterie.agent.tool_output import encode_result
     from coterie.agent.tools import ToolResult, parameters_of
     from coterie.agent.user_tools import import_tool_file
 
     function = getattr(import_tool_file(request["module"], Path(request["file"])), request["name"])
-    value = function(**parameters_of(function).accept(request["arguments"], None))
+    value = function(**parameters_of(function).convert(request["arguments"], None))
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
-    match encode(value):
+    match encode_result(value):
         case bytes(data):
             return "bytes", data
         case ToolResult(ok=ok, text=text):
@@ -152,9 +152,9 @@ async def _awaited(value: Any) -> Any:
 
 
 def _failure(name: str, error: BaseException) -> bytes:
-    from coterie.agent.tool_output import raised
+    from coterie.agent.tool_output import exception_result
 
-    return raised(name, error).text.encode("utf-8", "replace")
+    return exception_result(name, error).text.encode("utf-8", "replace")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tools of a society: who reaches which, and calls that always come to a result."""
+"""The tools of a society: which agent may use which tool, and calls that always return a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 from coterie.agent.builtins import SEND_MESSAGE
-from coterie.agent.tool_output import Died, NoResult, encode, fit, raised
+from coterie.agent.tool_output import NoToolResult, ToolProcessDied, encode_result, exception_result, fit_result
 from coterie.agent.tools import (
     BadArguments,
     InProcess,
@@ -25,30 +25,30 @@ from coterie.agent.tools import (
     Tool,
     ToolContext,
     ToolResult,
-    failed,
-    unknown,
+    error_result,
+    unknown_result,
 )
-from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, across, run_in_process
+from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, bridge_context, run_in_process
 from coterie.errors import Problem
 from coterie.llm.types import ToolSpec
 from coterie.redaction import redact
-from coterie.text import nearest, one_line
+from coterie.text import closest_match, one_line
 
 log = logging.getLogger(__name__)
 
 Patterns = Sequence[str | tuple[str, ...]]
-"""Patterns of tool names, of which one must match; or several such lists, each of which must have one that matches."""
+"""Patterns of tool names, one of which must match; or several lists of patterns, each with a match."""
 Encoded = str | bytes | ToolResult
-Said = TypeVar("Said", str | bytes | ToolResult, ToolResult)
+Output = TypeVar("Output", str | bytes | ToolResult, ToolResult)
 
-DEADLINE = timedelta(seconds=120)
+DEFAULT_DEADLINE = timedelta(seconds=120)
 MAX_ABANDONED = 32
-"""Calls that never came back and could not be stopped; past that no more are started that might join them."""
+"""Unstoppable calls past their deadline. At this number, only tools with their own process are started."""
 _RESERVED = frozenset({SEND_MESSAGE.name})
-"""What the runtime does itself, in the transaction of the result."""
+"""Tools that the runner executes itself."""
 _MAX_FRAMES = 10
-_GRACE = 0.5
-"""Seconds that an async tool has to end once it is cancelled."""
+_GRACE_SECONDS = 0.5
+"""Time for an async tool to end after its cancellation."""
 
 
 class Toolbox:
@@ -56,70 +56,77 @@ class Toolbox:
         self,
         tools: Iterable[Tool] = (),
         *,
-        deadline: timedelta = DEADLINE,
+        deadline: timedelta = DEFAULT_DEADLINE,
         max_abandoned: int = MAX_ABANDONED,
         blocked_after: timedelta = BLOCKED_AFTER,
+        secrets: Sequence[str] = (),
     ) -> None:
-        """`blocked_after`: an event loop that runs nothing new for this long is blocked."""
-        self.deadline, self._max_abandoned = deadline, max_abandoned
-        """For a tool that names none of its own."""
-        self.secrets: Sequence[str] = ()
-        """Keys that no model needs to see, and no log: taken out of whatever tools say."""
+        """`deadline`: for tools that declare none. `secrets`: redacted from all results and logs of tools.
+
+        `blocked_after`: an event loop that runs nothing new for this long is blocked.
+        """
+        self._deadline, self._max_abandoned, self._secrets = deadline, max_abandoned, secrets
         self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
         self._tools: dict[str, Tool] = {}
-        self._reach: dict[Patterns, dict[str, Tool]] = {}
-        self._offers: dict[Patterns, tuple[ToolSpec, ...]] = {}
+        self._allowed_tools: dict[Patterns, dict[str, Tool]] = {}
+        self._model_specs: dict[Patterns, tuple[ToolSpec, ...]] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._loops = ToolLoops(blocked_after)
-        self._sort()
+        self._rebuild()
 
-    # Which tools there are
+    # Configuration
 
-    def adopt(self, source: str, tools: Iterable[Tool]) -> list[Problem]:
-        """`source` offers these from now on, and no others. A name that an earlier source has stays that one's."""
+    def set_deadline(self, deadline: timedelta) -> None:
+        self._deadline = deadline
+
+    def set_secrets(self, secrets: Sequence[str]) -> None:
+        self._secrets = secrets
+
+    def replace_tools(self, source: str, tools: Iterable[Tool]) -> list[Problem]:
+        """Replace all tools of `source`. Returns a problem for each name that an earlier source uses."""
         self._sources[source] = tuple(tools)
-        return [problem for problem in self._sort() if problem.place == source]
+        return [problem for problem in self._rebuild() if problem.location == source]
 
     def find(self, name: str, patterns: Patterns) -> Tool | None:
-        return self._within(patterns).get(name)
+        return self._allowed(patterns).get(name)
 
     def specs(self, patterns: Patterns) -> tuple[ToolSpec, ...]:
-        """What an agent with that list can be offered."""
-        return tuple(tool.spec for tool in self._within(patterns).values())
+        """Return the specifications of the allowed tools, without `send_message`."""
+        return tuple(tool.spec for tool in self._allowed(patterns).values())
 
-    def offered(self, patterns: tuple[str | tuple[str, ...], ...]) -> tuple[ToolSpec, ...]:
-        """All that its model is told of: the same, and `send_message`, which the runtime does itself."""
-        if patterns not in self._offers:
-            self._offers[patterns] = (SEND_MESSAGE, *self.specs(patterns))
-        return self._offers[patterns]
+    def model_specs(self, patterns: tuple[str | tuple[str, ...], ...]) -> tuple[ToolSpec, ...]:
+        """Return the specifications that the model sees: `send_message` and the allowed tools."""
+        if patterns not in self._model_specs:
+            self._model_specs[patterns] = (SEND_MESSAGE, *self.specs(patterns))
+        return self._model_specs[patterns]
 
-    def _sort(self) -> list[Problem]:
+    def _rebuild(self) -> list[Problem]:
         self._tools, problems = {}, list[Problem]()
         for source, tools in self._sources.items():
             for tool in tools:
                 if tool.name in _RESERVED or self._tools.setdefault(tool.name, tool) is not tool:
                     problems.append(Problem(source, f"the tool {tool.name} is left out: there is one of that name"))
-        self._reach.clear()
-        self._offers.clear()
+        self._allowed_tools.clear()
+        self._model_specs.clear()
         return problems
 
-    def _within(self, patterns: Patterns) -> dict[str, Tool]:
+    def _allowed(self, patterns: Patterns) -> dict[str, Tool]:
         key = tuple(patterns)
-        if key not in self._reach:
+        if key not in self._allowed_tools:
             own = tuple(one for one in key if isinstance(one, str))
             lists = [one for one in key if not isinstance(one, str)]
             if own or not lists:
                 lists.append(own)
-            self._reach[key] = {
+            self._allowed_tools[key] = {
                 name: tool for name, tool in self._tools.items() if all(_matches(name, patterns) for patterns in lists)
             }
-        return self._reach[key]
+        return self._allowed_tools[key]
 
-    # Calling one
+    # Calls
 
     @property
-    def abandoned(self) -> int:
-        """Calls that are past their deadline, cannot be stopped and are still running."""
+    def abandoned_calls(self) -> int:
+        """Number of running calls that are past their deadline and cannot be stopped."""
         return len(self._abandoned)
 
     async def call(
@@ -131,151 +138,156 @@ class Toolbox:
         *,
         patterns: Patterns,
     ) -> ToolResult:
-        """Always a result, whatever the tool does; only the cancellation of the calling task passes through.
+        """Run a tool. Failures become results; only the cancellation of the calling task is raised.
 
-        `deadline`: the society's, which a tool's own replaces. It is real time, since tools live in it.
+        `deadline`: for a tool without its own deadline. It is measured in real time, not by the society's clock.
         """
         tool = self.find(name, patterns)
         if tool is None:
-            return _unknown(name, self._within(patterns))
-        if self.abandoned >= self._max_abandoned and not isinstance(tool.run, InProcess):
-            return failed("tools_stuck", f"{self.abandoned} earlier calls never came back: the society needs a restart")
-        allowed = tool.deadline or deadline or self.deadline
+            return _unknown_tool(name, self._allowed(patterns))
+        if self.abandoned_calls >= self._max_abandoned and not isinstance(tool.run, InProcess):
+            return error_result("tools_stuck", f"{self.abandoned_calls} earlier calls never ended: restart the society")
+        allowed = tool.deadline or deadline or self._deadline
         try:
-            return await fit(tool, self._redacted(await self._run(tool, arguments, ctx, allowed.total_seconds())), ctx)
+            return await fit_result(
+                tool, self._redact(await self._run(tool, arguments, ctx, allowed.total_seconds())), ctx
+            )
         except BadArguments as error:
-            return failed("bad_arguments", f"{name} was not called: {error}")
-        except Died as error:
-            return _ended_without(tool, "no_result", f"{name}: {error}")
-        except NoResult as error:
-            return failed("no_result", f"{name}: {error}")
-        except _Late as late:
+            return error_result("bad_arguments", f"{name} was not called: {error}")
+        except ToolProcessDied as error:
+            return _no_result(tool, "no_result", f"{name}: {error}")
+        except NoToolResult as error:
+            return error_result("no_result", f"{name}: {error}")
+        except _DeadlineExceeded as late:
             log.warning(
                 "the tool %s, called by %s, did not end within %s; it was %s", name, ctx.agent_id, allowed, late
             )
-            words = f"{name} did not end within {allowed.total_seconds():g} s and was {late}"
-            return _ended_without(tool, "tool_timeout", words)
+            message = f"{name} did not end within {allowed.total_seconds():g} s and was {late}"
+            return _no_result(tool, "tool_timeout", message)
         except _Raised as error:
-            result = self._redacted(raised(name, error.cause))
+            result = self._redact(exception_result(name, error.cause))
             frames = "".join(traceback.format_tb(error.cause.__traceback__, limit=-_MAX_FRAMES))
             log.warning("%s\n%s", result.text, frames)
             return result
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # SystemExit out of an owner's class would end the event loop
+        except BaseException as error:  # SystemExit from a user class would end the event loop
             log.exception("the tool %s could not be run", name)
-            return self._redacted(raised(name, error))
+            return self._redact(exception_result(name, error))
 
-    def _redacted(self, said: Said) -> Said:
-        match said:
+    def _redact(self, output: Output) -> Output:
+        match output:
             case str():
-                return redact(said, self.secrets)
+                return redact(output, self._secrets)
             case ToolResult():
-                return replace(said, text=redact(said.text, self.secrets))
-        return said
+                return replace(output, text=redact(output.text, self._secrets))
+        return output
 
     @property
     def blocked_loops(self) -> int:
-        """How often an async tool has blocked the event loop of the tools."""
-        return self._loops.blocked
+        """How often an async tool has blocked its event loop."""
+        return self._loops.blocked_count
 
     def watch_loop(self) -> None:
-        """From now on it is logged when the running loop is blocked."""
+        """Log from now on when the running loop is blocked."""
         self._loops.watch_running_loop()
 
     async def close(self) -> None:
-        """Tell what was left behind to stop, once more. Threads cannot be told; they end with the process."""
-        left = tuple(self._abandoned)
-        for call in left:
+        """Cancel abandoned calls and stop the tool loops. Blocked threads end with the process."""
+        abandoned = tuple(self._abandoned)
+        for call in abandoned:
             call.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_GRACE)
-        await self._loops.close(_GRACE)
+        if abandoned:
+            await asyncio.wait(abandoned, timeout=_GRACE_SECONDS)
+        await self._loops.close(_GRACE_SECONDS)
 
     async def _run(self, tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext, seconds: float) -> Encoded:
         match tool.run:
             case OnLoop(function):
-                accepted = _accepted(tool, arguments, ctx)
-                return encode(await self._within_time(asyncio.ensure_future(_guarded(function(**accepted))), seconds))
-            # What the owner wrote stays off this loop: arguments and results may hold code of theirs, too.
-            case OnToolLoop() as apart:
-                bridged = across(ctx, asyncio.get_running_loop())
+                converted = _convert_arguments(tool, arguments, ctx)
+                task = asyncio.ensure_future(_wrap_errors(function(**converted)))
+                return encode_result(await self._await_until_deadline(task, seconds))
+            # User code must not run on this loop; converting arguments and results may run user code too.
+            case OnToolLoop() as run:
+                bridged = bridge_context(ctx, asyncio.get_running_loop())
 
                 async def work() -> Encoded:
-                    return encode(await _guarded(apart.function(**_accepted(tool, arguments, bridged))))
+                    converted = _convert_arguments(tool, arguments, bridged)
+                    return encode_result(await _wrap_errors(run.function(**converted)))
 
-                call = self._loops.start(tool.name, ctx.agent_id, lambda: _kept_apart(work()))
-                return cast(Encoded, await self._within_time(call, seconds))
+                call = self._loops.start(tool.name, ctx.agent_id, lambda: _wrap_conversion_errors(work()))
+                return cast(Encoded, await self._await_until_deadline(call, seconds))
             case InThread(function):
 
                 def run_in_thread() -> Encoded:
-                    accepted = _accepted(tool, arguments, ctx)
+                    converted = _convert_arguments(tool, arguments, ctx)
                     try:
-                        value = function(**accepted)
-                    except BaseException as error:  # SystemExit is an answer like any other
+                        value = function(**converted)
+                    except BaseException as error:  # SystemExit too
                         raise _Raised(error) from None
-                    return encode(value)
+                    return encode_result(value)
 
-                return cast(Encoded, await self._within_time(_in_thread(run_in_thread), seconds))
-            case InProcess() as run:
-                await self._within_time(_in_thread(lambda: _accepted(tool, arguments, ctx)), seconds)
+                return cast(Encoded, await self._await_until_deadline(_start_thread(run_in_thread), seconds))
+            case InProcess() as process:
+                converting = _start_thread(lambda: _convert_arguments(tool, arguments, ctx))
+                await self._await_until_deadline(converting, seconds)
                 timer = asyncio.timeout(seconds)
                 try:
                     async with timer:
-                        return await run_in_process(run, arguments, ctx)
+                        return await run_in_process(process, arguments, ctx)
                 except TimeoutError:
                     if timer.expired():
-                        raise _Late("killed") from None
+                        raise _DeadlineExceeded("killed") from None
                     raise
 
-    async def _within_time(self, call: asyncio.Future[Any], seconds: float) -> Any:
+    async def _await_until_deadline(self, call: asyncio.Future[Any], seconds: float) -> Any:
         try:
-            await asyncio.sleep(0)  # many have nothing to wait for, and need no timer
+            await asyncio.sleep(0)  # many calls end in one step and need no timer
             if not call.done():
                 await asyncio.wait({call}, timeout=seconds)
         except asyncio.CancelledError:
             await self._stop(call)
             raise
         if not call.done():
-            raise _Late(await self._stop(call))
+            raise _DeadlineExceeded(await self._stop(call))
         if call.cancelled():
-            raise NoResult("it was cancelled from within")
+            raise NoToolResult("the tool cancelled itself")
         if error := call.exception():
-            raise error if isinstance(error, _OURS) else _Raised(error)
+            raise error if isinstance(error, _CALL_ERRORS) else _Raised(error)
         return call.result()
 
     async def _stop(self, call: asyncio.Future[Any]) -> str:
-        """Cancel it; what does not listen is left behind, and counted until it ends after all."""
+        """Cancel the call. If it does not end, count it as abandoned until it does. Returns what happened."""
         self._abandoned.add(call)
-        call.add_done_callback(self._ended)
+        call.add_done_callback(self._on_end)
         if isinstance(call, asyncio.Task | LoopCall):
             call.cancel()
-            await asyncio.wait({call}, timeout=_GRACE)
-        return "stopped" if call.done() else "left behind, for it cannot be stopped"
+            await asyncio.wait({call}, timeout=_GRACE_SECONDS)
+        return "stopped" if call.done() else "abandoned, because it cannot be stopped"
 
-    def _ended(self, call: asyncio.Future[Any]) -> None:
+    def _on_end(self, call: asyncio.Future[Any]) -> None:
         self._abandoned.discard(call)
         if not call.cancelled():
-            call.exception()  # looked at, so that nobody warns of it
+            call.exception()  # retrieved, so that asyncio logs no warning
 
 
-class _Late(Exception):
-    """The deadline has passed; the message says what became of the call."""
+class _DeadlineExceeded(Exception):
+    """The deadline has passed; the message says what happened to the call."""
 
 
 class _Raised(Exception):
-    """The tool's own exception, kept apart from ours: one of them might end the event loop, or pose as a timeout."""
+    """Wraps an exception of the tool, which could otherwise end the event loop or look like a timeout."""
 
     def __init__(self, cause: BaseException) -> None:
         self.cause = cause
         super().__init__()
 
 
-_OURS = (_Raised, BadArguments, NoResult)
-"""What a call raises besides cancellations. The tool's own exceptions are all `_Raised`."""
+_CALL_ERRORS = (_Raised, BadArguments, NoToolResult)
+"""Exceptions of a call besides cancellations."""
 
 
-async def _guarded(work: Awaitable[object]) -> object:
+async def _wrap_errors(work: Awaitable[object]) -> object:
     try:
         return await work
     except (asyncio.CancelledError, GeneratorExit, _Raised):
@@ -284,18 +296,18 @@ async def _guarded(work: Awaitable[object]) -> object:
         raise _Raised(error) from None
 
 
-async def _kept_apart(work: Awaitable[object]) -> object:
-    """Arguments are made and results encoded beside the tool itself; what these raise must not end its loop either."""
+async def _wrap_conversion_errors(work: Awaitable[object]) -> object:
+    """Wrap exceptions of converting arguments and results, which must not end the tool loop either."""
     try:
         return await work
-    except (asyncio.CancelledError, GeneratorExit, *_OURS):
+    except (asyncio.CancelledError, GeneratorExit, *_CALL_ERRORS):
         raise
     except BaseException as error:
         raise _Raised(error) from None
 
 
-def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
-    """A thread of its own, that nobody waits for at exit: one that hangs takes no place in a pool from others."""
+def _start_thread(work: Callable[[], object]) -> asyncio.Future[object]:
+    """Run `work` in a new daemon thread: a thread that hangs blocks neither a pool nor the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
 
@@ -305,15 +317,15 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
         if error is None:
             future.set_result(value)
         else:
-            future.set_exception(error if isinstance(error, _OURS) else _Raised(error))
+            future.set_exception(error if isinstance(error, _CALL_ERRORS) else _Raised(error))
 
     def run() -> None:
         value, error = None, None
         try:
             value = work()
-        except BaseException as raised:  # SystemExit is an answer like any other
+        except BaseException as raised:  # SystemExit too
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it whoever asked
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, value, error)
 
     context = contextvars.copy_context()
@@ -321,12 +333,12 @@ def _in_thread(work: Callable[[], object]) -> asyncio.Future[object]:
     return future
 
 
-def _accepted(tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext) -> dict[str, Any]:
+def _convert_arguments(tool: Tool, arguments: Mapping[str, Any], ctx: ToolContext) -> dict[str, Any]:
     try:
-        return tool.accept(arguments, ctx)
+        return tool.convert_arguments(arguments, ctx)
     except BadArguments:
         raise
-    except BaseException as error:  # parameters may be of the owner's classes, whose code may raise anything
+    except BaseException as error:  # parameter types may be user classes, which may raise anything
         raise _Raised(error) from None
 
 
@@ -334,12 +346,12 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _ended_without(tool: Tool, error: str, words: str) -> ToolResult:
-    """The call began and gave no result: of an unsafe one nobody knows whether it took effect."""
-    return unknown(error, words) if tool.effect == "unsafe" else failed(error, words)
+def _no_result(tool: Tool, error: str, message: str) -> ToolResult:
+    """Return the result of a call that started and gave no result: unknown for an unsafe tool."""
+    return unknown_result(error, message) if tool.effect == "unsafe" else error_result(error, message)
 
 
-def _unknown(name: str, reached: Mapping[str, Tool]) -> ToolResult:
-    meant = nearest(name, set(reached))
+def _unknown_tool(name: str, allowed: Mapping[str, Tool]) -> ToolResult:
+    meant = closest_match(name, set(allowed))
     hint = f", did you mean {meant}?" if meant else ""
-    return failed("unknown_tool", f'you have no tool "{one_line(name)}"{hint}')
+    return error_result("unknown_tool", f'you have no tool "{one_line(name)}"{hint}')

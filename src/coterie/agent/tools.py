@@ -1,8 +1,7 @@
-"""Tools: what an agent can do besides speaking. An owner's tool is a Python function under `@tool`.
+"""The `@tool` decorator, `Tool`, `ToolContext` and `ToolResult`.
 
-What a tool is given of the agent that calls it.
-
-The parameters of a tool, read from a function's signature: a JSON Schema for the model, and values for the call.
+A tool is a Python function. Its signature and docstring become the JSON Schema for the model, and the model's arguments
+are converted to the types of its parameters.
 """
 
 from __future__ import annotations
@@ -14,24 +13,25 @@ import typing
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, overload
+from typing import Annotated, Any, Protocol, TypeVar, get_args, overload
 
 import msgspec
 
-from coterie.artifact_service import AgentLibrary, Library
+from coterie.artifact_service import AgentArtifacts, ArtifactService
 from coterie.errors import CoterieError
 from coterie.llm.routing import CapabilityRouter
 from coterie.llm.service import Capabilities
 from coterie.llm.types import ToolSpec
 from coterie.messages import Payload, Receipt
-from coterie.text import nearest, one_line
+from coterie.text import closest_match, one_line
+from coterie.turn import Effect
 
 
-class Send(Protocol):
+class SendFunction(Protocol):
     async def __call__(
         self, to: str, payload: Payload, *, delay_ms: float | None = None, quick_replies: list[str] | None = None
     ) -> Receipt:
-        """A message from the agent itself; `Refused` and nothing sent when something about it is wrong."""
+        """Send a message from the agent. `Refused`: the message is invalid and was not sent."""
         ...
 
 
@@ -39,27 +39,27 @@ class Send(Protocol):
 class ToolContext:
     agent_id: str
     capabilities: Capabilities
-    """What the agent's model can take in and give out."""
+    """Input and output types of the agent's model."""
     router: CapabilityRouter
-    """How attachments would reach a service."""
-    send: Send
-    artifacts: Library | AgentLibrary
-    """The files that the agent may read; what is put there is the agent's."""
+    """Decides how attachments reach a service."""
+    send: SendFunction
+    artifacts: ArtifactService | AgentArtifacts
+    """Files that the agent may read. It owns the files that the tool puts there."""
     idempotency_key: str
-    """The same when this very call runs again after a crash."""
+    """Stable when this call runs again after a crash."""
 
 
-_HIDDEN = "ctx"
+_CONTEXT_PARAMETER = "ctx"
 _SECTION = re.compile(r"(args|arguments|parameters|params|returns?|raises|yields|examples?|notes?):", re.IGNORECASE)
 _ITEM = re.compile(r"(?::param\s+(?:[^:]*\s)?)?\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 class BadTool(CoterieError):
-    """A function that cannot be a tool as it is written; the message says what to change."""
+    """A function cannot be a tool; the message says what to change."""
 
 
 class BadArguments(CoterieError):
-    """A call that does not fit the tool's parameters; the message names every mistake in it."""
+    """The arguments of a call do not fit the parameters; the message names every mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,63 +72,65 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    known: tuple[Parameter, ...]
+    items: tuple[Parameter, ...]
     takes_context: bool
-    """The function wants `ctx`, which no model sees."""
+    """The function has a parameter `ctx`, which is not in the schema."""
 
     def schema(self) -> dict[str, Any]:
         """JSON Schema of the arguments object."""
         return {
             "type": "object",
-            "properties": {parameter.name: parameter.schema for parameter in self.known},
-            "required": [parameter.name for parameter in self.known if parameter.required],
+            "properties": {parameter.name: parameter.schema for parameter in self.items},
+            "required": [parameter.name for parameter in self.items if parameter.required],
             "additionalProperties": False,
         }
 
-    def accept(self, arguments: Mapping[str, Any], ctx: ToolContext | None) -> dict[str, Any]:
-        """Keyword arguments for the function; `BadArguments` when something about the call is wrong."""
-        wrong = [self._unknown(name) for name in arguments if name not in {p.name for p in self.known}]
-        accepted: dict[str, Any] = {_HIDDEN: ctx} if self.takes_context else {}
-        for parameter in self.known:
+    def convert(self, arguments: Mapping[str, Any], ctx: ToolContext | None) -> dict[str, Any]:
+        """Return the keyword arguments for the function. `BadArguments`: a value is missing, unknown or invalid."""
+        mistakes = [self._unknown(name) for name in arguments if name not in {p.name for p in self.items}]
+        converted: dict[str, Any] = {_CONTEXT_PARAMETER: ctx} if self.takes_context else {}
+        for parameter in self.items:
             if parameter.name not in arguments:
                 if parameter.required:
-                    wrong.append(f"{parameter.name}: is missing")
+                    mistakes.append(f"{parameter.name}: is missing")
                 continue
-            given = arguments[parameter.name]
+            value = arguments[parameter.name]
             try:
-                accepted[parameter.name] = _convert(given, parameter.type)
+                converted[parameter.name] = _convert(value, parameter.type)
             except msgspec.ValidationError as error:
-                # Models write null for what they leave out.
-                if given is not None or parameter.required:
-                    wrong.append(_sentence(parameter, error))
-        if wrong:
-            raise BadArguments("; ".join(wrong))
-        return accepted
+                # Models write null for parameters that they leave out.
+                if value is not None or parameter.required:
+                    mistakes.append(_describe_mistake(parameter, error))
+        if mistakes:
+            raise BadArguments("; ".join(mistakes))
+        return converted
 
     def _unknown(self, name: str) -> str:
-        known = [parameter.name for parameter in self.known]
-        meant = nearest(name, set(known))
+        known = [parameter.name for parameter in self.items]
+        meant = closest_match(name, set(known))
         there = f"there are: {', '.join(known)}" if known else "there are none"
         return f"{one_line(name)}: no such parameter, {f'did you mean {meant}? ' if meant else ''}{there}"
 
 
 def read_parameters(function: Callable[..., object], docs: Mapping[str, str]) -> Parameters:
-    """What `function` takes, from its signature; `docs` describes parameters that are not `Annotated`."""
+    """Return the parameters of `function`. `docs`: descriptions of parameters that are not `Annotated`."""
     hints = _hints(function)
     known, takes_context = [], False
     for parameter in inspect.signature(function).parameters.values():
         hint = hints.get(parameter.name, parameter.empty)
-        if parameter.name == _HIDDEN:
+        if parameter.name == _CONTEXT_PARAMETER:
             if hint not in (ToolContext, parameter.empty):
-                raise BadTool(f'parameter "{_HIDDEN}" is the ToolContext: give the tool\'s own parameter another name')
+                raise BadTool(
+                    f'parameter "{_CONTEXT_PARAMETER}" is the ToolContext: give the tool\'s own parameter another name'
+                )
             takes_context = True
         else:
             known.append(_read_parameter(parameter, hint, docs.get(parameter.name)))
-    return Parameters(known=tuple(known), takes_context=takes_context)
+    return Parameters(items=tuple(known), takes_context=takes_context)
 
 
 def read_docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """The description, and what it says of single parameters (`Args:` with `name: text`, or `:param name: text`)."""
+    """Return the description, and those of parameters (`Args:` with `name: text`, or `:param name: text`)."""
     description: list[str] = []
     docs: dict[str, str] = {}
     section, last = "", ""
@@ -153,7 +155,7 @@ def read_docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]
 def _hints(function: Callable[..., object]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
-    except Exception as error:  # an annotation is code of the owner's
+    except Exception as error:  # an annotation is user code
         raise BadTool(f"its annotations cannot be read: {one_line(str(error), 200)}") from error
 
 
@@ -167,9 +169,9 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, described: str | No
     if hint is parameter.empty:
         raise BadTool(f'parameter "{parameter.name}" needs a type, such as {parameter.name}: str')
     if hint is ToolContext:
-        raise BadTool(f'parameter "{parameter.name}" is a ToolContext: it must be called "{_HIDDEN}"')
+        raise BadTool(f'parameter "{parameter.name}" is a ToolContext: it must be called "{_CONTEXT_PARAMETER}"')
     schema = _schema(parameter.name, hint)
-    if description := _annotated(hint) or described:
+    if description := _annotated_text(hint) or described:
         schema = {"description": description} | schema
     required = parameter.default is parameter.empty
     if not required and isinstance(parameter.default, str | int | float | bool):
@@ -177,7 +179,7 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, described: str | No
     return Parameter(parameter.name, hint, required, schema)
 
 
-def _annotated(hint: Any) -> str | None:
+def _annotated_text(hint: Any) -> str | None:
     """The text in `Annotated[..., "text"]`."""
     extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, str)), None)
@@ -188,102 +190,99 @@ def _schema(name: str, hint: Any) -> dict[str, Any]:
         (schema,), parts = msgspec.json.schema_components([hint])
     except (TypeError, ValueError, NameError) as error:
         what = one_line(getattr(hint, "__name__", None) or str(hint))
-        raise BadTool(f'parameter "{name}" has the type {what}, which no JSON stands for') from error
-    return _whole(schema, parts, ())
+        raise BadTool(f'parameter "{name}" has the type {what}, which JSON cannot represent') from error
+    return _resolve_refs(schema, parts, ())
 
 
-def _whole(schema: Mapping[str, Any], parts: Mapping[str, Any], inside: tuple[str, ...]) -> dict[str, Any]:
-    """`schema` with references written out: not every service follows them."""
+def _resolve_refs(schema: Mapping[str, Any], parts: Mapping[str, Any], inside: tuple[str, ...]) -> dict[str, Any]:
+    """Return `schema` with references resolved: not every service supports them."""
     if "$ref" in schema:
         part = schema["$ref"].removeprefix("#/$defs/")
         if part in inside:
-            raise BadTool(f"{part} contains itself, which not every model service can be told")
+            raise BadTool(f"{part} contains itself, which not every model service supports")
         rest = {key: value for key, value in schema.items() if key != "$ref"}
-        return _whole(parts[part], parts, (*inside, part)) | rest
-    whole: dict[str, Any] = {}
+        return _resolve_refs(parts[part], parts, (*inside, part)) | rest
+    resolved: dict[str, Any] = {}
     for key, value in schema.items():
         match key:
             case "title":
                 continue
             case "properties":
-                whole[key] = {name: _whole(item, parts, inside) for name, item in value.items()}
+                resolved[key] = {name: _resolve_refs(item, parts, inside) for name, item in value.items()}
             case "anyOf" | "prefixItems":
-                whole[key] = [_whole(item, parts, inside) for item in value]
+                resolved[key] = [_resolve_refs(item, parts, inside) for item in value]
             case "items" | "additionalProperties" if isinstance(value, Mapping):
-                whole[key] = _whole(value, parts, inside)
+                resolved[key] = _resolve_refs(value, parts, inside)
             case _:
-                whole[key] = value
-    return whole
+                resolved[key] = value
+    return resolved
 
 
 def _convert(given: object, kind: Any) -> Any:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError:
-        # JSON has one kind of number: a model that writes 3.0 means the integer 3.
+        # JSON has one number type: 3.0 is a valid integer.
         if isinstance(given, float) and given.is_integer():
             return msgspec.convert(int(given), kind)
         raise
 
 
-def _sentence(parameter: Parameter, error: msgspec.ValidationError) -> str:
-    what, _, place = str(error).partition(" - at `$")
+def _describe_mistake(parameter: Parameter, error: msgspec.ValidationError) -> str:
+    what, _, location = str(error).partition(" - at `$")
     choices = parameter.schema.get("enum")
     allowed = f" (one of: {', '.join(map(str, choices))})" if choices else ""
-    return f"{parameter.name}{place.rstrip('`')}: {what[:1].lower()}{what[1:]}{allowed}".replace("`", "")
+    return f"{parameter.name}{location.rstrip('`')}: {what[:1].lower()}{what[1:]}{allowed}".replace("`", "")
 
-
-Effect = Literal["pure", "idempotent", "unsafe"]
-"""After a crash `pure` and `idempotent` calls run again under the same key; an `unsafe` one never does by itself."""
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 Function = TypeVar("Function", bound=Callable[..., object])
-_MARK = "__coterie_tool__"
+_TOOL_ATTRIBUTE = "__coterie_tool__"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to. A tool that fails is no exception: it is `ok=False`, and the model reads why."""
+    """The result of a call. A failure is `ok=False` with the reason as text, not an exception."""
 
     ok: bool
     text: str
-    """For the model: plain text, or JSON."""
+    """Plain text or JSON for the model."""
     artifact_ref: str | None = None
-    """Where all of it is kept, when that is more than `text` says."""
-    unknown: bool = False
-    """The call began and its outcome was not learned: it may or may not have taken effect."""
+    """Artifact with the resolved result, if `text` is only a part of it."""
+    is_outcome_unknown: bool = False
+    """The call started, but it may or may not have taken effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnLoop:
-    """An async function of ours, which never blocks: awaited on the event loop of the society."""
+    """An async function of Coterie, which never blocks: runs on the society's event loop."""
 
     function: Callable[..., Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class OnToolLoop:
-    """An async function of the owner's: it may block, so it is awaited on an event loop in another thread."""
+    """An async user function, which may block: runs on an event loop in another thread."""
 
     function: Callable[..., Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
 class InThread:
-    """A sync function: it may block, so it gets a thread."""
+    """A sync function, which may block: runs in its own thread."""
 
     function: Callable[..., object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProcess:
-    """A function that gets a process of its own, which can be killed. Found there by file, or by module, and name."""
+    """A function that runs in its own process, which can be killed. The process finds it by module, file and name."""
 
     module: str
     file: str
     name: str
     memory_mb: int | None = None
-    """The most address space it may use."""
+    """Limit of the address space."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,13 +291,13 @@ class Tool:
     spec: ToolSpec
     effect: Effect = "unsafe"
     approval: bool = False
-    """The person is asked before each call."""
+    """A person must approve each call."""
     deadline: timedelta | None = None
-    """Its own; None: the society's."""
-    max_text: int = 32 << 10
-    """Bytes of a result that the model is shown; what is longer is kept as an artifact."""
-    accept: Callable[[Mapping[str, Any], ToolContext], dict[str, Any]]
-    """The model's arguments as the function's; `BadArguments` when they do not fit."""
+    """None: the society's deadline."""
+    max_result_bytes: int = 32 << 10
+    """Longer results are stored as an artifact."""
+    convert_arguments: Callable[[Mapping[str, Any], ToolContext], dict[str, Any]]
+    """Converts the model's arguments to keyword arguments. `BadArguments`: they do not fit."""
     run: OnLoop | OnToolLoop | InThread | InProcess
 
 
@@ -325,46 +324,48 @@ def tool(
     seconds: float | None = None,
     memory_mb: int | None = None,
 ) -> Any:
-    """Make a tool of a function; it stays the function it is. `BadTool` says what is wrong with a declaration.
+    """Declare a function as a tool and return it unchanged. `BadTool`: the declaration is invalid.
 
-    `seconds`: its own deadline. `process`: run it in a process of its own, which is killed at the deadline; the
-    environment there holds COTERIE_AGENT_ID and COTERIE_IDEMPOTENCY_KEY. `memory_mb`: the most that process may use.
+    `effect`: after a crash, `pure` and `idempotent` calls run again with the same key; `unsafe` calls do not.
+    `approval`: a person must approve each call. `seconds`: deadline. `process`: run in a separate process, which is
+    killed at the deadline; its environment has COTERIE_AGENT_ID and COTERIE_IDEMPOTENCY_KEY. `memory_mb`: limit of that
+    process.
     """
 
     def declare(declared: Callable[..., object]) -> Callable[..., object]:
-        made = _make(
+        made = _build_tool(
             declared, effect=effect, approval=approval, process=process, name=name, seconds=seconds, memory_mb=memory_mb
         )
-        setattr(declared, _MARK, made)
+        setattr(declared, _TOOL_ATTRIBUTE, made)
         return declared
 
     return declare if function is None else declare(function)
 
 
-def tool_of(value: object) -> Tool | None:
-    """The tool that a function was declared to be."""
-    found = getattr(value, _MARK, None) if inspect.isfunction(value) else None
+def get_tool(value: object) -> Tool | None:
+    """Return the tool that `@tool` attached to a function."""
+    found = getattr(value, _TOOL_ATTRIBUTE, None) if inspect.isfunction(value) else None
     return found if isinstance(found, Tool) else None
 
 
 def parameters_of(function: Callable[..., object]) -> Parameters:
-    """`BadTool` when they cannot be put to a model."""
+    """Return the parameters of a function. `BadTool`: JSON Schema cannot represent one of them."""
     return read_parameters(function, read_docstring(function)[1])
 
 
-def unknown(error: str, message: str) -> ToolResult:
-    """The failure `error` of a call that may have taken effect all the same."""
-    words = f"{message}. It may or may not have happened: verify before repeating it"
-    text = msgspec.json.encode({"status": "unknown", "error": error, "message": words}).decode()
-    return ToolResult(ok=False, text=text, unknown=True)
+def unknown_result(error: str, message: str) -> ToolResult:
+    """Return the error result of a call that may have taken effect."""
+    message = f"{message}. It may or may not have happened: verify before repeating it"
+    text = msgspec.json.encode({"status": "unknown", "error": error, "message": message}).decode()
+    return ToolResult(ok=False, text=text, is_outcome_unknown=True)
 
 
-def failed(error: str, message: str) -> ToolResult:
-    """The failure `error`, a short code, in words that the model can act on."""
+def error_result(error: str, message: str) -> ToolResult:
+    """Return an error result. `error`: a short code; `message`: what the model can do."""
     return ToolResult(ok=False, text=msgspec.json.encode({"error": error, "message": message}).decode())
 
 
-def _make(
+def _build_tool(
     function: Callable[..., object],
     *,
     effect: Effect,
@@ -378,7 +379,7 @@ def _make(
     try:
         _check(function, called, effect, seconds)
         parameters = parameters_of(function)
-        run = _how(function, parameters, process=process, memory_mb=memory_mb)
+        run = _choose_executor(function, parameters, process=process, memory_mb=memory_mb)
     except BadTool as error:
         raise BadTool(f"tool {called}: {error}") from error.__cause__
     return Tool(
@@ -387,14 +388,14 @@ def _make(
         effect=effect,
         approval=approval,
         deadline=timedelta(seconds=seconds) if seconds else None,
-        accept=parameters.accept,
+        convert_arguments=parameters.convert,
         run=run,
     )
 
 
 def _check(function: Callable[..., object], name: str, effect: str, seconds: float | None) -> None:
     if not inspect.isfunction(function):
-        raise BadTool(f"@tool stands on a function, got {type(function).__name__}")
+        raise BadTool(f"@tool decorates a function, got {type(function).__name__}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise BadTool("it yields, but a tool returns its result once: return a list")
     if not NAME.fullmatch(name):
@@ -405,7 +406,7 @@ def _check(function: Callable[..., object], name: str, effect: str, seconds: flo
         raise BadTool(f"seconds must be more than 0 and at most a day, got {seconds}")
 
 
-def _how(
+def _choose_executor(
     function: Callable[..., Any], parameters: Parameters, *, process: bool, memory_mb: int | None
 ) -> OnLoop | InThread | InProcess:
     if memory_mb is not None and (memory_mb < 1 or not process):
@@ -414,10 +415,10 @@ def _how(
         return OnLoop(function) if inspect.iscoroutinefunction(function) else InThread(function)
     if parameters.takes_context:
         raise BadTool(
-            "ctx does not reach another process: take it out, or process=True."
+            "ctx is not available in another process: remove ctx or process=True."
             " COTERIE_AGENT_ID and COTERIE_IDEMPOTENCY_KEY are in the environment there"
         )
     if function.__qualname__ != function.__name__:
-        raise BadTool("with process=True it must stand at the top level of its file, so that it is found there")
+        raise BadTool("with process=True it must be at the top level of its file, where the process finds it")
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or function.__code__.co_filename
     return InProcess(module=function.__module__, file=file, name=function.__name__, memory_mb=memory_mb)

@@ -1,16 +1,13 @@
-"""The owner's own tools: `tools.py` and `tools/*.py` in the society's folder.
+"""User tools: loading `tools.py` and `tools/*.py`, and running them outside the society's event loop.
 
-Each file is loaded by itself, so that one with a mistake keeps nobody else's tools away. All of them are modules of one
-package that exists in memory only; so `from . import _helpers` finds `tools/_helpers.py`.
+Loading: each file is loaded separately, so that a mistake in one affects no other. All files are modules of one package
+that exists only in memory, so `from . import _helpers` finds `tools/_helpers.py`.
 
-Event loops of the owner's async tools, in threads of their own, and the watchdog that finds blocked loops.
+Async tools share one event loop in another thread. It lives long, so that calls can share loop-bound objects such as
+HTTP clients. A watchdog logs a tool that blocks the loop and replaces the loop; calls that have not started move to the
+new one. That tool gets its own loop from then on.
 
-All async tools share one long-lived loop, so that objects bound to a loop, such as an HTTP client that one call makes
-and another uses, keep working. A tool that blocks this loop stops the other tools, never the society. The watchdog
-then logs which tool it is and replaces the loop; calls that have not begun move to the new one. From then on that tool
-has a loop to itself.
-
-Running a tool in a process of its own: start it, ask it, and leave nothing of it behind.
+Tools with `process=True` run in a separate process. All its descendants are killed when the call ends.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -47,52 +45,52 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from coterie.agent.tool_output import Died, NoResult, message_of
-from coterie.agent.tools import InProcess, OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, tool_of
+from coterie.agent.tool_output import NoToolResult, ToolProcessDied, safe_message
+from coterie.agent.tools import InProcess, OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, get_tool
 from coterie.errors import Problem
 from coterie.ids import id_for
-from coterie.text import clean, one_line
+from coterie.text import one_line, to_storable
 
 log = logging.getLogger(__name__)
 
 _PACKAGE = "coterie_society_"
 _TOP = "_tools"
-"""What `tools.py` is called inside the package, where `tools` may be a file of the folder."""
+"""Module name of `tools.py` in the package; `tools` may be a file in the folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerTools:
+class UserTools:
     tools: tuple[Tool, ...]
     problems: tuple[Problem, ...]
-    """Each file or tool that was left out, and why."""
+    """Files and tools that were skipped, with the reason."""
 
 
-def load_owner_tools(folder: Path, taken: Collection[str] = ()) -> OwnerTools:
-    """Run the owner's files and collect what they declare. A name among `taken`, or met before, is left out."""
+def load_user_tools(folder: Path, reserved_names: Collection[str] = ()) -> UserTools:
+    """Import the files and collect their tools. Tools with a reserved or repeated name are skipped."""
     package = _PACKAGE + id_for(str(folder.resolve()))[:12]
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
-        del sys.modules[name]  # loaded before, and read again now
+        del sys.modules[name]  # so that the files are read again
     found: dict[str, tuple[Tool, str]] = {}
     problems: list[Problem] = []
     for file in _files(folder):
-        place = str(file.relative_to(folder))
+        location = str(file.relative_to(folder))
         try:
             module = import_tool_file(f"{package}.{_TOP if file.parent == folder else file.stem}", file)
             tools = _tools_in(module)
         except BaseException as error:  # a file that raises SystemExit or KeyboardInterrupt must not end the server
-            problems.append(_problem(file, place, error))
+            problems.append(_problem(file, location, error))
             continue
-        problems += _collect(tools, place, found, taken)
-    return OwnerTools(tuple(_off_the_loop(tool) for tool, _ in found.values()), tuple(problems))
+        problems += _collect_tools(tools, location, found, reserved_names)
+    return UserTools(tuple(_off_the_loop(tool) for tool, _ in found.values()), tuple(problems))
 
 
 def _off_the_loop(tool: Tool) -> Tool:
-    """The owner's code may block, so none of it runs on the event loop of the society."""
+    """Move an async tool from the society's event loop to the tool loop, because user code may block."""
     return replace(tool, run=OnToolLoop(tool.run.function)) if isinstance(tool.run, OnLoop) else tool
 
 
 def import_tool_file(module: str, file: Path) -> ModuleType:
-    """The module a tool was declared in: one of the owner's files, a program's main file, or any other module."""
+    """Import the module that declares a tool: a user file, a program's main file or any other module."""
     if module in sys.modules and module != "__main__":
         return sys.modules[module]
     package, _, name = module.rpartition(".")
@@ -100,10 +98,10 @@ def import_tool_file(module: str, file: Path) -> ModuleType:
         holder = sys.modules.setdefault(package, ModuleType(package))
         holder.__path__ = [str(file.parent / "tools" if name == _TOP else file.parent)]
     elif module == "__main__":
-        module = "__coterie_main__"  # under its own name it would start the program again
+        module = "__coterie_main__"  # as "__main__" it would start the program again
     else:
         return importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location(module, file, loader=_Source(module, str(file)))
+    spec = importlib.util.spec_from_file_location(module, file, loader=_UncachedLoader(module, str(file)))
     assert spec and spec.loader  # noqa: S101
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
@@ -115,44 +113,44 @@ def import_tool_file(module: str, file: Path) -> ModuleType:
     return loaded
 
 
-class _Source(SourceFileLoader):
-    """Keeps no bytecode: the file as it is now is what runs, however soon after a change, and the folder stays tidy."""
+class _UncachedLoader(SourceFileLoader):
+    """Loads without bytecode cache, so that a change counts at once and the folder gets no `__pycache__`."""
 
     def path_stats(self, path: Any) -> Mapping[str, Any]:
         raise OSError
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that begin with an underscore are for the others to import."""
+    """Return the tool files. Names with a leading underscore are helpers for the other files."""
     several = sorted(path for path in (folder / "tools").glob("*.py") if not path.name.startswith("_"))
     return [path for path in (folder / "tools.py", *several) if path.is_file()]
 
 
 def _tools_in(module: ModuleType) -> Iterable[Tool]:
-    return [tool for value in vars(module).values() if (tool := tool_of(value))]
+    return [tool for value in vars(module).values() if (tool := get_tool(value))]
 
 
-def _collect(
-    tools: Iterable[Tool], place: str, found: dict[str, tuple[Tool, str]], taken: Collection[str]
+def _collect_tools(
+    tools: Iterable[Tool], location: str, found: dict[str, tuple[Tool, str]], reserved_names: Collection[str]
 ) -> Iterable[Problem]:
     for tool in tools:
-        if tool.name in taken:
-            yield Problem(place, f"the tool {tool.name} is left out: a built-in tool has that name")
+        if tool.name in reserved_names:
+            yield Problem(location, f"the tool {tool.name} is left out: a built-in tool has that name")
             continue
-        kept, where = found.setdefault(tool.name, (tool, place))
+        kept, where = found.setdefault(tool.name, (tool, location))
         if kept is not tool:  # the same one comes again where another file imports it
-            yield Problem(place, f"the tool {tool.name} is left out: {where} has one of that name")
+            yield Problem(location, f"the tool {tool.name} is left out: {where} has one of that name")
 
 
-def _problem(file: Path, place: str, error: BaseException) -> Problem:
+def _problem(file: Path, location: str, error: BaseException) -> Problem:
     line = _line(file, error)
-    words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else message_of(error)
-    sentence = f"{type(error).__name__}: {one_line(clean(words), 300)}" if words else type(error).__name__
-    return Problem(f"{place}: line {line}" if line else place, f"cannot be loaded: {sentence}")
+    words = error.msg if isinstance(error, SyntaxError) and isinstance(error.msg, str) else safe_message(error)
+    sentence = f"{type(error).__name__}: {one_line(to_storable(words), 300)}" if words else type(error).__name__
+    return Problem(f"{location}: line {line}" if line else location, f"cannot be loaded: {sentence}")
 
 
 def _line(file: Path, error: BaseException) -> int | None:
-    """Where in the file it went wrong; for a mistake in a file it imports, the line of the import."""
+    """Return the line of the error in `file`; for an error in an imported file, the line of the import."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)
@@ -160,20 +158,20 @@ def _line(file: Path, error: BaseException) -> int | None:
 
 
 BLOCKED_AFTER = timedelta(seconds=5)
-"""A loop that runs nothing new for this long counts as blocked."""
-TICKS = 5
-"""Looks at a loop in that time. A stopped process misses one of them, however long it stands still."""
+"""A loop that starts nothing for this long counts as blocked."""
+PROBES_PER_PERIOD = 5
+"""Probes of a loop in that time. A suspended process missed_probes only one, however long it is suspended."""
 _MAX_FRAMES = 5
 _SHARED = ""
-"""The key of the loop that most tools share; any other key is the name of the tool that has the loop to itself."""
-_END = object()
+"""Key of the shared loop. Any other key is the name of a tool with its own loop."""
+_END_OF_STREAM = object()
 
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, object]]
 
 
 class LoopCall(asyncio.Future[Any]):
-    """A call on a tool loop, as a future of the loop that made it. It is done when the tool has ended."""
+    """A call on a tool loop, as a future of the caller's loop. It is done when the tool has ended."""
 
     def __init__(self, tool: str, agent: str, work: Work) -> None:
         super().__init__()
@@ -185,27 +183,27 @@ class LoopCall(asyncio.Future[Any]):
         self._is_cancelled = False
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Ask the tool to end. One that has not begun never does."""
+        """Cancel the tool. A call that has not started never starts."""
         with self._lock:
             self._is_cancelled = True
             task, loop = self._task, self._runs_on
         if task is None or loop is None:
             return super().cancel(msg)
-        with contextlib.suppress(RuntimeError):  # the loop has been closed, and the task has ended with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the task has ended
             loop.call_soon_threadsafe(task.cancel)
         return True
 
     def begin(self) -> asyncio.Task[object] | None:
-        """Start the tool on the running loop; None if it was cancelled or another loop has started it."""
+        """Start the tool on the running loop. None: it was cancelled, or another loop has started it."""
         with self._lock:
             if self._is_cancelled or self._task is not None:
                 return None
             self._runs_on = asyncio.get_running_loop()
             self._task = self._runs_on.create_task(self._work())
-        self._task.add_done_callback(self._tell)
+        self._task.add_done_callback(self._on_done)
         return self._task
 
-    def _tell(self, task: asyncio.Task[object]) -> None:
+    def _on_done(self, task: asyncio.Task[object]) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed
             self._home.call_soon_threadsafe(self._settle, task)
 
@@ -222,18 +220,18 @@ class LoopCall(asyncio.Future[Any]):
 
 class ToolLoops:
     def __init__(self, blocked_after: timedelta = BLOCKED_AFTER) -> None:
-        self._tick = blocked_after.total_seconds() / TICKS
+        self._tick = blocked_after.total_seconds() / PROBES_PER_PERIOD
         self._blocked_after = blocked_after
         self._lock = threading.Lock()
         self._loops: dict[str, _ToolLoop] = {}
-        """Those that take new calls."""
+        """Loops that accept calls."""
         self._retired: list[_ToolLoop] = []
-        self._apart: set[str] = set()
-        """Tools that have blocked a loop."""
-        self._main: _Pulse | None = None
+        self._isolated: set[str] = set()
+        """Names of tools that have blocked a loop."""
+        self._main: _LoopProbe | None = None
         self._watcher: threading.Thread | None = None
         self._ended = threading.Event()
-        self.blocked = 0
+        self.blocked_count = 0
         """How often a tool has blocked its loop."""
 
     def start(self, tool: str, agent: str, work: Work) -> LoopCall:
@@ -245,14 +243,14 @@ class ToolLoops:
         return call
 
     def watch_running_loop(self) -> None:
-        """From now on a running loop that is blocked is logged, with what it is doing."""
+        """Log from now on, with a stack trace, when the running loop is blocked."""
         with self._lock:
-            self._main = _Pulse(asyncio.get_running_loop())
+            self._main = _LoopProbe(asyncio.get_running_loop())
             self._main_thread = threading.get_ident()
             self._start_watcher()
 
     async def close(self, grace: float) -> None:
-        """Stop all loops. Threads that are blocked are left behind; they end with the process."""
+        """Stop all loops. Blocked threads end with the process."""
         self._ended.set()
         with self._lock:
             loops = [*self._loops.values(), *self._retired]
@@ -263,7 +261,7 @@ class ToolLoops:
             await asyncio.gather(*(asyncio.to_thread(loop.thread.join, grace) for loop in loops))
 
     def _loop_for(self, tool: str) -> _ToolLoop:
-        key = tool if tool in self._apart else _SHARED
+        key = tool if tool in self._isolated else _SHARED
         if key not in self._loops:
             self._loops[key] = _ToolLoop()
         return self._loops[key]
@@ -281,12 +279,12 @@ class ToolLoops:
                 loops, main = tuple(self._loops.items()), self._main
                 self._retired = [loop for loop in self._retired if loop.thread.is_alive()]
             for key, loop in loops:
-                if loop.pulse.misses() == TICKS:
+                if loop.probe.missed_probes() == PROBES_PER_PERIOD:
                     self._replace(key, loop)
-            if main and main.misses() == TICKS:
+            if main and main.missed_probes() == PROBES_PER_PERIOD:
                 where = _stack(self._main_thread)
-                words = "the event loop of the society is blocked for more than %g s by %s:\n%s"
-                log.warning(words, self._blocked_after.total_seconds(), _task_name(main.loop), where)
+                message = "the event loop of the society is blocked for more than %g s by %s:\n%s"
+                log.warning(message, self._blocked_after.total_seconds(), _task_name(main.loop), where)
 
     def _replace(self, key: str, loop: _ToolLoop) -> None:
         at_fault = loop.calls_at_fault()
@@ -299,24 +297,24 @@ class ToolLoops:
         with self._lock:
             if self._loops.get(key) is not loop:
                 return
-            self.blocked += 1
+            self.blocked_count += 1
             del self._loops[key]
             self._retired.append(loop)
             if len(at_fault) == 1:
-                self._apart.add(at_fault[0].tool)
+                self._isolated.add(at_fault[0].tool)
             for call, context in loop.retire():
                 self._loop_for(call.tool).add(call, context)
 
 
-class _Pulse:
-    """Whether a loop still runs what it is given."""
+class _LoopProbe:
+    """Detects whether a loop still runs callbacks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._answered, self._missed = True, 0
 
-    def misses(self) -> int:
-        """Called once per tick: how many ticks in a row the loop has not answered."""
+    def missed_probes(self) -> int:
+        """Return how many probes in a row the loop has missed. Call it once per tick."""
         if not self._answered:
             self._missed += 1
             return self._missed
@@ -333,18 +331,18 @@ _CALL: contextvars.ContextVar[LoopCall | None] = contextvars.ContextVar("coterie
 
 
 class _ToolLoop:
-    """A thread with an event loop. Methods without another note may be called from any thread."""
+    """A thread with an event loop. Public methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
         self._calls: dict[LoopCall, contextvars.Context] = {}
-        """Those that have not ended."""
+        """Calls that have not ended."""
         self._begun: set[LoopCall] = set()
         self._tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], LoopCall] = weakref.WeakKeyDictionary()
-        """Which call each task works for, those too that a tool has made itself."""
+        """The call of each task, including tasks that a tool created."""
         self._is_retired = False
-        self.pulse = _Pulse(self._loop)
+        self.probe = _LoopProbe(self._loop)
         self.thread = threading.Thread(target=self._run, name="coterie-async-tools", daemon=True)
         self.thread.start()
 
@@ -353,7 +351,7 @@ class _ToolLoop:
         self._loop.call_soon_threadsafe(self._begin, call, context=context)
 
     def retire(self) -> Iterator[tuple[LoopCall, contextvars.Context]]:
-        """Take no more calls, and stop when those under way have ended; which calls have not begun."""
+        """Accept no more calls and stop when the running ones end. Returns the calls that have not started."""
         self._is_retired = True
         waiting = [(call, context) for call, context in self._calls.items() if call not in self._begun]
         for call, _ in waiting:
@@ -362,7 +360,7 @@ class _ToolLoop:
         return iter(waiting)
 
     def calls_at_fault(self) -> tuple[LoopCall, ...]:
-        """The call whose code runs now; if no task of a call runs, all that have begun."""
+        """Return the call whose task runs now; if there is none, all running calls."""
         task = asyncio.current_task(self._loop)
         if task is not None and (call := self._tasks.get(task)):
             return (call,)
@@ -415,7 +413,7 @@ class _ToolLoop:
 
 
 def _stack(thread: int | None) -> str:
-    """The innermost frames of a thread."""
+    """Return the innermost frames of a thread."""
     frame = sys._current_frames().get(thread or 0)
     return "".join(traceback.format_stack(frame)[-_MAX_FRAMES:]) if frame else ""
 
@@ -425,96 +423,108 @@ def _task_name(loop: asyncio.AbstractEventLoop) -> str:
     return task.get_name() if task else "a callback"
 
 
-# What a tool on its own loop is given of objects that belong to another loop
+# Objects of the society's loop, made usable on a tool loop
 
 
-def across(ctx: ToolContext, home: asyncio.AbstractEventLoop) -> ToolContext:
-    """`ctx` for use on another loop: what it does is done on `home`, where its objects belong."""
+def bridge_context(ctx: ToolContext, home: asyncio.AbstractEventLoop) -> ToolContext:
+    """Return `ctx` for use on another loop. Its async methods run on `home`."""
     return replace(
         ctx,
-        send=_bridged(ctx.send, home),
+        send=_bridge(ctx.send, home),
         artifacts=cast(Any, _Bridge(ctx.artifacts, home)),
         router=cast(Any, _Bridge(ctx.router, home)),
     )
 
 
 class _Bridge:
-    """An object whose async methods run on the loop it belongs to."""
+    """Proxy whose async methods run on the loop of the target."""
 
     def __init__(self, target: object, home: asyncio.AbstractEventLoop) -> None:
         self._target, self._home = target, home
 
     def __getattr__(self, name: str) -> Any:
-        return _bridged(getattr(self._target, name), self._home)
+        return _bridge(getattr(self._target, name), self._home)
 
 
-def _bridged(value: Any, home: asyncio.AbstractEventLoop) -> Any:
+def _bridge(value: Any, home: asyncio.AbstractEventLoop) -> Any:
     if inspect.isasyncgenfunction(value):
-        return lambda *args, **named: _iterate(value(*args, **named), home)
+        return lambda *args, **named: _iterate_on(value(*args, **named), home)
     if not inspect.iscoroutinefunction(value):
         return value
 
     async def call(*args: Any, **named: Any) -> Any:
         here = asyncio.get_running_loop()
-        named = {name: _argument(one, here) for name, one in named.items()}
-        return await _on(home, value(*(_argument(one, here) for one in args), **named))
+        named = {name: _bridge_argument(one, here) for name, one in named.items()}
+        return await _run_on(home, value(*(_bridge_argument(one, here) for one in args), **named))
 
     return call
 
 
-def _argument(value: Any, here: asyncio.AbstractEventLoop) -> Any:
-    """A stream that the tool makes is read on the tool's loop."""
-    return _iterate(value, here) if isinstance(value, AsyncIterable) else value
+def _bridge_argument(value: Any, here: asyncio.AbstractEventLoop) -> Any:
+    """Wrap a stream of the tool, so that it is read on the tool's loop."""
+    return _iterate_on(value, here) if isinstance(value, AsyncIterable) else value
 
 
-def _on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+def _run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
 
 
-async def _iterate(items: AsyncIterable[T], home: asyncio.AbstractEventLoop) -> AsyncIterator[T]:
-    """`items`, each fetched on `home`."""
+async def _iterate_on(items: AsyncIterable[T], home: asyncio.AbstractEventLoop) -> AsyncIterator[T]:
+    """Yield `items`, each fetched on `home`."""
     iterator = aiter(items)
 
     async def fetch() -> Any:
-        return await anext(iterator, _END)
+        return await anext(iterator, _END_OF_STREAM)
 
     async def close() -> None:
         if hasattr(iterator, "aclose"):
             await iterator.aclose()
 
     try:
-        while (item := await _on(home, fetch())) is not _END:
+        while (item := await _run_on(home, fetch())) is not _END_OF_STREAM:
             yield item
     finally:
-        await _on(home, close())
+        await _run_on(home, close())
 
 
-MAX_OUTPUT = 64 << 20
-"""Bytes that one result may have; a process that says more is stopped."""
+MAX_OUTPUT_BYTES = 64 << 20
+"""A larger result is an error, and its process is stopped."""
 _PROGRAM = "coterie.agent.tool_process"
 _SWEEP_SECONDS = 2.0
-"""The process is given this long to kill what the tool has started, before it is killed itself."""
+"""Time for the keeper to kill the tool's descendants, before its process group is killed."""
 
 
 async def run_in_process(run: InProcess, arguments: Mapping[str, Any], ctx: ToolContext) -> str | bytes | ToolResult:
-    """Ends with the process, and all that came of it, gone: whether it answered, failed or this task was cancelled."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "COTERIE_AGENT_ID": ctx.agent_id, "COTERIE_IDEMPOTENCY_KEY": ctx.idempotency_key},
-    )
-    try:
-        return await _ask(process, run, arguments)
-    finally:
-        await _finish(process)
+    """Run a tool in its own process. The process and its descendants are gone when this returns or raises."""
+    # Our own socket pair instead of asyncio's pipes: it can be closed while a descendant still holds the other end.
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                start_new_session=True,
+                env={**os.environ, "COTERIE_AGENT_ID": ctx.agent_id, "COTERIE_IDEMPOTENCY_KEY": ctx.idempotency_key},
+            )
+            theirs.close()
+            try:
+                return await _request(process, reader, writer, run, arguments)
+            finally:
+                writer.transport.abort()  # the keeper reads the end of its input, and kills all descendants
+                await _wait_or_kill(process)
+        finally:
+            writer.transport.abort()
 
 
-async def _ask(
-    process: asyncio.subprocess.Process, run: InProcess, arguments: Mapping[str, Any]
+async def _request(
+    process: asyncio.subprocess.Process,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    run: InProcess,
+    arguments: Mapping[str, Any],
 ) -> str | bytes | ToolResult:
-    assert process.stdin and process.stdout  # noqa: S101
     request = {
         "module": run.module,
         "file": run.file,
@@ -523,15 +533,15 @@ async def _ask(
         "path": sys.path,
         "arguments": dict(arguments),
     }
-    process.stdin.write(json.dumps(request).encode() + b"\n")
+    writer.write(json.dumps(request).encode() + b"\n")
     try:
-        await process.stdin.drain()
-        header = json.loads(await process.stdout.readuntil(b"\n"))
-        if header["size"] > MAX_OUTPUT:
-            raise NoResult(f"it returned {header['size']:,} bytes, the most is {MAX_OUTPUT:,}")
-        payload = await process.stdout.readexactly(header["size"])
+        await writer.drain()
+        header = json.loads(await reader.readuntil(b"\n"))
+        if header["size"] > MAX_OUTPUT_BYTES:
+            raise NoToolResult(f"it returned {header['size']:,} bytes, the most is {MAX_OUTPUT_BYTES:,}")
+        payload = await reader.readexactly(header["size"])
     except (asyncio.IncompleteReadError, ConnectionError):
-        raise Died(f"its process {_ending(await process.wait())} without a result") from None
+        raise ToolProcessDied(f"its process {_describe_exit(await process.wait())} without a result") from None
     match header["kind"]:
         case "bytes":
             return payload
@@ -540,7 +550,7 @@ async def _ask(
     return ToolResult(ok=False, text=payload.decode())
 
 
-def _ending(status: int) -> str:
+def _describe_exit(status: int) -> str:
     number = -status if status < 0 else status - 128
     try:
         return f"was ended by {signal.Signals(number).name}"
@@ -548,9 +558,8 @@ def _ending(status: int) -> str:
         return f"ended with status {status}"
 
 
-async def _finish(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin  # noqa: S101
-    process.stdin.close()  # tells the keeper that the call is over
+async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of the process, then kill its process group. Completes even if it is cancelled."""
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait({ended}, timeout=_SWEEP_SECONDS)
@@ -558,6 +567,4 @@ async def _finish(process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        # Whoever still holds the other end of a pipe keeps neither it nor us.
-        process._transport.close()  # type: ignore[attr-defined]
         await asyncio.shield(ended)

@@ -1,24 +1,51 @@
-"""The running server, asked over HTTP."""
+"""HTTP client of a society: of the server that runs it, or of a private one that this command starts for itself."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import quote, urlsplit
 
 import httpx
 
-from coterie.config import Address
-from coterie.errors import STATUS, Refused, ServerStopping, ServerUnusable
+from coterie import __version__
+from coterie.admin.inspect import owner_pid
+from coterie.agents import AGENT_ID
+from coterie.cli.output import no_such_agent
+from coterie.config import ServerAddress, read_address, read_config
+from coterie.errors import (
+    HTTP_STATUS,
+    ConfigError,
+    Refused,
+    ServerStopping,
+    ServerUnusable,
+    StoreOwned,
+    StoreUnavailable,
+)
+from coterie.messages import PERSON
+from coterie.sse_parser import SseParser
+from coterie.stores.open import is_shared, require_society
+from coterie.web.addresses import is_loopback
 
-CONNECT_SECONDS = 2.0
-ANSWER_SECONDS = 30.0
-SILENCE_SECONDS = 35.0
-"""The event stream is dead when nothing came for so long: the server pings every 15."""
+if TYPE_CHECKING:
+    from coterie.society import Society
+
 API = "/api/v1"
+CONNECT_TIMEOUT_SECONDS = 2.0
+RESPONSE_TIMEOUT_SECONDS = 30.0
+STREAM_TIMEOUT_SECONDS = 35.0
+"""Longest silence on the event stream. The server pings every 15 seconds."""
+PAGE_SIZE = 200
+TOKEN_FILE = "token"  # noqa: S105 - as in coterie.web.auth, whose import would load FastAPI
+_STORE_ERRORS = ("store_full", "store_unavailable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +56,20 @@ class ServerEvent:
 
 
 class Client:
-    def __init__(self, address: Address, token: str) -> None:
-        self._address = address
+    def __init__(self, address: ServerAddress, token: str, *, is_private: bool = False) -> None:
+        """`is_private`: the server belongs to this command, and no agent was at work before."""
         if not token.isascii() or not token.isprintable():
             raise ServerUnusable("the token cannot be sent: it must be letters, digits and signs without spaces")
+        self.is_private = is_private
+        self._address = address
         self._http = httpx.AsyncClient(
             base_url=address.url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(RESPONSE_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS),
             # A proxy of the environment must not see the token.
             trust_env=False,
+            # The server speaks plain HTTP. Without this httpx loads all root certificates, which takes 40 ms.
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
 
     async def __aenter__(self) -> Self:
@@ -49,91 +80,210 @@ class Client:
 
     async def get(self, path: str, **params: str | int | None) -> Any:
         given = {key: value for key, value in params.items() if value is not None}
-        return await self._ask("GET", path, params=given)
+        return await self._request("GET", path, params=given)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return await self._ask("POST", path, json={} if body is None else body)
+        return await self._request("POST", path, json={} if body is None else body)
 
     async def delete(self, path: str) -> None:
-        await self._ask("DELETE", path)
+        await self._request("DELETE", path)
 
     async def upload(self, file: Path) -> str:
-        """The reference of the artifact it became."""
+        """Store the file as an artifact and return its reference."""
         with file.open("rb") as opened:
-            kept = await self._ask("POST", "/artifacts", files={"file": (file.name, opened)})
-        return str(kept["artifactRef"])
+            artifact = await self._request("POST", "/artifacts", files={"file": (file.name, opened)})
+        return str(artifact["artifactRef"])
 
-    async def _ask(self, method: str, path: str, **request: Any) -> Any:
+    async def agents(self) -> Sequence[Mapping[str, Any]]:
+        """All agents by id, without the person."""
+        agents: list[Mapping[str, Any]] = []
+        after = None
+        while True:
+            page = await self.get("/agents", after=after, limit=PAGE_SIZE)
+            agents += page["items"]
+            after = page["next"]
+            if after is None:
+                return agents
+
+    async def agent(self, agent_id: str) -> Mapping[str, Any]:
+        """One agent; `Refused` with a suggestion if there is none of that name."""
+        with suppress(Refused):
+            if AGENT_ID.fullmatch(agent_id):
+                agent: Mapping[str, Any] = await self.get(f"/agents/{quote(agent_id)}")
+                return agent
+        raise Refused("unknown_agent", no_such_agent(agent_id, [agent["id"] for agent in await self.agents()]))
+
+    async def check_recipient(self, name: str) -> None:
+        """`Refused` with a suggestion if neither an agent nor the person has that name."""
+        if name == PERSON:
+            return
         try:
-            answer = await self._http.request(method, API + path, **request)
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from error
-        _check_answer(answer)
-        return answer.json() if answer.content else None
+            await self.agent(name)
+        except Refused:
+            known = sorted([PERSON, *(agent["id"] for agent in await self.agents())])
+            raise Refused("unknown_recipient", no_such_agent(name, known)) from None
 
     async def events(self, after: str | None = None) -> AsyncGenerator[ServerEvent, None]:
-        """What the server tells, behind event `after`, until it or the connection ends."""
+        """Events behind the one with id `after`, until the server or the connection ends."""
         headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": after} if after else {})
-        timeout = httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS)
+        timeout = httpx.Timeout(STREAM_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS)
+        parser = SseParser()
         try:
-            async with self._http.stream("GET", f"{API}/events", headers=headers, timeout=timeout) as answer:
-                if answer.is_error:
-                    await answer.aread()
-                _check_answer(answer)
-                async with aclosing(_read_events(answer)) as events:
-                    async for event in events:
-                        yield event
+            async with self._http.stream("GET", f"{API}/events", headers=headers, timeout=timeout) as response:
+                if response.is_error:
+                    await response.aread()
+                _check_response(response)
+                async for chunk in response.aiter_bytes():
+                    for event in parser.feed(chunk):
+                        yield ServerEvent(event.id, event.type, json.loads(event.data))
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
+    async def _request(self, method: str, path: str, **request: Any) -> Any:
+        try:
+            response = await self._http.request(method, API + path, **request)
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        _check_response(response)
+        return response.json() if response.content else None
+
     def _unreachable(self, error: httpx.TransportError) -> ServerUnusable:
-        what = "does not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
+        reason = "does not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
         return ServerUnusable(
-            f"process {self._address.pid} runs this society, but its server at {self._address.url} {what}:"
+            f"process {self._address.pid} runs this society, but its server at {self._address.url} {reason}:"
             " try again, or stop that process"
         )
 
 
-def _check_answer(answer: httpx.Response) -> None:
-    if answer.is_success:
+def _check_response(response: httpx.Response) -> None:
+    if response.is_success:
         return
-    if answer.status_code == 401:
+    if response.status_code == 401:
         raise ServerUnusable(
             "the running server does not accept this token: give the one it was started with by --token or"
             " COTERIE_TOKEN"
         )
-    code, sentence = _problem(answer)
-    if code == "stopping":
-        raise ServerStopping(sentence)
-    if code in STATUS:
-        raise Refused(code, sentence)
-    raise ServerUnusable(f"the running server refused: {sentence} ({code})")
-
-
-def _problem(answer: httpx.Response) -> tuple[str, str]:
     try:
-        problem = answer.json()
-        return str(problem["code"]), str(problem["detail"])
+        problem = response.json()
+        code, detail = str(problem["code"]), str(problem["detail"])
     except (ValueError, KeyError, TypeError):
-        return str(answer.status_code), "it gave no reason, so it may be no Coterie"
+        code, detail = str(response.status_code), "it gave no reason, so it may be no Coterie"
+    if code == "stopping":
+        raise ServerStopping(detail)
+    if code in HTTP_STATUS:
+        raise Refused(code, detail)
+    if code in _STORE_ERRORS:
+        raise StoreUnavailable(detail, full=code == "store_full")
+    raise ServerUnusable(f"the running server refused: {detail} ({code})")
 
 
-async def _read_events(answer: httpx.Response) -> AsyncGenerator[ServerEvent, None]:
-    fields: dict[str, str] = {}
-    async for line in _lines(answer):
-        if line:
-            name, _, value = line.partition(":")
-            fields[name] = value.removeprefix(" ")
-            continue
-        if "data" in fields:
-            yield ServerEvent(fields.get("id"), fields.get("event", "message"), json.loads(fields["data"]))
-        fields = {}
+# Find or start the society
 
 
-async def _lines(answer: httpx.Response) -> AsyncGenerator[str, None]:
-    # httpx would also split where only Unicode sees the end of a line, in the middle of what somebody said.
-    rest = b""
-    async for piece in answer.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r").decode(errors="replace")
+@asynccontextmanager
+async def connect(folder: Path, token: str | None = None, *, work: bool = False) -> AsyncIterator[Client]:
+    """Connect to the server that runs the society, or else start a private one until the end of the block.
+
+    `work`: agents of a private society answer. Otherwise it only stores what is sent; nothing is delivered.
+    """
+    client = find_server(folder, token)
+    if client is not None:
+        async with client:
+            yield client
+        return
+    async with _run_society(folder, work) as society, _serve_privately(society) as client:
+        try:
+            async with client:
+                yield client
+        except ServerUnusable:
+            if society.broken.done():
+                raise society.broken.result() from None
+            raise
+
+
+@asynccontextmanager
+async def _run_society(folder: Path, work: bool) -> AsyncIterator[Society]:
+    from coterie.society import Society
+
+    if not work:
+        async with Society.open_offline(folder) as society:
+            yield society
+        return
+    society = await Society.start(folder)
+    try:
+        yield society
+    finally:
+        # The end of a command is no stop of the society: delayed messages keep their time.
+        await society.stop(quick=True)
+
+
+@asynccontextmanager
+async def _serve_privately(society: Society) -> AsyncIterator[Client]:
+    """Serve on a free loopback port, with a token that no other process learns."""
+    from coterie.cli.server import SocietyServer
+    from coterie.config import ServerSettings
+
+    token = secrets.token_urlsafe()
+    server = SocietyServer.bind(ServerSettings(port=0), token)
+    await server.start(society, token)
+    try:
+        yield Client(ServerAddress(url=server.addresses.local, pid=os.getpid()), token, is_private=True)
+    finally:
+        await server.end_streams()
+        await server.stop()
+
+
+def find_server(folder: Path, token: str | None = None) -> Client | None:
+    """Client of the server that runs the society in `folder`; None if no process runs it.
+
+    The server leaves its address in the society's folder, and its token beside it.
+    """
+    society = require_society(folder)
+    pid, address = owner_pid(society), read_address(society.data)
+    if pid is None and not (address and _is_shared(folder) and _listens(address)):
+        return None
+    if address is None or pid not in (None, address.pid):
+        # Another command, a program, or a server that does not listen yet.
+        raise StoreOwned(folder, pid if pid and pid > 0 else None)
+    _check_address(address)
+    return Client(address, token or address.token or _read_token(society.data))
+
+
+def _is_shared(folder: Path) -> bool:
+    """True if PostgreSQL keeps the society: then no process owns the folder, and a server may run all the same."""
+    with suppress(ConfigError):
+        return is_shared(read_config(folder))
+    return False
+
+
+def _listens(address: ServerAddress) -> bool:
+    """False for an address that a crashed server left behind, even if its process id is in use again."""
+    url = urlsplit(address.url)
+    try:
+        os.kill(address.pid, 0)
+        socket.create_connection((url.hostname or "", url.port or 80), timeout=CONNECT_TIMEOUT_SECONDS).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _check_address(address: ServerAddress) -> None:
+    host = urlsplit(address.url).hostname or ""
+    if not is_loopback(host):
+        raise ServerUnusable(
+            f"the server listens on {host} only, which commands do not use: set server.host to 127.0.0.1 or 0.0.0.0"
+        )
+    if address.version.split(".")[:2] != __version__.split(".")[:2]:
+        raise ServerUnusable(
+            f"the server is coterie {address.version}, this command is coterie {__version__}: restart the server"
+        )
+
+
+def _read_token(data: Path) -> str:
+    path = data / TOKEN_FILE
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        raise ServerUnusable(
+            f"the token of the running server is not in {path}: give it with --token or COTERIE_TOKEN"
+        ) from None

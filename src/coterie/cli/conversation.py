@@ -1,203 +1,373 @@
-"""A conversation with one agent as the command line holds it, wherever the society runs."""
+"""A conversation with one agent over HTTP: send, follow what happens, wait for the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Self
+from urllib.parse import quote
 
-from coterie.errors import Refused
-from coterie.messages import PERSON, SYSTEM
+from coterie.cli.client import Client, ServerEvent, connect
+from coterie.cli.output import format_status
+from coterie.clock import Clock, SystemClock
+from coterie.errors import NoAnswer, Refused, ServerStopping, ServerUnusable
+from coterie.messages import PERSON, SYSTEM, Receipt
 
-if TYPE_CHECKING:
-    from coterie.messages import Receipt
+RECONNECT_INTERVAL = timedelta(seconds=1)
+RECONNECT_LIMIT = 5
+REREAD_MESSAGES = 50
+"""How many recent messages are read again when events were missed."""
+_LOST = {
+    "withdrawn": "the message was withdrawn before {agent} read it: send it again",
+    "dead": "{agent} can get no more mail, and the message is a dead letter: send it to somebody else",
+}
+_RESTING = {
+    "paused": "{agent} is paused and reads it later: let it go on with coterie resume {agent}",
+    "blocked": "{agent} is blocked and has not read it: see why with coterie agents, then coterie resume {agent}",
+    "terminated": "{agent} is no more: send it to somebody else",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One message, as far as a terminal shows it."""
+class ChatMessage:
+    """A stored message, as far as a terminal shows it."""
 
     id: str
     sender: str
     to: str
     text: str
     state: str
-    options: tuple[str, ...] = ()
-    """Its quick replies."""
-    files: tuple[str, ...] = ()
+    quick_replies: tuple[str, ...] = ()
+    filenames: tuple[str, ...] = ()
     in_reply_to: str | None = None
-    answered: bool = False
-    stopped: bool = False
+    is_answered: bool = False
+    is_stopped: bool = False
     """The reply was cut short."""
-    wire: Mapping[str, Any]
-    """All of it, for programs."""
+    json: Mapping[str, Any]
+    """All fields, for --json."""
 
     @classmethod
-    def of(cls, wire: Mapping[str, Any]) -> Line:
-        payload = wire["payload"]
+    def from_json(cls, json: Mapping[str, Any]) -> ChatMessage:
+        payload = json["payload"]
         return cls(
-            id=wire["id"],
-            sender=wire["from"],
-            to=wire["to"],
+            id=json["id"],
+            sender=json["from"],
+            to=json["to"],
             text=str(payload.get("text", "")),
-            state=wire["state"],
-            options=tuple(map(str, payload.get("quickReplies") or ())),
-            files=tuple(str(item.get("filename", "file")) for item in payload.get("attachments") or ()),
-            in_reply_to=wire.get("inReplyTo"),
-            answered=bool(wire.get("answer")),
-            stopped=bool(wire.get("stopped")),
-            wire={key: value for key, value in wire.items() if key != "rendered"},  # that is for pages
+            state=json["state"],
+            quick_replies=tuple(map(str, payload.get("quickReplies") or ())),
+            filenames=tuple(str(item.get("filename", "file")) for item in payload.get("attachments") or ()),
+            in_reply_to=json.get("inReplyTo"),
+            is_answered=bool(json.get("answer")),
+            is_stopped=bool(json.get("stopped")),
+            json={key: value for key, value in json.items() if key != "rendered"},  # the text as a tree, for pages
         )
 
-    def is_between(self, agent_id: str) -> bool:
-        """Whether it belongs to the person's conversation with that agent; notices about the agent do, too."""
+    def belongs_to(self, agent_id: str) -> bool:
+        """True for messages between the person and that agent, and for system notices about the agent."""
         if self.sender == SYSTEM:
-            about = self.wire["payload"].get("problem")
-            return self.to == PERSON and isinstance(about, dict) and about.get("agent") == agent_id
+            problem = self.json["payload"].get("problem")
+            return self.to == PERSON and isinstance(problem, dict) and problem.get("agent") == agent_id
         return {self.sender, self.to} == {PERSON, agent_id}
 
     @property
-    def is_trouble(self) -> bool:
-        """The runtime tells that the agent could not answer."""
-        return self.sender == SYSTEM and "problem" in self.wire["payload"]
+    def is_problem(self) -> bool:
+        """True for a notice that the agent could not answer."""
+        return self.sender == SYSTEM and "problem" in self.json["payload"]
 
     @property
-    def is_heard(self) -> bool:
-        """It has reached the person, from whomever."""
+    def is_delivered(self) -> bool:
+        """True if it has reached the person."""
         return self.to == PERSON and self.state in ("pending", "taken")
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    line: Line
-    draft: str | None = None
-    """The draft that it was until now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutgoingMessage:
+    text: str
+    delay_ms: float | None = None
+    quick_replies: Sequence[str] = ()
+    attachments: Sequence[str] = ()
+    """References of artifacts."""
+    in_reply_to: str | None = None
+    option: int | None = None
+    """Index of the chosen quick reply, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStatus:
+    state: str
+    """`idle`, `active`, `paused`, `blocked` or `terminated`."""
+    phase: str | None = None
+    tool: str | None = None
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> AgentStatus:
+        return cls(state=json["state"], phase=json.get("phase"), tool=json.get("tool"))
+
+    def __str__(self) -> str:
+        return format_status(self.state, self.phase, self.tool)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The agent has read these."""
+class MessageArrived:
+    message: ChatMessage
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRead:
+    """The agent has read these messages of the person."""
 
     ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """More of a reply that is being said right now."""
+class DraftText:
+    """Text of a reply that the model is writing; `start` is its offset in the reply."""
 
-    draft: str
+    draft_id: str
     start: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOver:
-    draft: str
+class DraftEnded:
+    draft_id: str
     outcome: str
 
 
-State = Literal["idle", "active", "paused", "blocked", "terminated"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stands:
-    """What the agent is doing."""
-
-    state: State
-    phase: str | None = None
-    tool: str | None = None
-
-    @classmethod
-    def of(cls, wire: Mapping[str, Any]) -> Stands:
-        return cls(state=wire["state"], phase=wire.get("phase"), tool=wire.get("tool"))
-
-    @property
-    def words(self) -> str:
-        more = f" {self.tool}" if self.phase == "tool" and self.tool else ""
-        return f"{self.state}, {self.phase}{more}" if self.phase else self.state
-
-
 @dataclass(frozen=True, slots=True)
-class Over:
-    """The society stops: nothing more will be heard."""
+class SocietyStopped:
+    """The last event: the society stops."""
 
 
-News = Arrived | Taken | Piece | DraftOver | Stands | Over
+ChatEvent = MessageArrived | MessagesRead | DraftText | DraftEnded | AgentStatus | SocietyStopped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speech:
-    """What the person wants to say."""
+class UnreadMessages:
+    """Messages that were sent here and that the agent has not read yet."""
 
-    text: str
-    delay_ms: float | None = None
-    quick_replies: Sequence[str] = ()
-    attachments: Sequence[str] = ()
-    """Artifacts, by reference."""
-    answers: str | None = None
-    """The message that asked."""
-    option: int | None = None
-    """Which of its quick replies this is, counted from 0."""
-
-
-class Unread:
-    """What was said here and not yet read by the agent."""
-
-    def __init__(self, look_up: Callable[[str], Awaitable[Line]]) -> None:
-        self._look_up = look_up
+    def __init__(self, get_message: Callable[[str], Awaitable[ChatMessage]]) -> None:
+        self._get_message = get_message
         self._ids: set[str] = set()
 
     def add(self, message_id: str) -> None:
         self._ids.add(message_id)
 
-    async def read_by_now(self) -> frozenset[str]:
-        # More may be said while these are looked up.
+    async def take_read(self) -> frozenset[str]:
+        """Remove and return those that were read by now."""
+        # More may be sent while these are looked up.
         states = {message_id: await self._state(message_id) for message_id in tuple(self._ids)}
         self._ids -= {message_id for message_id, state in states.items() if state not in ("pending", "delayed")}
         return frozenset(message_id for message_id, state in states.items() if state == "taken")
 
     async def _state(self, message_id: str) -> str | None:
         try:
-            return (await self._look_up(message_id)).state
+            return (await self._get_message(message_id)).state
         except Refused:
             return None  # the conversation was cleared
 
 
-class Conversation(Protocol):
-    @property
-    def agent_id(self) -> str: ...
+class Conversation:
+    def __init__(self, client: Client, agent_id: str, clock: Clock | None = None) -> None:
+        self.agent_id = agent_id
+        self._client, self._clock = client, clock or SystemClock()
+        self._events: asyncio.Queue[ChatEvent | Exception] = asyncio.Queue()
+        self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unread = UnreadMessages(self.message)
+        self._path = f"/agents/{quote(agent_id)}"
 
-    async def recent(self, limit: int) -> Sequence[Line]:
-        """The end of the conversation, oldest first."""
-        ...
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, client: Client, agent_id: str) -> AsyncIterator[Self]:
+        """Follow everything that happens from now on. `ServerUnusable` if the event stream cannot be opened."""
+        conversation = cls(client, agent_id)
+        listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
+        try:
+            await conversation._connected
+            yield conversation
+        finally:
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
 
-    async def line(self, message_id: str) -> Line:
-        """One message as it is now."""
-        ...
+    async def recent(self, limit: int) -> Sequence[ChatMessage]:
+        """The last messages, oldest first."""
+        page = await self._client.get(f"/threads/{quote(self.agent_id)}/messages", limit=limit)
+        return [ChatMessage.from_json(item) for item in page["items"]]
 
-    async def stands(self) -> Stands: ...
+    async def message(self, message_id: str) -> ChatMessage:
+        return ChatMessage.from_json(await self._client.get(f"/messages/{quote(message_id)}"))
 
-    async def attach(self, file: Path) -> str:
-        """The file is kept; the reference to send along."""
-        ...
+    async def status(self) -> AgentStatus:
+        return AgentStatus.from_json(await self._client.get(self._path))
 
-    async def say(self, speech: Speech) -> Receipt:
-        """Stored durably when this returns."""
-        ...
+    async def upload(self, file: Path) -> str:
+        return await self._client.upload(file)
+
+    async def send(self, message: OutgoingMessage) -> Receipt:
+        receipt = await send_message(self._client, self.agent_id, message)
+        self._unread.add(receipt.message_id)
+        return receipt
 
     async def withdraw(self, message_id: str) -> None:
-        """`Refused("already_taken")` when the agent has read it."""
-        ...
+        """`Refused("already_taken")` if the agent has read it."""
+        await self._client.delete(f"/messages/{quote(message_id)}")
 
     async def stop_turn(self) -> None:
-        """The agent ends what it is doing; nothing happens when it does nothing."""
-        ...
+        await self._client.post(f"{self._path}/stop")
 
-    async def read(self, line: Line) -> None:
-        """The person has seen the conversation up to that message."""
-        ...
+    async def mark_read(self, message: ChatMessage) -> None:
+        """Record that the person has read the conversation up to that message."""
+        await self._client.post("/read", {"thread": self.agent_id, "upto": message.id})
 
-    async def news(self) -> News:
-        """The next thing that happens, counted from when the conversation was opened. After `Over` nothing does."""
-        ...
+    async def next_event(self) -> ChatEvent:
+        """Wait for the next event. Raises what ended the event stream."""
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    async def _listen(self) -> None:
+        try:
+            await self._follow()
+        except Exception as error:
+            if not self._connected.done():
+                self._connected.set_exception(error)
+            self._events.put_nowait(SocietyStopped() if isinstance(error, ServerStopping) else error)
+
+    async def _follow(self) -> None:
+        """Read the event stream; reconnect where it broke off."""
+        last_id: str | None = None
+        failures, failure = 0, ServerUnusable("the server ended the conversation: see whether it still runs")
+        while failures < RECONNECT_LIMIT:
+            try:
+                async with aclosing(self._client.events(last_id)) as events:
+                    async for event in events:
+                        failures = 0
+                        last_id = event.id or last_id
+                        await self._handle(event)
+                        if event.kind == "shutdown":
+                            return
+            except ServerStopping:
+                raise
+            except ServerUnusable as error:
+                failure = error
+            failures += 1
+            if not self._connected.done():
+                break
+            await self._clock.sleep(RECONNECT_INTERVAL)
+        raise failure
+
+    async def _handle(self, event: ServerEvent) -> None:
+        if event.kind == "hello":
+            if not self._connected.done():
+                self._connected.set_result(None)
+        elif event.kind == "reset":  # events were missed
+            for message in await self.recent(REREAD_MESSAGES):
+                self._events.put_nowait(MessageArrived(message))
+            self._events.put_nowait(await self.status())
+        elif event.kind == "queue.changed" and event.data["agent"] == self.agent_id:
+            self._events.put_nowait(MessagesRead(await self._unread.take_read()))
+        elif (parsed := _parse_event(event, self.agent_id)) is not None:
+            self._events.put_nowait(parsed)
+
+
+def _parse_event(event: ServerEvent, agent_id: str) -> ChatEvent | None:
+    data = event.data
+    match event.kind:
+        case _ if data.get("gone"):
+            return None  # deleted since the event was written
+        case "message.created" | "delayed.delivered":
+            message = ChatMessage.from_json(data["message"])
+            return MessageArrived(message) if message.belongs_to(agent_id) else None
+        case "draft.delta" | "draft.snapshot" if data["agent"] == agent_id:
+            return DraftText(data["draftId"], data.get("from", 0), data.get("delta", data.get("text", "")))
+        case "draft.ended" if data["agent"] == agent_id:
+            return DraftEnded(data["draftId"], data["outcome"])
+        case "agent.state" if data["id"] == agent_id:
+            return AgentStatus.from_json(data)
+        case "shutdown":
+            return SocietyStopped()
+    return None
+
+
+@asynccontextmanager
+async def open_conversation(folder: Path, agent_id: str, token: str | None = None) -> AsyncIterator[Conversation]:
+    """Talk to an agent of the society in `folder`, which runs in this process if no other runs it."""
+    async with connect(folder, token, work=True) as client:
+        await client.agent(agent_id)
+        async with Conversation.open(client, agent_id) as conversation:
+            yield conversation
+
+
+async def send_message(client: Client, to: str, message: OutgoingMessage) -> Receipt:
+    """Send a message of the person. It is stored durably when this returns."""
+    payload: dict[str, Any] = {"text": message.text}
+    if message.attachments:
+        payload["attachments"] = [{"artifactRef": ref} for ref in message.attachments]
+    optional = {
+        "delayMs": message.delay_ms,
+        "quickReplies": list(message.quick_replies) or None,
+        "inReplyTo": message.in_reply_to,
+        "option": message.option,
+    }
+    body = {"to": to, "payload": payload} | {key: value for key, value in optional.items() if value is not None}
+    receipt = await client.post("/messages", body)
+    due = receipt.get("scheduledDeliveryTime")
+    return Receipt(
+        message_id=receipt["messageId"],
+        state=receipt["state"],
+        scheduled_delivery_time=datetime.fromisoformat(due) if due else None,
+    )
+
+
+async def wait_for_answers(
+    conversation: Conversation, message_id: str, on_event: Callable[[ChatEvent], None] = lambda _: None
+) -> Sequence[ChatMessage]:
+    """Return what the agent sent to the person until it answered that message or ended its turn.
+
+    `NoAnswer` if it sent nothing, or cannot. `on_event` gets every event meanwhile.
+    """
+    agent = conversation.agent_id
+    stopped = NoAnswer(f"the society stopped before {agent} answered: start it again")
+    answers: dict[str, ChatMessage] = {}
+    try:
+        is_done = await _is_done(conversation, message_id)
+        while not is_done:
+            event = await conversation.next_event()
+            on_event(event)
+            match event:
+                case MessageArrived(message) if message.is_delivered:
+                    answers[message.id] = message
+                    is_done = message.in_reply_to == message_id
+                case AgentStatus() | MessagesRead():
+                    is_done = await _is_done(conversation, message_id)
+                case SocietyStopped():
+                    raise stopped
+        if not any(answer.in_reply_to == message_id for answer in answers.values()):
+            answers |= {message.id: message for message in await _messages_after(conversation, message_id)}
+    except ServerStopping:
+        raise stopped from None
+    if not answers:
+        raise NoAnswer(f"{agent} has read it and said nothing: see what it did with coterie history {agent}")
+    return list(answers.values())
+
+
+async def _is_done(conversation: Conversation, message_id: str) -> bool:
+    """True if the agent has read the message and no longer works, or waits for the person's approval."""
+    message, status = await conversation.message(message_id), await conversation.status()
+    if message.state in _LOST:
+        raise NoAnswer(_LOST[message.state].format(agent=conversation.agent_id))
+    if message.state == "pending" and status.state in _RESTING:
+        raise NoAnswer(_RESTING[status.state].format(agent=conversation.agent_id))
+    return message.state == "taken" and (status.state != "active" or status.phase == "approval")
+
+
+async def _messages_after(conversation: Conversation, message_id: str) -> list[ChatMessage]:
+    messages = list(await conversation.recent(REREAD_MESSAGES))
+    ids = [message.id for message in messages]
+    later = messages[ids.index(message_id) + 1 :] if message_id in ids else messages
+    return [message for message in later if message.is_delivered]

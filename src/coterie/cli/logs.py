@@ -1,4 +1,4 @@
-"""The log on standard error: lines for people on a terminal, JSON lines for whatever collects them elsewhere."""
+"""The log on standard error: lines for people on a terminal, JSON lines for log collectors elsewhere."""
 
 from __future__ import annotations
 
@@ -8,75 +8,74 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from coterie.cli.output import harmless
-from coterie.clock import to_wire
-from coterie.telemetry import Context, context_of
+from coterie.cli.output import escape_controls
+from coterie.clock import to_rfc3339
+from coterie.telemetry import LogContextFilter, log_context_of
+
+_JSON_KEYS = {"agent": "agent", "message": "messageId", "turn": "turn"}
+"""`message` is the text of the line itself."""
 
 
 def start() -> None:
-    """From now on everything Coterie logs is written; of other libraries, what they warn of."""
-    logging.raiseExceptions = False  # a log that cannot be written is no reason to write about it
+    """Write everything that Coterie logs, and the warnings of other libraries."""
+    logging.raiseExceptions = False  # a log that cannot be written must not fill the log
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Lines() if sys.stderr.isatty() else JsonLines())
+    handler.setFormatter(TextFormatter() if sys.stderr.isatty() else JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    handler.addFilter(Context())
-    logging.getLogger("coterie").setLevel(logging.DEBUG if debugging() else logging.INFO)
+    handler.addFilter(LogContextFilter())
+    logging.getLogger("coterie").setLevel(logging.DEBUG if is_debugging() else logging.INFO)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # made only when debugging
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # senders could fill the log with what they send
-    _say_it_ourselves()
+    _silence_mcp()
 
 
-def stay_quiet() -> None:
-    """For a command that says itself what went wrong; with COTERIE_DEBUG=1 everything is written all the same."""
-    if debugging():
+def silence() -> None:
+    """Write no log, unless COTERIE_DEBUG=1 asks for everything."""
+    if is_debugging():
         start()
-    else:
-        logging.getLogger("coterie").addHandler(logging.NullHandler())
-        logging.getLogger("asyncio").addHandler(logging.NullHandler())
-        _say_it_ourselves()
+        return
+    for name in ("coterie", "asyncio", "uvicorn"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+    _silence_mcp()
 
 
-def _say_it_ourselves() -> None:
-    """The MCP SDK writes what servers say, their keys with it. What an owner needs of it we say, without them."""
+def _silence_mcp() -> None:
+    # The MCP SDK logs what servers send, keys included. Coterie logs the useful part itself.
     logging.getLogger("mcp").setLevel(logging.CRITICAL)
 
 
-def debugging() -> bool:
+def is_debugging() -> bool:
     return os.environ.get("COTERIE_DEBUG") == "1"
 
 
-_NAMES = {"agent": "agent", "message": "messageId", "turn": "turn"}
-"""`message` is what the line says."""
-
-
-class Lines(logging.Formatter):
+class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        about = "".join(f"[{harmless(value)}] " for value in context_of(record).values())
-        lines = [f"{at} {level}{about}{harmless(record.getMessage())}", *_error(self, record)]
+        context = "".join(f"[{escape_controls(value)}] " for value in log_context_of(record).values())
+        lines = [f"{time} {level}{context}{escape_controls(record.getMessage())}", *_error_lines(self, record)]
         return "\n    ".join(lines)
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": to_wire(datetime.fromtimestamp(record.created, UTC)),
+            "time": to_rfc3339(datetime.fromtimestamp(record.created, UTC)),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": harmless(record.getMessage()),
-            **{_NAMES[key]: harmless(value) for key, value in context_of(record).items()},
+            "message": escape_controls(record.getMessage()),
+            **{_JSON_KEYS[key]: escape_controls(value) for key, value in log_context_of(record).items()},
         }
-        if lines := _error(self, record):
+        if lines := _error_lines(self, record):
             line["error"] = "\n".join(lines)
         return json.dumps(line, ensure_ascii=False)
 
 
-def _error(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+def _error_lines(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
     if not record.exc_info or record.exc_info[1] is None:
         return []
-    if not debugging():
+    if not is_debugging():
         error = record.exc_info[1]
-        return [harmless(f"{type(error).__name__}: {error}")]
-    return [harmless(line) for line in formatter.formatException(record.exc_info).splitlines()]
+        return [escape_controls(f"{type(error).__name__}: {error}")]
+    return [escape_controls(line) for line in formatter.formatException(record.exc_info).splitlines()]

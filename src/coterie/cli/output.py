@@ -1,4 +1,4 @@
-"""What people and programs see: text that cannot harm a terminal, JSON, tables, progress."""
+"""What commands write: text that cannot control a terminal, JSON, tables, progress. And how they run coroutines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -19,82 +19,135 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
-PROGRESS_AFTER = 1.0
-"""Seconds. Whatever is done by then needs no explanation."""
+T = TypeVar("T")
+
+PROGRESS_DELAY_SECONDS = 1.0
+SUGGESTED_AGENTS = 10
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
-def harmless(text: str) -> str:
-    """`text` with control characters shown as escapes: it can neither forge a line nor steer a terminal."""
+def run_quietly(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine without a log, because the command itself says what went wrong."""
+    import asyncio
+
+    from coterie.cli import logs
+
+    logs.silence()
+    return asyncio.run(work)
+
+
+def escape_controls(text: str) -> str:
+    """`text` with control characters as escapes, so that it can neither forge a line nor control a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def say(text: str = "") -> None:
-    typer.echo(harmless(text))
+def print_line(text: str = "") -> None:
+    typer.echo(escape_controls(text))
 
 
-def say_aside(text: str) -> None:
-    """To people, on standard error; a program reading the result does not see it."""
-    typer.echo(harmless(text), err=True)
+def print_error(text: str) -> None:
+    """Write a line to standard error, where a program that reads the result does not see it."""
+    typer.echo(escape_controls(text), err=True)
 
 
-def say_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
 
 
-def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
 
-    # A pipe has no width: there a row is as long as it needs to be, so that whatever reads it finds whole words.
-    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(table_of(columns, rows))
+    # A pipe has no width: rows are not wrapped there, so that a program finds whole words.
+    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False).print(build_table(columns, rows))
 
 
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def build_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        # The last is the long one: where the terminal is narrow, it alone is wrapped.
+        # Only the last column is wrapped on a narrow terminal.
         table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
     for row in rows:
-        table.add_row(*(Text(harmless(cell)) for cell in row))
+        table.add_row(*(Text(escape_controls(cell)) for cell in row))
     return table
 
 
-def counted(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def moment(instant: datetime) -> str:
-    """In the time zone of whoever reads it."""
+def local_time(instant: datetime) -> str:
     return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z").strip()
 
 
-class Progress:
-    """Says what is going on once it has taken a second: moving on a terminal, line by line elsewhere."""
+def format_duration(duration: timedelta) -> str:
+    """The two largest units, as in `2 h 5 min`; `now` when nothing is left."""
+    seconds = -(-duration // timedelta(seconds=1))
+    if seconds <= 0:
+        return "now"
+    parts = []
+    for unit, size in _UNITS:
+        count, seconds = divmod(seconds, size)
+        parts.append(f"{count} {unit}" if count else "")
+    first = next(index for index, part in enumerate(parts) if part)
+    return " ".join(filter(None, parts[first : first + 2]))
 
-    def __init__(self, title: str) -> None:
-        self._title, self._shown = title, False
+
+def format_status(state: str, phase: str | None, tool: str | None) -> str:
+    """What an agent is doing, as in `active, tool search`."""
+    suffix = f" {tool}" if phase == "tool" and tool else ""
+    return f"{state}, {phase}{suffix}" if phase else state
+
+
+def no_such_agent(name: str, known: Collection[str]) -> str:
+    """An error message that names the agent probably meant, or those that exist."""
+    from coterie.text import closest_match, one_line
+
+    if meant := closest_match(name, set(known)):
+        hint = f'did you mean "{meant}"?'
+    else:
+        more = " and others" if len(known) > SUGGESTED_AGENTS else ""
+        hint = f"choose one of {', '.join(list(known)[:SUGGESTED_AGENTS])}{more}"
+    return f'there is no agent "{one_line(name)}": {hint}'
+
+
+class Progress:
+    """Shows what is going on once it has taken a while: animated on a terminal, line by line elsewhere."""
+
+    def __init__(self, title: str, delay_seconds: float) -> None:
+        self._title, self._is_shown = title, False
         self._status: Status | None = None
         self._lock = threading.Lock()
-        self._timer = threading.Timer(PROGRESS_AFTER, self._show)
+        self._timer = threading.Timer(delay_seconds, self._show)
         self._timer.daemon = True
 
-    def tell(self, title: str) -> None:
+    @classmethod
+    @contextmanager
+    def show(cls, title: str, *, delay_seconds: float = PROGRESS_DELAY_SECONDS) -> Iterator[Progress]:
+        progress = cls(title, delay_seconds)
+        progress._timer.start()
+        try:
+            yield progress
+        finally:
+            progress._end()
+
+    def update(self, title: str) -> None:
         with self._lock:
             self._title = title
             if self._status:
                 self._status.update(title)
-            elif self._shown:
-                say_aside(f"{title} …")
+            elif self._is_shown:
+                print_error(f"{title} …")
 
     def _show(self) -> None:
         with self._lock:
-            self._shown = True
+            self._is_shown = True
             if not sys.stderr.isatty():
-                say_aside(f"{self._title} …")
+                print_error(f"{self._title} …")
                 return
             from rich.console import Console
 
@@ -107,19 +160,9 @@ class Progress:
             if self._status:
                 self._status.stop()
 
-    @classmethod
-    @contextmanager
-    def shown(cls, title: str) -> Iterator[Progress]:
-        progress = cls(title)
-        progress._timer.start()
-        try:
-            yield progress
-        finally:
-            progress._end()
 
-
-def forgiving_streams() -> None:
-    """Neither a closed stream nor a character that its encoding lacks is a reason to fail."""
+def make_streams_tolerant() -> None:
+    """Accept closed standard streams, and escape characters that their encoding lacks."""
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - for the life of the process
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

@@ -1,15 +1,7 @@
-"""llmservices.json as text: what it says, and everything that is wrong with it.
+"""Configuration of model services: llmservices.json, its keys, and the registry of its entries.
 
-An entry that cannot be used is reported with its place and left out; a part of one that cannot be used is reported and
-takes its default. Only a file that cannot be read at all is fatal.
-
-Keys of model services: a type that never shows one, and the file where the setup page puts them.
-
-One service of llmservices.json.
-
-A value in one of the owner's JSON files, with its place in it.
-
-Which model services there are and what each can do.
+An unusable entry is reported as a `Problem` and skipped; an unusable field is reported and takes its default. Only a
+file that cannot be parsed raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -27,33 +19,46 @@ from urllib.parse import urlsplit
 
 from coterie.artifacts import ArtifactType
 from coterie.errors import ConfigError, Problem
-from coterie.files import readable_by_others, write_private
-from coterie.llm.service import INFERRED, STANDARD, Capabilities, Direction, UnknownService
-from coterie.text import clean, nearest, one_line
+from coterie.files import is_readable_by_others, write_private
+from coterie.llm.service import INFERRED, STANDARD_CAPABILITIES, Capabilities, Direction, UnknownService
+from coterie.redaction import mask
+from coterie.text import closest_match, one_line, to_storable
 
-FindKey = Callable[[str], "str | None"]
-"""The key of that name, wherever keys are kept."""
-MAX_BYTES_SECRETS = 1 << 20
-_SHOWN = 4
+SERVICES_FILE = "llmservices.json"
+MAX_SERVICES_BYTES = 4_000_000
+MAX_SECRETS_BYTES = 1 << 20
+MAX_ID_LENGTH = 64
+MAX_SAFE_INTEGER = 2**53 - 1
+"""The largest integer that every JSON parser reads exactly."""
+KeyLookup = Callable[[str], "str | None"]
+"""Returns the key with that name."""
+
+_TOP_KEYS = ("services", "examples", "about")
+"""`examples` and `about` are for people and are not read."""
+_ENTRY_KEYS = (
+    *("id", "name", "provider", "baseURL", "model", "apiKey", "capabilities", "capabilityTags", "description"),
+    *("maxConcurrentRequests", "timeout", "maxTokens", "contextTokens", "limits", "fallback"),
+)
+_KEY_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_TEXT_ONLY = frozenset({"text"})
 
 
 class Secret:
-    """A key. Nothing that prints, logs or encodes it sees it; who needs it says `reveal()`."""
+    """A key that cannot be printed, logged or encoded by accident. `reveal()` returns it."""
 
     __slots__ = ("_value", "name")
 
     def __init__(self, value: str, name: str = "") -> None:
         self._value = value
         self.name = name
-        """Where it came from: an error about the key can say what to set."""
+        """Environment variable of the key, for error messages."""
 
     def reveal(self) -> str:
         return self._value
 
     @property
     def masked(self) -> str:
-        """For people who compare it with the one they hold: the last four characters, none of a short one."""
-        return "…" + (self._value[-_SHOWN:] if len(self._value) >= 4 * _SHOWN else "")
+        return mask(self._value)
 
     def __repr__(self) -> str:
         return "Secret(…)"
@@ -66,43 +71,43 @@ class Secret:
 
 
 class SecretsFile:
-    """`data/secrets.json`: names and keys, for its owner's eyes only."""
+    """`data/secrets.json`: keys by name, readable by its owner only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> tuple[dict[str, str], list[Problem]]:
-        """The keys by name, and what is wrong with the file. Problems never quote its content."""
+        """Return the keys by name and the problems of the file. Problems never quote its content."""
         try:
-            if self.path.stat().st_size > MAX_BYTES_SECRETS:
-                return {}, [self._wrong(f"more than {MAX_BYTES_SECRETS:,} bytes; not read")]
-            found = json.loads(self.path.read_bytes())
-            exposed = readable_by_others(self.path)
+            if self.path.stat().st_size > MAX_SECRETS_BYTES:
+                return {}, [self._problem(f"more than {MAX_SECRETS_BYTES:,} bytes; not read")]
+            content = json.loads(self.path.read_bytes())
+            is_exposed = is_readable_by_others(self.path)
         except FileNotFoundError:
             return {}, []
         except OSError as error:
-            return {}, [self._wrong(f"cannot be read: {error.strerror}")]
+            return {}, [self._problem(f"cannot be read: {error.strerror}")]
         except (ValueError, RecursionError):
-            return {}, [self._wrong("is no JSON; delete it and enter the keys again")]
-        if not isinstance(found, dict):
-            return {}, [self._wrong('expected an object such as {"NAME": "key"}')]
-        keys = {name: key for name, key in found.items() if isinstance(key, str)}
-        problems = [self._wrong("expected a string", f": {name}") for name in found if name not in keys]
-        if exposed:
-            problems.append(self._wrong(f"others can read it; run: chmod 600 {self.path.name}"))
+            return {}, [self._problem("is no JSON; delete it and enter the keys again")]
+        if not isinstance(content, dict):
+            return {}, [self._problem('expected an object such as {"NAME": "key"}')]
+        keys = {name: key for name, key in content.items() if isinstance(key, str)}
+        problems = [self._problem("expected a string", f": {name}") for name in content if name not in keys]
+        if is_exposed:
+            problems.append(self._problem(f"others can read it; run: chmod 600 {self.path.name}"))
         return keys, problems
 
     def put(self, name: str, key: str) -> None:
-        self._write(self._whole() | {name: key})
+        self._write(self._read_all() | {name: key})
 
     def remove(self, name: str) -> None:
-        keys = self._whole()
+        keys = self._read_all()
         if keys.pop(name, None) is not None:
             self._write(keys)
 
-    def _whole(self) -> dict[str, str]:
+    def _read_all(self) -> dict[str, str]:
         keys, problems = self.read()
-        # Writing over a file that could not be read would lose the keys that are still in it.
+        # Overwriting an unreadable file would lose the keys in it.
         if problems and not keys:
             raise ConfigError(problems)
         return keys
@@ -110,12 +115,12 @@ class SecretsFile:
     def _write(self, keys: Mapping[str, str]) -> None:
         write_private(self.path, json.dumps(keys, indent=2).encode())
 
-    def _wrong(self, message: str, inside: str = "") -> Problem:
-        return Problem(f"{self.path.parent.name}/{self.path.name}{inside}", message)
+    def _problem(self, message: str, location: str = "") -> Problem:
+        return Problem(f"{self.path.parent.name}/{self.path.name}{location}", message)
 
 
-def keys_from(environ: Mapping[str, str], stored: Mapping[str, str]) -> FindKey:
-    """The environment first: what is set for one start wins over what was kept. Blank is not set."""
+def key_lookup(environ: Mapping[str, str], stored: Mapping[str, str]) -> KeyLookup:
+    """Return a lookup that prefers the environment to stored keys. Blank values count as unset."""
 
     def find(name: str) -> str | None:
         return environ.get(name, "").strip() or stored.get(name, "").strip() or None
@@ -125,27 +130,29 @@ def keys_from(environ: Mapping[str, str], stored: Mapping[str, str]) -> FindKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeLimits:
-    """The largest attachment of each type that is sent to the service as it is, in bytes."""
+    """The largest attachment of each type that is sent as bytes; in bytes."""
 
     image: int = 10_000_000
     audio: int = 20_000_000
     file: int = 20_000_000
 
-    def of(self, kind: ArtifactType) -> int:
+    def for_type(self, kind: ArtifactType) -> int:
         return {"image": self.image, "audio": self.audio, "file": self.file}[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceEntry:
+    """One service of llmservices.json."""
+
     id: str
     base_url: str
     model: str
     name: str = ""
     provider: str = "openai"
-    """`openai`: any server that speaks OpenAI's chat completions."""
+    """`openai`: any server with OpenAI's chat completions API."""
     api_key: Secret | None = None
     missing_key: str | None = None
-    """The name of the key it wants and nobody has: it cannot be asked until that is mended."""
+    """Name of a key that is required but not set; the service cannot be used without it."""
     capabilities: Capabilities = INFERRED
     capability_tags: tuple[str, ...] = ()
     description: str = ""
@@ -155,16 +162,16 @@ class ServiceEntry:
     context_tokens: int | None = None
     limits: SizeLimits = SizeLimits()
     fallback: tuple[str, ...] = ()
-    """Services to ask instead, in this order, when this one cannot answer."""
+    """Ids of the services to try in this order if this one fails."""
 
     @property
     def digest(self) -> str:
-        """Another one after any change of the entry but its key, which must leave no trace."""
-        told = {key: value for key, value in self.to_wire().items() if key != "apiKey"}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+        """Hash of all fields except the key, of which no trace may be stored."""
+        fields = {key: value for key, value in self.to_json().items() if key != "apiKey"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-    def to_wire(self) -> dict[str, Any]:
-        """As in the file, for reading back; the key is masked."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry in the format of the file, with the key masked."""
         return {
             "id": self.id,
             "name": self.name or self.id,
@@ -192,83 +199,75 @@ class ServiceEntry:
         }
 
 
-LARGEST = 2**53 - 1
-"""The largest whole number that every JSON reader understands alike."""
-
-
 @dataclass(frozen=True, slots=True)
-class Node:
-    """What is wrong with the value goes into `problems`, and reading goes on. null is the same as absent."""
+class JsonNode:
+    """A JSON value with its path. Invalid values are added to `problems`; null counts as absent."""
 
     value: object
     file: str
     path: str
     problems: list[Problem]
 
-    def at(self, key: str) -> Node:
+    def child(self, key: str) -> JsonNode:
         value = self.value.get(key) if isinstance(self.value, dict) else None
-        return Node(value, self.file, f"{self.path}.{key}" if self.path else key, self.problems)
+        return JsonNode(value, self.file, f"{self.path}.{key}" if self.path else key, self.problems)
 
-    def items(self) -> list[Node]:
+    def items(self) -> list[JsonNode]:
         if self.value is None:
             return []
         if not isinstance(self.value, list):
-            self.expected("an array")
+            self.report_expected("an array")
             return []
-        return [Node(item, self.file, f"{self.path}[{i}]", self.problems) for i, item in enumerate(self.value)]
+        return [JsonNode(item, self.file, f"{self.path}[{i}]", self.problems) for i, item in enumerate(self.value)]
 
     def is_object(self, known: Collection[str]) -> bool:
-        """Whether it is one. A key one slip of the pen away from a `known` one is reported, any other is let be."""
+        """True for an object. Reports keys that look like a typo of a `known` key; other unknown keys are ignored."""
         if not isinstance(self.value, dict):
-            self.expected("an object")
+            self.report_expected("an object")
             return False
         missing = [key for key in known if key not in self.value]
         for key in self.value:
-            if key not in known and (meant := slip_of(key, missing)):
-                self.at(one_line(key, 40)).wrong(f'is not known; did you mean "{meant}"?')
+            if key not in known and (suggestion := find_typo(key, missing)):
+                self.child(one_line(key, 40)).report(f'is not known; did you mean "{suggestion}"?')
         return True
 
-    def text(self) -> str | None:
-        """None when there is none, or none that can be used."""
-        return None if self.value is None else self.needed_text()
-
-    def needed_text(self) -> str | None:
-        if isinstance(self.value, str) and (text := clean(self.value).strip()):
+    def required_text(self) -> str | None:
+        if isinstance(self.value, str) and (text := to_storable(self.value).strip()):
             return text
-        self.expected("a non-empty string")
+        self.report_expected("a non-empty string")
         return None
 
-    def words(self) -> str:
-        """Any text, also none."""
+    def optional_text(self) -> str:
+        """Return the text, empty if absent."""
         if self.value is None or isinstance(self.value, str):
-            return clean(self.value or "").strip()
-        self.expected("a string")
+            return to_storable(self.value or "").strip()
+        self.report_expected("a string")
         return ""
 
-    def texts(self) -> tuple[str, ...]:
-        return tuple(text for item in self.items() if (text := item.needed_text()))
+    def text_items(self) -> tuple[str, ...]:
+        return tuple(text for item in self.items() if (text := item.required_text()))
 
-    def whole(self, default: int, *, least: int = 1) -> int:
-        number = self.maybe_whole(least)
+    def integer(self, default: int, *, least: int = 1) -> int:
+        number = self.optional_integer(least)
         return default if number is None else number
 
-    def maybe_whole(self, least: int = 1) -> int | None:
+    def optional_integer(self, least: int = 1) -> int | None:
         number = self.value
-        if isinstance(number, int) and not isinstance(number, bool) and least <= number <= LARGEST:
+        if isinstance(number, int) and not isinstance(number, bool) and least <= number <= MAX_SAFE_INTEGER:
             return number
         if number is not None:
-            self.expected(f"a whole number of at least {least}")
+            self.report_expected(f"a whole number of at least {least}")
         return None
 
-    def expected(self, what: str) -> None:
-        self.wrong(f"expected {what}, got {shown(self.value)}")
+    def report_expected(self, what: str) -> None:
+        self.report(f"expected {what}, got {describe_value(self.value)}")
 
-    def wrong(self, message: str) -> None:
+    def report(self, message: str) -> None:
         self.problems.append(Problem(f"{self.file}: {self.path}" if self.path else self.file, message))
 
 
-def shown(value: object) -> str:
-    """A value from a file as an error message may quote it."""
+def describe_value(value: object) -> str:
+    """Describe a value for an error message."""
     match value:
         case None:
             return "nothing"
@@ -276,136 +275,124 @@ def shown(value: object) -> str:
             return "an object"
         case list():
             return "an array"
-        case int() if not isinstance(value, bool) and abs(value) > LARGEST:
+        case int() if not isinstance(value, bool) and abs(value) > MAX_SAFE_INTEGER:
             return "a number too large"
     return one_line(json.dumps(value, ensure_ascii=False), 40)
 
 
-def slip_of(word: str, known: Collection[str]) -> str | None:
-    """The known word that differs from `word` by one slip of the pen, or only in capitals."""
-    return next((other for other in known if _one_slip(word.lower(), other.lower())), None)
+def find_typo(word: str, known: Collection[str]) -> str | None:
+    """Return the known word that differs from `word` by one edit or only in case."""
+    return next((other for other in known if _is_one_edit(word.lower(), other.lower())), None)
 
 
-def _one_slip(a: str, b: str) -> bool:
-    """At most one letter added, left out or changed, or two neighbours swapped."""
-    a, b = _without_common_start(a, b)
-    a, b = _without_common_start(a[::-1], b[::-1])
+def _is_one_edit(a: str, b: str) -> bool:
+    """True for at most one letter added, removed or changed, or two neighbours swapped."""
+    a, b = _without_common_prefix(a, b)
+    a, b = _without_common_prefix(a[::-1], b[::-1])
     return max(len(a), len(b)) <= 1 or (len(a) == 2 and a == b[::-1])
 
 
-def _without_common_start(a: str, b: str) -> tuple[str, str]:
+def _without_common_prefix(a: str, b: str) -> tuple[str, str]:
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[same:], b[same:]
 
 
-FILE = "llmservices.json"
-MAX_BYTES = 4_000_000
-MAX_NAME = 64
-
-_TOP = ("services", "examples", "about")
-"""`examples` and `about` are for people; nothing in them is read."""
-_KEYS = (
-    *("id", "name", "provider", "baseURL", "model", "apiKey", "capabilities", "capabilityTags", "description"),
-    *("maxConcurrentRequests", "timeout", "maxTokens", "contextTokens", "limits", "fallback"),
-)
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_TEXT_ONLY = frozenset({"text"})
-
-
-def read_services(data: bytes, find_key: FindKey) -> tuple[Sequence[ServiceEntry], Sequence[Problem]]:
-    """The usable entries in their order, and every problem. `ConfigError` when it is no JSON."""
-    top = Node(parse(data), FILE, "", [])
-    if not top.is_object(_TOP):
+def parse_services(data: bytes, find_key: KeyLookup) -> tuple[Sequence[ServiceEntry], Sequence[Problem]]:
+    """Return the usable entries in file order and all problems. Raise `ConfigError` if `data` is no JSON."""
+    top = JsonNode(parse_json(data), SERVICES_FILE, "", [])
+    if not top.is_object(_TOP_KEYS):
         return [], top.problems
-    found: dict[str, tuple[ServiceEntry, Node]] = {}
-    for node in top.at("services").items():
+    by_id: dict[str, tuple[ServiceEntry, JsonNode]] = {}
+    for node in top.child("services").items():
         entry = _entry(node, find_key)
-        if entry and entry.id in found:
-            node.at("id").wrong(f'"{entry.id}" is the id of {found[entry.id][1].path} already; the first one counts')
+        if entry and entry.id in by_id:
+            node.child("id").report(
+                f'"{entry.id}" is the id of {by_id[entry.id][1].path} already; the first one counts'
+            )
         elif entry:
-            found[entry.id] = entry, node
+            by_id[entry.id] = entry, node
     entries = [
-        replace(entry, fallback=_fallback(entry.id, node.at("fallback"), found)) for entry, node in found.values()
+        replace(entry, fallback=_fallback(entry.id, node.child("fallback"), by_id)) for entry, node in by_id.values()
     ]
     return entries, top.problems
 
 
-def parse(data: bytes) -> object:
-    if len(data) > MAX_BYTES:
-        _fatal(FILE, f"more than {MAX_BYTES:,} bytes, which cannot be meant")
+def parse_json(data: bytes) -> object:
+    if len(data) > MAX_SERVICES_BYTES:
+        _fatal(SERVICES_FILE, f"more than {MAX_SERVICES_BYTES:,} bytes; not read")
     try:
-        # Editors on Windows put a byte order mark in front.
+        # Editors on Windows add a byte order mark.
         return json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         before = data[: error.start]
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
-        _fatal(f"{FILE}: line {line} column {column}", "is not UTF-8 text")
+        _fatal(f"{SERVICES_FILE}: line {line} column {column}", "is not UTF-8 text")
     except json.JSONDecodeError as error:
-        _fatal(f"{FILE}: line {error.lineno} column {error.colno}", f"is no JSON: {error.msg}")
+        _fatal(f"{SERVICES_FILE}: line {error.lineno} column {error.colno}", f"is no JSON: {error.msg}")
     except RecursionError:
-        _fatal(FILE, "is nested too deeply")
+        _fatal(SERVICES_FILE, "is nested too deeply")
     except ValueError as error:
-        _fatal(FILE, f"holds a number that cannot be read: {one_line(str(error))}")
+        _fatal(SERVICES_FILE, f"holds a number that cannot be read: {one_line(str(error))}")
 
 
-def _fatal(place: str, message: str) -> NoReturn:
-    raise ConfigError([Problem(place, message, fatal=True)]) from None
+def _fatal(location: str, message: str) -> NoReturn:
+    raise ConfigError([Problem(location, message, fatal=True)]) from None
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _entry(node: Node, find_key: FindKey) -> ServiceEntry | None:
-    if not node.is_object(_KEYS):
+def _entry(node: JsonNode, find_key: KeyLookup) -> ServiceEntry | None:
+    if not node.is_object(_ENTRY_KEYS):
         return None
-    service_id = _id(node.at("id"))
-    base_url = _base_url(node.at("baseURL"))
-    model = node.at("model").needed_text()
-    key, missing = _key(node.at("apiKey"), find_key)
+    service_id = _id(node.child("id"))
+    base_url = _base_url(node.child("baseURL"))
+    model = node.child("model").required_text()
+    key, missing = _key(node.child("apiKey"), find_key)
     entry = ServiceEntry(
         id=service_id or "",
-        name=node.at("name").words(),
-        provider=node.at("provider").words().lower() or "openai",
+        name=node.child("name").optional_text(),
+        provider=node.child("provider").optional_text().lower() or "openai",
         base_url=base_url or "",
         model=model or "",
         api_key=key,
         missing_key=missing,
-        capabilities=_capabilities(node.at("capabilities")),
-        capability_tags=node.at("capabilityTags").texts(),
-        description=node.at("description").words(),
-        max_concurrent_requests=node.at("maxConcurrentRequests").whole(8),
-        timeout=timedelta(milliseconds=node.at("timeout").whole(120_000)),
-        max_tokens=node.at("maxTokens").maybe_whole(),
-        context_tokens=node.at("contextTokens").maybe_whole(),
-        limits=_limits(node.at("limits")),
+        capabilities=_capabilities(node.child("capabilities")),
+        capability_tags=node.child("capabilityTags").text_items(),
+        description=node.child("description").optional_text(),
+        max_concurrent_requests=node.child("maxConcurrentRequests").integer(8),
+        timeout=timedelta(milliseconds=node.child("timeout").integer(120_000)),
+        max_tokens=node.child("maxTokens").optional_integer(),
+        context_tokens=node.child("contextTokens").optional_integer(),
+        limits=_limits(node.child("limits")),
     )
     return entry if service_id and base_url and model else None
 
 
-def _id(node: Node) -> str | None:
-    text = node.needed_text()
-    if text and (len(text) > MAX_NAME or not text.isprintable()):
-        node.expected(f"at most {MAX_NAME} characters on one line")
+def _id(node: JsonNode) -> str | None:
+    text = node.required_text()
+    if text and (len(text) > MAX_ID_LENGTH or not text.isprintable()):
+        node.report_expected(f"at most {MAX_ID_LENGTH} characters on one line")
         return None
     return text
 
 
-def _base_url(node: Node) -> str | None:
-    text = node.needed_text()
+def _base_url(node: JsonNode) -> str | None:
+    text = node.required_text()
     if text is None:
         return None
-    # What is wrong with an address is said without quoting it: people paste keys into addresses.
-    if not _is_web_address(text):
-        node.wrong("expected an address such as http://127.0.0.1:1234/v1")
+    # Problems do not quote the address: it may contain a key.
+    if not _is_http_url(text):
+        node.report("expected an address such as http://127.0.0.1:1234/v1")
         return None
     if any(mark in text for mark in "@?#"):
-        node.wrong('expected an address alone, without a name, a password or a query; a key belongs into "apiKey"')
+        node.report('expected an address without user name, password or query; put the key into "apiKey"')
         return None
     return text.rstrip("/")
 
 
-def _is_web_address(text: str) -> bool:
+def _is_http_url(text: str) -> bool:
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.isprintable()
@@ -413,110 +400,110 @@ def _is_web_address(text: str) -> bool:
         return False
 
 
-def _key(node: Node, find_key: FindKey) -> tuple[Secret | None, str | None]:
-    """The key, or the name of the one that is missing. Whatever is wrong, its value is not quoted."""
+def _key(node: JsonNode, find_key: KeyLookup) -> tuple[Secret | None, str | None]:
+    """Return the key, or the name of the missing key. Problems never quote the value."""
     value = node.value
     if value is None or value == "":
         return None, None
-    if not isinstance(value, str) or ("${" in value and not _REFERENCE.fullmatch(value.strip())):
-        node.wrong('expected a reference such as "${MAIN_API_KEY}"')
+    if not isinstance(value, str) or ("${" in value and not _KEY_REFERENCE.fullmatch(value.strip())):
+        node.report('expected a reference such as "${MAIN_API_KEY}"')
         return None, "apiKey"
-    reference = _REFERENCE.fullmatch(value.strip())
+    reference = _KEY_REFERENCE.fullmatch(value.strip())
     name = reference[1] if reference else "apiKey"
     key = find_key(name) if reference else value.strip()
     if not key:
-        node.wrong(f"{name} is set neither in the environment nor in data/secrets.json")
+        node.report(f"{name} is set neither in the environment nor in data/secrets.json")
         return None, name
     if not (key.isascii() and key.isprintable()):
-        node.wrong(f"the key in {name} holds characters that no key has; copy it again")
+        node.report(f"the key in {name} contains invalid characters; copy it again")
         return None, name
     return Secret(key, name if reference else ""), None
 
 
-def _capabilities(node: Node) -> Capabilities:
+def _capabilities(node: JsonNode) -> Capabilities:
     if node.value is None or not node.is_object(("input", "output")):
         return INFERRED
-    takes, gives = _types(node.at("input")), _types(node.at("output"))
-    if takes is gives is None:
+    inputs, outputs = _types(node.child("input")), _types(node.child("output"))
+    if inputs is outputs is None:
         return INFERRED
     return Capabilities(
-        input=_TEXT_ONLY if takes is None else takes,
-        output=_TEXT_ONLY if gives is None else gives,
+        input=_TEXT_ONLY if inputs is None else inputs,
+        output=_TEXT_ONLY if outputs is None else outputs,
     )
 
 
-def _types(node: Node) -> frozenset[str] | None:
-    """None: the file does not say, or not in a way that can be read."""
+def _types(node: JsonNode) -> frozenset[str] | None:
+    """Return None if the value is absent or no array."""
     items = node.items()
     if not isinstance(node.value, list):
         return None
     return frozenset(name for item in items if (name := _type(item)))
 
 
-def _type(node: Node) -> str | None:
-    name = node.needed_text()
-    if name is None or name in STANDARD:
+def _type(node: JsonNode) -> str | None:
+    name = node.required_text()
+    if name is None or name in STANDARD_CAPABILITIES:
         return name
-    meant = slip_of(name, STANDARD)
-    hint = f'; did you mean "{meant}"?' if meant else ""
-    if name != name.lower() or len(name) > MAX_NAME or not name.isprintable() or " " in name:
-        node.wrong(f'expected a lower-case name without spaces, got "{one_line(name, 40)}"{hint}')
+    suggestion = find_typo(name, STANDARD_CAPABILITIES)
+    hint = f'; did you mean "{suggestion}"?' if suggestion else ""
+    if name != name.lower() or len(name) > MAX_ID_LENGTH or not name.isprintable() or " " in name:
+        node.report(f'expected a lower-case name without spaces, got "{one_line(name, 40)}"{hint}')
         return None
-    if meant:
-        node.wrong(f'"{name}" is taken as a type of its own{hint}')
+    if suggestion:
+        node.report(f'"{name}" is treated as a custom type{hint}')
     return name
 
 
-def _limits(node: Node) -> SizeLimits:
-    usual = SizeLimits()
+def _limits(node: JsonNode) -> SizeLimits:
+    default = SizeLimits()
     if node.value is None or not node.is_object(("imageBytes", "audioBytes", "fileBytes")):
-        return usual
+        return default
     return SizeLimits(
-        image=node.at("imageBytes").whole(usual.image, least=0),
-        audio=node.at("audioBytes").whole(usual.audio, least=0),
-        file=node.at("fileBytes").whole(usual.file, least=0),
+        image=node.child("imageBytes").integer(default.image, least=0),
+        audio=node.child("audioBytes").integer(default.audio, least=0),
+        file=node.child("fileBytes").integer(default.file, least=0),
     )
 
 
-def _fallback(entry_id: str, node: Node, known: Collection[str]) -> tuple[str, ...]:
+def _fallback(entry_id: str, node: JsonNode, known: Collection[str]) -> tuple[str, ...]:
     chosen: dict[str, None] = {}
     for item in node.items():
-        name = item.needed_text()
+        name = item.required_text()
         if name is None:
             continue
         if name == entry_id:
-            item.wrong("a service cannot stand in for itself")
+            item.report("a service cannot be its own fallback")
         elif name in known:
             chosen[name] = None
         else:
-            meant = nearest(name, set(known))
-            hint = f'; did you mean "{meant}"?' if meant else ""
-            item.wrong(f'there is no service "{one_line(name, 40)}"{hint}')
+            suggestion = closest_match(name, set(known))
+            hint = f'; did you mean "{suggestion}"?' if suggestion else ""
+            item.report(f'there is no service "{one_line(name, 40)}"{hint}')
     return tuple(chosen)
 
 
-class Services:
-    """The services in the order of their file. `adopt` makes a reload visible to everyone who holds this object."""
+class ServiceRegistry:
+    """The configured services in file order. `replace_with` applies a reload for all holders of this object."""
 
     def __init__(self, entries: Sequence[ServiceEntry] = (), problems: Sequence[Problem] = ()) -> None:
         self._entries = {entry.id: entry for entry in entries}
         self.problems = tuple(problems)
-        self.edition = 0
-        """How often other entries were adopted."""
+        self.version = 0
+        """Number of reloads."""
 
     @classmethod
-    def load(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Services:
-        """What the society in `folder` has; no file, no services. `ConfigError` when the file cannot be read at all."""
+    def load(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> ServiceRegistry:
+        """Load the services of the society in `folder`. Raise `ConfigError` if the file cannot be parsed."""
         stored, problems = SecretsFile(folder / "data" / "secrets.json").read()
-        data = read_file(folder / FILE)
+        data = read_services_file(folder / SERVICES_FILE)
         if data is None:
             return cls(problems=problems)
-        entries, more = read_services(data, keys_from(environ, stored))
-        return cls(entries, [*more, *problems])
+        entries, file_problems = parse_services(data, key_lookup(environ, stored))
+        return cls(entries, [*file_problems, *problems])
 
-    def adopt(self, other: Services) -> None:
+    def replace_with(self, other: ServiceRegistry) -> None:
         self._entries, self.problems = other._entries, other.problems
-        self.edition += 1
+        self.version += 1
 
     def __iter__(self) -> Iterator[ServiceEntry]:
         return iter(self._entries.values())
@@ -527,12 +514,12 @@ class Services:
     def __contains__(self, service_id: object) -> bool:
         return service_id in self._entries
 
-    def has(self, entry: ServiceEntry) -> bool:
-        """Whether it is there as it is."""
+    def has_unchanged(self, entry: ServiceEntry) -> bool:
+        """True if the registry contains exactly this entry."""
         return self._entries.get(entry.id) == entry
 
-    def entry(self, service_id: str | None = None) -> ServiceEntry:
-        """The service of that id; without one, the first."""
+    def get(self, service_id: str | None = None) -> ServiceEntry:
+        """Return the entry with that id, or the first one without an id. Raise `UnknownService` if there is none."""
         if service_id is None and self._entries:
             return next(iter(self))
         try:
@@ -544,16 +531,16 @@ class Services:
         return self.get_capabilities(service_id).has(capability, direction)
 
     def get_capabilities(self, service_id: str) -> Capabilities:
-        """What its entry declares, or what is inferred where that says nothing."""
-        return self.entry(service_id).capabilities
+        """Return the declared capabilities, or the inferred ones if none are declared."""
+        return self.get(service_id).capabilities
 
 
-def read_file(path: Path) -> bytes | None:
+def read_services_file(path: Path) -> bytes | None:
+    """Return the content, None if there is no file. Reads at most one byte more than the size limit."""
     try:
         with path.open("rb") as file:
-            # One byte more than allowed is enough to know that it is too long.
-            return file.read(MAX_BYTES + 1)
+            return file.read(MAX_SERVICES_BYTES + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError([Problem(FILE, f"cannot be read: {error.strerror}", fatal=True)]) from error
+        raise ConfigError([Problem(SERVICES_FILE, f"cannot be read: {error.strerror}", fatal=True)]) from error

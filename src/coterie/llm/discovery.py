@@ -1,8 +1,7 @@
-"""Trying a service out: one real question, and what came of it in words.
+"""Health checks of services, and discovery of services that could be set up.
 
-Which services were tried out, and how that went: a service that nobody tried is marked as such.
-
-What could be set up without asking anybody for anything: keys in the environment, servers on this machine.
+A health check sends one real request and explains the result. Discovery looks for keys in the environment and for model
+servers on this machine.
 """
 
 from __future__ import annotations
@@ -18,56 +17,64 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
-from coterie.clock import Clock, to_wire
+from coterie.clock import Clock, to_rfc3339
 from coterie.llm.config import ServiceEntry
 from coterie.llm.gateway import MakeService
-from coterie.llm.learned_limits import Notebook
-from coterie.llm.service import Malformed, ServiceError, Terminal, Transient
-from coterie.llm.types import Answer, Request, Text, UserSaid
-from coterie.text import clean, one_line
+from coterie.llm.learned_limits import ServiceRecords
+from coterie.llm.service import MalformedResponse, PermanentError, ServiceError, TransientError
+from coterie.llm.types import Completion, ModelRequest, TextPart, UserMessage
+from coterie.text import one_line, to_storable
 
-PATIENCE = timedelta(seconds=40)
-"""Half of it is for the first word: a local server may have to load its model first."""
-QUESTION = "Answer with the single word: ok"
+HEALTH_CHECK_TIMEOUT = timedelta(seconds=40)
+"""Half of it is for the first byte: a local server may have to load its model."""
+HEALTH_CHECK_PROMPT = "Answer with the single word: ok"
 
-Code = Literal["ok", "auth", "unreachable", "no_model", "quota", "refused", "timeout", "malformed"]
+HealthCode = Literal["ok", "auth", "unreachable", "no_model", "quota", "refused", "timeout", "malformed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class HealthCheck:
+    """Result of one health check."""
+
     ok: bool
-    code: Code
+    code: HealthCode
     message: str
-    """What it means and what to do, in one sentence."""
+    """Meaning and remedy, in one sentence."""
     detail: str
-    """What the service said, in one sentence; empty when all is well. Never holds a key."""
+    """The service's error in one sentence, empty on success. Never contains a key."""
     ms: int
     at: datetime
 
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self) | {"at": to_wire(self.at)}
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"at": to_rfc3339(self.at)}
 
 
-async def try_out(entry: ServiceEntry, make: MakeService, clock: Clock) -> Trial:
-    """Ask the service one thing, past queue and breaker. Whatever comes of it is a `Trial`."""
-    began = time.monotonic()  # a wire lives in real time, whatever the clock says
-    error: ServiceError | None = None
+async def check_health(entry: ServiceEntry, make_service: MakeService, clock: Clock) -> HealthCheck:
+    """Send one request to the service, without queue and circuit breaker."""
+    started = time.monotonic()  # network time, not the time of `clock`
+    error: ServiceError | None
     if entry.missing_key:
-        error = Terminal(f'service "{entry.id}" has no key: {entry.missing_key} is not set', category="auth")
+        error = PermanentError(f'service "{entry.id}" has no key: {entry.missing_key} is not set', category="auth")
     else:
-        error = await _ask(_hurried(entry), make)
-    ms = round((time.monotonic() - began) * 1000)
+        error = await _send_prompt(replace(entry, timeout=min(entry.timeout, HEALTH_CHECK_TIMEOUT)), make_service)
+    ms = round((time.monotonic() - started) * 1000)
     code = _code(error)
-    detail = "" if error is None else str(error)
-    return Trial(ok=error is None, code=code, message=_told(code, entry, ms), detail=detail, ms=ms, at=clock.now())
+    return HealthCheck(
+        ok=error is None,
+        code=code,
+        message=_message(code, entry, ms),
+        detail="" if error is None else str(error),
+        ms=ms,
+        at=clock.now(),
+    )
 
 
-async def _ask(entry: ServiceEntry, make: MakeService) -> ServiceError | None:
-    service = make(entry)
-    pieces = service.generate(Request(said=(UserSaid((Text(QUESTION),)),)))
+async def _send_prompt(entry: ServiceEntry, make_service: MakeService) -> ServiceError | None:
+    service = make_service(entry)
+    pieces = service.generate(ModelRequest(messages=(UserMessage((TextPart(HEALTH_CHECK_PROMPT),)),)))
     try:
         async for piece in pieces:
-            if isinstance(piece, Answer):
+            if isinstance(piece, Completion):
                 return None
     except ServiceError as error:
         return error
@@ -75,95 +82,95 @@ async def _ask(entry: ServiceEntry, make: MakeService) -> ServiceError | None:
         if isinstance(pieces, AsyncGenerator):
             await pieces.aclose()
         await service.close()
-    return Malformed(f'service "{entry.id}" ended its stream without an answer')
+    return MalformedResponse(f'service "{entry.id}" ended its stream without an answer')
 
 
-def _hurried(entry: ServiceEntry) -> ServiceEntry:
-    return replace(entry, timeout=min(entry.timeout, PATIENCE))
-
-
-def _code(error: ServiceError | None) -> Code:
+def _code(error: ServiceError | None) -> HealthCode:
     match error:
         case None:
             return "ok"
-        case Terminal(category="auth"):
+        case PermanentError(category="auth"):
             return "auth"
-        case Terminal(category="model"):
+        case PermanentError(category="model"):
             return "no_model"
-        case Terminal(category="quota"):
+        case PermanentError(category="quota"):
             return "quota"
-        case Transient(why="unreachable"):
+        case TransientError(reason="unreachable"):
             return "unreachable"
-        case Transient(why="late"):
+        case TransientError(reason="timeout"):
             return "timeout"
-        case Transient(why="cut") | Malformed():
+        case TransientError(reason="truncated") | MalformedResponse():
             return "malformed"
     return "refused"
 
 
-def _told(code: Code, entry: ServiceEntry, ms: int) -> str:
+def _message(code: HealthCode, entry: ServiceEntry, ms: int) -> str:
     match code:
         case "ok":
             return f"It answered in {ms / 1000:.1f} s."
         case "auth" if entry.api_key:
             return "The key was not accepted: copy it again, or make a new one where you got it."
         case "auth":
-            return "It wants a key: enter one."
+            return "It needs a key: enter one."
         case "unreachable":
-            return f"Nobody answers at {entry.base_url}: check the address, and that the server runs."
+            return f"No server answers at {entry.base_url}: check the address, and that the server runs."
         case "no_model":
             return f'There is no model "{entry.model}" at {entry.base_url}: check the name and the address.'
         case "quota":
-            return "The account has nothing left to spend: check its plan and billing."
+            return "The account has no quota left: check its plan and billing."
         case "timeout":
             return "It did not answer in time: try again, or choose a smaller model."
         case "malformed":
-            return f"What answers at {entry.base_url} speaks no OpenAI-compatible language: check the address."
-    return "It is there but would not answer: what it said is below; try again later, or change its settings."
+            return f"The server at {entry.base_url} is not OpenAI-compatible: check the address."
+    return "It refused the request: see its error below; try again later, or change its settings."
 
 
-class Trials:
+class HealthChecks:
+    """The last health check of each service, in a file."""
+
     def __init__(self, file: Path) -> None:
-        self._notes = Notebook(file, Trial)
-        self._drafts: dict[ServiceEntry, Trial] = {}
-        """Of entries that are not saved yet, with their keys: only in memory."""
+        self._records = ServiceRecords(file, HealthCheck)
+        self._drafts: dict[ServiceEntry, HealthCheck] = {}
+        """Checks of unsaved entries; in memory only, because these entries contain keys."""
 
-    def note(self, entry: ServiceEntry, trial: Trial) -> None:
-        self._notes.write(entry, trial)
+    def record(self, entry: ServiceEntry, check: HealthCheck) -> None:
+        self._records.put(entry, check)
 
-    def note_draft(self, entry: ServiceEntry, trial: Trial) -> None:
-        self._drafts = {entry: trial}
+    def record_draft(self, entry: ServiceEntry, check: HealthCheck) -> None:
+        self._drafts = {entry: check}
 
-    def saved(self, entry: ServiceEntry, *, new_key: bool) -> None:
-        """The entry is in the file now. A trial of just this draft is one of it; with a new key, no other counts."""
-        if trial := self._drafts.pop(entry, None):
-            self.note(entry, trial)
+    def on_entry_saved(self, entry: ServiceEntry, *, new_key: bool) -> None:
+        """Keep the check of this draft, if any. Otherwise a new key voids the earlier check."""
+        if check := self._drafts.pop(entry, None):
+            self.record(entry, check)
         elif new_key:
-            self._notes.erase(entry)
+            self._records.remove(entry)
 
-    def of(self, entry: ServiceEntry) -> Trial | None:
-        return self._notes.of(entry)
+    def get(self, entry: ServiceEntry) -> HealthCheck | None:
+        return self._records.get(entry)
 
 
-PATIENCE_OFFERS = 1.0
-"""Seconds for a server on this machine to say which models it has."""
-MAX_BYTES = 1_000_000
+LOCAL_SERVER_TIMEOUT_SECONDS = 1.0
+"""For a server on this machine to list its models."""
+MAX_MODEL_LIST_BYTES = 1_000_000
 MAX_MODELS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class DiscoveredService:
+    """A service that could be set up."""
+
     id: str
     name: str
     base_url: str
     key_name: str | None = None
-    """The environment variable that holds the key; the key itself is nobody's business."""
+    """Environment variable of the key. The key itself is never returned."""
     models: tuple[str, ...] = ()
-    """What a local server says it has."""
-    sees: bool = False
-    """Most of its models take pictures and call tools; what a local one can do, its owner knows."""
+    """Models that a local server lists."""
+    has_vision: bool = False
+    """Most of its models read images and call tools. Unknown for local servers."""
 
-    def to_wire(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "name": self.name,
@@ -172,64 +179,72 @@ class Offer:
             "apiKey": self.key_name and f"${{{self.key_name}}}",
             "models": list(self.models),
             "capabilities": {
-                "input": ["text", "vision"] if self.sees else ["text"],
-                "output": ["text", "tool_calling"] if self.sees else ["text"],
+                "input": ["text", "vision"] if self.has_vision else ["text"],
+                "output": ["text", "tool_calling"] if self.has_vision else ["text"],
             },
         }
 
 
-WITH_KEYS = (
-    Offer(id="openai", name="OpenAI", base_url="https://api.openai.com/v1", key_name="OPENAI_API_KEY", sees=True),
-    Offer(
+KEYED_SERVICES = (
+    DiscoveredService(
+        id="openai",
+        name="OpenAI",
+        base_url="https://api.openai.com/v1",
+        key_name="OPENAI_API_KEY",
+        has_vision=True,
+    ),
+    DiscoveredService(
         id="anthropic",
         name="Anthropic",
         base_url="https://api.anthropic.com/v1",
         key_name="ANTHROPIC_API_KEY",
-        sees=True,
+        has_vision=True,
     ),
-    Offer(
+    DiscoveredService(
         id="gemini",
         name="Google Gemini",
         base_url="https://generativelanguage.googleapis.com/v1beta/openai",
         key_name="GEMINI_API_KEY",
-        sees=True,
+        has_vision=True,
     ),
 )
-LOCAL = (
-    Offer(id="ollama", name="Ollama", base_url="http://127.0.0.1:11434/v1"),
-    Offer(id="llama-cpp", name="llama.cpp", base_url="http://127.0.0.1:8080/v1"),
-    Offer(id="lm-studio", name="LM Studio", base_url="http://127.0.0.1:1234/v1"),
+LOCAL_SERVERS = (
+    DiscoveredService(id="ollama", name="Ollama", base_url="http://127.0.0.1:11434/v1"),
+    DiscoveredService(id="llama-cpp", name="llama.cpp", base_url="http://127.0.0.1:8080/v1"),
+    DiscoveredService(id="lm-studio", name="LM Studio", base_url="http://127.0.0.1:1234/v1"),
 )
 
 
-def keys_found(environ: Mapping[str, str]) -> list[Offer]:
-    return [offer for offer in WITH_KEYS if environ.get(offer.key_name or "", "").strip()]
+def discover_keyed_services(environ: Mapping[str, str]) -> list[DiscoveredService]:
+    """Return the services whose key is set in the environment."""
+    return [service for service in KEYED_SERVICES if environ.get(service.key_name or "", "").strip()]
 
 
-async def servers_found(places: Sequence[Offer] = LOCAL) -> list[Offer]:
-    """Those that answer. Only this machine is asked, and only for the names of models."""
-    # No proxy: an address of this machine is meant as it stands.
-    async with httpx.AsyncClient(timeout=PATIENCE_OFFERS, trust_env=False) as client:
-        return [offer for offer in await asyncio.gather(*(_look(client, one) for one in places)) if offer]
+async def discover_local_servers(candidates: Sequence[DiscoveredService] = LOCAL_SERVERS) -> list[DiscoveredService]:
+    """Return the candidates that answer, with their models."""
+    # No proxy: these addresses are on this machine.
+    async with httpx.AsyncClient(timeout=LOCAL_SERVER_TIMEOUT_SECONDS, trust_env=False) as client:
+        probes = await asyncio.gather(*(_probe(client, candidate) for candidate in candidates))
+    return [server for server in probes if server]
 
 
-async def _look(client: httpx.AsyncClient, place: Offer) -> Offer | None:
+async def _probe(client: httpx.AsyncClient, candidate: DiscoveredService) -> DiscoveredService | None:
     try:
-        async with asyncio.timeout(PATIENCE_OFFERS):
-            listed = msgspec.json.decode(await _get(client, f"{place.base_url}/models"))
+        async with asyncio.timeout(LOCAL_SERVER_TIMEOUT_SECONDS):
+            listed = msgspec.json.decode(await _get(client, f"{candidate.base_url}/models"))
         names = [item["id"] for item in listed["data"]]
     except (httpx.HTTPError, TimeoutError, ValueError, TypeError, KeyError):
-        return None  # nobody is there, or somebody else: any program may have such a port
-    models = tuple(one_line(clean(name)) for name in names[:MAX_MODELS] if isinstance(name, str))
-    return Offer(id=place.id, name=place.name, base_url=place.base_url, models=models)
+        return None  # no server, or another program uses the port
+    models = tuple(one_line(to_storable(name)) for name in names[:MAX_MODELS] if isinstance(name, str))
+    return replace(candidate, models=models)
 
 
 async def _get(client: httpx.AsyncClient, url: str) -> bytes:
     data = bytearray()
     async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
         response.raise_for_status()
-        async for piece in response.aiter_raw():
-            data += piece
-            if len(data) > MAX_BYTES:
+        async for chunk in response.aiter_raw():
+            data += chunk
+            if len(data) > MAX_MODEL_LIST_BYTES:
                 raise ValueError("too long for a list of models")
     return bytes(data)

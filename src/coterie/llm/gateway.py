@@ -1,9 +1,7 @@
-"""The door to models: whoever asks one comes through here.
+"""Gateway to model services: every request of an agent goes through `ModelGateway.generate`.
 
-It fits the request to the service, keeps to the service's limits, and asks another where the first cannot answer.
-Waiting and asking again after a passing failure is the caller's part, who may have better things to do meanwhile.
-
-A circuit breaker: after some failures in a row nobody asks for a while, then one request tries.
+It adapts the request to the service, applies the concurrency limit and the circuit breaker, and tries fallback
+services. Retries after a transient error are the caller's task.
 """
 
 from __future__ import annotations
@@ -19,373 +17,385 @@ from datetime import timedelta
 from msgspec.structs import replace
 
 from coterie.clock import Clock
-from coterie.llm.concurrency import Queue, ServiceQueues
-from coterie.llm.config import ServiceEntry, Services
-from coterie.llm.learned_limits import Refusals
-from coterie.llm.routing import CapabilityRouter, uses
+from coterie.llm.concurrency import ServiceQueue, ServiceQueues
+from coterie.llm.config import ServiceEntry, ServiceRegistry
+from coterie.llm.learned_limits import LearnedLimits
+from coterie.llm.routing import CapabilityRouter, required_capabilities
 from coterie.llm.service import (
+    CircuitOpen,
+    ContextTooLong,
     LLMService,
-    Local,
-    Malformed,
-    Passing,
+    MalformedResponse,
+    PermanentError,
     ServiceError,
-    Terminal,
-    TooLong,
-    Transient,
-    Unsupported,
+    TransientError,
+    TransientReason,
+    UnsupportedCapability,
 )
-from coterie.llm.types import Answer, Delta, Request
+from coterie.llm.types import Completion, ModelRequest, TextDelta
 
-FAILURES = 5
-REST = 15.0
-LONGEST_REST = 120.0
-WHILE_TRYING = 1.0
+MAX_FAILURES = 5
+FIRST_OPEN_SECONDS = 15.0
+MAX_OPEN_SECONDS = 120.0
+PROBE_RECHECK_SECONDS = 1.0
+"""Wait that is reported while a probe is running."""
 
 
-class Breaker:
-    """Closed; after failures open for a rest; then half open: one probe at a time. Times are monotonic seconds."""
+class CircuitBreaker:
+    """Opens after consecutive failures, then lets one probe at a time through. Times are monotonic seconds."""
 
-    def __init__(self, failures: int = FAILURES, rest: float = REST, longest: float = LONGEST_REST) -> None:
-        self._allowed, self._first_rest, self._longest = failures, rest, longest
+    def __init__(
+        self,
+        max_failures: int = MAX_FAILURES,
+        first_open_seconds: float = FIRST_OPEN_SECONDS,
+        max_open_seconds: float = MAX_OPEN_SECONDS,
+    ) -> None:
+        self._max_failures, self._first_open, self._max_open = max_failures, first_open_seconds, max_open_seconds
         self._failures = 0
-        self._rest = rest
+        self._open_seconds = first_open_seconds
+        """How long the breaker opens next time; doubles each time."""
         self._probe_at: float | None = None
-        """When the next probe may go. None: closed."""
+        """Time of the next probe; None: closed."""
         self._probing = False
 
-    def wait(self, now: float) -> float:
-        """How long until a request may go; 0 when it may go now."""
+    def seconds_until_allowed(self, now: float) -> float:
+        """Return 0 if a request may start now."""
         if self._probe_at is None:
             return 0.0
         if now < self._probe_at:
             return self._probe_at - now
-        return WHILE_TRYING if self._probing else 0.0
+        return PROBE_RECHECK_SECONDS if self._probing else 0.0
 
-    def enter(self) -> bool:
-        """A request goes, after `wait` said it may. True: it is the probe, and its end must be told."""
+    def start_request(self) -> bool:
+        """Register a request after `seconds_until_allowed` returned 0. True: it is a probe, so record its end."""
         self._probing = self._probe_at is not None
         return self._probing
 
-    def succeeded(self) -> None:
-        self._failures, self._rest = 0, self._first_rest
+    def record_success(self) -> None:
+        self._failures, self._open_seconds = 0, self._first_open
         self._probe_at, self._probing = None, False
 
-    def failed(self, now: float, *, probe: bool) -> None:
-        # Requests that went before it opened fail afterwards, all of one cause: they do not count again.
+    def record_failure(self, now: float, *, probe: bool) -> None:
+        # Requests that started before the breaker opened fail for the same cause; do not count them again.
         if self._probe_at is not None and not probe:
             return
         self._failures += 1
-        if probe or self._failures >= self._allowed:
-            self._probe_at, self._probing = now + self._rest, False
-            self._rest = min(self._longest, self._rest * 2)
+        if probe or self._failures >= self._max_failures:
+            self._probe_at, self._probing = now + self._open_seconds, False
+            self._open_seconds = min(self._max_open, self._open_seconds * 2)
 
     def trip(self, now: float, *, at_least: float = 0.0) -> None:
-        """Open now, without waiting for more failures: another service answers meanwhile.
-
-        `at_least`: the service asked for so many seconds.
-        """
+        """Open at once, because a fallback can answer. `at_least`: seconds the service asked us to wait."""
         if self._probe_at is None:
-            self._probe_at = now + self._rest
-            self._rest = min(self._longest, self._rest * 2)
+            self._probe_at = now + self._open_seconds
+            self._open_seconds = min(self._max_open, self._open_seconds * 2)
         if not self._probing:
             self._probe_at = max(self._probe_at, now + at_least)
 
-    def left(self, *, probe: bool) -> None:
-        """The request ended without saying anything about the service: its caller went away."""
+    def record_abandoned(self, *, probe: bool) -> None:
+        """The caller cancelled the request; this says nothing about the service."""
         if probe:
             self._probing = False
 
 
-Stream = AsyncGenerator[Delta | Answer, None]
+Stream = AsyncGenerator[TextDelta | Completion, None]
 MakeService = Callable[[ServiceEntry], LLMService]
-OnRoom = Callable[[str, bool], None]
-"""Told the service, and whether its requests are for the person."""
+OnCapacity = Callable[[str, bool], None]
+"""Called with a service id and whether the capacity is for requests of the person."""
 
-WAITING = 32
-"""Requests that may wait for one service in this process before further agents are left unclaimed."""
-REPLACE_WITHIN = timedelta(seconds=6)
-"""A service that fails is replaced by its fallback within this, the quick retry included. A silent one is replaced when
-its own limit for the first byte is over."""
-QUICK_PAUSE = timedelta(milliseconds=500)
-"""Before the one retry of a service that has a fallback."""
+MAX_WAITING_REQUESTS = 32
+"""Requests per service that may wait in this process. Above this, no further turn is claimed for the service."""
+FALLBACK_WITHIN = timedelta(seconds=6)
+"""Time until a failing service is replaced by its fallback, including one retry. A service that sends nothing is
+replaced when its first-byte deadline ends."""
+RETRY_PAUSE = timedelta(milliseconds=500)
+"""Pause before the single retry of a service that has a fallback."""
 
 
-class Models:
+class ModelGateway:
     def __init__(
         self,
-        services: Services,
+        services: ServiceRegistry,
         router: CapabilityRouter,
-        refusals: Refusals,
-        make: MakeService,
+        learned_limits: LearnedLimits,
+        make_service: MakeService,
         clock: Clock,
         queues: ServiceQueues | None = None,
         *,
-        replace_within: timedelta = REPLACE_WITHIN,
+        fallback_within: timedelta = FALLBACK_WITHIN,
     ) -> None:
-        """`queues`: those that other processes share. `replace_within`: see `REPLACE_WITHIN`."""
-        self._services, self._router, self._refusals = services, router, refusals
-        self._make, self._clock, self._queues = make, clock, queues or ServiceQueues(clock)
-        self._replace_within = replace_within.total_seconds()
-        self._lines: dict[ServiceEntry, _Line] = {}
+        """`queues`: given if other processes share the services' limits."""
+        self._services, self._router, self._learned_limits = services, router, learned_limits
+        self._make_service, self._clock, self._queues = make_service, clock, queues or ServiceQueues(clock)
+        self._fallback_within = fallback_within.total_seconds()
+        self._active: dict[ServiceEntry, _ActiveService] = {}
         self._waiting: Counter[tuple[str, bool]] = Counter()
-        """Requests that wait for a slot, by the service that was asked first, and whether they are for the person."""
-        self._on_room: list[OnRoom] = []
-        self._edition = services.edition
-        """The one whose changes are dealt with."""
+        """Requests that wait for a slot, by requested service id and `for_person`."""
+        self._on_capacity: list[OnCapacity] = []
+        self._applied_version = services.version
+        """Registry version whose outdated services are closed."""
 
-    async def ask(
+    async def generate(
         self,
         service_id: str,
-        request: Request,
+        request: ModelRequest,
         *,
-        reader: str,
-        person: bool = False,
-        begins: Callable[[], None] | None = None,
+        agent_id: str,
+        for_person: bool = False,
+        on_start: Callable[[], None] | None = None,
     ) -> Stream:
-        """Text as it comes, then one `Answer`; or the `ServiceError` that the caller is to act on.
+        """Yield text deltas, then one `Completion`; or raise `ServiceError`.
 
-        A service that cannot answer is replaced by its `fallback`s in their order: one that cannot be reached, fails,
-        sends nothing usable, asks for a long pause, or refuses the key, the model or the request. None is replaced
-        after its first piece of text: half an answer of one model is never followed by the answer of another. Then the
-        error asks for another try at once, which goes to the next service. When all of them fail, the error names them.
+        If a service fails before its first delta, its `fallback` services are tried in order. After the first delta no
+        other service continues the answer: the error then has `retry_after` 0, and the retry goes to the fallback. If
+        all services fail, the error names them all.
 
-        `person`: the request is for a message of the person, and goes before those of agents. `begins` is called right
-        before a service is really asked, behind its queue; what it raises prevents that.
+        `for_person`: the request answers a message of the person and precedes requests of agents. `on_start` is called
+        after the queue, right before the request is sent; if it raises, nothing is sent.
         """
-        first = self._services.entry(service_id)
-        entries = [first, *map(self._services.entry, first.fallback)]
+        first = self._services.get(service_id)
+        entries = [first, *map(self._services.get, first.fallback)]
         failures: list[ServiceError] = []
         for number, entry in enumerate(entries, 1):
-            spoken = False
-            asking = _Asking(request, reader, (service_id, person), has_spare=number < len(entries), begins=begins)
+            has_output = False
+            attempt = _Attempt(
+                request, agent_id, (service_id, for_person), has_fallback=number < len(entries), on_start=on_start
+            )
             try:
-                async with aclosing(self._speak(entry, asking)) as pieces:
+                async with aclosing(self._try_service(entry, attempt)) as pieces:
                     async for piece in pieces:
-                        spoken = True
+                        has_output = True
                         yield piece
                 return
             except ServiceError as error:
-                if spoken or len(entries) == 1 or not _another_may_help(error):
+                if has_output or len(entries) == 1 or not _fallback_may_help(error):
                     raise
                 failures.append(error)
-        raise _all_failed(failures)
+        raise _combine(failures)
 
-    def subscribe(self, on_room: OnRoom) -> None:
-        """Call `on_room` on the event loop when few requests are left that wait for a service."""
-        self._on_room.append(on_room)
+    def subscribe(self, on_capacity: OnCapacity) -> None:
+        """Call `on_capacity` on the event loop when a service can take more waiting requests."""
+        self._on_capacity.append(on_capacity)
 
-    def waiting(self, service_id: str, *, person: bool) -> int:
-        """Requests that wait for a slot and asked this service first. Called from any thread."""
-        return self._waiting[service_id, person]
+    def count_waiting(self, service_id: str, *, for_person: bool) -> int:
+        """Return the number of requests for this service that wait for a slot. Thread-safe."""
+        return self._waiting[service_id, for_person]
 
-    def queue(self, service_id: str) -> Queue:
-        return self._line(self._services.entry(service_id)).queue
+    def queue(self, service_id: str) -> ServiceQueue:
+        return self._activate(self._services.get(service_id)).queue
 
-    def has_room(self, service_id: str, person: bool) -> bool:
-        """Whether one more request may wait for this service. Called from any thread."""
-        return self._waiting[service_id, person] < self._most_waiting(service_id)
+    def has_capacity(self, service_id: str, for_person: bool) -> bool:
+        """True if one more request may wait for this service. Thread-safe."""
+        return self._waiting[service_id, for_person] < self._max_waiting(service_id)
 
     def is_any_full(self) -> bool:
-        return any(not self.has_room(*key) for key in [*self._waiting])
-
-    def _most_waiting(self, service_id: str) -> int:
-        limit = self._services.entry(service_id).max_concurrent_requests if service_id in self._services else 0
-        return max(WAITING, limit)
-
-    def _can_do_without(self, error: Unsupported, entry: ServiceEntry, sent: Request, refused: set[str]) -> bool:
-        """Refusing what was not sent, or is sent no more, is no reason to ask the same thing again."""
-        if error.what in refused or error.what not in uses(sent):
-            return False
-        refused.add(error.what)
-        self._refusals.note(entry, error.what, str(error))
-        return True
+        return any(not self.has_capacity(*key) for key in [*self._waiting])
 
     async def close(self) -> None:
-        while self._lines:
-            _, line = self._lines.popitem()
-            await line.service.close()
+        while self._active:
+            _, active = self._active.popitem()
+            await active.service.close()
         await self._queues.close()
 
-    async def _speak(self, entry: ServiceEntry, asking: _Asking) -> Stream:
+    async def _try_service(self, entry: ServiceEntry, attempt: _Attempt) -> Stream:
+        """Ask one service; retry once if it has a fallback, and again without each capability it refuses."""
         if entry.missing_key:
-            raise Terminal(_no_key(entry), category="auth")
-        line = self._line(entry)
-        line.users += 1
+            raise PermanentError(_missing_key_message(entry), category="auth")
+        active = self._activate(entry)
+        breaker = active.breaker
+        active.users += 1
         try:
-            self._check(entry, line.breaker)
-            async with self._slot(line.queue, asking.key):
-                refused, began, limit = set[str](), self._clock.monotonic(), None
+            self._check_breaker(entry, breaker)
+            async with self._slot(active.queue, attempt.key):
+                refused, started, limit = set[str](), self._clock.monotonic(), None
                 while True:
-                    self._check(entry, line.breaker)  # it may have opened while we stood in the queue
-                    # Fitted only now: attachments are not held in memory while a request waits in the queue.
-                    fitted = await self._router.fit(asking.request, entry, reader=asking.reader)
-                    if asking.begins:
-                        asking.begins()
-                    probe, pieces, spoken = line.breaker.enter(), line.service.generate(fitted), False
+                    self._check_breaker(entry, breaker)  # it may have opened while the request waited
+                    # Adapted after the queue, so that waiting requests hold no attachments in memory.
+                    adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
+                    if attempt.on_start:
+                        attempt.on_start()
+                    probe, pieces, has_output = breaker.start_request(), active.service.generate(adapted), False
                     try:
                         piece = await _first(pieces, limit)
                         while piece is not None:
-                            if isinstance(piece, Answer):
-                                line.breaker.succeeded()
+                            if isinstance(piece, Completion):
+                                breaker.record_success()
                                 yield replace(piece, service=entry.id)
                                 return
-                            spoken = True
+                            has_output = True
                             yield piece
                             piece = await anext(pieces, None)
-                        raise Malformed(f'service "{entry.id}" ended its stream without an answer')
+                        raise MalformedResponse(f'service "{entry.id}" ended its stream without an answer')
                     except ServiceError as error:
-                        self._judge(line.breaker, error, probe)
-                        if not spoken and isinstance(error, Unsupported):
-                            if not self._can_do_without(error, entry, fitted, refused):
+                        self._record_end(breaker, error, probe)
+                        if not has_output and isinstance(error, UnsupportedCapability):
+                            if not self._learn_limit(error, entry, adapted, refused):
                                 raise
-                            continue  # asked again, with less
-                        if not asking.has_spare or not isinstance(error, Transient | Malformed):
+                            continue
+                        if not attempt.has_fallback or not isinstance(error, TransientError | MalformedResponse):
                             raise
-                        pause = self._pause(error, line.breaker, began)
-                        if spoken or limit is not None or pause is None:
-                            raise self._replaced(error, line.breaker, spoken) from error
+                        pause = self._retry_pause(error, breaker, started)
+                        if has_output or limit is not None or pause is None:
+                            raise self._trip(error, breaker, has_output) from error
                     except BaseException as error:
-                        self._judge(line.breaker, error, probe)
+                        self._record_end(breaker, error, probe)
                         raise
                     finally:
                         if isinstance(pieces, AsyncGenerator):
                             await pieces.aclose()
                     await self._clock.sleep(pause)
-                    limit = began + self._replace_within - self._clock.monotonic()
+                    limit = started + self._fallback_within - self._clock.monotonic()
         finally:
-            line.users -= 1
-            if self._edition != self._services.edition:
-                await self._close_unused()
+            active.users -= 1
+            if self._applied_version != self._services.version:
+                await self._close_outdated()
 
     @asynccontextmanager
-    async def _slot(self, queue: Queue, key: tuple[str, bool]) -> AsyncIterator[None]:
+    async def _slot(self, queue: ServiceQueue, key: tuple[str, bool]) -> AsyncIterator[None]:
         self._waiting[key] += 1
         entered = False
         try:
-            async with queue.slot(person=key[1]):
-                self._no_longer_waits(key)
+            async with queue.slot(for_person=key[1]):
+                self._stop_waiting(key)
                 entered = True
                 yield
         finally:
             if not entered:
-                self._no_longer_waits(key)
+                self._stop_waiting(key)
 
-    def _no_longer_waits(self, key: tuple[str, bool]) -> None:
+    def _stop_waiting(self, key: tuple[str, bool]) -> None:
         self._waiting[key] -= 1
-        if self._waiting[key] <= self._most_waiting(key[0]) // 2:
-            for tell in self._on_room:
-                tell(*key)
+        if self._waiting[key] <= self._max_waiting(key[0]) // 2:
+            for callback in self._on_capacity:
+                callback(*key)
 
-    def _pause(self, error: Transient | Malformed, breaker: Breaker, began: float) -> timedelta | None:
-        """How long to wait before the one quick retry. None: the next service is asked at once."""
-        if isinstance(error, Transient) and error.why == "late":
+    def _max_waiting(self, service_id: str) -> int:
+        limit = self._services.get(service_id).max_concurrent_requests if service_id in self._services else 0
+        return max(MAX_WAITING_REQUESTS, limit)
+
+    def _learn_limit(
+        self, error: UnsupportedCapability, entry: ServiceEntry, sent: ModelRequest, refused: set[str]
+    ) -> bool:
+        """Record the refused capability. False if the request did not use it, so a retry would be the same."""
+        if error.capability in refused or error.capability not in required_capabilities(sent):
+            return False
+        refused.add(error.capability)
+        self._learned_limits.record(entry, error.capability, str(error))
+        return True
+
+    def _retry_pause(
+        self, error: TransientError | MalformedResponse, breaker: CircuitBreaker, started: float
+    ) -> timedelta | None:
+        """Return the pause before the single retry. None: go to the fallback now."""
+        if isinstance(error, TransientError) and error.reason == "timeout":
             return None
         now = self._clock.monotonic()
-        wait = max(QUICK_PAUSE, (isinstance(error, Transient) and error.retry_after) or QUICK_PAUSE)
-        # Half of the time is left for the retry itself.
-        too_late = now - began + wait.total_seconds() > self._replace_within / 2
-        return None if too_late or breaker.wait(now) else wait
+        pause = max(RETRY_PAUSE, (isinstance(error, TransientError) and error.retry_after) or RETRY_PAUSE)
+        # Half of the time is reserved for the retry itself.
+        too_late = now - started + pause.total_seconds() > self._fallback_within / 2
+        return None if too_late or breaker.seconds_until_allowed(now) else pause
 
-    def _replaced(self, error: Transient | Malformed, breaker: Breaker, spoken: bool) -> ServiceError:
-        """The service is left alone for a while; the next requests go to its fallback at once."""
-        asked_for = (isinstance(error, Transient) and error.retry_after) or timedelta(0)
-        breaker.trip(self._clock.monotonic(), at_least=asked_for.total_seconds())
-        return Transient(str(error), retry_after=timedelta(0), why="cut") if spoken else error
+    def _trip(
+        self, error: TransientError | MalformedResponse, breaker: CircuitBreaker, has_output: bool
+    ) -> ServiceError:
+        """Open the breaker, so that the next requests go to the fallback. Return the error to raise."""
+        retry_after = (isinstance(error, TransientError) and error.retry_after) or timedelta(0)
+        breaker.trip(self._clock.monotonic(), at_least=retry_after.total_seconds())
+        return TransientError(str(error), retry_after=timedelta(0), reason="truncated") if has_output else error
 
-    def _judge(self, breaker: Breaker, error: BaseException, probe: bool) -> None:
-        """How a request ended tells something of the service, or nothing when its caller went away."""
+    def _record_end(self, breaker: CircuitBreaker, error: BaseException, probe: bool) -> None:
         match error:
-            case Transient() | Malformed():
-                breaker.failed(self._clock.monotonic(), probe=probe)
+            case TransientError() | MalformedResponse():
+                breaker.record_failure(self._clock.monotonic(), probe=probe)
             case ServiceError():
-                breaker.succeeded()  # it is there, and says no
+                breaker.record_success()  # the service works and refused this request
             case _:
-                breaker.left(probe=probe)
+                breaker.record_abandoned(probe=probe)
 
-    def _check(self, entry: ServiceEntry, breaker: Breaker) -> None:
-        wait = breaker.wait(self._clock.monotonic())
+    def _check_breaker(self, entry: ServiceEntry, breaker: CircuitBreaker) -> None:
+        wait = breaker.seconds_until_allowed(self._clock.monotonic())
         if wait > 0:
             message = f'service "{entry.id}" keeps failing; it is tried again in {math.ceil(wait)} s'
-            raise Local(message, retry_after=timedelta(seconds=wait))
+            raise CircuitOpen(message, retry_after=timedelta(seconds=wait))
 
-    def _line(self, entry: ServiceEntry) -> _Line:
-        line = self._lines.get(entry)
-        if line is None:
-            queue = self._queues.at(entry.id, entry.max_concurrent_requests)
-            line = self._lines[entry] = _Line(self._make(entry), queue)
-        return line
+    def _activate(self, entry: ServiceEntry) -> _ActiveService:
+        active = self._active.get(entry)
+        if active is None:
+            queue = self._queues.queue_for(entry.id, entry.max_concurrent_requests)
+            active = self._active[entry] = _ActiveService(self._make_service(entry), queue)
+        return active
 
-    async def _close_unused(self) -> None:
-        """Services whose entry was changed or removed are closed when their last request has ended."""
-        old = {entry: line for entry, line in self._lines.items() if not self._services.has(entry)}
-        if not any(line.users for line in old.values()):
-            self._edition = self._services.edition
-        for entry, line in old.items():
-            if not line.users:
-                del self._lines[entry]
-                await line.service.close()
+    async def _close_outdated(self) -> None:
+        """Close services whose entry was changed or removed and that have no running request."""
+        outdated = {entry: active for entry, active in self._active.items() if not self._services.has_unchanged(entry)}
+        if not any(active.users for active in outdated.values()):
+            self._applied_version = self._services.version
+        for entry, active in outdated.items():
+            if not active.users:
+                del self._active[entry]
+                await active.service.close()
 
 
 @dataclass(slots=True)
-class _Line:
-    """One entry's service, with its queue and its breaker. A changed entry gets a new one."""
+class _ActiveService:
+    """The service of one entry with its queue and breaker. A changed entry gets a new one."""
 
     service: LLMService
-    queue: Queue
-    breaker: Breaker = field(default_factory=Breaker)
+    queue: ServiceQueue
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     users: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
-    """What one caller wants of a service."""
+class _Attempt:
+    """One request to one service."""
 
-    request: Request
-    reader: str
+    request: ModelRequest
+    agent_id: str
     key: tuple[str, bool]
-    """The service that was asked first, and whether the request is for the person."""
-    has_spare: bool
-    begins: Callable[[], None] | None = None
-    """Another service can be asked after this one."""
+    """Requested service id and `for_person`."""
+    has_fallback: bool
+    on_start: Callable[[], None] | None = None
 
 
-async def _first(pieces: AsyncIterator[Delta | Answer], limit: float | None) -> Delta | Answer | None:
-    """The first piece, within `limit` seconds of the event loop's time: the other end of a wire lives in real time."""
+async def _first(pieces: AsyncIterator[TextDelta | Completion], limit: float | None) -> TextDelta | Completion | None:
+    """Return the first piece. `limit` is in seconds of real time, not of the `Clock`."""
     try:
         async with asyncio.timeout(limit):
             return await anext(pieces, None)
     except TimeoutError:
-        raise Transient(f"the second try brought nothing within {limit:.1f} s", why="late") from None
+        raise TransientError(f"the retry gave no answer within {limit:.1f} s", reason="timeout") from None
 
 
-def _another_may_help(error: ServiceError) -> bool:
+def _fallback_may_help(error: ServiceError) -> bool:
     match error:
-        case Terminal(category="content"):
-            return False  # what was said was refused, not who was asked
-        case TooLong():
+        case PermanentError(category="content"):
+            return False  # the content was refused
+        case ContextTooLong():
             return False  # the caller can shorten the conversation
     return True
 
 
-def _all_failed(failures: Sequence[ServiceError]) -> ServiceError:
-    """One error that names every service that was tried. While one of them may recover, it is tried again."""
+def _combine(failures: Sequence[ServiceError]) -> ServiceError:
+    """Return one error that names all services. It is transient if any of them may recover."""
     if len(failures) == 1:
         return failures[0]
-    words = "; ".join(str(failure).rstrip(".") for failure in failures)
-    passing = [failure for failure in failures if isinstance(failure, Transient | Local)]
-    if passing:
-        waits = [failure.retry_after for failure in passing if failure.retry_after is not None]
-        why: Passing = next((failure.why for failure in passing if isinstance(failure, Transient)), "busy")
-        return Transient(words, retry_after=min(waits) if len(waits) == len(passing) else None, why=why)
-    match next((failure for failure in failures if isinstance(failure, Malformed)), failures[0]):
-        case Terminal(category=category):
-            return Terminal(words, category=category)
-        case Unsupported(what=what):
-            return Unsupported(words, what=what)
-    return Malformed(words)
+    message = "; ".join(str(failure).rstrip(".") for failure in failures)
+    recoverable = [failure for failure in failures if isinstance(failure, TransientError | CircuitOpen)]
+    if recoverable:
+        waits = [failure.retry_after for failure in recoverable if failure.retry_after is not None]
+        reasons: list[TransientReason] = [one.reason for one in recoverable if isinstance(one, TransientError)]
+        retry_after = min(waits) if len(waits) == len(recoverable) else None
+        return TransientError(message, retry_after=retry_after, reason=reasons[0] if reasons else "busy")
+    match next((failure for failure in failures if isinstance(failure, MalformedResponse)), failures[0]):
+        case PermanentError(category=category):
+            return PermanentError(message, category=category)
+        case UnsupportedCapability(capability=capability):
+            return UnsupportedCapability(message, capability=capability)
+    return MalformedResponse(message)
 
 
-def _no_key(entry: ServiceEntry) -> str:
+def _missing_key_message(entry: ServiceEntry) -> str:
     return (
         f'service "{entry.id}" has no key: set {entry.missing_key} in the environment, '
         "or enter it on the setup page, then reload"

@@ -1,11 +1,7 @@
-"""CapabilityRouter: for one request and one service, which parts go through as they are.
+"""Adaptation of a request to the capabilities of one service.
 
-What it makes is a view. The history it is made from keeps references, so the next request, to the same service or to
-another, starts from the originals again.
-
-ContentAdapter: what a model cannot read becomes text that tells it what there is and who can read it.
-
-Every description is one JSON object on one line: it can be parsed, and nothing inside can pass for anything else.
+`CapabilityRouter` decides which attachments are sent as bytes. `ContentAdapter` describes the others in text: one JSON
+object on one line, so that its content cannot be mistaken for anything else. History is unchanged.
 """
 
 from __future__ import annotations
@@ -17,26 +13,36 @@ from typing import Any, Literal, Protocol
 
 from msgspec.structs import replace
 
-from coterie.artifacts import Artifact, ArtifactType, Bytes, tidy_filename
+from coterie.artifacts import Artifact, ArtifactType, BlobStore, sanitize_filename
 from coterie.errors import CoterieError
 from coterie.llm.config import ServiceEntry
-from coterie.llm.learned_limits import Refusals
-from coterie.llm.service import NEEDS
-from coterie.llm.types import AssistantSaid, Attachment, Call, Inline, Request, Said, Text, ToolSaid, UserSaid
+from coterie.llm.learned_limits import LearnedLimits
+from coterie.llm.service import CAPABILITY_BY_TYPE
+from coterie.llm.types import (
+    AssistantMessage,
+    Attachment,
+    ChatMessage,
+    InlineFile,
+    ModelRequest,
+    TextPart,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
 
-Why = Literal["ability", "size", "missing"]
-"""Why the bytes do not go to the model: it cannot read such content, there is too much of it, or it is kept no more."""
+NotInlineReason = Literal["ability", "size", "missing"]
+"""Why the bytes are not sent: the model lacks the capability, the file is too large, or it is no longer stored."""
 
-MAX_NAMED = 20
-"""Capable agents named in a description; one is enough to forward to, and a society may have thousands."""
+MAX_CAPABLE_AGENTS = 20
+"""Agents named in a description. One is enough to forward to, and a society may have thousands."""
 
-# Beyond JSON's own rules: what ends a line, hides or reorders text, or opens a tag. A name stays a name in any frame.
-_UNRULY = re.compile("[<>\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+# Escaped beyond JSON's rules: characters that end a line, hide or reorder text, or open a tag.
+_ESCAPED = re.compile("[<>\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
 class Readers(Protocol):
     async def readers_of(self, kind: ArtifactType, size: int) -> Sequence[str]:
-        """The agents, none of them terminated, whose models take such a file as it is."""
+        """Return the live agents whose models accept such a file as bytes."""
         ...
 
 
@@ -44,146 +50,153 @@ class ContentAdapter:
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
 
-    async def describe(self, attachment: Attachment, why: Why, *, reader: str, limit: int = 0) -> Text:
-        """`attachment` in words for the agent `reader`; `limit`: the bytes its model would have taken."""
-        capable = [] if why == "missing" else await self._others(attachment, reader)
-        told: dict[str, Any] = {
+    async def describe(
+        self, attachment: Attachment, reason: NotInlineReason, *, agent_id: str, limit: int = 0
+    ) -> TextPart:
+        """Describe `attachment` for the agent `agent_id`. `limit`: largest size in bytes that its model accepts."""
+        capable: list[str] = []
+        if reason != "missing":
+            readers = await self._readers.readers_of(attachment.type, attachment.size)
+            capable = [agent for agent in readers if agent != agent_id][:MAX_CAPABLE_AGENTS]
+        description: dict[str, Any] = {
             "artifactRef": attachment.artifact_ref,
             "contentType": attachment.type,
-            "filename": tidy_filename(attachment.filename),
+            "filename": sanitize_filename(attachment.filename),
             "mimeType": attachment.mime_type,
             "size": attachment.size,
-            "unsupported": NEEDS[attachment.type] if why == "ability" else why,
+            "unsupported": CAPABILITY_BY_TYPE[attachment.type] if reason == "ability" else reason,
             "capableAgents": capable,
-            "suggestion": _suggestion(attachment, why, bool(capable), limit),
+            "suggestion": _suggestion(attachment, reason, bool(capable), limit),
         }
-        return Text(on_one_line({"attachment": told}))
-
-    async def _others(self, attachment: Attachment, reader: str) -> list[str]:
-        readers = await self._readers.readers_of(attachment.type, attachment.size)
-        return [agent for agent in readers if agent != reader][:MAX_NAMED]
+        return TextPart(to_single_line_json({"attachment": description}))
 
 
-def _suggestion(attachment: Attachment, why: Why, capable: bool, limit: int) -> str:
+def _suggestion(attachment: Attachment, reason: NotInlineReason, capable: bool, limit: int) -> str:
     kind = attachment.type
-    if why == "missing":
-        return f"This {kind} is no longer kept. Ask whoever sent it, or the person (user), to send it again."
-    said = f"Your model does not take this {kind} as it is."
-    if why == "size":
-        said = f"This {kind} has {attachment.size:,} bytes; your model takes up to {limit:,}."
+    if reason == "missing":
+        return f"This {kind} is no longer kept. Ask its sender, or the person (user), to send it again."
+    text = f"Your model does not take this {kind} as it is."
+    if reason == "size":
+        text = f"This {kind} has {attachment.size:,} bytes; your model takes up to {limit:,}."
     if kind == "file":
-        said += " If it is text, read it with read_artifact."
+        text += " If it is text, read it with read_artifact."
     if capable:
         return (
-            f"{said} To have it read, forward it with send_message to one of capableAgents: "
+            f"{text} To have it read, forward it with send_message to one of capableAgents: "
             "put its artifactRef into payload.attachments and say in payload.text what you want to know."
         )
-    return f"{said} No other agent can read it: ask the person (user) what it shows, or for another form of it."
+    return f"{text} No other agent can read it: ask the person (user) what it shows, or for another form of it."
 
 
-def tool_runs_as_text(said: Sequence[Said]) -> Iterator[Said]:
-    """The same conversation for a model that may not be shown tool calls: what each call gave is told to it."""
-    calls: dict[str, Call] = {}
-    for one in said:
-        match one:
-            case AssistantSaid(text, asked) if asked:
-                calls |= {call.id: call for call in asked}
+def tool_calls_as_text(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Replace tool calls and their results by user messages, for a model without tool calling."""
+    calls: dict[str, ToolCall] = {}
+    for message in messages:
+        match message:
+            case AssistantMessage(text, requested) if requested:
+                calls |= {call.id: call for call in requested}
                 if text:
-                    yield AssistantSaid(text)
-            case ToolSaid(call_id, text):
+                    yield AssistantMessage(text)
+            case ToolMessage(call_id, text):
                 call = calls.get(call_id)
-                told = {"tool": call.name, "arguments": dict(call.arguments)} if call else {}
-                yield UserSaid((Text(on_one_line({"toolResult": told | {"result": text}})),))
+                result = {"tool": call.name, "arguments": dict(call.arguments)} if call else {}
+                yield UserMessage((TextPart(to_single_line_json({"toolResult": result | {"result": text}})),))
             case _:
-                yield one
+                yield message
 
 
-def on_one_line(value: object) -> str:
-    return _UNRULY.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
+def to_single_line_json(value: object) -> str:
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 class ArtifactIndex(Protocol):
-    """The part of a `Store` that knows artifacts."""
+    """The artifact lookup of a `Store`."""
 
     async def artifacts(self, refs: Sequence[str]) -> Mapping[str, Artifact]: ...
 
 
 class CapabilityRouter:
-    def __init__(self, artifacts: ArtifactIndex, kept: Bytes, adapter: ContentAdapter, refusals: Refusals) -> None:
-        self._artifacts, self._kept, self._adapter, self._refusals = artifacts, kept, adapter, refusals
+    def __init__(
+        self, artifacts: ArtifactIndex, blobs: BlobStore, adapter: ContentAdapter, learned_limits: LearnedLimits
+    ) -> None:
+        self._artifacts, self._blobs, self._adapter, self._learned_limits = artifacts, blobs, adapter, learned_limits
 
-    async def fit(self, request: Request, entry: ServiceEntry, *, reader: str) -> Request:
-        """`request` as the service can take it: no `Attachment` is left, and no tools where it has no use for them.
+    async def fit(self, request: ModelRequest, entry: ServiceEntry, *, agent_id: str) -> ModelRequest:
+        """Return the request without `Attachment`s, and without tools if the service does not accept them.
 
-        `reader` is the agent that asks: descriptions never send it to itself.
+        `agent_id`: the requesting agent, which is never suggested as a reader.
         """
-        views = await self._views(request.said, entry, reader)
-        said = tuple(_shown(one, views) for one in request.said) if views else request.said
-        if self.takes_tools(entry):
-            return replace(request, said=said) if views else request
-        return Request(said=tuple(tool_runs_as_text(said)), tools=())
+        views = await self._views(request.messages, entry, agent_id)
+        messages = tuple(_apply(views, message) for message in request.messages) if views else request.messages
+        if self.accepts_tools(entry):
+            return replace(request, messages=messages) if views else request
+        return ModelRequest(messages=tuple(tool_calls_as_text(messages)), tools=())
 
-    def takes_tools(self, entry: ServiceEntry) -> bool:
-        """An entry that says nothing of capabilities may be an old one whose model always had tools."""
-        if self._refusals.refuses(entry, "tool_calling"):
+    def accepts_tools(self, entry: ServiceEntry) -> bool:
+        """True also for entries without declared capabilities: those were always sent tools."""
+        if self._learned_limits.is_refused(entry, "tool_calling"):
             return False
         return entry.capabilities.inferred or entry.capabilities.has("tool_calling", "input")
 
-    async def _views(self, said: Sequence[Said], entry: ServiceEntry, reader: str) -> dict[Attachment, Text | Inline]:
-        attachments = dict.fromkeys(_attachments(said))
+    async def _views(
+        self, messages: Sequence[ChatMessage], entry: ServiceEntry, agent_id: str
+    ) -> dict[Attachment, TextPart | InlineFile]:
+        user_messages = [message for message in messages if isinstance(message, UserMessage)]
+        attachments = dict.fromkeys(
+            part for message in user_messages for part in message.parts if isinstance(part, Attachment)
+        )
         if not attachments:
             return {}
-        known = await self._artifacts.artifacts([one.artifact_ref for one in attachments])
-        return {one: await self._view(one, known.get(one.artifact_ref), entry, reader) for one in attachments}
+        known = await self._artifacts.artifacts([attachment.artifact_ref for attachment in attachments])
+        return {
+            attachment: await self._view(attachment, known.get(attachment.artifact_ref), entry, agent_id)
+            for attachment in attachments
+        }
 
     async def _view(
-        self, attachment: Attachment, artifact: Artifact | None, entry: ServiceEntry, reader: str
-    ) -> Text | Inline:
+        self, attachment: Attachment, artifact: Artifact | None, entry: ServiceEntry, agent_id: str
+    ) -> TextPart | InlineFile:
         if artifact is None:
-            return await self._adapter.describe(attachment, "missing", reader=reader)
-        # What a message says of its attachment was told by somebody; what the artifact says was told by its bytes.
-        facts = Attachment(
+            return await self._adapter.describe(attachment, "missing", agent_id=agent_id)
+        # The message's fields come from the sender; the artifact's were derived from its bytes.
+        verified = Attachment(
             artifact_ref=attachment.artifact_ref,
             type=artifact.type,
-            filename=tidy_filename(attachment.filename or artifact.filename),
+            filename=sanitize_filename(attachment.filename or artifact.filename),
             mime_type=artifact.mime_type,
             size=artifact.size,
         )
-        limit = entry.limits.of(facts.type)
-        if not self._refusals.left(entry).has(NEEDS[facts.type], "input"):
-            return await self._adapter.describe(facts, "ability", reader=reader)
-        if facts.size > limit:
-            return await self._adapter.describe(facts, "size", reader=reader, limit=limit)
+        limit = entry.limits.for_type(verified.type)
+        capabilities = self._learned_limits.effective_capabilities(entry)
+        if not capabilities.has(CAPABILITY_BY_TYPE[verified.type], "input"):
+            return await self._adapter.describe(verified, "ability", agent_id=agent_id)
+        if verified.size > limit:
+            return await self._adapter.describe(verified, "size", agent_id=agent_id, limit=limit)
         data = await self._read(artifact)
         if data is None:
-            return await self._adapter.describe(facts, "missing", reader=reader)
-        return Inline(type=facts.type, filename=facts.filename, mime_type=facts.mime_type, data=data)
+            return await self._adapter.describe(verified, "missing", agent_id=agent_id)
+        return InlineFile(type=verified.type, filename=verified.filename, mime_type=verified.mime_type, data=data)
 
     async def _read(self, artifact: Artifact) -> bytes | None:
+        """Return the bytes, or None if they cannot be read: the agent can go on without them."""
         try:
-            if await self._kept.size(artifact.sha256) != artifact.size:
+            if await self._blobs.size(artifact.sha256) != artifact.size:
                 return None
-            data = b"".join([piece async for piece in self._kept.open(artifact.sha256)])
+            data = b"".join([chunk async for chunk in self._blobs.open(artifact.sha256)])
         except (OSError, CoterieError):
-            # A file that cannot be read today must not keep its reader from talking.
             return None
         return data if len(data) == artifact.size else None
 
 
-def uses(request: Request) -> frozenset[str]:
-    """The capabilities that a fitted request asks of its service, beyond text."""
-    parts = (part for one in request.said if isinstance(one, UserSaid) for part in one.parts)
-    needed = {NEEDS[part.type] for part in parts if isinstance(part, Inline)}
-    shows_calls = any(isinstance(one, AssistantSaid) and one.calls for one in request.said)
-    return frozenset(needed | ({"tool_calling"} if request.tools or shows_calls else set()))
+def required_capabilities(request: ModelRequest) -> frozenset[str]:
+    """Return the capabilities beyond text that an adapted request needs."""
+    parts = (part for message in request.messages if isinstance(message, UserMessage) for part in message.parts)
+    needed = {CAPABILITY_BY_TYPE[part.type] for part in parts if isinstance(part, InlineFile)}
+    has_calls = any(isinstance(message, AssistantMessage) and message.calls for message in request.messages)
+    return frozenset(needed | ({"tool_calling"} if request.tools or has_calls else set()))
 
 
-def _attachments(said: Sequence[Said]) -> list[Attachment]:
-    turns = [one for one in said if isinstance(one, UserSaid)]
-    return [part for one in turns for part in one.parts if isinstance(part, Attachment)]
-
-
-def _shown(one: Said, views: Mapping[Attachment, Text | Inline]) -> Said:
-    if not isinstance(one, UserSaid):
-        return one
-    return UserSaid(tuple(views[part] if isinstance(part, Attachment) else part for part in one.parts))
+def _apply(views: Mapping[Attachment, TextPart | InlineFile], message: ChatMessage) -> ChatMessage:
+    if not isinstance(message, UserMessage):
+        return message
+    return UserMessage(tuple(views[part] if isinstance(part, Attachment) else part for part in message.parts))

@@ -1,13 +1,13 @@
-"""What an LLM service promises, and how it fails.
+"""The port of an LLM service, its capabilities and its errors.
 
-UnknownService        no service of that id is configured
+UnknownService              no service with that id is configured
 ServiceError
-├── Transient         try again later, `retry_after` when the service said when
-├── Malformed         it answered, but nothing usable
-├── TooLong           the conversation does not fit its window
-├── Unsupported       it refuses a kind of content, or tools: `what` names it
-├── Terminal          trying again changes nothing: `category` says whose move it is
-└── Local             we did not ask: budget spent, or the circuit is open until `retry_after`
+├── TransientError          may succeed later; `retry_after` if the service named a delay
+├── MalformedResponse       the response cannot be used
+├── ContextTooLong          the conversation exceeds the context window
+├── UnsupportedCapability   the service refuses `capability`
+├── PermanentError          a retry cannot succeed; `category` says what must change
+└── CircuitOpen             the request was not sent; the circuit breaker is open for `retry_after`
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from typing import Literal, Protocol
 
 from coterie.artifacts import ArtifactType
 from coterie.errors import CoterieError, Refused
-from coterie.llm.types import Answer, Delta, Request
+from coterie.llm.types import Completion, ModelRequest, TextDelta
 from coterie.text import one_line
 
 
 class SocietyPaused(CoterieError):
-    """The whole society is paused: the request was not begun."""
+    """The whole society is paused; the request was not sent."""
 
 
 Direction = Literal["input", "output"]
-Passing = Literal["unreachable", "late", "busy", "cut"]
-"""What may pass by itself: no connection, no answer in time, a service that says "not now", half an answer."""
-STANDARD = frozenset({"text", "vision", "audio", "file", "structured_output", "tool_calling"})
-NEEDS: dict[ArtifactType, str] = {"image": "vision", "audio": "audio", "file": "file"}
-"""What a model must be able to take in, to be sent an attachment of that type as it is."""
+TransientReason = Literal["unreachable", "timeout", "busy", "truncated"]
+STANDARD_CAPABILITIES = frozenset({"text", "vision", "audio", "file", "structured_output", "tool_calling"})
+CAPABILITY_BY_TYPE: dict[ArtifactType, str] = {"image": "vision", "audio": "audio", "file": "file"}
+"""The input capability that a model needs to receive an attachment of that type as bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +39,10 @@ class Capabilities:
     input: frozenset[str] = frozenset({"text"})
     output: frozenset[str] = frozenset({"text"})
     inferred: bool = False
-    """The configuration does not say; text in, text out is assumed."""
+    """The configuration does not declare capabilities; text input and output are assumed."""
 
     def has(self, capability: str, direction: Direction) -> bool:
-        # People file tool calling under what a model takes or under what it gives; both mean the same.
+        # Users declare tool calling as an input or as an output; both mean the same.
         if capability == "tool_calling":
             return capability in self.input | self.output
         match direction:
@@ -63,10 +62,10 @@ class LLMService(Protocol):
     @property
     def id(self) -> str: ...
 
-    def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
-        """Text as it comes, then exactly one `Answer`; or a `ServiceError`, after which nothing counts as said.
+    def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
+        """Yield text deltas, then exactly one `Completion`; or raise `ServiceError`, which voids the deltas.
 
-        Closing the iterator ends the request. Attachments must have been routed: only `Text` and `Inline` parts.
+        Closing the iterator aborts the request. User messages may contain only `TextPart` and `InlineFile`.
         """
         ...
 
@@ -74,60 +73,60 @@ class LLMService(Protocol):
 
 
 class UnknownService(Refused):
-    """No service of that id is configured."""
+    """No service with that id is configured."""
 
     def __init__(self, service_id: str, known: Iterable[str]) -> None:
         self.service_id = service_id
-        there = ", ".join(known) or "none"
-        sentence = f'no service "{one_line(service_id)}" is configured (llmservices.json has: {there})'
-        super().__init__("unknown_service", sentence)
+        configured = ", ".join(known) or "none"
+        message = f'no service "{one_line(service_id)}" is configured (llmservices.json has: {configured})'
+        super().__init__("unknown_service", message)
 
 
 class ServiceNotAllowed(UnknownService):
-    """The service exists, but is not among the rights of the agent that made this one."""
+    """The service exists, but the agent that created this agent has no right to use it."""
 
     def __init__(self, service_id: str, maker: str, *, gone: bool = False) -> None:
-        """`gone`: the maker is not described any more, so nobody knows its rights."""
+        """`gone`: the creating agent is no longer configured, so its rights are unknown."""
         self.service_id = service_id
-        words = (
+        message = (
             f"{one_line(maker)}, which made this agent, is no longer described in coterie.toml: put it back"
             if gone
             else f'{one_line(maker)} may not use the service "{one_line(service_id)}": leave it out, or add it to'
             " `services` of the agent in coterie.toml"
         )
-        Refused.__init__(self, "service_not_allowed", words)
+        Refused.__init__(self, "service_not_allowed", message)
 
 
 class ServiceError(CoterieError):
-    """One sentence that says what is wrong and where to mend it. Never holds a key."""
+    """A failed request. The message is one sentence with the cause and the remedy; it never contains a key."""
 
 
-class Transient(ServiceError):
-    def __init__(self, message: str, *, retry_after: timedelta | None = None, why: Passing = "busy") -> None:
-        self.retry_after, self.why = retry_after, why
+class TransientError(ServiceError):
+    def __init__(self, message: str, *, retry_after: timedelta | None = None, reason: TransientReason = "busy") -> None:
+        self.retry_after, self.reason = retry_after, reason
         super().__init__(message)
 
 
-class Malformed(ServiceError): ...
+class MalformedResponse(ServiceError): ...
 
 
-class TooLong(ServiceError): ...
+class ContextTooLong(ServiceError): ...
 
 
-class Unsupported(ServiceError):
-    def __init__(self, message: str, *, what: str) -> None:
-        self.what = what
-        """The capability it says it lacks: `vision`, `audio`, `file` or `tool_calling`."""
+class UnsupportedCapability(ServiceError):
+    def __init__(self, message: str, *, capability: str) -> None:
+        self.capability = capability
+        """`vision`, `audio`, `file` or `tool_calling`."""
         super().__init__(message)
 
 
-class Terminal(ServiceError):
+class PermanentError(ServiceError):
     def __init__(self, message: str, *, category: Literal["auth", "model", "quota", "content", "request"]) -> None:
         self.category = category
         super().__init__(message)
 
 
-class Local(ServiceError):
+class CircuitOpen(ServiceError):
     def __init__(self, message: str, *, retry_after: timedelta | None = None) -> None:
         self.retry_after = retry_after
         super().__init__(message)

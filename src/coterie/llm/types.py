@@ -1,7 +1,7 @@
-"""A conversation as a model sees it, and what a model says: the words that history, router and providers share.
+"""Chat messages, requests and completions, shared by history, router and providers.
 
-History keeps `Attachment`s, which are references. For one request the router turns each into `Inline` bytes or into
-`Text`, so a change of model, or of what it can read, never touches what is stored.
+History stores `Attachment` references. For each request the router replaces them by `InlineFile` bytes or `TextPart`s,
+so a change of model never touches stored data.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from msgspec import Struct
 from coterie.artifacts import ArtifactType
 
 
-class Text(Struct, frozen=True):
+class TextPart(Struct, frozen=True):
     text: str
 
 
 class Attachment(Struct, frozen=True, kw_only=True):
-    """A file somebody sent, by reference."""
+    """Reference to a file."""
 
     artifact_ref: str
     type: ArtifactType
@@ -28,7 +28,7 @@ class Attachment(Struct, frozen=True, kw_only=True):
     size: int
 
 
-class Inline(Struct, frozen=True, kw_only=True):
+class InlineFile(Struct, frozen=True, kw_only=True):
     """A file's bytes, for a model that can read them."""
 
     type: ArtifactType
@@ -37,35 +37,37 @@ class Inline(Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class Call(Struct, frozen=True, kw_only=True):
-    """A tool call the model asks for."""
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A tool call that the model requests."""
 
     id: str
     name: str
     arguments: Mapping[str, Any]
-    raw: str | None = None
-    """What the model wrote, where that was no JSON object. `arguments` is empty then, and the answer is an error."""
+    invalid_arguments: str | None = None
+    """The model's text if it is not a JSON object; `arguments` is then empty and the call fails."""
 
 
-class SystemSaid(Struct, frozen=True):
+class SystemMessage(Struct, frozen=True):
     text: str
 
 
-class UserSaid(Struct, frozen=True):
-    parts: tuple[Text | Attachment | Inline, ...]
+class UserMessage(Struct, frozen=True):
+    parts: tuple[TextPart | Attachment | InlineFile, ...]
 
 
-class AssistantSaid(Struct, frozen=True):
+class AssistantMessage(Struct, frozen=True):
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
-class ToolSaid(Struct, frozen=True):
+class ToolMessage(Struct, frozen=True):
+    """Result of one tool call."""
+
     call_id: str
     text: str
 
 
-Said = SystemSaid | UserSaid | AssistantSaid | ToolSaid
+ChatMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
 class ToolSpec(Struct, frozen=True, kw_only=True):
@@ -75,31 +77,31 @@ class ToolSpec(Struct, frozen=True, kw_only=True):
     """JSON Schema of the arguments object."""
 
 
-class Request(Struct, frozen=True, kw_only=True):
-    said: tuple[Said, ...]
+class ModelRequest(Struct, frozen=True, kw_only=True):
+    messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
 
 
-class Usage(Struct, frozen=True, kw_only=True):
+class TokenUsage(Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
-    """0: the service did not report them."""
+    """0: the service did not report it."""
     output_tokens: int = 0
     estimated: bool = False
-    """At least one of the counts is our own estimate."""
+    """At least one count is our estimate."""
 
 
-class Delta(Struct, frozen=True):
-    """A piece of the text, as it streams."""
-
-    text: str
-
-
-class Answer(Struct, frozen=True, kw_only=True):
-    """The whole of what the model said; the last thing a stream yields, and the only thing that is acted on."""
+class TextDelta(Struct, frozen=True):
+    """A streamed piece of text."""
 
     text: str
-    calls: tuple[Call, ...] = ()
-    usage: Usage = Usage()
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The model's whole answer. It is the last item of a stream and the only one that is acted on."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    usage: TokenUsage = TokenUsage()
     service: str = ""
-    """The id of the service that gave it; a fallback may have."""
-    finish: Literal["stop", "tool_calls", "length", "content_filter"] = "stop"
+    """Id of the service that answered; may be a fallback."""
+    finish_reason: Literal["stop", "tool_calls", "length", "content_filter"] = "stop"

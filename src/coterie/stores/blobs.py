@@ -1,4 +1,4 @@
-"""Artifact bytes as files in a folder, each under its content hash."""
+"""Artifact bytes as files in a folder. A file's name is the SHA-256 of its content."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO, Self, TypeVar
 
-from coterie.artifacts import HEAD_BYTES, StoredBytes
+from coterie.artifacts import HEAD_BYTES, StoredBlob
 from coterie.errors import Refused, StoreUnavailable, StoreUnusable
 from coterie.failpoints import hit
 from coterie.ids import new_id
 
 T = TypeVar("T")
-PIECE = 256 * 1024
-GRACE = timedelta(hours=1)
-"""Bytes that were brought again within this are not deleted: another process may be about to name them."""
-UPLOADING = timedelta(days=1)
-"""An upload that has not grown for so long was cut off."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+CHUNK_BYTES = 256 * 1024
+"""PostgreSQL stores blobs in chunks of this size, so it must not change."""
+DELETE_GRACE = timedelta(hours=1)
+"""Blobs uploaded within this time are not deleted: another process may be about to reference them."""
+STALE_UPLOAD_AGE = timedelta(days=1)
+"""An upload that has not grown for this long was aborted."""
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class FolderBytes:
-    """In a folder that one process owns."""
+class FolderBlobStore:
+    """Blob store in a folder that one process owns."""
 
     def __init__(self, folder: Path) -> None:
-        self._use(folder)
+        """Create the folders if missing and delete aborted uploads."""
+        self._set_folder(folder)
         try:
-            for place in (folder, self._incoming):
-                place.mkdir(exist_ok=True, mode=0o700)
-            self._tidy()
+            for path in (folder, self._incoming):
+                path.mkdir(exist_ok=True, mode=0o700)
+            self._delete_aborted_uploads()
         except OSError as error:
             raise StoreUnusable(
                 f"{error.filename} cannot be used ({error.strerror}): make {folder} yours and writable"
             ) from error
 
     @classmethod
-    def beside(cls, folder: Path) -> Self:
-        """To read from, beside its owner: nothing is made or tidied up."""
+    def open_read_only(cls, folder: Path) -> Self:
+        """Open for reading beside the owning process; create and delete nothing."""
         reader = cls.__new__(cls)
-        reader._use(folder)
+        reader._set_folder(folder)
         return reader
 
-    def _use(self, folder: Path) -> None:
+    def _set_folder(self, folder: Path) -> None:
         self._folder, self._incoming = folder, folder / "incoming"
 
-    def _tidy(self) -> None:
-        for left in self._incoming.iterdir():  # uploads that a crash cut off
-            left.unlink(missing_ok=True)
+    def _delete_aborted_uploads(self) -> None:
+        for upload in self._incoming.iterdir():
+            upload.unlink(missing_ok=True)
 
-    async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBytes:
+    async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBlob:
         temporary = self._incoming / new_id()
         digest, size, head = hashlib.sha256(), 0, b""
         try:
             # Unbuffered: closing a buffered file writes again, and would raise the error of a full disk a second time.
-            with await _on_disk(_create, temporary) as file:
+            with await _run_in_thread(_create_private, temporary) as file:
                 async for chunk in chunks:
                     size += len(chunk)
                     if size > limit:
@@ -69,23 +71,23 @@ class FolderBytes:
                         )
                     if len(head) < HEAD_BYTES:
                         head += chunk[: HEAD_BYTES - len(head)]
-                    await _on_disk(_take, file, digest, chunk)
-                await _on_disk(os.fsync, file.fileno())
+                    await _run_in_thread(_hash_and_write, file, digest, chunk)
+                await _run_in_thread(os.fsync, file.fileno())
             hit("artifact.before_rename")
-            await _on_disk(_settle, temporary, self._path(digest.hexdigest()))
+            await _run_in_thread(_rename_durably, temporary, self._path(digest.hexdigest()))
         finally:
-            with contextlib.suppress(OSError):  # an error of the upload is the one to report
+            with contextlib.suppress(OSError):  # do not hide an error of the upload
                 temporary.unlink(missing_ok=True)
-        return StoredBytes(sha256=digest.hexdigest(), size=size, head=head)
+        return StoredBlob(sha256=digest.hexdigest(), size=size, head=head)
 
     async def open(self, sha256: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         file = await asyncio.to_thread(self._path(sha256).open, "rb")
         try:
             file.seek(start)
-            left = (end if end is not None else os.fstat(file.fileno()).st_size) - start
-            while left > 0 and (piece := await asyncio.to_thread(file.read, min(PIECE, left))):
-                left -= len(piece)
-                yield piece
+            remaining = (end if end is not None else os.fstat(file.fileno()).st_size) - start
+            while remaining > 0 and (chunk := await asyncio.to_thread(file.read, min(CHUNK_BYTES, remaining))):
+                remaining -= len(chunk)
+                yield chunk
         finally:
             file.close()
 
@@ -99,102 +101,111 @@ class FolderBytes:
         await asyncio.to_thread(self._path(sha256).unlink, missing_ok=True)
 
     def _path(self, sha256: str) -> Path:
-        return path_of(self._folder, sha256)
+        return blob_path(self._folder, sha256)
 
 
-class SharedFolderBytes(FolderBytes):
-    """In a folder that several processes write to, on several machines: what is young may be another's work."""
+class SharedFolderBlobStore(FolderBlobStore):
+    """Blob store in a folder that several processes and machines write to. Recent files are never deleted."""
 
     async def delete(self, sha256: str) -> None:
-        await asyncio.to_thread(self._delete_old, self._path(sha256), GRACE)
+        await asyncio.to_thread(self._delete_if_older, self._path(sha256), DELETE_GRACE)
 
-    def _tidy(self) -> None:
-        for left in self._incoming.iterdir():
-            self._delete_old(left, UPLOADING)
+    def _delete_aborted_uploads(self) -> None:
+        for upload in self._incoming.iterdir():
+            self._delete_if_older(upload, STALE_UPLOAD_AGE)
 
-    def _delete_old(self, path: Path, age: timedelta) -> None:
+    def _delete_if_older(self, path: Path, age: timedelta) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime <= self._now() - age.total_seconds():
+            if path.stat().st_mtime <= self._filesystem_time() - age.total_seconds():
                 path.unlink()
 
-    def _now(self) -> float:
-        """By the clock that stamps these files: those of the machines may differ."""
+    def _filesystem_time(self) -> float:
+        """Current time of the clock that stamps these files; the machines' clocks may differ from it."""
         probe = self._incoming / new_id()
-        with _create(probe) as file:
+        with _create_private(probe) as file:
             now = os.fstat(file.fileno()).st_mtime
         probe.unlink()
         return now
 
 
-def path_of(folder: Path, sha256: str) -> Path:
+def blob_path(folder: Path, sha256: str) -> Path:
     return folder / sha256[:2] / sha256
 
 
-def read_bytes(folder: Path, sha256: str) -> Iterator[bytes] | None:
-    """In pieces; None: they are not kept there."""
+def read_blob(folder: Path, sha256: str) -> Iterator[bytes] | None:
+    """Chunks of the blob; None if the folder does not have it."""
     try:
-        file = path_of(folder, sha256).open("rb")
+        file = blob_path(folder, sha256).open("rb")
     except FileNotFoundError:
         return None
-    return _pieces(file)
+    return _read_chunks(file)
 
 
-def place_bytes(folder: Path, sha256: str, pieces: Iterator[bytes]) -> list[Path]:
-    """Durably under their hash, whole or not at all; the file, if it was not there before."""
-    final, temporary = path_of(folder, sha256), folder / "incoming" / new_id()
+def write_blob(folder: Path, sha256: str, chunks: Iterator[bytes]) -> list[Path]:
+    """Write the blob durably, whole or not at all. Return its path if it is new, else nothing."""
+    final, temporary = blob_path(folder, sha256), folder / "incoming" / new_id()
     temporary.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    known = final.exists()
+    existed = final.exists()
     try:
-        with _create(temporary) as file:
-            for piece in pieces:
-                _write(file, piece)
+        with _create_private(temporary) as file:
+            for chunk in chunks:
+                _write(file, chunk)
             os.fsync(file.fileno())
-        _settle(temporary, final)
+        _rename_durably(temporary, final)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    return [] if known else [final]
+    return [] if existed else [final]
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_chunks(file: BinaryIO) -> Iterator[bytes]:
     with file:
-        while piece := file.read(PIECE):
-            yield piece
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
-async def _on_disk(work: Callable[..., T], *arguments: object) -> T:
-    """In a thread. The disk's failures become ours here, and only those: a sender who hangs up is another matter."""
+async def _run_in_thread(work: Callable[..., T], *arguments: object) -> T:
+    """Run disk work in a thread; an `OSError` of it becomes `StoreUnavailable`.
+
+    Errors of the uploading connection are `OSError` as well, so they must not be raised inside `work`.
+    """
     try:
         return await asyncio.to_thread(work, *arguments)
     except OSError as error:
         raise StoreUnavailable(
-            f"the file could not be kept ({error.strerror}): nothing of it stays", full=error.errno in _FULL
+            f"the file could not be stored ({error.strerror}): nothing of it was saved; free some disk space or"
+            " check the disk, then upload it again",
+            full=error.errno in _DISK_FULL_ERRNOS,
         ) from error
 
 
-def _take(file: io.FileIO, digest: hashlib._Hash, chunk: bytes) -> None:
+def _hash_and_write(file: io.FileIO, digest: hashlib._Hash, chunk: bytes) -> None:
     digest.update(chunk)
     _write(file, chunk)
 
 
 def _write(file: io.FileIO, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[file.write(remaining) :]
 
 
-def _settle(temporary: Path, final: Path) -> None:
-    """Under its final name, durably: the directory entry needs a flush of its own."""
+def _rename_durably(temporary: Path, final: Path) -> None:
     final.parent.mkdir(exist_ok=True, mode=0o700)
     temporary.replace(final)
-    for folder in (final.parent, final.parent.parent):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    fsync_folder(final.parent)
+    fsync_folder(final.parent.parent)
 
 
-def _create(path: Path) -> io.FileIO:
-    """A new file that only its owner can read."""
+def _create_private(path: Path) -> io.FileIO:
+    """New unbuffered file that only its owner can read."""
     return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

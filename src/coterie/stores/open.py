@@ -1,4 +1,4 @@
-"""Which engine keeps a society: `store.url` says so, and nobody else needs to know."""
+"""Open the store and the blob store that `coterie.toml` names: SQLite by default, or PostgreSQL."""
 
 from __future__ import annotations
 
@@ -7,76 +7,85 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
-from coterie.artifacts import Bytes
+from coterie.artifacts import BlobStore
 from coterie.clock import Clock
-from coterie.config import FILE, SQLITE, Config, SocietyFolder, Storage
-from coterie.errors import ConfigError, Problem
+from coterie.config import CONFIG_FILE, SQLITE, Config, SocietyFolder, StoreSettings
+from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.store import Limits
-from coterie.stores.blobs import FolderBytes, SharedFolderBytes
+from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
 
 
 def is_shared(config: Config) -> bool:
-    """Whether several processes may run the society at once."""
+    """True if several processes may run the society at once."""
     return config.store.url != SQLITE
 
 
-def check_engine(config: Config) -> None:
-    check_package(config.store)
-
-
-def check_package(store: Storage) -> None:
+def require_driver(store: StoreSettings) -> None:
+    """Raise `ConfigError` if the store needs psycopg and it is not installed."""
     if store.url != SQLITE and find_spec("psycopg") is None:
         sentence = 'PostgreSQL needs a package that is not installed: run pip install "coterie[postgres]"'
-        raise ConfigError([Problem(f"{FILE}: store.url", sentence, fatal=True)])
+        raise ConfigError([Problem(f"{CONFIG_FILE}: store.url", sentence, fatal=True)])
 
 
-def limits_of(config: Config) -> Limits:
+def store_limits(config: Config) -> Limits:
     return Limits(
         max_hops=config.limits.max_hops, mailbox=config.limits.mailbox, shared_artifacts=config.artifacts.shared
     )
 
 
-def filled_by(place: SocietyFolder, config: Config) -> Path | None:
-    """The folder that grows with the society; None where the database's server alone knows its disk."""
+def growing_folder(folder: SocietyFolder, config: Config) -> Path | None:
+    """Local folder that grows with the society; None if the database server stores everything."""
     if not is_shared(config):
-        return place.data
-    return place.path / config.store.artifacts if config.store.artifacts else None
+        return folder.data
+    return folder.path / config.store.artifacts if config.store.artifacts else None
 
 
-async def open_store(place: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, Bytes]:
-    """The store, and the keeper of artifact bytes."""
-    check_engine(config)
+async def open_store(folder: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, BlobStore]:
+    require_driver(config.store)
     if not is_shared(config):
-        file = await SqliteStore.open(place.data, clock, limits=limits_of(config), durability=config.store.durability)
-        return file, await _folder(file, lambda: FolderBytes(place.artifacts))
+        sqlite = await SqliteStore.open(
+            folder.data, clock, limits=store_limits(config), durability=config.store.durability
+        )
+        return sqlite, await _open_blobs(sqlite, lambda: FolderBlobStore(folder.artifacts))
     from coterie.stores.postgres import PostgresStore
 
     lease = timedelta(seconds=config.store.lease_seconds)
-    shared = await PostgresStore.open(config.store.url, clock, limits=limits_of(config), lease=lease)
+    postgres = await PostgresStore.open(config.store.url, clock, limits=store_limits(config), lease=lease)
     if config.store.artifacts:
-        return shared, await _folder(shared, lambda: SharedFolderBytes(place.path / config.store.artifacts))
-    return shared, shared.kept()
+        shared_folder = folder.path / config.store.artifacts
+        return postgres, await _open_blobs(postgres, lambda: SharedFolderBlobStore(shared_folder))
+    return postgres, postgres.blobs()
 
 
-async def _folder(store: SqlStore, opened: Callable[[], Bytes]) -> Bytes:
+async def _open_blobs(store: SqlStore, open_blobs: Callable[[], BlobStore]) -> BlobStore:
+    """Call `open_blobs`; close `store` if it fails."""
     try:
-        return opened()
+        return open_blobs()
     except BaseException:
         await store.close()
         raise
 
 
-async def open_to_look(place: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, Bytes]:
-    """Beside whoever runs it; nothing is written, neither to the store nor among the bytes."""
-    check_engine(config)
+async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, BlobStore]:
+    """Open both for reading only; other processes may run the society meanwhile."""
+    require_driver(config.store)
     if not is_shared(config):
-        return await SqliteStore.open_read_only(place.data, clock), FolderBytes.beside(place.artifacts)
+        return await SqliteStore.open_read_only(folder.data, clock), FolderBlobStore.open_read_only(folder.artifacts)
     from coterie.stores.postgres import PostgresStore
 
     lease = timedelta(seconds=config.store.lease_seconds)
-    shared = await PostgresStore.open_read_only(config.store.url, clock, lease=lease)
+    postgres = await PostgresStore.open_read_only(config.store.url, clock, lease=lease)
     if config.store.artifacts:
-        return shared, FolderBytes.beside(place.path / config.store.artifacts)
-    return shared, shared.kept()
+        return postgres, FolderBlobStore.open_read_only(folder.path / config.store.artifacts)
+    return postgres, postgres.blobs()
+
+
+def require_society(folder: Path) -> SocietyFolder:
+    society_folder = SocietyFolder(folder)
+    if not society_folder.exists:
+        raise StoreUnusable(
+            f"there is no society in {folder}: name its folder with --dir, or make one with coterie init {folder}"
+        )
+    return society_folder

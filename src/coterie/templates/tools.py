@@ -1,16 +1,16 @@
-# Tools of your own: every function with @tool is one. Its docstring and its parameters are what a model reads.
-# Which agents may use it: tools = ["look_up"] in coterie.toml; by default all. Read again on POST /api/v1/reload.
+# Your own tools: every function with @tool. The model reads the docstring and the parameters.
+# All agents may use a tool unless coterie.toml limits them: tools = ["look_up"]. Reload with POST /api/v1/reload.
 
 # from coterie import ToolContext, tool
 #
 #
-# @tool(effect="idempotent")  # "pure", "idempotent" or "unsafe" (the default, which is never run twice by itself)
+# @tool(effect="idempotent")  # "pure", "idempotent" or "unsafe" (the default; never repeated after a crash)
 # async def look_up(city: str, days: int = 1, *, ctx: ToolContext) -> dict:
 #     """Weather for a city."""
 #     return {"city": city, "days": days, "asked by": ctx.agent_id}
 #
 #
-# @tool(approval=True)  # asks you first; process=True runs it in a process that can be killed
+# @tool(approval=True)  # asks you before each call; process=True runs it in a process that can be killed
 # def water_the_plants(litres: float) -> str:
 #     """Open the tap."""
 #     return f"{litres} l"

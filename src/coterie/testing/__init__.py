@@ -1,4 +1,4 @@
-"""What tests of a society need, ours and yours: a clock that a test moves, and a model service that is not there."""
+"""Test tools for users and for our own tests: a controllable clock and a scripted model server."""
 
 from coterie.testing.clock import FakeClock
 from coterie.testing.model_server import Calls, ModelServer, Says, Status

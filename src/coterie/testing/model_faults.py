@@ -1,4 +1,4 @@
-"""The ways in which model services fail, each as a reply that a `ModelServer` can be scripted with."""
+"""Scripted replies that reproduce failures of model services."""
 
 from __future__ import annotations
 
@@ -7,89 +7,88 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coterie.testing.replies import Calls, Plays, Status, call_chunks, chunk
-from coterie.testing.wire import Wire
+from coterie.testing.replies import Calls, CustomReply, ServerConnection, Status, call_chunks, chunk
 
 _HELLO = chunk({"role": "assistant", "content": "Hello"})
 
 
 def document(body: bytes, *, status: int = 200, content_type: str = "application/json") -> Status:
-    """Any bytes as a whole response."""
+    """A whole response of any bytes."""
     return Status(status, body, {"content-type": content_type})
 
 
-def events(*payloads: object, end: bool = True) -> Plays:
-    """A stream of just these events; without `end` it is cut off as if the service had died."""
+def events(*payloads: object, end: bool = True) -> CustomReply:
+    """A stream of these events; without `end` the connection is cut."""
 
-    async def play(wire: Wire) -> None:
-        await wire.begin()
+    async def write(connection: ServerConnection) -> None:
+        await connection.begin()
         for payload in payloads:
-            await wire.event(payload)
+            await connection.event(payload)
         if end:
-            await wire.end()
+            await connection.end()
 
-    return Plays(play)
+    return CustomReply(write)
 
 
-def said(*deltas: Mapping[str, Any], finish: str | None = "stop", done: bool = True) -> Plays:
-    """A stream of these deltas, ended as asked for."""
+def deltas(*items: Mapping[str, Any], finish: str | None = "stop", done: bool = True) -> CustomReply:
+    """A stream of these deltas."""
     last = [chunk({}, finish)] if finish else []
-    return events(*map(chunk, deltas), *last, *(["[DONE]"] if done else []))
+    return events(*map(chunk, items), *last, *(["[DONE]"] if done else []))
 
 
-def error_in_stream(error: object) -> Plays:
+def error_in_stream(error: object) -> CustomReply:
     return events(_HELLO, {"error": error})
 
 
-def no_first_byte() -> Plays:
-    return Plays(Wire.silence)
+def no_first_byte() -> CustomReply:
+    return CustomReply(ServerConnection.wait_for_close)
 
 
-def head_and_nothing() -> Plays:
-    async def play(wire: Wire) -> None:
-        await wire.begin()
-        await wire.silence()
+def head_and_nothing() -> CustomReply:
+    async def write(connection: ServerConnection) -> None:
+        await connection.begin()
+        await connection.wait_for_close()
 
-    return Plays(play)
-
-
-def stall() -> Plays:
-    """Begins well, then says nothing more and keeps the connection open."""
-
-    async def play(wire: Wire) -> None:
-        await wire.begin()
-        await wire.event(_HELLO)
-        await wire.silence()
-
-    return Plays(play)
+    return CustomReply(write)
 
 
-def drip(every: float) -> Plays:
+def stall() -> CustomReply:
+    """Starts, then sends nothing more and keeps the connection open."""
+
+    async def write(connection: ServerConnection) -> None:
+        await connection.begin()
+        await connection.event(_HELLO)
+        await connection.wait_for_close()
+
+    return CustomReply(write)
+
+
+def drip(every: float) -> CustomReply:
     """A well-formed stream, one byte at a time."""
-    return _for_ever(b": still here\n", every, size=1)
+    return _repeat(b": still here\n", every, size=1)
 
 
-def never_ending(every: float = 0.001) -> Plays:
-    return _for_ever(b"data: " + json.dumps(chunk({"content": "and so on "})).encode() + b"\n\n", every)
+def never_ending(every: float = 0.001) -> CustomReply:
+    return _repeat(b"data: " + json.dumps(chunk({"content": "and so on "})).encode() + b"\n\n", every)
 
 
-def flood() -> Plays:
-    """As many bytes as the client takes."""
-    return _for_ever(b": " + b"x" * 100_000 + b"\n", 0)
+def flood() -> CustomReply:
+    """Sends as many bytes as the client reads."""
+    return _repeat(b": " + b"x" * 100_000 + b"\n", 0)
 
 
-def reset(after: int = 0) -> Plays:
-    """Breaks the connection after so many tokens; 0: without a word."""
-    return _broken(after, Wire.reset)
+def reset(after: int = 0) -> CustomReply:
+    """Resets the connection after that many tokens."""
+    return _broken(after, ServerConnection.reset)
 
 
-def cut(after: int = 1) -> Plays:
-    """Closes the connection after so many tokens, the stream unfinished."""
+def cut(after: int = 1) -> CustomReply:
+    """Closes the connection after that many tokens, in the middle of the stream."""
     return _broken(after, lambda _: None)
 
 
-def cut_in_arguments() -> Plays:
-    """Ends, as HTTP goes in good order, in the middle of a tool call's arguments."""
+def cut_in_arguments() -> CustomReply:
+    """Ends the HTTP response correctly, but in the middle of a tool call's arguments."""
     return events(*list(call_chunks((Calls("look_up", {"city": "Oslo", "days": 3}),)))[:-1])
 
 
@@ -105,24 +104,24 @@ def html() -> Status:
     return document(b"<!doctype html>\n<title>Gateway</title>\n<p>Hello: world", content_type="text/html")
 
 
-def _for_ever(data: bytes, every: float, size: int | None = None) -> Plays:
-    async def play(wire: Wire) -> None:
-        await wire.begin()
+def _repeat(data: bytes, every: float, size: int | None = None) -> CustomReply:
+    async def write(connection: ServerConnection) -> None:
+        await connection.begin()
         step = size or len(data)
         while True:
             for at in range(0, len(data), step):
-                await wire.send(data[at : at + step])
+                await connection.send(data[at : at + step])
                 await asyncio.sleep(every)
 
-    return Plays(play)
+    return CustomReply(write)
 
 
-def _broken(after: int, end: Callable[[Wire], None]) -> Plays:
-    async def play(wire: Wire) -> None:
+def _broken(after: int, end: Callable[[ServerConnection], None]) -> CustomReply:
+    async def write(connection: ServerConnection) -> None:
         if after:
-            await wire.begin()
+            await connection.begin()
         for _ in range(after):
-            await wire.event(_HELLO)
-        end(wire)
+            await connection.event(_HELLO)
+        end(connection)
 
-    return Plays(play)
+    return CustomReply(write)

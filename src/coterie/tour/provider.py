@@ -1,96 +1,117 @@
-"""The tour: a small scripted model that shows what Coterie does before any real model is set up."""
+"""The tour: a scripted model that demonstrates Coterie until a real model is set up.
+
+The tour's second agent.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
 from typing import Any
 
+from coterie.agent.service import AgentDirectory, AgentService
 from coterie.clock import Clock, SystemClock
+from coterie.config import ASSISTANT, Config
+from coterie.errors import Refused
 from coterie.ids import new_id
-from coterie.llm.types import Answer, AssistantSaid, Call, Delta, Inline, Request, Text, ToolSaid, UserSaid
-from coterie.tour import script as script
-from coterie.tour.script import Scene, Words
+from coterie.llm.config import ServiceRegistry
+from coterie.llm.types import (
+    AssistantMessage,
+    Completion,
+    InlineFile,
+    ModelRequest,
+    SystemMessage,
+    TextDelta,
+    TextPart,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from coterie.tour import script
+from coterie.tour.script import Scene, Translated
 
-_PACE = timedelta(milliseconds=30)
-_LONG_PAUSE = 25
+_WORD_PAUSE = timedelta(milliseconds=30)
+_LONG_PAUSE_FACTOR = 25
 _CJK = re.compile("[\u3400-\u9fff\uf900-\ufaff]")
 _LETTER = re.compile(r"[^\W\d_]")
 _FRAME = re.compile(r"\A<message \S+ \{.*\}>\n?|\n?</message \S+>\Z")
 _INTERRUPTED = "interrupted_by_new_message"
 
 
-class Tour:
-    """Looks at a request as a model would and answers from a script.
-
-    The one that `sees` is for a second agent, to whom the guide passes on what it cannot read itself.
-    """
+class TourService:
+    """Answers requests from a script: as the guide, or with vision as the seer, to which the guide forwards files."""
 
     def __init__(
         self,
         *,
         id: str = "tour",  # noqa: A002
-        sees: bool = False,
-        pace: timedelta = _PACE,
+        has_vision: bool = False,
+        pace: timedelta = _WORD_PAUSE,
         clock: Clock | None = None,
     ) -> None:
-        """`pace` is the time from word to word; none at all suits tests."""
-        self._id, self._sees, self._pace = id, sees, pace
+        """`pace`: pause between words; zero in tests."""
+        self._id, self._has_vision, self._pace = id, has_vision, pace
         self._clock = clock or SystemClock()
 
     @property
     def id(self) -> str:
         return self._id
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
-        heard = Heard.of(request)
-        line = look(heard) if self._sees else guide(heard)
-        for word in re.findall(r"\s*\S+", line.text):
-            yield Delta(word)
+    async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
+        cues = Cues.from_request(request)
+        answer = answer_as_seer(cues) if self._has_vision else answer_as_guide(cues)
+        for word in re.findall(r"\s*\S+", answer.text):
+            yield TextDelta(word)
             if self._pace:
-                await self._clock.sleep(self._pace * (_LONG_PAUSE if word.endswith("…") else 1))
-        calls = tuple(Call(id=f"call_{new_id()[-24:]}", name=name, arguments=what) for name, what in line.calls)
-        yield Answer(text=line.text, calls=calls, service=self._id, finish="tool_calls" if calls else "stop")
+                await self._clock.sleep(self._pace * (_LONG_PAUSE_FACTOR if word.endswith("…") else 1))
+        calls = tuple(
+            ToolCall(id=f"call_{new_id()[-24:]}", name=name, arguments=arguments) for name, arguments in answer.calls
+        )
+        yield Completion(
+            text=answer.text, calls=calls, service=self._id, finish_reason="tool_calls" if calls else "stop"
+        )
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """A request as somebody takes it in who understands only cues."""
+class Cues:
+    """What the script evaluates of a request."""
 
-    new: tuple[UserSaid, ...]
-    """The last that others said, without a word between."""
+    new: tuple[UserMessage, ...]
+    """User messages since the last assistant message, oldest first."""
     step: int
-    """How often the tour has spoken since."""
+    """Assistant messages since then."""
     first: bool
-    """Nothing was answered before."""
+    """No assistant message precedes."""
     interrupted: bool
     texts: tuple[str, ...]
-    """Everything that others ever said, the newest first."""
-    has_got_files: bool
+    """Texts of all user messages, newest first."""
+    has_files: bool
     tools: frozenset[str]
 
     @classmethod
-    def of(cls, request: Request) -> Heard:
-        back = [one for one in reversed(request.said) if isinstance(one, UserSaid | AssistantSaid | ToolSaid)]
-        after = list(takewhile(lambda one: not isinstance(one, UserSaid), back))
-        users = list(takewhile(lambda one: isinstance(one, UserSaid), back[len(after) :]))
-        before = back[len(after) + len(users) :]
-        stopped = bool(before) and isinstance(before[0], ToolSaid) and _INTERRUPTED in before[0].text
-        new = tuple(one for one in reversed(users) if isinstance(one, UserSaid))
+    def from_request(cls, request: ModelRequest) -> Cues:
+        newest_first = [message for message in reversed(request.messages) if not isinstance(message, SystemMessage)]
+        after = list(takewhile(lambda message: not isinstance(message, UserMessage), newest_first))
+        users = list(takewhile(lambda message: isinstance(message, UserMessage), newest_first[len(after) :]))
+        before = newest_first[len(after) + len(users) :]
+        stopped = bool(before) and isinstance(before[0], ToolMessage) and _INTERRUPTED in before[0].text
+        new = tuple(message for message in reversed(users) if isinstance(message, UserMessage))
+        all_users = [message for message in newest_first if isinstance(message, UserMessage)]
         return cls(
             new=new,
-            step=sum(isinstance(one, AssistantSaid) for one in after),
-            first=not any(isinstance(one, AssistantSaid) for one in before),
-            interrupted=stopped or any(_scene(_text(one)) is script.INTERJECTION for one in new[:-1]),
-            texts=tuple(_text(one) for one in back if isinstance(one, UserSaid)),
-            has_got_files=any(_described(one) for one in back if isinstance(one, UserSaid)),
+            step=sum(isinstance(message, AssistantMessage) for message in after),
+            first=not any(isinstance(message, AssistantMessage) for message in before),
+            interrupted=stopped or any(_scene(_text(message)) is script.INTERJECTION for message in new[:-1]),
+            texts=tuple(map(_text, all_users)),
+            has_files=any(map(_described, all_users)),
             tools=frozenset(tool.name for tool in request.tools),
         )
 
@@ -100,114 +121,115 @@ class Heard:
 
     @property
     def chinese(self) -> bool:
-        """The language of the last words there were: a file that comes without any changes nothing."""
+        """Language of the last message with letters; a file without text does not change it."""
         words = next(filter(_LETTER.search, self.texts), "")
         return bool(_CJK.search(words))
 
     @property
     def described(self) -> dict[str, Any] | None:
-        """An attachment that came as a description."""
+        """First attachment that was replaced by a description."""
         return next(filter(None, map(_described, self.new)), None)
 
     @property
     def seen(self) -> str | None:
-        """What the one who sees made of it."""
-        found = next(filter(None, (script.SEEN.search(_text(one)) for one in self.new)), None)
-        return found[1].strip() if found else None
+        """The seer's answer."""
+        match = next(filter(None, (script.SEEN.search(_text(message)) for message in self.new)), None)
+        return match[1].strip() if match else None
 
-    def has_had(self, scene: Scene) -> bool:
-        asked = any(scene.option.en in text or scene.option.zh in text for text in self.texts)
-        return asked or (scene is script.ATTACHMENT and self.has_got_files)
+    def is_shown(self, scene: Scene) -> bool:
+        was_requested = any(scene.option.en in text or scene.option.zh in text for text in self.texts)
+        return was_requested or (scene is script.ATTACHMENT and self.has_files)
 
     @property
-    def inline(self) -> list[Inline]:
-        return [part for one in self.new for part in one.parts if isinstance(part, Inline)]
+    def inline(self) -> list[InlineFile]:
+        return [part for message in self.new for part in message.parts if isinstance(part, InlineFile)]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What the script has somebody say and do."""
+class ScriptedAnswer:
+    """Text and tool calls of one answer."""
 
     text: str
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
-def guide(heard: Heard) -> Line:
-    if heard.described:
-        return _nth(heard.step, _pass_on(heard, heard.described))
-    scene = _chosen(heard)
-    lines = [_menu(heard, scene)]
-    if scene.tool in heard.tools:
-        lines.insert(0, Line(scene.says.to(heard.chinese), ((scene.tool, _told(scene.arguments, heard.chinese)),)))
-    return _nth(heard.step, lines)
+def answer_as_guide(cues: Cues) -> ScriptedAnswer:
+    if cues.described:
+        return _nth(cues.step, _forward(cues, cues.described))
+    scene = _chosen(cues)
+    answers = [_menu(cues, scene)]
+    if scene.tool in cues.tools:
+        call = (scene.tool, _translate(scene.arguments, cues.chinese))
+        answers.insert(0, ScriptedAnswer(scene.says.text(cues.chinese), (call,)))
+    return _nth(cues.step, answers)
 
 
-def look(heard: Heard) -> Line:
-    if not heard.inline:
-        return Line(script.NOTHING_TO_SEE.to(heard.chinese))
-    return Line(script.SEES.to(heard.chinese).format(", ".join(map(_looks, heard.inline))))
+def answer_as_seer(cues: Cues) -> ScriptedAnswer:
+    if not cues.inline:
+        return ScriptedAnswer(script.NOTHING_TO_SEE.text(cues.chinese))
+    return ScriptedAnswer(script.SEES.text(cues.chinese).format(", ".join(map(_describe_file, cues.inline))))
 
 
-def _chosen(heard: Heard) -> Scene:
-    if heard.interrupted:
+def _chosen(cues: Cues) -> Scene:
+    if cues.interrupted:
         return script.INTERRUPTED
-    if script.SEEN.search(heard.last):
+    if script.SEEN.search(cues.last):
         return script.SHOWN
-    return _scene(heard.last) or script.UNKNOWN
+    return _scene(cues.last) or script.UNKNOWN
 
 
 def _scene(text: str) -> Scene | None:
-    """The scene that a text asks for; what stands on a button counts before any cue."""
+    """Return the scene that a text requests. Quick replies precede cues."""
     scenes = (*script.SCENES, script.LANGUAGE)
     options = (scene for scene in scenes if scene.option.en in text or scene.option.zh in text)
-    cues = (scene for scene in (*scenes, script.HELLO) if scene.cue and scene.cue.search(text))
-    return next(options, None) or next(cues, None)
+    by_cue = (scene for scene in (*scenes, script.HELLO) if scene.cue and scene.cue.search(text))
+    return next(options, None) or next(by_cue, None)
 
 
-def _menu(heard: Heard, scene: Scene) -> Line:
-    """The scene's last words with the scenes that are left to choose from."""
-    left = [one for one in script.SCENES if not heard.has_had(one)]
-    if heard.first and scene in (script.HELLO, script.UNKNOWN):
-        left.append(script.LANGUAGE)
-    text, options = scene.then.to(heard.chinese), [one.option.to(heard.chinese) for one in left]
-    if heard.seen:
-        text = f"{script.RELAYS.to(heard.chinese).format(heard.seen)}\n\n{text}"
-    if "send_message" not in heard.tools:
-        return Line(" ".join([text, *options]))
+def _menu(cues: Cues, scene: Scene) -> ScriptedAnswer:
+    """Return the final message of the scene with the remaining scenes."""
+    remaining = [other for other in script.SCENES if not cues.is_shown(other)]
+    if cues.first and scene in (script.HELLO, script.UNKNOWN):
+        remaining.append(script.LANGUAGE)
+    text, options = scene.then.text(cues.chinese), [other.option.text(cues.chinese) for other in remaining]
+    if cues.seen:
+        text = f"{script.RELAYS.text(cues.chinese).format(cues.seen)}\n\n{text}"
+    if "send_message" not in cues.tools:
+        return ScriptedAnswer(" ".join([text, *options]))
     message: dict[str, Any] = {"to": "user", "payload": {"text": text}}
-    return Line("", (("send_message", message | ({"quickReplies": options} if options else {})),))
+    return ScriptedAnswer("", (("send_message", message | ({"quickReplies": options} if options else {})),))
 
 
-def _pass_on(heard: Heard, attachment: dict[str, Any]) -> list[Line]:
+def _forward(cues: Cues, attachment: dict[str, Any]) -> list[ScriptedAnswer]:
     agents = attachment.get("capableAgents") or []
-    told = {key: attachment.get(key, "?") for key in ("filename", "mimeType", "size")}
-    if not agents or "send_message" not in heard.tools:
-        return [Line(script.NOBODY.to(heard.chinese).format(**told))]
+    facts = {key: attachment.get(key, "?") for key in ("filename", "mimeType", "size")}
+    if not agents or "send_message" not in cues.tools:
+        return [ScriptedAnswer(script.NOBODY.text(cues.chinese).format(**facts))]
     agent = str(agents[0])
-    please = script.PLEASE_LOOK.to(heard.chinese)
+    please = script.PLEASE_LOOK.text(cues.chinese)
     payload = {"text": please, "attachments": [{"artifactRef": attachment.get("artifactRef")}]}
-    passes_on = script.PASSES_ON.to(heard.chinese).format(agent=agent, **told)
+    passes_on = script.PASSES_ON.text(cues.chinese).format(agent=agent, **facts)
     return [
-        Line(passes_on, (("send_message", {"to": agent, "payload": payload}),)),
-        Line(script.PASSED_ON.to(heard.chinese).format(agent=agent)),
+        ScriptedAnswer(passes_on, (("send_message", {"to": agent, "payload": payload}),)),
+        ScriptedAnswer(script.PASSED_ON.text(cues.chinese).format(agent=agent)),
     ]
 
 
-def _nth(step: int, lines: list[Line]) -> Line:
-    """When all is said, the turn ends without a word."""
-    return lines[step] if step < len(lines) else Line("")
+def _nth(step: int, answers: list[ScriptedAnswer]) -> ScriptedAnswer:
+    """Return the answer of this step; an empty one ends the turn."""
+    return answers[step] if step < len(answers) else ScriptedAnswer("")
 
 
-def _told(value: Any, chinese: bool) -> Any:
+def _translate(value: Any, chinese: bool) -> Any:
     match value:
-        case Words():
-            return value.to(chinese)
+        case Translated():
+            return value.text(chinese)
         case dict():
-            return {key: _told(item, chinese) for key, item in value.items()}
+            return {key: _translate(item, chinese) for key, item in value.items()}
     return value
 
 
-def _looks(part: Inline) -> str:
+def _describe_file(part: InlineFile) -> str:
     size = f"{part.filename} ({part.mime_type}, {len(part.data)} bytes"
     if part.data[:8] == b"\x89PNG\r\n\x1a\n" and len(part.data) >= 24:
         width, height = int.from_bytes(part.data[16:20]), int.from_bytes(part.data[20:24])
@@ -220,19 +242,52 @@ def _attachment(text: str) -> dict[str, Any] | None:
     if start < 0:
         return None
     try:
-        found, _ = json.JSONDecoder().raw_decode(text, start)
+        decoded, _ = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
-    attachment = found["attachment"]
+    attachment = decoded["attachment"]
     return attachment if isinstance(attachment, dict) else None
 
 
-def _described(said: UserSaid) -> dict[str, Any] | None:
-    texts = (part.text for part in said.parts if isinstance(part, Text))
+def _described(message: UserMessage) -> dict[str, Any] | None:
+    texts = (part.text for part in message.parts if isinstance(part, TextPart))
     return next(filter(None, map(_attachment, texts)), None)
 
 
-def _text(said: UserSaid) -> str:
-    """What was said, without the runtime's frame and descriptions of what came with it."""
-    texts = (part.text for part in said.parts if isinstance(part, Text) and not _attachment(part.text))
+def _text(message: UserMessage) -> str:
+    """Return the text without message frames and attachment descriptions."""
+    texts = (part.text for part in message.parts if isinstance(part, TextPart) and not _attachment(part.text))
     return "\n".join(filter(None, (_FRAME.sub("", text) for text in texts)))
+
+
+TOUR_VISION = "tour-sees"
+
+
+# An id that no owner would choose, because it stays taken after the agent is terminated.
+SEER = "tour-seer"
+NAME = "Seer (tour)"
+
+
+class TourSeer:
+    """The tour's second agent, which reads images. The first one forwards images to it.
+
+    It exists while the tour's script is the only service and no agent is configured.
+    """
+
+    def __init__(self, agents: AgentService, directory: AgentDirectory, services: ServiceRegistry) -> None:
+        self._agents, self._directory, self._services = agents, directory, services
+
+    def is_needed(self, config: Config) -> bool:
+        return config.agents == (ASSISTANT,) and TOUR_VISION in self._services
+
+    @property
+    def exists(self) -> bool:
+        profiles = self._directory.all_profiles()
+        return any(profile.id == SEER and profile.service == TOUR_VISION for profile in profiles)
+
+    async def ensure_created(self) -> None:
+        if self.exists:
+            return
+        # Refused if it was terminated, if another process created it first, or if the id is taken.
+        with suppress(Refused):
+            await self._agents.create(id=SEER, name=NAME, prompt="", service=TOUR_VISION, tools=(), parent=None)

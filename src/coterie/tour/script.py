@@ -1,4 +1,4 @@
-"""What the tour says, in English and in Chinese."""
+"""Texts of the tour, in English and Chinese."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class Translated:
     en: str
     zh: str
 
-    def to(self, chinese: bool) -> str:
+    def text(self, chinese: bool) -> str:
         return self.zh if chinese else self.en
 
 
-NONE = Words("", "")
+NONE = Translated("", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    option: Words = NONE
-    """The quick reply that asks for it."""
+    option: Translated = NONE
+    """Quick reply that requests the scene."""
     cue: re.Pattern[str] | None = None
-    """What else asks for it."""
-    says: Words = NONE
-    """Spoken before the tool is called. An ellipsis is a long pause."""
+    """Free text that requests the scene."""
+    says: Translated = NONE
+    """Text before the tool call. An ellipsis is a long pause."""
     tool: str = ""
-    """Called first; a scene whose tool the agent does not have goes without."""
+    """Tool that is called first, if the agent has it."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    then: Words
-    """Sent to the person at the end, with the scenes that are left as quick replies."""
+    then: Translated
+    """Final message, with the remaining scenes as quick replies."""
 
 
 WELCOME = Scene(
-    then=Words(
+    then=Translated(
         "Hello! I am the guide, a small script inside Coterie and no real model: I know only what is on my buttons. "
         "A minute with me shows what Coterie does. This message came with quick replies: press one, or write to me in "
         "your own words.",
@@ -46,7 +46,7 @@ WELCOME = Scene(
 )
 HELLO = Scene(
     cue=re.compile(r"\A\W*((hello|hi|hey|good (morning|afternoon|evening))\b|你好|您好|嗨|哈喽)", re.I),
-    then=Words(
+    then=Translated(
         "Hello to you, too! Writing in your own words is how you talk to a real model. I am a script and no real model "
         "and follow best what is on my buttons: press one and see what happens. “Set up a real model” leads to one "
         "that answers anything.",
@@ -55,65 +55,65 @@ HELLO = Scene(
     ),
 )
 LANGUAGE = Scene(
-    option=Words("中文", "English"),
-    then=Words("All right, in English from now on. What shall I show you?", "好的，接下来说中文。想先看什么？"),
+    option=Translated("中文", "English"),
+    then=Translated("All right, in English from now on. What shall I show you?", "好的，接下来说中文。想先看什么？"),
 )
 UNKNOWN = Scene(
-    then=Words(
+    then=Translated(
         "I am scripted and did not understand that; a real model would. Here is what I can show:",
         "我只是脚本，没听懂这句话；换成真正的模型就能懂。我能演示这些：",
     )
 )
 DELAY = Scene(
-    option=Words("Send me something later", "过一会儿再发一条"),
+    option=Translated("Send me something later", "过一会儿再发一条"),
     cue=re.compile(r"\b(delay(ed)?|later|remind)\b|延迟|稍后|提醒", re.I),
-    says=Words("I send you a message that arrives in ten seconds.", "我发一条十秒后才到的消息。"),
+    says=Translated("I send you a message that arrives in ten seconds.", "我发一条十秒后才到的消息。"),
     tool="send_message",
     arguments={
         "to": "user",
-        "payload": {"text": Words("Ten seconds have passed: here I am.", "十秒到了：我来了。")},
+        "payload": {"text": Translated("Ten seconds have passed: here I am.", "十秒到了：我来了。")},
         "delayMs": 10_000,
     },
-    then=Words(
+    then=Translated(
         "It is on its way. It would arrive even if Coterie were restarted meanwhile. What next?",
         "已经上路了。中途重启 Coterie 它也会到。接下来看什么？",
     ),
 )
 TOOL = Scene(
-    option=Words("Use a tool", "用一个工具"),
+    option=Translated("Use a tool", "用一个工具"),
     cue=re.compile(r"\btools?\b|工具", re.I),
-    says=Words("I ask who is here.", "我查一下都有谁在。"),
+    says=Translated("I ask who is here.", "我查一下都有谁在。"),
     tool="list_agents",
-    then=Words(
+    then=Translated(
         "That was a tool run: you can unfold it above and see what I asked and what came back. What next?",
         "刚才运行了一个工具：在上面展开就能看到我问了什么、得到了什么。接下来看什么？",
     ),
 )
 INTERJECTION = Scene(
-    option=Words("Let me interrupt you", "让我插一句话"),
+    option=Translated("Let me interrupt you", "让我插一句话"),
     cue=re.compile(r"\binterrupt|interject|插话|打断", re.I),
-    says=Words(
+    says=Translated(
         "I count to ten, then I use a tool. Write something while I count. "
         "One… two… three… four… five… six… seven… eight… nine… ten.",
         "我数到十，然后用一个工具。趁我数的时候写点什么。 一… 二… 三… 四… 五… 六… 七… 八… 九… 十。",
     ),
     tool="list_agents",
-    then=Words(
+    then=Translated(
         "You let me finish, so I used the tool. Ask again and write while I count. What next?",
         "你让我数完了，所以我用了工具。再来一次，趁我数的时候说话。接下来看什么？",
     ),
 )
 INTERRUPTED = Scene(
-    then=Words(
+    then=Translated(
         "You spoke while I was at work. I dropped what I had planned, kept what was already done, and read you first: "
         "nothing you say gets lost. What next?",
         "你在我忙的时候说话了。我放下没做的计划，留下已经做完的，先读你的话：你说的都不会丢。接下来看什么？",
     ),
 )
 ATTACHMENT = Scene(
-    option=Words("What about pictures?", "图片怎么办？"),
+    option=Translated("What about pictures?", "图片怎么办？"),
     cue=re.compile(r"\b(picture|image|photo|attach|file)|图片|照片|附件|文件", re.I),
-    then=Words(
+    then=Translated(
         "Drop any picture here and send it to me. My model cannot see: I get a description that names who can, and "
         "pass the picture on. You can watch that in the timeline, and I tell you what came back.",
         "拖一张图片进来发给我。我的模型看不见：我只收到一段说明，里面写着谁看得见，然后把图片转过去。"
@@ -121,9 +121,9 @@ ATTACHMENT = Scene(
     ),
 )
 SETUP = Scene(
-    option=Words("Set up a real model", "设置真正的模型"),
+    option=Translated("Set up a real model", "设置真正的模型"),
     cue=re.compile(r"\b(set ?up|real model|api.?key|configure)\b|设置|配置|密钥", re.I),
-    then=Words(
+    then=Translated(
         "Open the setup page (the banner above leads there). It shows the keys and the local model servers it finds "
         "and asks before it uses one. Or write your service into llmservices.json: id, baseURL and model are enough, "
         "as in "
@@ -137,26 +137,28 @@ SETUP = Scene(
 )
 SCENES = (DELAY, TOOL, INTERJECTION, ATTACHMENT, SETUP)
 
-PASSES_ON = Words(
+PASSES_ON = Translated(
     "I cannot read {filename} ({mimeType}, {size} bytes), but {agent} can. I pass it on.",
     "我读不了 {filename}（{mimeType}，{size} 字节），但 {agent} 可以。我转过去。",
 )
-PASSED_ON = Words("I will tell you what {agent} says.", "等 {agent} 回话，我就告诉你。")
-PLEASE_LOOK = Words("Please tell me what this is.", "请告诉我这是什么。")
-NOBODY = Words(
+PASSED_ON = Translated("I will tell you what {agent} says.", "等 {agent} 回话，我就告诉你。")
+PLEASE_LOOK = Translated("Please tell me what this is.", "请告诉我这是什么。")
+NOBODY = Translated(
     "I cannot read {filename} ({mimeType}, {size} bytes), and nobody here can: set up a model that does.",
     "我读不了 {filename}（{mimeType}，{size} 字节），这里也没有谁可以：请设置一个能读的模型。",
 )
-SEES = Words("This is what I see: {}. I am scripted, so that is all.", "这是我看到的：{}。我只是脚本，只能说这么多。")
+SEES = Translated(
+    "This is what I see: {}. I am scripted, so that is all.", "这是我看到的：{}。我只是脚本，只能说这么多。"
+)
 SEEN = re.compile(r"(?:This is what I see:|这是我看到的：)\s*([^\"\n]*)")
-RELAYS = Words("Here is the answer: {}", "回话来了：{}")
+RELAYS = Translated("Here is the answer: {}", "回话来了：{}")
 SHOWN = Scene(
-    then=Words(
+    then=Translated(
         "So nothing you send breaks a conversation, whatever its model can read. What next?",
         "所以不管模型能读什么，你发的东西都不会弄坏对话。接下来看什么？",
     )
 )
-NOTHING_TO_SEE = Words(
+NOTHING_TO_SEE = Translated(
     "I am the one who sees, a script like the guide. Send me a picture.",
     "我是看得见的那个，和导览一样是脚本。发张图片给我吧。",
 )

@@ -47,7 +47,7 @@ def build_app(
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
     state.clock = clock or SystemClock()
     state.health = metrics.Health(society.store, society.disk)
-    state.uploads = Uploads(society.artifacts.limit)
+    state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.hub = Hub(society, society.live, state.clock)
     state.on_shutdown = list[ShutdownHook]([state.hub.shut_down])
     state.metrics = metrics.Metrics(society, lambda: len(state.hub))

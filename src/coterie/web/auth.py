@@ -15,8 +15,8 @@ from starlette.responses import RedirectResponse, Response
 
 from coterie.clock import Clock
 from coterie.errors import CoterieError
-from coterie.files import readable_by_others, write_private
-from coterie.rate_limit import Rates
+from coterie.files import is_readable_by_others, write_private
+from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import client_key
 from coterie.web.errors import problem
 from coterie.web.routing import COMMON_PROBLEMS, Router, problems
@@ -43,7 +43,7 @@ class Access:
         self._token, self._clock = token.encode(), clock
         self._codes: dict[bytes, float] = {}
         self.secure = secure
-        self.guesses = Rates(clock, burst=GUESS_BURST, per_second=1.0)
+        self.guesses = RateLimiter(clock, burst=GUESS_BURST, per_second=1.0)
         """Limits wrong tokens, cookies and codes per client."""
         self.cookie_name = f"coterie-{hashlib.sha256(society_id.encode()).hexdigest()[:16]}"
         # Derived from the token: valid after a restart, invalid once the token changes.
@@ -98,7 +98,7 @@ def load_token(data: Path, given: str | None) -> str:
     if not stored:
         stored = secrets.token_urlsafe(SECRET_BYTES)
         write_private(path, f"{stored}\n".encode())
-    elif readable_by_others(path):
+    elif is_readable_by_others(path):
         path.chmod(0o600)
         log.warning("%s was readable by others and is private now: delete it to get a new token", path)
     return check_token(stored, str(path))
@@ -151,7 +151,7 @@ def exchange_code(request: Request, access: Access, code: str) -> Response:
     # The code is checked before the limit, so that an attacker's guesses never lock out the owner.
     if cookie := access.redeem(code):
         return RedirectResponse("/", 303, {"Set-Cookie": cookie})
-    if wait := access.guesses.take(client_key(request.scope)):
+    if wait := access.guesses.try_acquire(client_key(request.scope)):
         headers = {"Retry-After": str(math.ceil(wait))}
         return problem(429, "too_many_requests", f"too many attempts: wait {math.ceil(wait)} s", headers=headers)
     detail = "this link was used already or has expired: make a new one with coterie open"

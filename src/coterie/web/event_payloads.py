@@ -14,7 +14,7 @@ import msgspec
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import to_wire
+from coterie.clock import to_rfc3339
 from coterie.events import Event
 from coterie.messages import Message
 from coterie.society import Society
@@ -61,8 +61,8 @@ class EventSerializer:
         return _Subjects(
             society=self._society,
             draft_ids=self._draft_ids,
-            messages=await store.messages_named(messages) if messages else {},
-            agents=await store.agents_named(agents) if agents else {},
+            messages=await store.messages_by_id(messages) if messages else {},
+            agents=await store.agents_by_id(agents) if agents else {},
             unread=await store.unread(upserted) if upserted else {},
             artifacts=await store.artifacts(artifacts) if artifacts else {},
             queues={agent: await store.waiting(agent) for agent in _ids(events, ("queue.",))},
@@ -114,7 +114,7 @@ class _Subjects:
                 return self._call(subject, ended=event.kind == "tool.ended")
             case "artifact.created":
                 artifact = self.artifacts.get(subject)
-                return artifact.to_wire() if artifact else _gone(subject)
+                return artifact.to_dict() if artifact else _gone(subject)
             case "read" | "thread.cleared":
                 return {"thread": subject}
             case "problem":
@@ -136,8 +136,8 @@ class _Subjects:
             payload |= {
                 "from": message.sender,
                 "to": message.to,
-                "deliverAt": to_wire(message.deliver_at),
-                "deliveredAt": to_wire(message.delivered_at),
+                "deliverAt": to_rfc3339(message.deliver_at),
+                "deliveredAt": to_rfc3339(message.delivered_at),
                 "early": message.early,
                 "preview": schemas.preview(message),
             }
@@ -150,7 +150,7 @@ class _Subjects:
         if call is None:
             return payload
         arguments = call.arguments[:SHOWN_CHARACTERS]
-        payload |= {"name": call.name, "args": arguments, "startedAt": to_wire(call.started_at)}
+        payload |= {"name": call.name, "args": arguments, "startedAt": to_rfc3339(call.started_at)}
         if not ended:
             return payload
         took = call.ended_at - call.started_at if call.started_at and call.ended_at else None

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import Scope
 
-from coterie.files import Disk
+from coterie.files import DiskMonitor
 from coterie.society import Society
 from coterie.store import Statistics, Store, Worker
 from coterie.web.errors import RequestRejected
@@ -78,10 +78,10 @@ class Metrics:
         )
         yield GaugeMetricFamily("coterie_delayed_messages", "Delayed messages not yet due", found.delayed)
         yield GaugeMetricFamily("coterie_mailbox_messages", "Messages waiting in mailboxes", found.waiting)
-        yield GaugeMetricFamily("coterie_mailbox_fullest", "Messages in the fullest mailbox", found.fullest)
+        yield GaugeMetricFamily("coterie_mailbox_fullest", "Messages in the fullest mailbox", found.largest_mailbox)
         yield _gauges("coterie_agents", "Agents, by state", "state", found.agents)
         yield GaugeMetricFamily("coterie_stream_clients", "Clients of the event stream", self._stream_clients())
-        yield GaugeMetricFamily("coterie_store_healthy", "1 while the store can write", float(store.healthy))
+        yield GaugeMetricFamily("coterie_store_healthy", "1 while the store can write", float(store.is_healthy))
 
 
 def _route_template(scope: Scope) -> str:
@@ -138,7 +138,7 @@ async def get_metrics(request: Request) -> Response:
 
 
 class Health:
-    def __init__(self, store: Store, disk: Disk) -> None:
+    def __init__(self, store: Store, disk: DiskMonitor) -> None:
         self._store, self._disk = store, disk
         self.draining = False
         """True from the start of a stop: new requests are refused."""
@@ -148,12 +148,12 @@ class Health:
         """Code and sentence; None: ready."""
         if self.draining:
             return "stopping", "the society is stopping"
-        if not self._store.healthy:
-            return "store_unavailable", self._store.trouble or "the store cannot write: the log says why"
-        if missing := self._disk.missing:
+        if not self._store.is_healthy:
+            return "store_unavailable", self._store.write_error or "the store cannot write: the log says why"
+        if missing := self._disk.folder_error:
             return "store_unavailable", missing
         if self._disk.is_full():
-            return "store_full", self._disk.sentence
+            return "store_full", self._disk.status_message
         return None
 
 

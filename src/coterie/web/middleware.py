@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.clock import Clock
-from coterie.files import Disk
-from coterie.rate_limit import Rates
+from coterie.files import DiskMonitor
+from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import Addresses, ClientAddresses, client_key
 from coterie.web.auth import Access
 from coterie.web.connections import AUTHENTICATED
@@ -68,14 +68,14 @@ class SecurityMiddleware:
         clock: Clock,
         health: Health,
         observe: Observe,
-        disk: Disk,
+        disk: DiskMonitor,
         clients: ClientAddresses | None = None,
     ) -> None:
         self._app, self._access, self._where, self._health = app, access, where, health
         self._clock, self._observe, self._disk = clock, observe, disk
         self._clients = clients or ClientAddresses()
-        self._authenticated = Rates(clock, burst=AUTHENTICATED_RATE, per_second=AUTHENTICATED_RATE)
-        self._unauthenticated = Rates(clock, burst=UNAUTHENTICATED_BURST, per_second=UNAUTHENTICATED_RATE)
+        self._authenticated = RateLimiter(clock, burst=AUTHENTICATED_RATE, per_second=AUTHENTICATED_RATE)
+        self._unauthenticated = RateLimiter(clock, burst=UNAUTHENTICATED_BURST, per_second=UNAUTHENTICATED_RATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,11 +125,11 @@ class SecurityMiddleware:
         is_public = path in PUBLIC or path.startswith("/static/")
         # The secret is checked first: failed attempts from an address never lock out its owner.
         if credential:
-            _limit_rate(self._authenticated.take(key))
+            _limit_rate(self._authenticated.try_acquire(key))
         elif not is_public and self._has_secret(headers):
-            _limit_rate(self._access.guesses.take(key))
+            _limit_rate(self._access.guesses.try_acquire(key))
         if not credential and not self._may_have_code(scope):
-            _limit_rate(self._unauthenticated.take(key))
+            _limit_rate(self._unauthenticated.try_acquire(key))
         if not credential and not is_public:
             detail = "this needs the token of the society: data/token has it, coterie open makes a link for a browser"
             raise RequestRejected(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
@@ -138,7 +138,7 @@ class SecurityMiddleware:
         if method in ("GET", "HEAD"):
             return receive
         if method == "POST" and path in STORED_INPUT and self._disk.is_low():
-            raise RequestRejected(507, "store_full", self._disk.sentence)
+            raise RequestRejected(507, "store_full", self._disk.status_message)
         return _check_body(headers, path, method, receive)
 
     def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:

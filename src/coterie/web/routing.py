@@ -20,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from coterie.clock import Clock
-from coterie.errors import STATUS, Refused
+from coterie.errors import HTTP_STATUS, Refused
 from coterie.society import Society
 from coterie.web import markdown
 from coterie.web.schemas import REFERENCE, ProblemDocument, Schema
@@ -183,7 +183,7 @@ def problems(*codes: str, **more: str) -> Responses:
     """Describe errors by the codes of `Refused`; others by status, as `_401="…"`."""
     codes_by_status: dict[int, list[str]] = {}
     for code in codes:
-        codes_by_status.setdefault(STATUS[code], []).append(f"`{code}`")
+        codes_by_status.setdefault(HTTP_STATUS[code], []).append(f"`{code}`")
     for status, text in more.items():
         codes_by_status.setdefault(int(status.removeprefix("_")), []).append(text)
     content = {PROBLEM_JSON: {"schema": _reference(ProblemDocument)}}

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from coterie import agents, artifacts, messages, store
-from coterie.agent.context import SET_ASIDE
-from coterie.clock import to_wire
+from coterie.agent.context import QUARANTINED_NOTE
+from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Problem
 from coterie.llm.service import INFERRED
 from coterie.society import Society
@@ -49,7 +49,7 @@ class ErrorPlace(Schema):
 
     @classmethod
     def of_all(cls, problems: Sequence[Problem]) -> list[Self]:
-        return [cls(place=problem.place, message=problem.message) for problem in problems]
+        return [cls(place=problem.location, message=problem.message) for problem in problems]
 
 
 class Answer(Schema):
@@ -59,7 +59,7 @@ class Answer(Schema):
     option: int | None
 
     @classmethod
-    def of(cls, answer: messages.Answer) -> Self:
+    def of(cls, answer: messages.QuestionAnswer) -> Self:
         return cls(message_id=answer.message_id, option=answer.option)
 
 
@@ -135,7 +135,7 @@ class Receipt(Schema):
         return cls(
             message_id=receipt.message_id,
             state=receipt.state,
-            scheduled_delivery_time=to_wire(receipt.scheduled_delivery_time) or UNSET,
+            scheduled_delivery_time=to_rfc3339(receipt.scheduled_delivery_time) or UNSET,
         )
 
 
@@ -174,10 +174,10 @@ class Message(Schema, kw_only=True):
             sender=message.sender,
             to=message.to,
             payload=message.payload,
-            created_at=to_wire(message.created_at),
-            deliver_at=to_wire(message.deliver_at),
-            delivered_at=to_wire(message.delivered_at),
-            taken_at=to_wire(message.taken_at),
+            created_at=to_rfc3339(message.created_at),
+            deliver_at=to_rfc3339(message.deliver_at),
+            delivered_at=to_rfc3339(message.delivered_at),
+            taken_at=to_rfc3339(message.taken_at),
             state=message.state,
             in_reply_to=message.in_reply_to,
             cause=message.cause,
@@ -246,11 +246,11 @@ def _status(agent: agents.Agent) -> dict[str, Any]:
     phase = _PHASES.get(agent.state)
     return {
         "state": "active" if phase else agent.state,
-        "since": to_wire(agent.since),
+        "since": to_rfc3339(agent.state_since),
         "phase": _or_unset(phase),
         "tool": _or_unset(agent.tool),
-        "step": list(agent.step) if agent.step else UNSET,
-        "why": _or_unset(agent.why),
+        "step": list(agent.tool_position) if agent.tool_position else UNSET,
+        "why": _or_unset(agent.state_reason),
     }
 
 
@@ -350,7 +350,7 @@ class HistoryItem(Schema):
         elif row.role == "tool":
             item.call_id = row.call_id
         elif row.role == "user" and (row.hidden or row.message is None):
-            item.content, item.hidden = SET_ASIDE, True
+            item.content, item.hidden = QUARANTINED_NOTE, True
         elif row.role == "user" and row.message:
             item.content = row.message.payload.get("text", "")
             item.message_id, item.sender = row.message.id, row.message.sender
@@ -451,7 +451,7 @@ class Run(Schema):
             text=plan.text,
             outcome=plan.outcome,
             interrupted_by=plan.interrupted_by,
-            at=to_wire(plan.at) or "",
+            at=to_rfc3339(plan.at) or "",
             calls=[
                 ToolCall(
                     call_id=call.call_id,
@@ -459,8 +459,8 @@ class Run(Schema):
                     arguments=call.arguments,
                     state=call.state,
                     result=call.result,
-                    started_at=to_wire(call.started_at),
-                    ended_at=to_wire(call.ended_at),
+                    started_at=to_rfc3339(call.started_at),
+                    ended_at=to_rfc3339(call.ended_at),
                 )
                 for call in plan.calls
             ],
@@ -520,7 +520,7 @@ class Artifact(Schema):
             filename=artifact.filename,
             mime_type=artifact.mime_type,
             size=artifact.size,
-            created_at=to_wire(artifact.created_at) or "",
+            created_at=to_rfc3339(artifact.created_at) or "",
         )
 
 

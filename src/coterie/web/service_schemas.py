@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from coterie.llm.discovery import Code, Offer, Trial
+from coterie.llm.discovery import DiscoveredService, HealthCheck, HealthCode
 from coterie.setup import ServiceView
 from coterie.web.schemas import ErrorPlace, Schema, Time
 
@@ -31,15 +31,15 @@ class ServiceTest(Schema):
     """The result of one real request."""
 
     ok: bool
-    code: Code
+    code: HealthCode
     message: str
     detail: str
     ms: int
     at: Time
 
     @classmethod
-    def of(cls, trial: Trial) -> Self:
-        return msgspec.convert(trial.to_wire(), cls)
+    def of(cls, check: HealthCheck) -> Self:
+        return msgspec.convert(check.to_json(), cls)
 
 
 class Service(Schema):
@@ -65,7 +65,7 @@ class Service(Schema):
 
     @classmethod
     def of(cls, view: ServiceView) -> Self:
-        return msgspec.convert(view.to_wire(), cls)
+        return msgspec.convert(view.to_dict(), cls)
 
 
 class ServicePreset(Schema):
@@ -80,8 +80,8 @@ class ServicePreset(Schema):
     capabilities: DeclaredCapabilities
 
     @classmethod
-    def of(cls, offer: Offer) -> Self:
-        return msgspec.convert(offer.to_wire(), cls)
+    def of(cls, found: DiscoveredService) -> Self:
+        return msgspec.convert(found.to_json(), cls)
 
 
 class ServiceList(Schema):

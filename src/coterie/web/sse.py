@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from datetime import timedelta
 from typing import Any
 
-from coterie.clock import Clock, to_wire
+from coterie.clock import Clock, to_rfc3339
 from coterie.errors import Lagged
-from coterie.live import Draft, Live
+from coterie.live import LiveReplies, LiveReply
 from coterie.society import Society
 from coterie.supervision import supervise
 from coterie.web.event_payloads import EventSerializer, frame
@@ -123,7 +123,7 @@ def epoch_of(log_id: str) -> str:
 class Hub:
     """Sends events to all clients. Its tasks run only while there are clients."""
 
-    def __init__(self, society: Society, live: Live, clock: Clock) -> None:
+    def __init__(self, society: Society, live: LiveReplies, clock: Clock) -> None:
         self._society, self._live, self._clock = society, live, clock
         self.epoch = epoch_of(society.store.info.log_id)
         self.clients: set[StreamClient] = set()
@@ -138,9 +138,9 @@ class Hub:
         self._no_clients = asyncio.Event()
         self._sent_lengths: dict[str, int] = {}
         """Characters of each draft that clients got."""
-        self._changed_drafts: dict[str, Draft] = {}
+        self._changed_drafts: dict[str, LiveReply] = {}
         self._shutdown_frame: bytes | None = None
-        live.listen(self._on_draft)
+        live.subscribe(self._on_draft)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -191,7 +191,7 @@ class Hub:
         # No await from here to the end: the next event of the hub must reach this client too.
         self._flush_drafts()
         client.seen, client.is_live = seen, True
-        for draft in self._live.drafts:
+        for draft in self._live.replies:
             self._sent_lengths[draft.id] = draft.length
             client.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))
         if self._shutdown_frame is not None:
@@ -228,7 +228,7 @@ class Hub:
         data = {
             "epoch": self.epoch,
             "seq": seen,
-            "serverTime": to_wire(self._clock.now()),
+            "serverTime": to_rfc3339(self._clock.now()),
             "pingMs": PING_INTERVAL // timedelta(milliseconds=1),
         }
         hello = frame("hello", data, f"{self.epoch}.{seen}")
@@ -259,12 +259,12 @@ class Hub:
 
     # Replies in progress
 
-    def _on_draft(self, draft: Draft) -> None:
+    def _on_draft(self, draft: LiveReply) -> None:
         self._changed_drafts[draft.id] = draft
         if draft.outcome is None:
             self._has_drafts.set()
             return
-        for message_id in draft.messages:
+        for message_id in draft.message_ids:
             self._draft_ids[message_id] = draft.id
         while len(self._draft_ids) > MAX_DRAFT_IDS:
             del self._draft_ids[next(iter(self._draft_ids))]
@@ -290,7 +290,7 @@ class Hub:
                 for client in clients:
                     client.put(data)
 
-    def _draft_frames(self, draft: Draft) -> Iterator[bytes]:
+    def _draft_frames(self, draft: LiveReply) -> Iterator[bytes]:
         data = {"draftId": draft.id, "agent": draft.agent_id}
         sent = self._sent_lengths.get(draft.id)
         if sent is None:
@@ -298,7 +298,7 @@ class Hub:
         if draft.length > (sent or 0):
             yield frame("draft.delta", data | {"from": sent or 0, "delta": draft.text[sent or 0 :]})
         if draft.outcome is not None:
-            yield frame("draft.ended", data | {"outcome": draft.outcome, "messages": list(draft.messages)})
+            yield frame("draft.ended", data | {"outcome": draft.outcome, "messages": list(draft.message_ids)})
 
     async def _send_pings(self) -> None:
         while self.clients:

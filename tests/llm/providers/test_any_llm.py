@@ -1,4 +1,4 @@
-"""Other vendors by way of any-llm, against the stand-in."""
+"""any-llm provider against the model server."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 
 from coterie.llm.providers.any_llm import AnyLLMService
-from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient, Unsupported
-from coterie.llm.types import AssistantSaid, Request, ToolSaid
+from coterie.llm.service import (
+    ContextTooLong,
+    MalformedResponse,
+    PermanentError,
+    ServiceError,
+    TransientError,
+    UnsupportedCapability,
+)
+from coterie.llm.types import AssistantMessage, ModelRequest, ToolMessage
 from coterie.testing import model_faults
 from coterie.testing.model_server import Calls, ModelServer, Reply, Says, Status
 
-from .asking import HELLO, KEY, LOOK_UP, PATIENT, SHORT, ask, call, say, user
+from .helpers import HELLO, KEY, LOOK_UP, PATIENT, SHORT, ask, call, say, user
 
 installed = pytest.mark.skipif(find_spec("any_llm") is None, reason="the extra coterie[providers] is not installed")
 
@@ -50,7 +57,7 @@ async def test_without_the_extra_it_says_in_one_sentence_what_to_install(monkeyp
 
     error = (await ask(main)).error
 
-    assert isinstance(error, Terminal) and error.category == "request"
+    assert isinstance(error, PermanentError) and error.category == "request"
     assert str(error) == (
         'service "main" needs a package for provider "anthropic" that is not installed: '
         'run pip install "coterie[providers]", or change provider in llmservices.json'
@@ -74,10 +81,10 @@ async def test_text_calls_and_usage_come_through(server: ModelServer, main: AnyL
 @pytest.mark.slow
 @installed
 async def test_a_history_with_calls_is_taken_by_a_strict_service(server: ModelServer, main: AnyLLMService) -> None:
-    plan = AssistantSaid("", (call("a"), call("b")))
-    said = (user("One"), user("Two"), plan, ToolSaid("a", "1"), ToolSaid("b", "2"), user("Three"))
+    plan = AssistantMessage("", (call("a"), call("b")))
+    said = (user("One"), user("Two"), plan, ToolMessage("a", "1"), ToolMessage("b", "2"), user("Three"))
 
-    assert (await say(main, Request(said=said, tools=(LOOK_UP,)))).text == "ok"
+    assert (await say(main, ModelRequest(messages=said, tools=(LOOK_UP,)))).text == "ok"
     assert server.refused == []
 
 
@@ -85,26 +92,26 @@ async def test_a_history_with_calls_is_taken_by_a_strict_service(server: ModelSe
 @pytest.mark.parametrize(
     ("name", "reply", "outcome"),
     [
-        ("F30", Status(429, "slow", {"retry-after": "7"}), Transient),
-        ("F31 503", Status(503, "busy"), Transient),
+        ("F30", Status(429, "slow", {"retry-after": "7"}), TransientError),
+        ("F31 503", Status(503, "busy"), TransientError),
         (
             "F31 in the stream",
             model_faults.error_in_stream({"message": "Overloaded", "type": "overloaded_error"}),
-            Transient,
+            TransientError,
         ),
-        ("F32 reset", model_faults.reset(), Transient),
-        ("F32 reset in the middle", model_faults.reset(after=2), Transient),
-        ("F33 no first byte", model_faults.no_first_byte(), Transient),
-        ("F33 stall", model_faults.stall(), Transient),
-        ("F33 never ending", model_faults.never_ending(), Transient),
-        ("F34", model_faults.cut_in_arguments(), Transient),
-        ("F35 garbage in the stream", model_faults.events("{oops}"), Malformed),
-        ("F36 no name", Says(calls=(Calls(""),)), Malformed),
-        ("F38", Status(400, "maximum context length is 10", code="context_length_exceeded"), TooLong),
-        ("F39 401", Status(401, f"bad key {KEY}"), Terminal),
-        ("F39 404", Status(404, "The model `m` does not exist", code="model_not_found"), Terminal),
-        ("F39 400", Status(400, "no"), Terminal),
-        ("no tools", Status(400, "m does not support tools"), Unsupported),
+        ("F32 reset", model_faults.reset(), TransientError),
+        ("F32 reset in the middle", model_faults.reset(after=2), TransientError),
+        ("F33 no first byte", model_faults.no_first_byte(), TransientError),
+        ("F33 stall", model_faults.stall(), TransientError),
+        ("F33 never ending", model_faults.never_ending(), TransientError),
+        ("F34", model_faults.cut_in_arguments(), TransientError),
+        ("F35 garbage in the stream", model_faults.events("{oops}"), MalformedResponse),
+        ("F36 no name", Says(calls=(Calls(""),)), MalformedResponse),
+        ("F38", Status(400, "maximum context length is 10", code="context_length_exceeded"), ContextTooLong),
+        ("F39 401", Status(401, f"bad key {KEY}"), PermanentError),
+        ("F39 404", Status(404, "The model `m` does not exist", code="model_not_found"), PermanentError),
+        ("F39 400", Status(400, "no"), PermanentError),
+        ("no tools", Status(400, "m does not support tools"), UnsupportedCapability),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -128,5 +135,5 @@ async def test_a_provider_that_any_llm_does_not_know_is_named(server: ModelServe
 
     error = (await ask(main)).error
 
-    assert isinstance(error, Terminal) and "nobody" in str(error)
+    assert isinstance(error, PermanentError) and "nobody" in str(error)
     assert HELLO.tools

@@ -1,4 +1,4 @@
-"""The fault matrix, F30 to F40: whatever a service does, the outcome is the right one, in time, and asked for once."""
+"""Fault matrix F30 to F40: each fault gives the right error, in time and without a retry."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.providers.deadlines import Deadlines, Watch
+from coterie.llm.providers.deadlines import Deadlines, DeadlineTimer
 from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.providers.openai_stream import MAX_CALLS
-from coterie.llm.service import Malformed, ServiceError, Terminal, TooLong, Transient
-from coterie.llm.types import Answer, AssistantSaid, Call, Request, ToolSaid
+from coterie.llm.service import ContextTooLong, MalformedResponse, PermanentError, ServiceError, TransientError
+from coterie.llm.types import AssistantMessage, Completion, ModelRequest, ToolCall, ToolMessage
 from coterie.testing import FakeClock, model_faults
 from coterie.testing.clock import START
-from coterie.testing.model_server import Calls, ModelServer, Plays, Reply, Says, Status
-from coterie.testing.replies import call_chunks, chunk
-from coterie.testing.wire import Wire
+from coterie.testing.model_server import Calls, CustomReply, ModelServer, Reply, Says, Status
+from coterie.testing.replies import ServerConnection, call_chunks, chunk
 from tests.faults.harness import patience
 
-from .asking import HELLO, KEY, PATIENT, SHORT, Outcome, ask, call, service, user
+from .helpers import HELLO, KEY, PATIENT, SHORT, Outcome, ask, call, service, user
 
 MAX_BYTES = 8_000_000
 GRACE = 1.0
@@ -34,13 +33,13 @@ GRACE = 1.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One case: what the service does, and what must come of it."""
+    """A reply of the server and the expected error."""
 
     name: str
     reply: Reply
     outcome: type[ServiceError]
     words: str = ""
-    """A pattern that the sentence matches."""
+    """Pattern of the message."""
     category: str | None = None
     retry_after: float | None = None
 
@@ -67,7 +66,7 @@ async def server() -> AsyncIterator[ModelServer]:
 
 @pytest.fixture
 async def main(server: ModelServer, request: pytest.FixtureRequest) -> AsyncIterator[OpenAIService]:
-    """Impatient only where time is what the test is about."""
+    """Short deadlines only for faults that exceed them."""
     opened = service(server.base_url, deadlines=_deadlines(request), clock=FakeClock(), max_bytes=MAX_BYTES)
     yield opened
     await opened.close()
@@ -77,7 +76,7 @@ def _deadlines(request: pytest.FixtureRequest) -> Deadlines:
     return SHORT if re.search("F33|f40", request.node.name) else PATIENT
 
 
-async def ask_once(server: ModelServer, main: OpenAIService, reply: Reply, request: Request = HELLO) -> Outcome:
+async def ask_once(server: ModelServer, main: OpenAIService, reply: Reply, request: ModelRequest = HELLO) -> Outcome:
     server.script(reply)
     server.default = Status(418, "asked again")
     outcome = await ask(main, request)
@@ -89,145 +88,192 @@ async def ask_once(server: ModelServer, main: OpenAIService, reply: Reply, reque
 
 
 FAILURES = cases(
-    Fault("F30 429 without a header", busy(), Transient),
-    Fault("F30 429 seconds", busy(retry_after="7"), Transient, retry_after=7),
-    Fault("F30 429 part of a second", busy(retry_after="0.5"), Transient, retry_after=0.5),
-    Fault("F30 429 date", busy(retry_after=in_(90)), Transient, retry_after=90),
-    Fault("F30 429 date in the past", busy(retry_after=in_(-90)), Transient, retry_after=0),
-    Fault("F30 429 date in a year", busy(retry_after=in_(3e7)), Transient, retry_after=600),
-    Fault("F30 429 negative", busy(retry_after="-5"), Transient, retry_after=0),
-    Fault("F30 429 a billion seconds", busy(retry_after="1000000000"), Transient, retry_after=600),
-    Fault("F30 429 more digits than a float has", busy(retry_after="9" * 400), Transient, retry_after=600),
-    Fault("F30 429 no number", busy(retry_after="soon"), Transient),
-    Fault("F30 429 not a number", busy(retry_after="nan"), Transient),
-    Fault("F30 503 seconds", Status(503, "busy", {"retry-after": "3"}), Transient, retry_after=3),
+    Fault("F30 429 without a header", busy(), TransientError),
+    Fault("F30 429 seconds", busy(retry_after="7"), TransientError, retry_after=7),
+    Fault("F30 429 part of a second", busy(retry_after="0.5"), TransientError, retry_after=0.5),
+    Fault("F30 429 date", busy(retry_after=in_(90)), TransientError, retry_after=90),
+    Fault("F30 429 date in the past", busy(retry_after=in_(-90)), TransientError, retry_after=0),
+    Fault("F30 429 date in a year", busy(retry_after=in_(3e7)), TransientError, retry_after=600),
+    Fault("F30 429 negative", busy(retry_after="-5"), TransientError, retry_after=0),
+    Fault("F30 429 a billion seconds", busy(retry_after="1000000000"), TransientError, retry_after=600),
+    Fault("F30 429 more digits than a float has", busy(retry_after="9" * 400), TransientError, retry_after=600),
+    Fault("F30 429 no number", busy(retry_after="soon"), TransientError),
+    Fault("F30 429 not a number", busy(retry_after="nan"), TransientError),
+    Fault("F30 503 seconds", Status(503, "busy", {"retry-after": "3"}), TransientError, retry_after=3),
     Fault(
         "F30 429 quota by the minute",
         Status(429, "exceeded your current quota", {"retry-after": "9"}),
-        Transient,
+        TransientError,
         retry_after=9,
     ),
-    Fault("F31 500", Status(500, "oops"), Transient, "not able to answer"),
-    Fault("F31 502 HTML", Status(502, b"<html><h1>Bad gateway</h1></html>"), Transient, "Bad gateway"),
-    Fault("F31 503 empty", Status(503, b""), Transient),
-    Fault("F31 504", Status(504, "timeout"), Transient),
-    Fault("F31 524", Status(524, b"a timeout occurred"), Transient),
-    Fault("F31 529", Status(529, "Overloaded"), Transient),
-    Fault("F31 408", Status(408, "timeout"), Transient),
-    Fault("F31 409", Status(409, "conflict"), Transient),
-    Fault("F31 425", Status(425, "too early"), Transient),
+    Fault("F31 500", Status(500, "oops"), TransientError, "not able to answer"),
+    Fault("F31 502 HTML", Status(502, b"<html><h1>Bad gateway</h1></html>"), TransientError, "Bad gateway"),
+    Fault("F31 503 empty", Status(503, b""), TransientError),
+    Fault("F31 504", Status(504, "timeout"), TransientError),
+    Fault("F31 524", Status(524, b"a timeout occurred"), TransientError),
+    Fault("F31 529", Status(529, "Overloaded"), TransientError),
+    Fault("F31 408", Status(408, "timeout"), TransientError),
+    Fault("F31 409", Status(409, "conflict"), TransientError),
+    Fault("F31 425", Status(425, "too early"), TransientError),
     Fault(
         "F31 overload in the stream",
         model_faults.error_in_stream({"type": "overloaded_error", "message": "Overloaded"}),
-        Transient,
+        TransientError,
     ),
-    Fault("F31 502 in the stream", model_faults.error_in_stream({"code": 502, "message": "upstream"}), Transient),
+    Fault("F31 502 in the stream", model_faults.error_in_stream({"code": 502, "message": "upstream"}), TransientError),
     Fault(
-        "F31 bare words in the stream", model_faults.error_in_stream("something broke"), Transient, "something broke"
+        "F31 bare words in the stream",
+        model_faults.error_in_stream("something broke"),
+        TransientError,
+        "something broke",
     ),
     Fault(
         "F31 an error that is no event",
-        Plays(lambda wire: _broken_stream(wire, b'{"error": {"message": "gone", "code": 503}}\n')),
-        Transient,
+        CustomReply(lambda wire: _broken_stream(wire, b'{"error": {"message": "gone", "code": 503}}\n')),
+        TransientError,
         "gone",
     ),
     Fault(
         "F31 refused content in the stream",
         model_faults.error_in_stream({"code": "content_filter", "message": "no"}),
-        Terminal,
+        PermanentError,
         category="content",
     ),
     Fault(
         "F31 bad request in the stream",
         model_faults.error_in_stream({"type": "invalid_request_error", "message": "no such thing"}),
-        Terminal,
+        PermanentError,
         category="request",
     ),
-    Fault("F31 overload in a 200 document", model_faults.document(b'{"error": {"message": "Overloaded"}}'), Transient),
-    Fault("F32 reset without a word", model_faults.reset(), Transient, "connection reset|cannot be reached"),
-    Fault("F32 reset in the middle", model_faults.reset(after=2), Transient, "broke off"),
-    Fault("F32 closed without a word", model_faults.cut(after=0), Transient, "cannot be reached"),
-    Fault("F32 no HTTP at all", Plays(lambda wire: wire.send(b"SSH-2.0-nope\r\n")), Transient, "cannot be reached"),
-    Fault("F32 closed in the head", Plays(lambda wire: wire.send(b"HTTP/1.1 200 OK\r\ncontent-")), Transient),
-    Fault("F33 no first byte", model_faults.no_first_byte(), Transient, "did not begin to answer within 0.6 s"),
-    Fault("F33 a head and no more", model_faults.head_and_nothing(), Transient, "did not begin to answer"),
-    Fault("F33 a stall between chunks", model_faults.stall(), Transient, "fell silent for 0.45 s"),
-    Fault("F33 one byte now and then", model_faults.drip(0.05), Transient, "did not finish within 0.9 s"),
-    Fault("F33 one byte after another", model_faults.drip(0.001), Transient, "did not finish"),
-    Fault("F33 never ending", model_faults.never_ending(), Transient, "did not finish"),
-    Fault("F33 never ending, no pause", model_faults.never_ending(0), Transient, "did not finish"),
-    Fault("F33 an unending refusal", Plays(lambda wire: _unending_refusal(wire)), Terminal, category="request"),
-    Fault("F34 cut in the arguments", model_faults.cut_in_arguments(), Transient, "broke off"),
-    Fault("F34 cut in the text", model_faults.cut(), Transient, "broke off"),
     Fault(
-        "F34 ended in good order, unfinished", model_faults.said({"content": "Hel"}, finish=None, done=False), Transient
+        "F31 overload in a 200 document", model_faults.document(b'{"error": {"message": "Overloaded"}}'), TransientError
     ),
-    Fault("F34 cut in an event", Plays(lambda wire: _broken_stream(wire, b'data: {"choices": [{"del')), Transient),
-    Fault("F34 cut between calls", model_faults.events(*list(call_chunks((Calls("a"), Calls("b"))))[:3]), Transient),
-    Fault("F35 HTML", model_faults.html(), Malformed, "no JSON"),
-    Fault("F35 garbage", model_faults.document(bytes(range(256)) * 50), Malformed),
-    Fault("F35 empty", model_faults.document(b""), Transient, "empty answer"),
-    Fault("F35 nothing but space", model_faults.document(b" \n\n"), Transient, "empty answer"),
-    Fault("F35 an empty stream", model_faults.events(), Transient, "empty answer"),
-    Fault("F35 204", Status(204, b""), Transient, "empty answer"),
-    Fault("F35 50 MB", model_faults.huge(50_000_000), Malformed, "too large"),
-    Fault("F35 a flood of comments", model_faults.flood(), Malformed, "too large"),
-    Fault("F35 100,000 deep", model_faults.nested(100_000), Malformed),
-    Fault("F35 100,000 deep in an event", model_faults.events("[" * 100_000, "[DONE]"), Malformed),
-    Fault("F35 an array", model_faults.document(b"[1, 2]"), Malformed),
-    Fault("F35 a number", model_faults.document(b"7"), Malformed),
-    Fault("F35 null", model_faults.document(b"null"), Malformed),
-    Fault("F35 no choices", model_faults.document(b'{"choices": []}'), Malformed, "no choices"),
-    Fault("F35 choices that are none", model_faults.document(b'{"choices": "many"}'), Malformed, "no choices"),
-    Fault("F35 nothing but the end", model_faults.events("[DONE]"), Malformed, "no choices"),
-    Fault("F35 an event that is no JSON", model_faults.events("{oops}", "[DONE]"), Malformed, "no JSON"),
-    Fault("F35 compressed unasked", Status(200, b"\x1f\x8b" + bytes(60), {"content-encoding": "gzip"}), Malformed),
+    Fault("F32 reset without a word", model_faults.reset(), TransientError, "connection reset|cannot be reached"),
+    Fault("F32 reset in the middle", model_faults.reset(after=2), TransientError, "broke off"),
+    Fault("F32 closed without a word", model_faults.cut(after=0), TransientError, "cannot be reached"),
     Fault(
-        "F36 500 calls", Says(calls=tuple(Calls("look_up") for _ in range(500))), Malformed, f"more than {MAX_CALLS}"
+        "F32 no HTTP at all",
+        CustomReply(lambda wire: wire.send(b"SSH-2.0-nope\r\n")),
+        TransientError,
+        "cannot be reached",
     ),
-    Fault("F36 no name", Says(calls=(Calls(None),)), Malformed, "no name"),
-    Fault("F36 an empty name", Says(calls=(Calls(""),)), Malformed, "no name"),
-    Fault("F36 a call that is a string", model_faults.said({"tool_calls": ["look_up"]}), Malformed, "no object"),
+    Fault(
+        "F32 closed in the head", CustomReply(lambda wire: wire.send(b"HTTP/1.1 200 OK\r\ncontent-")), TransientError
+    ),
+    Fault("F33 no first byte", model_faults.no_first_byte(), TransientError, "did not begin to answer within 0.6 s"),
+    Fault("F33 a head and no more", model_faults.head_and_nothing(), TransientError, "did not begin to answer"),
+    Fault("F33 a stall between chunks", model_faults.stall(), TransientError, "fell silent for 0.45 s"),
+    Fault("F33 one byte now and then", model_faults.drip(0.05), TransientError, "did not finish within 0.9 s"),
+    Fault("F33 one byte after another", model_faults.drip(0.001), TransientError, "did not finish"),
+    Fault("F33 never ending", model_faults.never_ending(), TransientError, "did not finish"),
+    Fault("F33 never ending, no pause", model_faults.never_ending(0), TransientError, "did not finish"),
+    Fault(
+        "F33 an unending refusal", CustomReply(lambda wire: _unending_refusal(wire)), PermanentError, category="request"
+    ),
+    Fault("F34 cut in the arguments", model_faults.cut_in_arguments(), TransientError, "broke off"),
+    Fault("F34 cut in the text", model_faults.cut(), TransientError, "broke off"),
+    Fault(
+        "F34 ended in good order, unfinished",
+        model_faults.deltas({"content": "Hel"}, finish=None, done=False),
+        TransientError,
+    ),
+    Fault(
+        "F34 cut in an event",
+        CustomReply(lambda wire: _broken_stream(wire, b'data: {"choices": [{"del')),
+        TransientError,
+    ),
+    Fault(
+        "F34 cut between calls", model_faults.events(*list(call_chunks((Calls("a"), Calls("b"))))[:3]), TransientError
+    ),
+    Fault("F35 HTML", model_faults.html(), MalformedResponse, "no JSON"),
+    Fault("F35 garbage", model_faults.document(bytes(range(256)) * 50), MalformedResponse),
+    Fault("F35 empty", model_faults.document(b""), TransientError, "empty answer"),
+    Fault("F35 nothing but space", model_faults.document(b" \n\n"), TransientError, "empty answer"),
+    Fault("F35 an empty stream", model_faults.events(), TransientError, "empty answer"),
+    Fault("F35 204", Status(204, b""), TransientError, "empty answer"),
+    Fault("F35 50 MB", model_faults.huge(50_000_000), MalformedResponse, "too large"),
+    Fault("F35 a flood of comments", model_faults.flood(), MalformedResponse, "too large"),
+    Fault("F35 100,000 deep", model_faults.nested(100_000), MalformedResponse),
+    Fault("F35 100,000 deep in an event", model_faults.events("[" * 100_000, "[DONE]"), MalformedResponse),
+    Fault("F35 an array", model_faults.document(b"[1, 2]"), MalformedResponse),
+    Fault("F35 a number", model_faults.document(b"7"), MalformedResponse),
+    Fault("F35 null", model_faults.document(b"null"), MalformedResponse),
+    Fault("F35 no choices", model_faults.document(b'{"choices": []}'), MalformedResponse, "no choices"),
+    Fault("F35 choices that are none", model_faults.document(b'{"choices": "many"}'), MalformedResponse, "no choices"),
+    Fault("F35 nothing but the end", model_faults.events("[DONE]"), MalformedResponse, "no choices"),
+    Fault("F35 an event that is no JSON", model_faults.events("{oops}", "[DONE]"), MalformedResponse, "no JSON"),
+    Fault(
+        "F35 compressed unasked", Status(200, b"\x1f\x8b" + bytes(60), {"content-encoding": "gzip"}), MalformedResponse
+    ),
+    Fault(
+        "F36 500 calls",
+        Says(calls=tuple(Calls("look_up") for _ in range(500))),
+        MalformedResponse,
+        f"more than {MAX_CALLS}",
+    ),
+    Fault("F36 no name", Says(calls=(Calls(None),)), MalformedResponse, "no name"),
+    Fault("F36 an empty name", Says(calls=(Calls(""),)), MalformedResponse, "no name"),
+    Fault(
+        "F36 a call that is a string", model_faults.deltas({"tool_calls": ["look_up"]}), MalformedResponse, "no object"
+    ),
     Fault(
         "F38 too long by code",
         Status(400, "This model's maximum context length is 8192 tokens", code="context_length_exceeded"),
-        TooLong,
+        ContextTooLong,
         "too long",
     ),
-    Fault("F38 too long in words", Status(400, "the request exceeds the available context size"), TooLong),
-    Fault("F38 too long as a server error", Status(500, "prompt is too long: 250000 tokens"), TooLong),
-    Fault("F38 413", Status(413, b"<h1>Payload Too Large</h1>"), TooLong),
-    Fault("F38 too long in the stream", model_faults.error_in_stream({"code": "context_length_exceeded"}), TooLong),
+    Fault("F38 too long in words", Status(400, "the request exceeds the available context size"), ContextTooLong),
+    Fault("F38 too long as a server error", Status(500, "prompt is too long: 250000 tokens"), ContextTooLong),
+    Fault("F38 413", Status(413, b"<h1>Payload Too Large</h1>"), ContextTooLong),
+    Fault(
+        "F38 too long in the stream", model_faults.error_in_stream({"code": "context_length_exceeded"}), ContextTooLong
+    ),
     Fault(
         "F39 401",
         Status(401, f"bad key {KEY}"),
-        Terminal,
+        PermanentError,
         "refused the key .401.: set MAIN_API_KEY or edit apiKey",
         "auth",
     ),
-    Fault("F39 403", Status(403, "not allowed"), Terminal, "refused the key .403.", "auth"),
-    Fault("F39 403 content", Status(403, "flagged by moderation"), Terminal, category="content"),
+    Fault("F39 403", Status(403, "not allowed"), PermanentError, "refused the key .403.", "auth"),
+    Fault("F39 403 content", Status(403, "flagged by moderation"), PermanentError, category="content"),
     Fault(
         "F39 404 model",
         Status(404, "The model `m` does not exist", code="model_not_found"),
-        Terminal,
+        PermanentError,
         'the model "m".*check model and baseURL in llmservices.json',
         "model",
     ),
-    Fault("F39 404 page", Status(404, b"<h1>Not found</h1>"), Terminal, "check model and baseURL", "model"),
-    Fault("F39 400 model", Status(400, "Model 'm' not found"), Terminal, category="model"),
-    Fault("F39 402", Status(402, "pay"), Terminal, "no quota left", "quota"),
-    Fault("F39 429 quota", Status(429, "check your billing", code="insufficient_quota"), Terminal, category="quota"),
-    Fault("F39 400", Status(400, "temperature must be positive"), Terminal, "temperature must be positive", "request"),
-    Fault("F39 405", Status(405, b""), Terminal, category="request"),
+    Fault("F39 404 page", Status(404, b"<h1>Not found</h1>"), PermanentError, "check model and baseURL", "model"),
+    Fault("F39 400 model", Status(400, "Model 'm' not found"), PermanentError, category="model"),
+    Fault("F39 402", Status(402, "pay"), PermanentError, "no quota left", "quota"),
     Fault(
-        "F39 redirect", Status(307, b"", {"location": "http://127.0.0.1:1/"}), Terminal, "another address", "request"
+        "F39 429 quota", Status(429, "check your billing", code="insufficient_quota"), PermanentError, category="quota"
     ),
-    Fault("F39 content", Status(400, "no", code="content_policy_violation"), Terminal, category="content"),
-    Fault("F39 all filtered", Says("", finish="content_filter"), Terminal, "content filter", "content"),
-    Fault("F39 the key echoed", Status(400, f"header was Bearer {KEY}, really"), Terminal, r"\*\*\*", "request"),
     Fault(
-        "F39 half of the key echoed", Status(400, f"you sent {KEY[:20]}..."), Terminal, r"you sent \*\*\*", "request"
+        "F39 400",
+        Status(400, "temperature must be positive"),
+        PermanentError,
+        "temperature must be positive",
+        "request",
+    ),
+    Fault("F39 405", Status(405, b""), PermanentError, category="request"),
+    Fault(
+        "F39 redirect",
+        Status(307, b"", {"location": "http://127.0.0.1:1/"}),
+        PermanentError,
+        "another address",
+        "request",
+    ),
+    Fault("F39 content", Status(400, "no", code="content_policy_violation"), PermanentError, category="content"),
+    Fault("F39 all filtered", Says("", finish="content_filter"), PermanentError, "content filter", "content"),
+    Fault("F39 the key echoed", Status(400, f"header was Bearer {KEY}, really"), PermanentError, r"\*\*\*", "request"),
+    Fault(
+        "F39 half of the key echoed",
+        Status(400, f"you sent {KEY[:20]}..."),
+        PermanentError,
+        r"you sent \*\*\*",
+        "request",
     ),
 )
 
@@ -247,23 +293,23 @@ async def test_a_fault_ends_in_time_as_the_error_it_is(fault: Fault, server: Mod
 
 @dataclass(frozen=True)
 class Oddity:
-    """One case in which something of use can be made of a bad answer."""
+    """A deviating reply that can still be read."""
 
     name: str
     reply: Reply
-    check: Callable[[Answer], bool]
+    check: Callable[[Completion], bool]
 
 
-def only(answer: Answer) -> Call:
+def only(answer: Completion) -> ToolCall:
     (one,) = answer.calls
     return one
 
 
-def unreadable(raw: str) -> Callable[[Answer], bool]:
-    return lambda answer: (only(answer).arguments, only(answer).raw) == ({}, raw)
+def unreadable(raw: str) -> Callable[[Completion], bool]:
+    return lambda answer: (only(answer).arguments, only(answer).invalid_arguments) == ({}, raw)
 
 
-def distinct(count: int) -> Callable[[Answer], bool]:
+def distinct(count: int) -> Callable[[Completion], bool]:
     return lambda answer: len({one.id for one in answer.calls}) == count == len(answer.calls)
 
 
@@ -275,13 +321,19 @@ ODDITIES = [
         lambda a: a.text == "ok",
     ),
     Oddity(
-        "F32 reset after the finish", Plays(lambda wire: _finished_then(wire, wire.reset)), lambda a: a.text == "ok"
+        "F32 reset after the finish",
+        CustomReply(lambda wire: _finished_then(wire, wire.reset)),
+        lambda a: a.text == "ok",
     ),
     Oddity(
-        "F33 a stall after the finish", Plays(lambda wire: _finished_then(wire, wire.silence)), lambda a: a.text == "ok"
+        "F33 a stall after the finish",
+        CustomReply(lambda wire: _finished_then(wire, wire.wait_for_close)),
+        lambda a: a.text == "ok",
     ),
-    Oddity("F34 no [DONE]", model_faults.said({"content": "ok"}, done=False), lambda a: a.text == "ok"),
-    Oddity("F34 no finish reason", model_faults.said({"content": "ok"}, finish=None), lambda a: a.finish == "stop"),
+    Oddity("F34 no [DONE]", model_faults.deltas({"content": "ok"}, done=False), lambda a: a.text == "ok"),
+    Oddity(
+        "F34 no finish reason", model_faults.deltas({"content": "ok"}, finish=None), lambda a: a.finish_reason == "stop"
+    ),
     Oddity(
         "F35 a document for a stream",
         model_faults.document(b'{"choices":[{"message":{"content":"ok"}}]}'),
@@ -292,10 +344,12 @@ ODDITIES = [
         model_faults.document(b'{\n "choices": [\n  {"message":\n {"content": "ok"}}]}'),
         lambda a: a.text == "ok",
     ),
-    Oddity("F35 a stream that calls itself JSON", Plays(lambda wire: _mislabelled(wire)), lambda a: a.text == "ok"),
+    Oddity(
+        "F35 a stream that calls itself JSON", CustomReply(lambda wire: _mislabelled(wire)), lambda a: a.text == "ok"
+    ),
     Oddity(
         "F35 bad UTF-8",
-        Plays(
+        CustomReply(
             lambda wire: _broken_stream(
                 wire, b'data: {"choices":[{"delta":{"content":"o\xffk"},"finish_reason":"stop"}]}\n\n'
             )
@@ -310,21 +364,23 @@ ODDITIES = [
     Oddity("F36 arguments beyond numbers", Says(calls=(Calls("look_up", '{"a": 1e999}'),)), unreadable('{"a": 1e999}')),
     Oddity("F36 arguments 200 deep", Says(calls=(Calls("look_up", DEEP),)), unreadable(DEEP)),
     Oddity(
-        "F36 arguments 100,000 deep", Says(calls=(Calls("look_up", "[" * 100_000),)), lambda a: only(a).raw is not None
+        "F36 arguments 100,000 deep",
+        Says(calls=(Calls("look_up", "[" * 100_000),)),
+        lambda a: only(a).invalid_arguments is not None,
     ),
     Oddity(
         "F36 arguments cut by the length",
         Says(calls=(Calls("look_up", '{"a'),), finish="length"),
-        lambda a: only(a).raw == '{"a' and a.finish == "length",
+        lambda a: only(a).invalid_arguments == '{"a' and a.finish_reason == "length",
     ),
     Oddity(
         "F36 no arguments",
         Says(calls=(Calls("look_up", ""),)),
-        lambda a: (only(a).arguments, only(a).raw) == ({}, None),
+        lambda a: (only(a).arguments, only(a).invalid_arguments) == ({}, None),
     ),
     Oddity(
         "F36 arguments as an object",
-        model_faults.said(
+        model_faults.deltas(
             {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "look_up", "arguments": {"a": 1}}}]}
         ),
         lambda a: only(a).arguments == {"a": 1},
@@ -342,14 +398,14 @@ ODDITIES = [
     ),
     Oddity(
         "F36 one index for all",
-        model_faults.said(
+        model_faults.deltas(
             {"tool_calls": [{"index": 0, "id": name, "function": {"name": name, "arguments": "{}"}} for name in "abc"]}
         ),
         distinct(3),
     ),
     Oddity(
         "F36 no index",
-        model_faults.said(
+        model_faults.deltas(
             {"tool_calls": [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "abc"]}
         ),
         distinct(3),
@@ -380,18 +436,24 @@ ODDITIES = [
         Says(calls=(Calls("a\x00\ud800"),)),
         lambda a: only(a).name == "a\ufffd\ufffd",
     ),
-    Oddity("F38 cut at the limit", Says("half", finish="length"), lambda a: (a.text, a.finish) == ("half", "length")),
-    Oddity("F39 filtered in the middle", Says("half", finish="content_filter"), lambda a: a.finish == "content_filter"),
+    Oddity(
+        "F38 cut at the limit", Says("half", finish="length"), lambda a: (a.text, a.finish_reason) == ("half", "length")
+    ),
+    Oddity(
+        "F39 filtered in the middle",
+        Says("half", finish="content_filter"),
+        lambda a: a.finish_reason == "content_filter",
+    ),
 ]
 
 
 @pytest.mark.parametrize("oddity", [pytest.param(oddity, id=oddity.name) for oddity in ODDITIES])
-async def test_what_can_be_understood_of_a_bad_answer_is(
+async def test_a_deviating_response_is_read_as_far_as_possible(
     oddity: Oddity, server: ModelServer, main: OpenAIService
 ) -> None:
-    told = (*HELLO.said, _assistant(call("old")), _result("old"), user("And now?"))
+    told = (*HELLO.messages, _assistant(call("old")), _result("old"), user("And now?"))
 
-    outcome = await ask_once(server, main, oddity.reply, Request(said=told, tools=HELLO.tools))
+    outcome = await ask_once(server, main, oddity.reply, ModelRequest(messages=told, tools=HELLO.tools))
 
     assert outcome.answer, outcome.error
     assert oddity.check(outcome.answer), outcome.answer
@@ -399,20 +461,20 @@ async def test_what_can_be_understood_of_a_bad_answer_is(
     await _can_go_on(server, main, (*told, _assistant(*outcome.answer.calls, text=outcome.answer.text)))
 
 
-async def test_f32_nobody_listens() -> None:
+async def test_f32_connection_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         outcome = await _ask_at(f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
 
-    assert isinstance(outcome.error, Transient)
+    assert isinstance(outcome.error, TransientError)
     assert "connection refused" in str(outcome.error) and "baseURL in llmservices.json" in str(outcome.error)
 
 
 async def test_f32_no_such_host() -> None:
     outcome = await _ask_at("http://nobody.invalid/v1", PATIENT)
 
-    assert isinstance(outcome.error, Transient)
-    # Where there is no network at all, a resolver may also be silent.
+    assert isinstance(outcome.error, TransientError)
+    # Without a network the resolver may time out.
     assert re.search(r"cannot be reached at http://nobody.invalid/v1 \((no such host|timed out)\)", str(outcome.error))
 
 
@@ -420,7 +482,7 @@ async def test_f32_no_tls_where_tls_was_asked_for() -> None:
     async with _Listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
         outcome = await _ask_at(f"https://127.0.0.1:{port}/v1", PATIENT)
 
-    assert isinstance(outcome.error, Transient)
+    assert isinstance(outcome.error, TransientError)
     assert "the secure connection failed" in str(outcome.error)
 
 
@@ -428,24 +490,24 @@ async def test_f32_a_tls_handshake_that_never_ends() -> None:
     async with _Listening(b"") as port:
         outcome = await _ask_at(f"https://127.0.0.1:{port}/v1")
 
-    assert isinstance(outcome.error, Transient)
+    assert isinstance(outcome.error, TransientError)
 
 
 @pytest.mark.parametrize("address", ["", "main", "ftp://127.0.0.1/v1", "http://", "http://[::1"])
-async def test_f32_an_address_that_is_none(address: str) -> None:
+async def test_f32_an_invalid_address(address: str) -> None:
     outcome = await _ask_at(address)
 
-    assert isinstance(outcome.error, Terminal) and outcome.error.category == "request"
+    assert isinstance(outcome.error, PermanentError) and outcome.error.category == "request"
     assert "baseURL in llmservices.json must begin with http" in str(outcome.error)
 
 
 @pytest.mark.parametrize("key", ["with space", "line\nbreak", "schlüssel", "nul\x00"])
-async def test_f39_a_key_that_no_header_can_carry_is_never_shown(key: str, server: ModelServer) -> None:
+async def test_f39_a_key_that_is_invalid_in_a_header_is_never_shown(key: str, server: ModelServer) -> None:
     one = service(server.base_url, api_key=key)
 
     outcome = await ask(one)
 
-    assert isinstance(outcome.error, Terminal) and outcome.error.category == "auth"
+    assert isinstance(outcome.error, PermanentError) and outcome.error.category == "auth"
     assert key not in str(outcome.error) and outcome.error.__cause__ is None
     assert server.requests == []
     await one.close()
@@ -455,24 +517,22 @@ async def test_f38_a_service_counts_tokens() -> None:
     async with ModelServer(context_tokens=500) as server:
         main = service(server.base_url)
         assert (await ask(main)).answer
-        outcome = await ask(main, Request(said=(user("word " * 1000),)))
+        outcome = await ask(main, ModelRequest(messages=(user("word " * 1000),)))
 
-        assert isinstance(outcome.error, TooLong)
+        assert isinstance(outcome.error, ContextTooLong)
         await main.close()
 
 
-async def test_f40_an_answer_that_nobody_waits_for_is_dropped_with_its_connection(
-    server: ModelServer, main: OpenAIService
-) -> None:
+async def test_f40_an_abandoned_response_closes_its_connection(server: ModelServer, main: OpenAIService) -> None:
     gone = asyncio.Event()
 
-    async def talk(wire: Wire) -> None:
+    async def talk(wire: ServerConnection) -> None:
         await wire.begin()
         await wire.event(chunk({"content": "Hello"}))
-        await wire.silence()
+        await wire.wait_for_close()
         gone.set()
 
-    server.script(Plays(talk))
+    server.script(CustomReply(talk))
     pieces = main.generate(HELLO)
     await anext(pieces)
     await pieces.aclose()  # type: ignore[attr-defined]
@@ -487,7 +547,7 @@ async def test_f40_cancelling_while_waiting_ends_the_request_and_stays_a_cancell
 ) -> None:
     server.script(model_faults.no_first_byte())
     asking = asyncio.create_task(ask(main))
-    await server.asked()
+    await server.wait_for_request()
 
     asking.cancel()
 
@@ -495,7 +555,7 @@ async def test_f40_cancelling_while_waiting_ends_the_request_and_stays_a_cancell
         await asking
 
 
-async def test_f40_a_caller_that_thinks_makes_no_service_late(server: ModelServer, main: OpenAIService) -> None:
+async def test_f40_a_slow_caller_does_not_exceed_the_idle_deadline(server: ModelServer, main: OpenAIService) -> None:
     server.script("one two three four")
 
     pieces = main.generate(HELLO)
@@ -503,29 +563,27 @@ async def test_f40_a_caller_that_thinks_makes_no_service_late(server: ModelServe
     await asyncio.sleep(SHORT.idle.total_seconds() + 0.05)  # real time: the deadline that must not count runs in it
     rest = [piece async for piece in pieces]
 
-    assert isinstance(rest[-1], Answer) and rest[-1].text == "one two three four"
+    assert isinstance(rest[-1], Completion) and rest[-1].text == "one two three four"
     assert first
 
 
-async def test_f40_a_deadline_that_passed_leaves_the_asking_task_as_it_was(
-    server: ModelServer, main: OpenAIService
-) -> None:
+async def test_f40_an_exceeded_deadline_leaves_the_task_uncancelled(server: ModelServer, main: OpenAIService) -> None:
     server.script(model_faults.stall())
     task = asyncio.current_task()
     assert task
 
     async with asyncio.timeout(patience(5)):
-        assert isinstance((await ask(main)).error, Transient)
+        assert isinstance((await ask(main)).error, TransientError)
 
     assert task.cancelling() == 0
 
 
 async def test_f40_a_cancellation_that_meets_a_deadline_stays_a_cancellation() -> None:
-    watch = Watch(SHORT)
-    waiting = asyncio.create_task(watch.first(asyncio.Event().wait))
+    timer = DeadlineTimer(SHORT)
+    waiting = asyncio.create_task(timer.await_first(asyncio.Event().wait))
     await asyncio.sleep(0)
-    watch._due = 0
-    watch._ring()
+    timer._due = 0
+    timer._on_timer()
 
     waiting.cancel()
 
@@ -538,19 +596,19 @@ def test_the_matrix_is_large_enough() -> None:
     assert len(FAILURES) + len(ODDITIES) >= 80
 
 
-def _assistant(*calls: Call, text: str = "") -> AssistantSaid:
-    return AssistantSaid(text, calls)
+def _assistant(*calls: ToolCall, text: str = "") -> AssistantMessage:
+    return AssistantMessage(text, calls)
 
 
-def _result(call_id: str) -> ToolSaid:
-    return ToolSaid(call_id, "{}")
+def _result(call_id: str) -> ToolMessage:
+    return ToolMessage(call_id, "{}")
 
 
 async def _can_go_on(server: ModelServer, main: OpenAIService, said: tuple[Any, ...]) -> None:
-    """The history with that answer in it, every call closed, is one that a strict service takes."""
+    """Require that a strict server accepts the history with this answer and its tool results."""
     server.default = "fine"
     results = [_result(one.id) for one in said[-1].calls]
-    outcome = await ask(main, Request(said=(*said, *results, user("Go on.")), tools=HELLO.tools))
+    outcome = await ask(main, ModelRequest(messages=(*said, *results, user("Go on.")), tools=HELLO.tools))
     assert outcome.answer, outcome.error
 
 
@@ -563,34 +621,34 @@ async def _ask_at(address: str, deadlines: Deadlines = SHORT) -> Outcome:
     return outcome
 
 
-async def _broken_stream(wire: Wire, last: bytes) -> None:
+async def _broken_stream(wire: ServerConnection, last: bytes) -> None:
     await wire.begin()
     await wire.event(chunk({"content": "Hello"}))
     await wire.send(last)
     await wire.end()
 
 
-async def _finished_then(wire: Wire, then: Callable[[], Any]) -> None:
+async def _finished_then(wire: ServerConnection, then: Callable[[], Any]) -> None:
     await wire.begin()
     await wire.event(chunk({"content": "ok"}, "stop"))
     if waits := then():
         await waits
 
 
-async def _mislabelled(wire: Wire) -> None:
+async def _mislabelled(wire: ServerConnection) -> None:
     await wire.begin(content_type="application/json")
     await wire.event(chunk({"content": "ok"}, "stop"))
     await wire.end()
 
 
-async def _unending_refusal(wire: Wire) -> None:
+async def _unending_refusal(wire: ServerConnection) -> None:
     await wire.begin(400)
     while True:
         await wire.send(b"no " * 1000)
 
 
 class _Listening:
-    """A port that says the same to everybody and then no more."""
+    """A server that sends the same bytes to every client, then nothing."""
 
     def __init__(self, greeting: bytes) -> None:
         self._greeting = greeting

@@ -1,4 +1,4 @@
-"""The provider for OpenAI-compatible chat completions, asked over real HTTP."""
+"""OpenAI-compatible provider over real HTTP."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ import httpx
 import pytest
 
 from coterie.llm.providers.openai import OpenAIService
-from coterie.llm.providers.sockets import AsyncioBackend
-from coterie.llm.service import Terminal, Transient, Unsupported
+from coterie.llm.service import PermanentError, TransientError, UnsupportedCapability
 from coterie.llm.types import (
-    AssistantSaid,
+    AssistantMessage,
     Attachment,
-    Call,
-    Delta,
-    Inline,
-    Request,
-    SystemSaid,
-    Text,
-    ToolSaid,
+    InlineFile,
+    ModelRequest,
+    SystemMessage,
+    TextDelta,
+    TextPart,
+    TokenUsage,
+    ToolCall,
+    ToolMessage,
     ToolSpec,
-    Usage,
-    UserSaid,
+    UserMessage,
 )
 from coterie.testing import model_faults
 from coterie.testing.model_server import Calls, ModelServer, Says, Status
 
-from .asking import HELLO, KEY, LOOK_UP, ask, call, say, service, user
+from .helpers import HELLO, KEY, LOOK_UP, ask, call, say, service, user
 
-PNG = Inline(type="image", filename="a.png", mime_type="image/png", data=b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
-MP3 = Inline(type="audio", filename="a.mp3", mime_type="audio/mpeg", data=b"ID3" + bytes(64))
-PDF = Inline(type="file", filename="a.pdf", mime_type="application/pdf", data=b"%PDF-1.7 ")
+PNG = InlineFile(type="image", filename="a.png", mime_type="image/png", data=b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+MP3 = InlineFile(type="audio", filename="a.mp3", mime_type="audio/mpeg", data=b"ID3" + bytes(64))
+PDF = InlineFile(type="file", filename="a.pdf", mime_type="application/pdf", data=b"%PDF-1.7 ")
 
 
 @pytest.fixture
@@ -56,8 +55,8 @@ async def main(server: ModelServer) -> AsyncIterator[OpenAIService]:
 
 
 async def sent(server: ModelServer, main: OpenAIService, *said: Any, tools: tuple[ToolSpec, ...] = (LOOK_UP,)) -> Any:
-    """The messages as they went over the wire for a request that was taken."""
-    outcome = await ask(main, Request(said=said, tools=tools))
+    """Return the messages that the server received."""
+    outcome = await ask(main, ModelRequest(messages=said, tools=tools))
     assert outcome.answer, outcome.error
     return server.requests[-1].messages
 
@@ -67,15 +66,15 @@ async def test_text_streams_as_it_comes_and_the_answer_is_all_of_it(server: Mode
     server.script(Says("One two three", gate=gate))
     pieces = main.generate(HELLO)
     asking = asyncio.ensure_future(anext(pieces))
-    await server.asked()
+    await server.wait_for_request()
     assert not asking.done()
 
     gate.set()
     deltas = [await asking] + [piece async for piece in pieces]
 
     answer = deltas.pop()
-    assert "".join(piece.text for piece in deltas if isinstance(piece, Delta)) == "One two three"
-    assert (answer.text, answer.service, answer.finish) == ("One two three", "main", "stop")  # type: ignore[union-attr]
+    assert "".join(piece.text for piece in deltas if isinstance(piece, TextDelta)) == "One two three"
+    assert (answer.text, answer.service, answer.finish_reason) == ("One two three", "main", "stop")  # type: ignore[union-attr]
 
 
 async def test_tool_calls_are_put_together_from_their_pieces(server: ModelServer, main: OpenAIService) -> None:
@@ -86,10 +85,10 @@ async def test_tool_calls_are_put_together_from_their_pieces(server: ModelServer
 
     assert answer.text == "Let me see."
     assert answer.calls == (
-        Call(id="a", name="look_up", arguments=arguments),
-        Call(id="b", name="look_up", arguments={}),
+        ToolCall(id="a", name="look_up", arguments=arguments),
+        ToolCall(id="b", name="look_up", arguments={}),
     )
-    assert answer.finish == "tool_calls"
+    assert answer.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -111,20 +110,20 @@ async def test_usage_is_read_from_the_stream(server: ModelServer, main: OpenAISe
         model_faults.events({"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}, {"usage": usage})
     )
 
-    assert (await say(main)).usage == Usage(input_tokens=12, output_tokens=34)
+    assert (await say(main)).usage == TokenUsage(input_tokens=12, output_tokens=34)
 
 
 @pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": -1}, {"prompt_tokens": "7"}, {"prompt_tokens": 10**30}])
-async def test_usage_that_is_none_counts_as_nothing(usage: object, server: ModelServer, main: OpenAIService) -> None:
+async def test_invalid_usage_counts_as_zero(usage: object, server: ModelServer, main: OpenAIService) -> None:
     server.script(
         model_faults.events({"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}], "usage": usage})
     )
 
-    assert (await say(main)).usage == Usage()
+    assert (await say(main)).usage == TokenUsage()
 
 
-async def test_what_users_say_in_a_row_is_one_message(server: ModelServer, main: OpenAIService) -> None:
-    messages = await sent(server, main, SystemSaid("Be brief."), user("One"), user("Two", "three"))
+async def test_consecutive_user_messages_are_merged(server: ModelServer, main: OpenAIService) -> None:
+    messages = await sent(server, main, SystemMessage("Be brief."), user("One"), user("Two", "three"))
 
     assert messages == [
         {"role": "system", "content": "Be brief."},
@@ -132,17 +131,17 @@ async def test_what_users_say_in_a_row_is_one_message(server: ModelServer, main:
     ]
 
 
-async def test_empty_words_are_left_out(server: ModelServer, main: OpenAIService) -> None:
-    messages = await sent(server, main, user("One"), AssistantSaid(" \n"), user("", "Two"))
+async def test_empty_texts_are_left_out(server: ModelServer, main: OpenAIService) -> None:
+    messages = await sent(server, main, user("One"), AssistantMessage(" \n"), user("", "Two"))
 
     assert messages == [{"role": "user", "content": "One\n\nTwo"}]
 
 
 async def test_calls_and_results_keep_their_order_and_ids(server: ModelServer, main: OpenAIService) -> None:
-    plan = AssistantSaid("", (call("a", city="Oslo"), call("b", city="Rome")))
+    plan = AssistantMessage("", (call("a", city="Oslo"), call("b", city="Rome")))
 
     messages = await sent(
-        server, main, user("Weather?"), plan, ToolSaid("a", "cold"), ToolSaid("b", ""), user("Thanks")
+        server, main, user("Weather?"), plan, ToolMessage("a", "cold"), ToolMessage("b", ""), user("Thanks")
     )
 
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool", "user"]
@@ -155,7 +154,7 @@ async def test_calls_and_results_keep_their_order_and_ids(server: ModelServer, m
 async def test_attachments_go_out_as_the_providers_own_parts_byte_for_byte(
     server: ModelServer, main: OpenAIService
 ) -> None:
-    (message,) = await sent(server, main, UserSaid((Text("Look:"), PNG, MP3, PDF)))
+    (message,) = await sent(server, main, UserMessage((TextPart("Look:"), PNG, MP3, PDF)))
 
     text, image, audio, file = message["content"]
     assert text == {"type": "text", "text": "Look:"}
@@ -164,19 +163,17 @@ async def test_attachments_go_out_as_the_providers_own_parts_byte_for_byte(
     assert file["file"] == {"filename": "a.pdf", "file_data": f"data:application/pdf;base64,{_base64(PDF)}"}
 
 
-async def test_a_reference_that_nobody_routed_is_a_mistake_of_the_caller(main: OpenAIService) -> None:
+async def test_an_attachment_in_a_request_is_a_type_error(main: OpenAIService) -> None:
     reference = Attachment(artifact_ref="r", type="image", filename="a.png", mime_type="image/png", size=1)
 
-    with pytest.raises(TypeError, match="router"):
-        await ask(main, Request(said=(UserSaid((reference,)),)))
+    with pytest.raises(TypeError, match="CapabilityRouter"):
+        await ask(main, ModelRequest(messages=(UserMessage((reference,)),)))
 
 
-async def test_calls_of_the_past_are_told_in_words_where_no_tools_are_offered(
-    server: ModelServer, main: OpenAIService
-) -> None:
-    plan = AssistantSaid("I look.", (call("a", city="Oslo"),))
+async def test_past_calls_become_text_in_a_request_without_tools(server: ModelServer, main: OpenAIService) -> None:
+    plan = AssistantMessage("I look.", (call("a", city="Oslo"),))
 
-    messages = await sent(server, main, user("Weather?"), plan, ToolSaid("a", "cold"), user("Thanks"), tools=())
+    messages = await sent(server, main, user("Weather?"), plan, ToolMessage("a", "cold"), user("Thanks"), tools=())
 
     assert messages == [
         {"role": "user", "content": "Weather?"},
@@ -185,31 +182,31 @@ async def test_calls_of_the_past_are_told_in_words_where_no_tools_are_offered(
     ]
 
 
-async def test_a_name_the_dialect_does_not_allow_is_changed_on_the_wire_and_back(
+async def test_a_tool_name_that_the_api_does_not_allow_is_converted_and_restored(
     server: ModelServer, main: OpenAIService
 ) -> None:
     tool = ToolSpec(name="files.read file", description="", parameters={"type": "object"})
     server.script(Says(calls=(Calls("files_read_file"), Calls("天气"))))
 
-    answer = await say(main, Request(said=(user("Read."),), tools=(tool,)))
+    answer = await say(main, ModelRequest(messages=(user("Read."),), tools=(tool,)))
 
     assert [one.name for one in answer.calls] == ["files.read file", "天气"]
-    results = [ToolSaid(one.id, "?") for one in answer.calls]
-    messages = await sent(server, main, user("Read."), AssistantSaid("", answer.calls), *results, tools=(tool,))
+    results = [ToolMessage(one.id, "?") for one in answer.calls]
+    messages = await sent(server, main, user("Read."), AssistantMessage("", answer.calls), *results, tools=(tool,))
     assert [one["function"]["name"] for one in messages[1]["tool_calls"]] == ["files_read_file", "__"]
 
 
 @pytest.mark.parametrize(
     ("capability", "request_", "what"),
     [
-        ("vision", Request(said=(UserSaid((Text("?"), PNG)),)), "vision"),
-        ("audio", Request(said=(UserSaid((Text("?"), MP3)),)), "audio"),
-        ("file", Request(said=(UserSaid((Text("?"), PDF)),)), "file"),
+        ("vision", ModelRequest(messages=(UserMessage((TextPart("?"), PNG)),)), "vision"),
+        ("audio", ModelRequest(messages=(UserMessage((TextPart("?"), MP3)),)), "audio"),
+        ("file", ModelRequest(messages=(UserMessage((TextPart("?"), PDF)),)), "file"),
         ("tool_calling", HELLO, "tool_calling"),
     ],
 )
 async def test_a_service_that_refuses_a_kind_of_content_says_which(
-    capability: str, request_: Request, what: str
+    capability: str, request_: ModelRequest, what: str
 ) -> None:
     able = {"vision", "audio", "file", "tool_calling"} - {capability}
     async with ModelServer(capabilities=able) as server:
@@ -217,12 +214,12 @@ async def test_a_service_that_refuses_a_kind_of_content_says_which(
 
         error = (await ask(main, request_)).error
 
-        assert isinstance(error, Unsupported) and error.what == what
+        assert isinstance(error, UnsupportedCapability) and error.capability == what
         assert len(server.requests) == 1
         await main.close()
 
 
-SEES = Request(said=(UserSaid((Text("?"), PNG)),), tools=(LOOK_UP,))
+SEES = ModelRequest(messages=(UserMessage((TextPart("?"), PNG)),), tools=(LOOK_UP,))
 
 
 @pytest.mark.parametrize(
@@ -238,14 +235,14 @@ SEES = Request(said=(UserSaid((Text("?"), PNG)),), tools=(LOOK_UP,))
         (415, "Unsupported Media Type", SEES, "vision"),
     ],
 )
-async def test_real_words_of_refusal_are_understood(
-    status: int, words: str, request_: Request, what: str, server: ModelServer, main: OpenAIService
+async def test_real_error_messages_are_classified(
+    status: int, words: str, request_: ModelRequest, what: str, server: ModelServer, main: OpenAIService
 ) -> None:
     server.script(Status(status, words))
 
     error = (await ask(main, request_)).error
 
-    assert isinstance(error, Unsupported) and error.what == what, error
+    assert isinstance(error, UnsupportedCapability) and error.capability == what, error
 
 
 @pytest.mark.parametrize(
@@ -263,7 +260,7 @@ async def test_a_refusal_of_what_was_not_sent_or_of_one_tool_is_a_bad_request(
 
     error = (await ask(main, HELLO)).error
 
-    assert isinstance(error, Terminal) and error.category == "request"
+    assert isinstance(error, PermanentError) and error.category == "request"
 
 
 @pytest.mark.parametrize("refused", ["stream_options"])
@@ -288,30 +285,30 @@ async def test_a_service_with_a_newer_name_for_the_limit_is_asked_by_that_name(s
     await main.close()
 
 
-async def test_a_service_that_keeps_complaining_is_not_asked_for_ever(server: ModelServer, main: OpenAIService) -> None:
+async def test_a_service_that_repeats_an_error_is_not_asked_for_ever(server: ModelServer, main: OpenAIService) -> None:
     server.default = Status(400, "stream_options max_completion_tokens roles must alternate, system role not supported")
 
-    assert isinstance((await ask(main)).error, Terminal)
+    assert isinstance((await ask(main)).error, PermanentError)
 
     assert len(server.requests) == 5  # once, and once for each thing it may want differently
 
 
-async def test_a_service_that_demands_strict_turns_gets_them() -> None:
+async def test_a_service_with_strict_alternation_gets_alternating_messages() -> None:
     said = (
-        SystemSaid("Be brief."),
-        AssistantSaid("Welcome."),
+        SystemMessage("Be brief."),
+        AssistantMessage("Welcome."),
         user("Weather?"),
-        AssistantSaid("", (call("a"),)),
-        ToolSaid("a", "cold"),
+        AssistantMessage("", (call("a"),)),
+        ToolMessage("a", "cold"),
         user("Never mind."),
-        AssistantSaid("All right."),
-        AssistantSaid("Anything else?"),
+        AssistantMessage("All right."),
+        AssistantMessage("Anything else?"),
     )
     async with ModelServer(alternate=True) as server:
         main = service(server.base_url)
 
-        await say(main, Request(said=said, tools=(LOOK_UP,)))
-        await say(main, Request(said=said, tools=(LOOK_UP,)))
+        await say(main, ModelRequest(messages=said, tools=(LOOK_UP,)))
+        await say(main, ModelRequest(messages=said, tools=(LOOK_UP,)))
 
         assert len(server.requests) == 3, "it is learnt once"
         roles = [message["role"] for message in server.requests[-1].messages]
@@ -330,7 +327,9 @@ async def test_a_service_that_demands_strict_turns_gets_them() -> None:
         await main.close()
 
 
-async def test_a_service_without_a_system_role_hears_it_from_the_user(server: ModelServer, main: OpenAIService) -> None:
+async def test_a_service_without_a_system_role_gets_the_text_as_a_user_message(
+    server: ModelServer, main: OpenAIService
+) -> None:
     server.script(Status(400, "System role not supported"))
 
     await say(main)
@@ -399,7 +398,7 @@ async def test_what_may_be_secret_in_an_address_is_not_shown() -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """One that nobody has signed, with its key in the same file."""
+    """A self-signed certificate with its key in the same file."""
     openssl = shutil.which("openssl")
     if not openssl:
         pytest.skip("there is no openssl to make a certificate with")
@@ -423,7 +422,7 @@ async def test_a_service_behind_tls_is_asked_only_if_its_certificate_is_trusted(
 
     if trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    monkeypatch.setattr("coterie.llm.providers.openai._trusted", httpx.create_ssl_context)
+    monkeypatch.setattr("coterie.llm.providers.openai._ssl_context", httpx.create_ssl_context)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as listening:
@@ -435,20 +434,13 @@ async def test_a_service_behind_tls_is_asked_only_if_its_certificate_is_trusted(
     if trusted:
         assert outcome.answer and outcome.answer.text == "hush"
     else:
-        assert isinstance(outcome.error, Transient) and "CERTIFICATE_VERIFY_FAILED" in str(outcome.error)
-
-
-async def test_connections_are_read_without_detours(main: OpenAIService) -> None:
-    client = main._connect()
-
-    assert isinstance(client._transport._pool._network_backend, AsyncioBackend)  # type: ignore[attr-defined]
-    await client.aclose()
+        assert isinstance(outcome.error, TransientError) and "CERTIFICATE_VERIFY_FAILED" in str(outcome.error)
 
 
 async def test_a_connection_that_the_server_closed_is_not_used_again(server: ModelServer, main: OpenAIService) -> None:
     server.script(Says("first"), Says("second"))
     await say(main)
-    await server.hang_up()
+    await server.close_connections()
 
     assert (await say(main)).text == "second"
 
@@ -474,5 +466,5 @@ async def test_a_closed_service_opens_again_when_it_is_asked(server: ModelServer
     assert (await say(main)).text == "ok"
 
 
-def _base64(part: Inline) -> str:
+def _base64(part: InlineFile) -> str:
     return base64.b64encode(part.data).decode()

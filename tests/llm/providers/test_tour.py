@@ -1,4 +1,4 @@
-"""The tour: what a person sees before any model is set up."""
+"""The scripted tour."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import pytest
 
 from coterie.llm.providers.openai import Dialect
 from coterie.llm.types import (
-    Answer,
-    AssistantSaid,
-    Call,
-    Delta,
-    Inline,
-    Request,
-    Said,
-    SystemSaid,
-    Text,
-    ToolSaid,
+    AssistantMessage,
+    ChatMessage,
+    Completion,
+    InlineFile,
+    ModelRequest,
+    SystemMessage,
+    TextDelta,
+    TextPart,
+    ToolCall,
+    ToolMessage,
     ToolSpec,
-    UserSaid,
+    UserMessage,
 )
 from coterie.testing import FakeClock
 from coterie.testing.dialects import check_openai_chat
 from coterie.tour import script as script
-from coterie.tour.provider import Tour
+from coterie.tour.provider import TourService
 from coterie.tour.script import Scene
 
-from .asking import say, user
+from .helpers import say, user
 
 TOOLS = tuple(
     ToolSpec(name=name, description="", parameters={"type": "object"}) for name in ("send_message", "list_agents")
@@ -38,8 +38,8 @@ CANCELLED = '{"status":"cancelled","executed":false,"reason":"interrupted_by_new
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(8) + (640).to_bytes(4) + (480).to_bytes(4)
 
 
-def tour(**more: Any) -> Tour:
-    return Tour(pace=timedelta(0), **more)
+def tour(**more: Any) -> TourService:
+    return TourService(pace=timedelta(0), **more)
 
 
 class Talk:
@@ -47,20 +47,20 @@ class Talk:
 
     def __init__(self, tools: tuple[ToolSpec, ...] = TOOLS) -> None:
         self.tools = tools
-        self.said: list[Said] = [SystemSaid("You are the guide.")]
+        self.said: list[ChatMessage] = [SystemMessage("You are the guide.")]
         self.texts: list[str] = []
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
 
     async def hears(self, *parts: str) -> None:
         """One whole turn."""
         self.said.append(user(*parts))
         self.texts, self.calls = [], []
         while (answer := await self.asks()).calls:
-            self.said += [ToolSaid(call.id, "{}") for call in answer.calls]
+            self.said += [ToolMessage(call.id, "{}") for call in answer.calls]
 
-    async def asks(self) -> Answer:
-        answer = await say(tour(), Request(said=tuple(self.said), tools=self.tools))
-        self.said.append(AssistantSaid(answer.text, answer.calls))
+    async def asks(self) -> Completion:
+        answer = await say(tour(), ModelRequest(messages=tuple(self.said), tools=self.tools))
+        self.said.append(AssistantMessage(answer.text, answer.calls))
         self.texts.append(answer.text)
         self.calls += answer.calls
         assert len(self.said) < 100, "a turn ends"
@@ -79,7 +79,7 @@ def described(capable: list[str]) -> str:
 
 
 def framed(text: str, **known: str) -> str:
-    """As the runtime hands a message to a model."""
+    """Wrap a message in the frame that the runtime adds."""
     return f"<message m1 {json.dumps({'from': 'user', **known})}>\n{text}\n</message m1>"
 
 
@@ -106,7 +106,7 @@ async def test_the_welcome_that_came_first_is_not_said_again_to_the_first_words(
     await talk.hears(words)
 
     chinese = words != "History?"
-    assert talk.menu["payload"]["text"] == scene.then.to(chinese) != script.WELCOME.then.to(chinese)
+    assert talk.menu["payload"]["text"] == scene.then.text(chinese) != script.WELCOME.then.text(chinese)
     assert len(talk.menu["quickReplies"]) == len(script.SCENES) + 1
 
 
@@ -116,10 +116,10 @@ async def test_every_button_leads_to_its_scene_in_its_language(scene: Scene, chi
     talk = Talk()
     await talk.hears("你好" if chinese else "Hi")
 
-    await talk.hears(scene.option.to(chinese))
+    await talk.hears(scene.option.text(chinese))
 
-    assert talk.menu["payload"]["text"] == scene.then.to(chinese)
-    assert scene.option.to(chinese) not in talk.menu["quickReplies"]
+    assert talk.menu["payload"]["text"] == scene.then.text(chinese)
+    assert scene.option.text(chinese) not in talk.menu["quickReplies"]
     assert check_openai_chat(Dialect().messages(_request(talk)), [_wire(tool) for tool in TOOLS]) is None
 
 
@@ -163,14 +163,14 @@ async def test_it_takes_an_interjection_after_the_tool_was_called() -> None:
     talk = Talk()
     talk.said.append(user(script.INTERJECTION.option.zh))
     plan = await talk.asks()
-    talk.said += [*(ToolSaid(call.id, CANCELLED) for call in plan.calls), user("等等！")]
+    talk.said += [*(ToolMessage(call.id, CANCELLED) for call in plan.calls), user("等等！")]
 
     answer = await talk.asks()
 
     assert answer.calls[0].arguments["payload"]["text"] == script.INTERRUPTED.then.zh
 
 
-async def test_it_passes_on_what_it_cannot_read_to_one_who_can() -> None:
+async def test_it_forwards_files_it_cannot_read() -> None:
     talk = Talk()
 
     await talk.hears("What is this?", described(["seer", "other"]))
@@ -181,7 +181,7 @@ async def test_it_passes_on_what_it_cannot_read_to_one_who_can() -> None:
     assert "a.png" in talk.texts[0] and talk.texts[-1] == "I will tell you what seer says."
 
 
-async def test_it_says_so_when_nobody_can_read_it() -> None:
+async def test_it_says_if_no_agent_can_read_the_file() -> None:
     talk = Talk()
 
     await talk.hears(described([]))
@@ -189,9 +189,11 @@ async def test_it_says_so_when_nobody_can_read_it() -> None:
     assert talk.calls == [] and "nobody here can" in talk.texts[0]
 
 
-async def test_what_the_one_who_sees_answers_is_told_to_the_person() -> None:
-    picture = Inline(type="image", filename="a.png", mime_type="image/png", data=PNG)
-    seen = await say(tour(sees=True), Request(said=(UserSaid((Text("请告诉我这是什么。"), picture)),)))
+async def test_the_answer_of_the_seer_is_passed_to_the_person() -> None:
+    picture = InlineFile(type="image", filename="a.png", mime_type="image/png", data=PNG)
+    seen = await say(
+        tour(has_vision=True), ModelRequest(messages=(UserMessage((TextPart("请告诉我这是什么。"), picture)),))
+    )
     assert seen.text == "这是我看到的：a.png (image/png, 24 bytes, 640 × 480)。我只是脚本，只能说这么多。"
     talk = Talk()
 
@@ -218,10 +220,10 @@ async def test_a_button_changes_the_language(chinese: bool) -> None:
     talk = Talk()
     await talk.hears("Hi" if chinese else "你好")
 
-    await talk.hears(script.LANGUAGE.option.to(not chinese))
+    await talk.hears(script.LANGUAGE.option.text(not chinese))
 
-    assert talk.menu["payload"]["text"] == script.LANGUAGE.then.to(chinese)
-    assert talk.menu["quickReplies"] == [scene.option.to(chinese) for scene in script.SCENES]
+    assert talk.menu["payload"]["text"] == script.LANGUAGE.then.text(chinese)
+    assert talk.menu["quickReplies"] == [scene.option.text(chinese) for scene in script.SCENES]
 
 
 @pytest.mark.parametrize(("words", "first"), [("看看这个", "我读不了"), ("Look at this", "I cannot read")])
@@ -234,7 +236,7 @@ async def test_a_picture_without_words_changes_no_language(words: str, first: st
     assert talk.texts[0].startswith(first)
 
 
-async def test_what_the_runtime_writes_around_a_message_is_no_word_of_it() -> None:
+async def test_message_frames_are_not_part_of_the_text() -> None:
     talk = Talk()
     await talk.hears("Hi")
 
@@ -243,8 +245,8 @@ async def test_what_the_runtime_writes_around_a_message_is_no_word_of_it() -> No
     assert talk.menu["payload"]["text"] == script.UNKNOWN.then.en
 
 
-async def test_the_one_who_sees_asks_for_a_picture() -> None:
-    answer = await say(tour(sees=True), Request(said=(user("Hi"),)))
+async def test_the_seer_asks_for_a_picture() -> None:
+    answer = await say(tour(has_vision=True), ModelRequest(messages=(user("Hi"),)))
 
     assert answer.text == script.NOTHING_TO_SEE.en
 
@@ -257,7 +259,7 @@ async def test_it_tells_how_to_set_up_a_real_model() -> None:
     assert "llmservices.json" in talk.menu["payload"]["text"] and "setup page" in talk.menu["payload"]["text"]
 
 
-async def test_what_it_does_not_understand_it_says_it_does_not() -> None:
+async def test_it_says_if_it_does_not_understand() -> None:
     talk = Talk()
     await talk.hears("Hi")
 
@@ -275,11 +277,11 @@ async def test_without_tools_it_speaks_in_plain_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [(), (SystemSaid("x"),), (AssistantSaid("x"),), (user(),), (user('{"attachment": 7}'),)]
+    "said", [(), (SystemMessage("x"),), (AssistantMessage("x"),), (user(),), (user('{"attachment": 7}'),)]
 )
-async def test_any_request_gets_an_answer(said: tuple[Said, ...]) -> None:
-    for sees in (False, True):
-        assert await say(tour(sees=sees), Request(said=said, tools=TOOLS))
+async def test_any_request_gets_an_answer(said: tuple[ChatMessage, ...]) -> None:
+    for has_vision in (False, True):
+        assert await say(tour(has_vision=has_vision), ModelRequest(messages=said, tools=TOOLS))
 
 
 async def test_its_call_ids_never_repeat() -> None:
@@ -294,16 +296,18 @@ async def test_its_call_ids_never_repeat() -> None:
 
 async def test_it_speaks_word_by_word_in_its_own_time() -> None:
     clock = FakeClock()
-    pieces = Tour(clock=clock, pace=timedelta(seconds=1), sees=True).generate(Request(said=(user("Hi"),)))
+    pieces = TourService(clock=clock, pace=timedelta(seconds=1), has_vision=True).generate(
+        ModelRequest(messages=(user("Hi"),))
+    )
 
     first = await anext(pieces)
 
-    assert isinstance(first, Delta) and first.text == "I"
+    assert isinstance(first, TextDelta) and first.text == "I"
     await pieces.aclose()  # type: ignore[attr-defined]
 
 
-def _request(talk: Talk) -> Request:
-    return Request(said=tuple(talk.said), tools=TOOLS)
+def _request(talk: Talk) -> ModelRequest:
+    return ModelRequest(messages=tuple(talk.said), tools=TOOLS)
 
 
 def _wire(tool: ToolSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long a service may take, held to the letter."""
+"""Deadlines of a request to a model service."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-_CONNECT = timedelta(seconds=10)
-_SOON = 0.1
+_MAX_CONNECT = timedelta(seconds=10)
+_END_SECONDS = 0.1
 
 
-class Late(Exception):
-    """A deadline has passed; the message says which."""
+class DeadlineExceeded(Exception):
+    """The message names the deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
     connect: timedelta
-    """For the connection, and again for its encryption; both fit into `first_byte`."""
+    """For the TCP connection, and again for TLS; `first_byte` includes both."""
     first_byte: timedelta
-    """From asking to the first byte of the answer."""
+    """From sending the request to the first byte of the response."""
     idle: timedelta
-    """Between two pieces of the answer."""
+    """Between two chunks of the response."""
     total: timedelta
 
     @classmethod
-    def within(cls, total: timedelta) -> Deadlines:
-        """The owner knows one number; a slow local model is given more of everything by raising it."""
-        return cls(connect=min(_CONNECT, total / 5), first_byte=total / 2, idle=total / 4, total=total)
+    def from_total(cls, total: timedelta) -> Deadlines:
+        """Derive all deadlines from the one configured timeout."""
+        return cls(connect=min(_MAX_CONNECT, total / 5), first_byte=total / 2, idle=total / 4, total=total)
 
 
-class Watch:
-    """Holds the waits of one request to its deadlines.
+class DeadlineTimer:
+    """Applies the deadlines to the awaits of one request.
 
-    Time counts only while we wait for the service: a caller that thinks between two pieces makes no service late. It is
-    the event loop's time and not the `Clock`'s, since the other end of a wire lives in real time. One timer serves all
-    waits, because setting one for each piece of a stream costs more than reading the piece.
+    A slow caller does not use up the idle deadline: it runs only during `await_next`. Times are the event loop's, not
+    the `Clock`'s, because the service is remote. One timer serves all awaits: a timer per chunk costs more than reading
+    the chunk.
     """
 
     def __init__(self, deadlines: Deadlines) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self._due = 0.0
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._rang = False
+        self._expired = False
 
     def __enter__(self) -> Self:
         return self
@@ -59,56 +59,58 @@ class Watch:
         if self._timer:
             self._timer.cancel()
 
-    async def first(self, step: Callable[[], Awaitable[T]]) -> T:
-        """What `step` gives, if it comes before the first byte is due; else `Late`."""
-        return await self._wait(step, self._first_ends)
+    async def await_first(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Await `step()` within the first-byte deadline; raise `DeadlineExceeded` after it."""
+        return await self._await(step, self._first_ends)
 
-    async def next(self, step: Callable[[], Awaitable[T]]) -> T:
-        return await self._wait(step, self._loop.time() + self._idle)
+    async def await_next(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Await `step()` within the idle deadline."""
+        return await self._await(step, self._loop.time() + self._idle)
 
-    async def soon(self, step: Callable[[], Awaitable[T]]) -> T:
-        return await self._wait(step, self._loop.time() + _SOON)
+    async def await_end(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Await `step()` for at most 0.1 s: the end of a response that is already complete."""
+        return await self._await(step, self._loop.time() + _END_SECONDS)
 
-    async def _wait(self, step: Callable[[], Awaitable[T]], due: float) -> T:
+    async def _await(self, step: Callable[[], Awaitable[T]], due: float) -> T:
         self._due = due if due < self._total_ends else self._total_ends
         if self._due <= self._loop.time():
-            raise Late(self._why())
-        self._set()
+            raise DeadlineExceeded(self._reason())
+        self._start_timer()
         task = self._task = asyncio.current_task()
         assert task is not None  # noqa: S101
         cancelling = task.cancelling()
         try:
             result = await step()
         except asyncio.CancelledError:
-            if self._rang and task.uncancel() <= cancelling:
-                raise Late(self._why()) from None
+            if self._expired and task.uncancel() <= cancelling:
+                raise DeadlineExceeded(self._reason()) from None
             raise
         finally:
             self._task = None
-        if self._rang:  # and the step took no notice
+        if self._expired:  # the step suppressed the cancellation
             task.uncancel()
-            raise Late(self._why())
+            raise DeadlineExceeded(self._reason())
         return result
 
-    def _set(self) -> None:
-        # A timer that is set for an earlier moment finds out when it rings that it is not due yet.
+    def _start_timer(self) -> None:
+        # A timer set for an earlier time is kept; it restarts itself when it fires too early.
         if self._timer and self._timer.when() <= self._due:
             return
         if self._timer:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._due, self._ring)
+        self._timer = self._loop.call_at(self._due, self._on_timer)
 
-    def _ring(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
         if self._task is None:
             return
         if self._due <= self._loop.time():
-            self._rang = True
+            self._expired = True
             self._task.cancel()
         else:
-            self._set()
+            self._start_timer()
 
-    def _why(self) -> str:
+    def _reason(self) -> str:
         if self._due == self._total_ends:
             return f"did not finish within {_seconds(self._deadlines.total)}"
         if self._due == self._first_ends:

@@ -1,4 +1,4 @@
-"""Which provider speaks for an entry of llmservices.json."""
+"""Creation of the service for an entry of llmservices.json, and the entries of the tour."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from coterie.llm.providers.any_llm import AnyLLMService
 from coterie.llm.providers.deadlines import Deadlines
 from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.service import Capabilities, LLMService
-from coterie.tour.provider import Tour
+from coterie.tour.provider import TOUR_VISION, TourService
 
 TOUR = "tour"
-TOUR_SEES = "tour-sees"
-_CAN_READ = frozenset({"text"})
-_CAN_SAY = frozenset({"text", "tool_calling"})
+_TOUR_INPUT = frozenset({"text"})
+_TOUR_OUTPUT = frozenset({"text", "tool_calling"})
 
 TOUR_ENTRIES = (
     ServiceEntry(
@@ -22,26 +21,26 @@ TOUR_ENTRIES = (
         provider=TOUR,
         base_url="",
         model="tour",
-        capabilities=Capabilities(input=_CAN_READ, output=_CAN_SAY),
+        capabilities=Capabilities(input=_TOUR_INPUT, output=_TOUR_OUTPUT),
     ),
     ServiceEntry(
-        id=TOUR_SEES,
+        id=TOUR_VISION,
         name="The tour, with eyes (scripted)",
         provider=TOUR,
         base_url="",
-        model=TOUR_SEES,
-        capabilities=Capabilities(input=_CAN_READ | {"vision"}, output=_CAN_SAY),
+        model=TOUR_VISION,
+        capabilities=Capabilities(input=_TOUR_INPUT | {"vision"}, output=_TOUR_OUTPUT),
     ),
 )
-"""What there is before a real model is set up."""
+"""Used until a real service is configured."""
 
 
 def make_service(entry: ServiceEntry, clock: Clock) -> LLMService:
     key, key_name = (entry.api_key.reveal(), entry.api_key.name) if entry.api_key else ("", "")
-    deadlines = Deadlines.within(entry.timeout)
+    deadlines = Deadlines.from_total(entry.timeout)
     match entry.provider:
         case "tour":
-            return Tour(id=entry.id, sees=entry.model == TOUR_SEES, clock=clock)
+            return TourService(id=entry.id, has_vision=entry.model == TOUR_VISION, clock=clock)
         case "openai":
             return OpenAIService(
                 id=entry.id,

@@ -1,6 +1,6 @@
-"""A model behind an OpenAI-compatible chat completions endpoint.
+"""Service provider for OpenAI-compatible chat completions endpoints.
 
-A request as OpenAI-compatible chat completions want it.
+`Dialect` renders a request as a chat completions body. `OpenAIService` sends it and reads the response.
 """
 
 from __future__ import annotations
@@ -22,233 +22,228 @@ import msgspec
 
 from coterie.clock import Clock, SystemClock
 from coterie.llm.providers import errors
-from coterie.llm.providers.deadlines import Deadlines, Late, Watch
-from coterie.llm.providers.errors import Asked, Complaint
-from coterie.llm.providers.openai_stream import Assembly, Reading, decode, read_answer
-from coterie.llm.providers.sockets import use_asyncio
-from coterie.llm.routing import on_one_line
-from coterie.llm.service import ServiceError
+from coterie.llm.providers.deadlines import DeadlineExceeded, Deadlines, DeadlineTimer
+from coterie.llm.providers.errors import ErrorResponse, RequestContext
+from coterie.llm.providers.http_transport import MAX_IDLE_CONNECTIONS, make_transport
+from coterie.llm.providers.openai_stream import CompletionBuilder, ResponseReader, decode, stream_completion
+from coterie.llm.routing import to_single_line_json
+from coterie.llm.service import CAPABILITY_BY_TYPE, ServiceError
 from coterie.llm.types import (
-    Answer,
-    AssistantSaid,
+    AssistantMessage,
     Attachment,
-    Call,
-    Delta,
-    Inline,
-    Request,
-    Said,
-    SystemSaid,
-    Text,
-    ToolSaid,
+    ChatMessage,
+    Completion,
+    InlineFile,
+    ModelRequest,
+    SystemMessage,
+    TextDelta,
+    TextPart,
+    ToolCall,
+    ToolMessage,
     ToolSpec,
-    UserSaid,
+    UserMessage,
 )
-from coterie.text import clean
+from coterie.text import to_storable
 
 Json = dict[str, Any]
-_CAPABILITY = {"image": "vision", "audio": "audio", "file": "file"}
+MAX_RESPONSE_BYTES = 16_000_000
+_MAX_ERROR_BYTES = 64_000
+_ERROR_BODY_SECONDS = 1.0
+"""For the body of an error response. The status is enough to act on, and a fallback may wait."""
+_DEFAULT_DEADLINES = Deadlines.from_total(timedelta(minutes=2))
 _AUDIO_FORMAT = {"mpeg": "mp3", "mp3": "mp3", "wav": "wav", "x-wav": "wav", "wave": "wav", "vnd.wave": "wav"}
-_PARAGRAPH = "\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What one server makes of the common language. It is found out by its refusals, see `after`."""
+    """How one server deviates from OpenAI's API. Learned from its error messages by `adapt_to`."""
 
-    usage: bool = True
-    """Takes `stream_options`."""
-    limit_key: str = "max_tokens"
-    system: bool = True
-    """Has a system role; otherwise the system's text leads the first message of the user."""
-    alternate: bool = False
-    """Demands user and assistant in strict turn, tool results answered before the user speaks."""
+    stream_options: bool = True
+    """Accepts `stream_options`."""
+    max_tokens_key: str = "max_tokens"
+    system_role: bool = True
+    """Has a system role; otherwise the system text is sent as a user message."""
+    strict_alternation: bool = False
+    """Requires alternating user and assistant messages, and tool results answered before the next user message."""
 
-    def after(self, complaint: str) -> Dialect:
-        """The dialect of a server that refused a request with these words; the same if they concern something else."""
-        if self.usage and "stream_options" in complaint:
-            return replace(self, usage=False)
-        if self.limit_key == "max_tokens" and "max_completion_tokens" in complaint:
-            return replace(self, limit_key="max_completion_tokens")
-        if self.system and re.search(r"system role (is )?not supported", complaint, re.I):
-            return replace(self, system=False)
-        if not self.alternate and re.search(r"roles must alternate|after role|last role", complaint, re.I):
-            return replace(self, alternate=True)
+    def adapt_to(self, error_text: str) -> Dialect:
+        """Return the dialect that avoids this error; the same one if the error has another cause."""
+        if self.stream_options and "stream_options" in error_text:
+            return replace(self, stream_options=False)
+        if self.max_tokens_key == "max_tokens" and "max_completion_tokens" in error_text:
+            return replace(self, max_tokens_key="max_completion_tokens")
+        if self.system_role and re.search(r"system role (is )?not supported", error_text, re.I):
+            return replace(self, system_role=False)
+        if not self.strict_alternation and re.search(r"roles must alternate|after role|last role", error_text, re.I):
+            return replace(self, strict_alternation=True)
         return self
 
-    def body(self, request: Request, model: str, max_tokens: int | None, *, stream: bool) -> Json:
+    def body(self, request: ModelRequest, model: str, max_tokens: int | None, *, stream: bool) -> Json:
         body: Json = {"model": model, "messages": self.messages(request)}
         if request.tools:
             body["tools"] = [_tool(tool) for tool in request.tools]
         if max_tokens:
-            body[self.limit_key] = max_tokens
+            body[self.max_tokens_key] = max_tokens
         if stream:
             body["stream"] = True
-            if self.usage:
+            if self.stream_options:
                 body["stream_options"] = {"include_usage": True}
         return body
 
-    def messages(self, request: Request) -> list[Json]:
-        said = request.said if request.tools else tuple(_without_calls(request.said))
-        said = said if self.system else _lead_in(said)
-        said = tuple(_merged(said))
-        if self.alternate:
-            said = tuple(_in_turn(said))
-        return [_message(one) for one in said]
+    def messages(self, request: ModelRequest) -> list[Json]:
+        messages: Iterable[ChatMessage] = request.messages
+        if not request.tools:
+            messages = _calls_as_text(messages)
+        if not self.system_role:
+            messages = (UserMessage((TextPart(m.text),)) if isinstance(m, SystemMessage) else m for m in messages)
+        messages = _merge_consecutive(messages)
+        if self.strict_alternation:
+            messages = _alternate(messages)
+        return [_message(message) for message in messages]
 
 
-def carried(request: Request) -> frozenset[str]:
-    """The capabilities that a request makes use of."""
-    parts = (part for said in request.said if isinstance(said, UserSaid) for part in said.parts)
-    kinds = {_CAPABILITY[part.type] for part in parts if isinstance(part, Inline)}
-    return frozenset(kinds | {"tool_calling"}) if request.tools else frozenset(kinds)
+def capabilities_sent(request: ModelRequest) -> frozenset[str]:
+    """Return the capabilities that the body of a request uses. Without tools, past calls are sent as text."""
+    parts = (part for message in request.messages if isinstance(message, UserMessage) for part in message.parts)
+    used = {CAPABILITY_BY_TYPE[part.type] for part in parts if isinstance(part, InlineFile)}
+    return frozenset(used | {"tool_calling"}) if request.tools else frozenset(used)
 
 
-def call_ids(request: Request) -> set[str]:
-    return {call.id for said in request.said if isinstance(said, AssistantSaid) for call in said.calls}
+def call_ids(request: ModelRequest) -> set[str]:
+    return {call.id for message in request.messages if isinstance(message, AssistantMessage) for call in message.calls}
 
 
-def wire_name(name: str) -> str:
-    """The name as the dialect allows it; a model may have made up one that it does not."""
+def api_name(name: str) -> str:
+    """Return the tool name in the form that the API allows. A model may have invented any name."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", name)[:64] or "unnamed"
 
 
-def names(tools: Iterable[ToolSpec]) -> Mapping[str, str]:
-    """The tools' own names by those on the wire."""
-    return {wire_name(tool.name): tool.name for tool in tools}
+def names_by_api_name(tools: Iterable[ToolSpec]) -> Mapping[str, str]:
+    return {api_name(tool.name): tool.name for tool in tools}
 
 
-def _merged(said: Iterable[Said]) -> Iterator[Said]:
-    """Nobody speaks twice in a row, and nobody says nothing."""
-    before: Said | None = None
-    for one in said:
-        match before, one:
-            case _, AssistantSaid(text, ()) if not text.strip():
+def _merge_consecutive(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Join consecutive messages of one role, and drop empty ones."""
+    previous: ChatMessage | None = None
+    for message in messages:
+        match previous, message:
+            case _, AssistantMessage(text, ()) if not text.strip():
                 continue
-            case UserSaid(parts), UserSaid(more):
-                before = UserSaid((*parts, *more))
+            case UserMessage(parts), UserMessage(more):
+                previous = UserMessage((*parts, *more))
                 continue
-            case AssistantSaid(text, ()), AssistantSaid(more_text, calls):
-                before = AssistantSaid(_joined((text, more_text)), calls)
+            case AssistantMessage(text, ()), AssistantMessage(more_text, calls):
+                previous = AssistantMessage(_join((text, more_text)), calls)
                 continue
-        if before:
-            yield before
-        before = one
-    if before:
-        yield before
+        if previous:
+            yield previous
+        previous = message
+    if previous:
+        yield previous
 
 
-def _in_turn(said: Iterable[Said]) -> Iterator[Said]:
-    before: Said | None = None
-    for one in said:
-        match before, one:
-            case ToolSaid(), UserSaid():
-                yield AssistantSaid("(I was interrupted here.)")
-            case ((None | SystemSaid()), AssistantSaid()):
-                yield UserSaid((Text("(The conversation goes on from here.)"),))
-        yield one
-        before = one
-    if not isinstance(before, UserSaid | ToolSaid):
-        yield UserSaid((Text("(Go on.)"),))
+def _alternate(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Insert the messages that strict servers require."""
+    previous: ChatMessage | None = None
+    for message in messages:
+        match previous, message:
+            case ToolMessage(), UserMessage():
+                yield AssistantMessage("(I was interrupted here.)")
+            case ((None | SystemMessage()), AssistantMessage()):
+                yield UserMessage((TextPart("(The conversation goes on from here.)"),))
+        yield message
+        previous = message
+    if not isinstance(previous, UserMessage | ToolMessage):
+        yield UserMessage((TextPart("(Go on.)"),))
 
 
-def _without_calls(said: Iterable[Said]) -> Iterator[Said]:
-    """Where no tools are offered, calls of the past are told as text: a service without tools has no words for them."""
-    called: dict[str, str] = {}
-    for one in said:
-        match one:
-            case AssistantSaid(text, calls) if calls:
-                called.update((call.id, call.name) for call in calls)
-                yield AssistantSaid(_joined((text, *(f"[called {c.name} with {_arguments(c)}]" for c in calls))))
-            case ToolSaid(call_id, text):
-                # One JSON line: a result must not be able to open the frame of a message.
-                told = {"tool": called.get(call_id, "unknown"), "result": text}
-                yield UserSaid((Text(on_one_line({"toolResult": told})),))
+def _calls_as_text(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Replace past tool calls by text: without `tools` in the request, servers refuse them."""
+    names: dict[str, str] = {}
+    for message in messages:
+        match message:
+            case AssistantMessage(text, calls) if calls:
+                names.update((call.id, call.name) for call in calls)
+                yield AssistantMessage(_join((text, *(f"[called {c.name} with {_arguments(c)}]" for c in calls))))
+            case ToolMessage(call_id, text):
+                # One JSON line, so that a result cannot imitate the frame of a message.
+                result = {"tool": names.get(call_id, "unknown"), "result": text}
+                yield UserMessage((TextPart(to_single_line_json({"toolResult": result})),))
             case _:
-                yield one
+                yield message
 
 
-def _lead_in(said: Iterable[Said]) -> tuple[Said, ...]:
-    return tuple(UserSaid((Text(one.text),)) if isinstance(one, SystemSaid) else one for one in said)
-
-
-def _message(said: Said) -> Json:
-    match said:
-        case SystemSaid(text):
-            return {"role": "system", "content": clean(text)}
-        case UserSaid(parts):
+def _message(message: ChatMessage) -> Json:
+    match message:
+        case SystemMessage(text):
+            return {"role": "system", "content": to_storable(text)}
+        case UserMessage(parts):
             return {"role": "user", "content": _content(parts)}
-        case AssistantSaid(text, ()):
-            return {"role": "assistant", "content": clean(text)}
-        case AssistantSaid(text, calls):
+        case AssistantMessage(text, ()):
+            return {"role": "assistant", "content": to_storable(text)}
+        case AssistantMessage(text, calls):
             return {
                 "role": "assistant",
-                "content": clean(text) if text.strip() else None,
+                "content": to_storable(text) if text.strip() else None,
                 "tool_calls": [_call(call) for call in calls],
             }
-        case ToolSaid(call_id, text):
-            return {"role": "tool", "tool_call_id": call_id, "content": clean(text)}
+        case ToolMessage(call_id, text):
+            return {"role": "tool", "tool_call_id": call_id, "content": to_storable(text)}
 
 
-def _content(parts: Iterable[Text | Attachment | Inline]) -> str | list[Json]:
-    """One string where it is all text, since many servers take nothing else."""
-    said = [part for part in parts if not (isinstance(part, Text) and not part.text.strip())]
-    texts = [part.text for part in said if isinstance(part, Text)]
-    if len(texts) == len(said):
-        return clean(_joined(texts)) or "(empty)"
-    return [_part(part) for part in said]
+def _content(parts: Iterable[TextPart | Attachment | InlineFile]) -> str | list[Json]:
+    """Return one string if all parts are text, because many servers accept nothing else."""
+    filled = [part for part in parts if not (isinstance(part, TextPart) and not part.text.strip())]
+    texts = [part.text for part in filled if isinstance(part, TextPart)]
+    if len(texts) == len(filled):
+        return to_storable(_join(texts)) or "(empty)"
+    return [_part(part) for part in filled]
 
 
-def _part(part: Text | Attachment | Inline) -> Json:
+def _part(part: TextPart | Attachment | InlineFile) -> Json:
     match part:
-        case Text(text):
-            return {"type": "text", "text": clean(text)}
-        case Inline(type="image"):
+        case TextPart(text):
+            return {"type": "text", "text": to_storable(text)}
+        case InlineFile(type="image"):
             return {"type": "image_url", "image_url": {"url": _data_url(part)}}
-        case Inline(type="audio"):
+        case InlineFile(type="audio"):
             kind = part.mime_type.partition("/")[2]
             audio = {"data": b64encode(part.data).decode(), "format": _AUDIO_FORMAT.get(kind, kind)}
             return {"type": "input_audio", "input_audio": audio}
-        case Inline():
-            return {"type": "file", "file": {"filename": clean(part.filename), "file_data": _data_url(part)}}
+        case InlineFile():
+            return {"type": "file", "file": {"filename": to_storable(part.filename), "file_data": _data_url(part)}}
         case Attachment():
-            raise TypeError(f"{part.filename} is a reference: the router makes bytes or text of it before a request")
+            raise TypeError(f"{part.filename} is a reference: CapabilityRouter.fit must replace it before the request")
 
 
-def _call(call: Call) -> Json:
-    function = {"name": wire_name(call.name), "arguments": _arguments(call)}
+def _call(call: ToolCall) -> Json:
+    function = {"name": api_name(call.name), "arguments": _arguments(call)}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _tool(tool: ToolSpec) -> Json:
     function = {
-        "name": wire_name(tool.name),
-        "description": clean(tool.description),
+        "name": api_name(tool.name),
+        "description": to_storable(tool.description),
         "parameters": dict(tool.parameters),
     }
     return {"type": "function", "function": function}
 
 
-def _arguments(call: Call) -> str:
+def _arguments(call: ToolCall) -> str:
     return msgspec.json.encode(dict(call.arguments)).decode()
 
 
-def _data_url(part: Inline) -> str:
+def _data_url(part: InlineFile) -> str:
     return f"data:{part.mime_type};base64,{b64encode(part.data).decode()}"
 
 
-def _joined(texts: Iterable[str]) -> str:
-    return _PARAGRAPH.join(text for text in texts if text)
-
-
-MAX_BYTES = 16_000_000
-_MAX_COMPLAINT = 64_000
-_COMPLAINT_SECONDS = 1.0
-"""For the text of a refusal. The status alone is enough to act on, and a fallback may wait."""
-_TWO_MINUTES = Deadlines.within(timedelta(minutes=2))
+def _join(texts: Iterable[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
 
 
 class OpenAIService:
-    """One model at one address, asked by `POST {base_url}/chat/completions`."""
+    """One model at one address: `POST {base_url}/chat/completions`."""
 
     def __init__(
         self,
@@ -258,18 +253,20 @@ class OpenAIService:
         model: str,
         api_key: str = "",
         key_name: str = "",
-        deadlines: Deadlines = _TWO_MINUTES,
+        deadlines: Deadlines = _DEFAULT_DEADLINES,
         max_tokens: int | None = None,
-        max_bytes: int = MAX_BYTES,
+        max_bytes: int = MAX_RESPONSE_BYTES,
         stream: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        """`key_name` is the environment variable that `api_key` came from: an error about the key tells it."""
+        """`key_name`: environment variable of the key, for error messages."""
         self._id, self._model = id, model
         path, mark, query = base_url.partition("?")
         self._url = f"{path.rstrip('/')}/chat/completions{mark}{query}"
         self._key = api_key.strip()
-        self._asked = Asked(service=id, address=_shown(base_url), model=model, key=self._key, key_name=key_name)
+        self._context = RequestContext(
+            service=id, address=_without_credentials(base_url), model=model, key=self._key, key_name=key_name
+        )
         self.deadlines = deadlines
         self._max_tokens, self._max_bytes, self._stream = max_tokens, max_bytes, stream
         self._clock = clock or SystemClock()
@@ -280,13 +277,14 @@ class OpenAIService:
     def id(self) -> str:
         return self._id
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta | Answer]:
-        asked = replace(self._asked, carried=carried(request))
-        assembly = Assembly(taken_ids=call_ids(request), names=names(request.tools))
-        reading = Reading(asked, assembly, self._clock.now())
-        with Watch(self.deadlines) as watch:
-            body = _Body(await self._ask(request, asked, watch), asked, watch, self._max_bytes)
-            async with aclosing(body), aclosing(read_answer(body, reading)) as pieces:
+    async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
+        context = replace(self._context, capabilities=capabilities_sent(request))
+        builder = CompletionBuilder(taken_ids=call_ids(request), tool_names=names_by_api_name(request.tools))
+        reader = ResponseReader(context, builder, self._clock.now())
+        with DeadlineTimer(self.deadlines) as timer:
+            response = await self._send(request, context, timer)
+            body = _LimitedBody(response, context, timer, self._max_bytes)
+            async with aclosing(body), aclosing(stream_completion(body, reader)) as pieces:
                 async for piece in pieces:
                     yield piece
 
@@ -295,98 +293,102 @@ class OpenAIService:
         if client:
             await client.aclose()
 
-    async def _ask(self, request: Request, asked: Asked, watch: Watch) -> httpx.Response:
-        """The response that holds the answer. Asks again only when the service said how it wants to be asked."""
+    async def _send(self, request: ModelRequest, context: RequestContext, timer: DeadlineTimer) -> httpx.Response:
+        """Return the successful response. Repeat the request only after learning the server's dialect."""
         while True:
             dialect = self._dialect
             body = dialect.body(request, self._model, self._max_tokens, stream=self._stream)
-            response = await self._post(msgspec.json.encode(body), asked, watch)
+            response = await self._post(msgspec.json.encode(body), context, timer)
             if response.is_success:
                 return response
-            said = await _complaint(response, asked, watch)
-            learnt = dialect.after(said.text)
-            if learnt == dialect or said.status not in (400, 422, 500):
-                raise errors.failure(asked, said, self._clock.now())
-            self._dialect = learnt
+            error = await _read_error(response, context, timer)
+            learned = dialect.adapt_to(error.text)
+            if learned == dialect or error.status not in (400, 422, 500):
+                raise errors.classify(context, error, self._clock.now())
+            self._dialect = learned
 
-    async def _post(self, body: bytes, asked: Asked, watch: Watch) -> httpx.Response:
+    async def _post(self, body: bytes, context: RequestContext, timer: DeadlineTimer) -> httpx.Response:
         if not re.fullmatch(r"[!-~]*", self._key):
-            raise errors.unusable_key(asked)
-        self._client = self._client or self._connect()
-        client = self._client
+            raise errors.invalid_key(context)
         try:
+            client = self._client = self._client or self._create_client()
             request = client.build_request("POST", self._url, content=body)
-            return await watch.first(lambda: client.send(request, stream=True))
-        except Late as error:
-            raise errors.late(asked, error) from None
+            return await timer.await_first(lambda: client.send(request, stream=True))
+        except DeadlineExceeded as error:
+            raise errors.timed_out(context, error) from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
-            raise errors.unusable_address(asked) from error
+            raise errors.invalid_address(context) from error
         except httpx.HTTPError as error:
-            raise errors.unreachable(asked, error) from error
+            raise errors.unreachable(context, error) from error
 
-    def _connect(self) -> httpx.AsyncClient:
-        # Compressed answers could unfold to any size between two looks at the cap, so none are asked for.
+    def _create_client(self) -> httpx.AsyncClient:
+        # No compression: a compressed chunk could expand beyond any limit before it is counted.
         headers = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "coterie"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
-        timeout = httpx.Timeout(None, connect=self.deadlines.connect.total_seconds())
-        # How many requests run at once is decided before they come here.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-        client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, verify=_trusted())
-        use_asyncio(client)
-        return client
+        ssl_context = _ssl_context()
+        return httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=self.deadlines.connect.total_seconds()),
+            transport=make_transport(self._url, ssl_context),
+            # `limits` and `verify` are for proxies only; otherwise the transport above decides.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS),
+            verify=ssl_context,
+        )
 
 
-class _Body:
-    """The bytes of a response, within deadlines and cap."""
+class _LimitedBody:
+    """A response body with deadlines and a size limit."""
 
-    def __init__(self, response: httpx.Response, asked: Asked, watch: Watch, cap: int) -> None:
-        self._response, self._asked, self._watch, self._left = response, asked, watch, cap
-        # The stream itself and not `aiter_raw`: the layers between cost a tenth of reading a token.
-        self._pieces = aiter(response.stream)  # type: ignore[arg-type]
-        self._wait = watch.first
+    def __init__(self, response: httpx.Response, context: RequestContext, timer: DeadlineTimer, limit: int) -> None:
+        self._response, self._context, self._timer, self._left = response, context, timer, limit
+        # The stream itself: `aiter_raw` adds a tenth to the cost of reading a token.
+        self._chunks = aiter(response.stream)  # type: ignore[arg-type]
+        self._wait = timer.await_first
 
     async def read(self) -> bytes:
-        """The next bytes; none at the end."""
+        """Return the next bytes, empty at the end."""
         try:
-            chunk = await self._wait(self._pieces.__anext__)
+            chunk = await self._wait(self._chunks.__anext__)
         except StopAsyncIteration:
             return b""
-        except Late as error:
-            raise errors.late(self._asked, error) from None
+        except DeadlineExceeded as error:
+            raise errors.timed_out(self._context, error) from None
         except httpx.HTTPError as error:
-            raise errors.cut(self._asked) from error
-        self._wait = self._watch.next
+            raise errors.truncated(self._context) from error
+        self._wait = self._timer.await_next
         self._left -= len(chunk)
         if self._left < 0:
-            raise errors.malformed(self._asked, "it is far too large")
+            raise errors.malformed(self._context, "it is far too large")
         return chunk
 
     async def finish(self) -> None:
-        """Sees the end of a response that has nothing more to say, so that its connection can serve again."""
-        with suppress(StopAsyncIteration, Late, httpx.HTTPError):
-            await self._watch.soon(self._pieces.__anext__)
+        """Read the end of the response, so that the connection can be reused."""
+        with suppress(StopAsyncIteration, DeadlineExceeded, httpx.HTTPError):
+            await self._timer.await_end(self._chunks.__anext__)
 
     async def aclose(self) -> None:
         await self._response.aclose()
 
 
-async def _complaint(response: httpx.Response, asked: Asked, watch: Watch) -> Complaint:
+async def _read_error(response: httpx.Response, context: RequestContext, timer: DeadlineTimer) -> ErrorResponse:
     data = bytearray()
-    # What a service adds to its refusal is welcome, but the refusal stands without it.
+    # The status is enough if the body cannot be read.
     with suppress(ServiceError, TimeoutError):
-        async with asyncio.timeout(_COMPLAINT_SECONDS), aclosing(_Body(response, asked, watch, _MAX_COMPLAINT)) as body:
+        async with (
+            asyncio.timeout(_ERROR_BODY_SECONDS),
+            aclosing(_LimitedBody(response, context, timer, _MAX_ERROR_BYTES)) as body,
+        ):
             while chunk := await body.read():
                 data += chunk
     try:
-        said = decode(bytes(data))
+        content = decode(bytes(data))
     except ValueError:
-        said = data.decode("utf-8", "replace")
-    return errors.complaint(response.status_code, said, response.headers.get("retry-after"))
+        content = data.decode("utf-8", "replace")
+    return errors.parse_error_body(response.status_code, content, response.headers.get("retry-after"))
 
 
-def _shown(url: str) -> str:
-    """The address without what may be secret in it."""
+def _without_credentials(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -395,6 +397,6 @@ def _shown(url: str) -> str:
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
-    """Made once: reading the certificates takes longer than most answers' first byte."""
+def _ssl_context() -> ssl.SSLContext:
+    """Created once: loading the certificates takes longer than most responses."""
     return httpx.create_ssl_context()

@@ -1,8 +1,6 @@
-"""Server-sent events out of whatever bytes a server sends.
+"""Reading of chat completion responses: streamed events or one JSON document, tolerant of deviating servers.
 
-An answer put together from the pieces in which a chat completion comes.
-
-An answer as it is read off the wire.
+`ResponseReader` turns bytes into text and a `Completion`; it does no I/O. `CompletionBuilder` assembles the chunks.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, Protocol
@@ -19,72 +17,20 @@ import msgspec
 
 from coterie.ids import new_id
 from coterie.llm.providers import errors
-from coterie.llm.providers.errors import Asked
-from coterie.llm.service import Transient
-from coterie.llm.types import Answer, Call, Delta, Usage
-from coterie.text import clean
-
-
-class EventReader:
-    """Takes bytes as they come and gives the data of each event that is complete.
-
-    Lines that belong to no event stream are kept aside: a server that answers a request for a stream with one JSON
-    document, or breaks a stream off with one, is understood by what it sent and not by the content type it claims.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._searched = 0
-        self._data: list[bytes] = []
-        self._other: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        self._buffer += chunk
-        start = 0
-        while (end := self._buffer.find(b"\n", max(start, self._searched))) >= 0:
-            line = bytes(self._buffer[start:end]).rstrip(b"\r")
-            start = end + 1
-            if line:
-                self._take(line)
-            elif self._data:
-                yield self._event()
-        del self._buffer[:start]
-        # The rest of a long line is searched once, not again with every chunk that adds to it.
-        self._searched = len(self._buffer)
-
-    def end(self) -> Iterator[bytes]:
-        """The event that the end of the stream completes, if any; it may have been cut."""
-        if self._buffer:
-            self._take(bytes(self._buffer).rstrip(b"\r"))
-            self._buffer.clear()
-        if self._data:
-            yield self._event()
-
-    @property
-    def other(self) -> bytes:
-        """The lines that were no events."""
-        return b"\n".join(self._other)
-
-    def _take(self, line: bytes) -> None:
-        field, _, value = line.partition(b":")
-        if field == b"data":
-            self._data.append(value[1:] if value[:1] == b" " else value)
-        elif field not in (b"", b"event", b"id", b"retry"):
-            self._other.append(line)
-
-    def _event(self) -> bytes:
-        data = b"\n".join(self._data)
-        self._data.clear()
-        return data
-
+from coterie.llm.providers.errors import RequestContext
+from coterie.llm.service import TransientError
+from coterie.llm.types import Completion, TextDelta, TokenUsage, ToolCall
+from coterie.sse_parser import ServerSentEvent, SseParser
+from coterie.text import to_storable
 
 MAX_CALLS = 64
 MAX_DEPTH = 64
-_MAX_NAME = 256
-_MAX_RAW = 100_000
-_USABLE_ID = re.compile(r"[!-~]{1,64}")
-_Finish = Literal["stop", "tool_calls", "length", "content_filter"]
-_FINISH: dict[str, _Finish] = {
+_MAX_NAME_LENGTH = 256
+_MAX_INVALID_ARGUMENTS = 100_000
+_DONE = b"[DONE]"
+_VALID_ID = re.compile(r"[!-~]{1,64}")
+_FinishReason = Literal["stop", "tool_calls", "length", "content_filter"]
+_FINISH_REASONS: dict[str, _FinishReason] = {
     "length": "length",
     "max_tokens": "length",
     "content_filter": "content_filter",
@@ -92,122 +38,221 @@ _FINISH: dict[str, _Finish] = {
 }
 
 
-class Unusable(Exception):
-    """The pieces make no answer; the message says why."""
+class UnusableResponse(Exception):
+    """The chunks form no completion; the message says why."""
 
 
 @dataclass(slots=True)
-class _Draft:
+class _PartialCall:
     id: str = ""
     name: str = ""
     arguments: list[str] = field(default_factory=list)
 
 
-class Assembly:
-    """Takes chunks of a stream, or one whole completion, as decoded JSON; tolerant of what servers leave out."""
+class CompletionBuilder:
+    """Builds a `Completion` from decoded stream chunks or one decoded document."""
 
-    def __init__(self, *, taken_ids: Collection[str] = (), names: Mapping[str, str] | None = None) -> None:
-        self.begun = False
-        self.finish: str | None = None
+    def __init__(self, *, taken_ids: Collection[str] = (), tool_names: Mapping[str, str] | None = None) -> None:
+        """`taken_ids`: call ids of the conversation. `tool_names`: our tool names by the names in the API."""
+        self.has_choices = False
+        self.finish_reason: str | None = None
         self._text: list[str] = []
         self._refusal: list[str] = []
-        self._drafts: list[_Draft] = []
-        self._by_index: dict[int, _Draft] = {}
-        self._usage = Usage()
-        self._taken = set(taken_ids)
-        self._names = names or {}
+        self._calls: list[_PartialCall] = []
+        self._by_index: dict[int, _PartialCall] = {}
+        self._usage = TokenUsage()
+        self._taken_ids = set(taken_ids)
+        self._tool_names = tool_names or {}
 
     def add(self, chunk: object) -> str:
-        """Takes one chunk and gives the text in it."""
+        """Add a chunk and return its text."""
         if not isinstance(chunk, dict):
-            raise Unusable("a piece of it is no JSON object")
+            raise UnusableResponse("a piece of it is no JSON object")
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = _usage(usage)
         choices = chunk.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict):
             return ""
-        self.begun = True
-        if isinstance(finish := choice.get("finish_reason"), str) and finish:
-            self.finish = finish
-        if isinstance(whole := choice.get("message"), dict):
-            return self._said(whole, whole=True)
-        piece = choice.get("delta")
-        return self._said(piece) if isinstance(piece, dict) else ""
+        self.has_choices = True
+        if isinstance(reason := choice.get("finish_reason"), str) and reason:
+            self.finish_reason = reason
+        if isinstance(message := choice.get("message"), dict):
+            return self._add_message(message, is_whole=True)
+        delta = choice.get("delta")
+        return self._add_message(delta) if isinstance(delta, dict) else ""
 
-    def answer(self, service: str) -> Answer:
-        if not self.begun:
-            raise Unusable("it holds no choices")
-        calls = tuple(self._call(draft) for draft in self._drafts)
+    def build(self, service: str) -> Completion:
+        if not self.has_choices:
+            raise UnusableResponse("it holds no choices")
+        calls = tuple(self._build_call(call) for call in self._calls)
         text = "".join(self._text) or "".join(self._refusal)
-        ended: _Finish = "tool_calls" if calls else "stop"
-        finish = _FINISH.get((self.finish or "").lower(), ended)
-        return Answer(text=text, calls=calls, usage=self._usage, service=service, finish=finish)
+        default: _FinishReason = "tool_calls" if calls else "stop"
+        reason = _FINISH_REASONS.get((self.finish_reason or "").lower(), default)
+        return Completion(text=text, calls=calls, usage=self._usage, service=service, finish_reason=reason)
 
-    def _said(self, said: Mapping[str, Any], *, whole: bool = False) -> str:
-        if isinstance(refusal := said.get("refusal"), str):
-            self._refusal.append(clean(refusal))
-        if isinstance(calls := said.get("tool_calls"), list):
-            for place, call in enumerate(calls):
-                self._take(call, place if whole else None)
-        text = clean(_text(said.get("content")))
+    def _add_message(self, message: Mapping[str, Any], *, is_whole: bool = False) -> str:
+        if isinstance(refusal := message.get("refusal"), str):
+            self._refusal.append(to_storable(refusal))
+        if isinstance(calls := message.get("tool_calls"), list):
+            for index, call in enumerate(calls):
+                self._add_call(call, index if is_whole else None)
+        text = to_storable(_content_text(message.get("content")))
         if text:
             self._text.append(text)
         return text
 
-    def _take(self, piece: object, place: int | None) -> None:
+    def _add_call(self, piece: object, index_in_message: int | None) -> None:
         if not isinstance(piece, dict):
-            raise Unusable("a tool call in it is no object")
+            raise UnusableResponse("a tool call in it is no object")
         function = piece.get("function")
         function = function if isinstance(function, dict) else {}
         name, call_id = _string(function.get("name")), _string(piece.get("id"))
-        index = piece.get("index") if place is None else place
-        draft = self._draft(index if isinstance(index, int) else None, call_id, name)
-        draft.id = draft.id or call_id
-        draft.name = draft.name or name
+        index = piece.get("index") if index_in_message is None else index_in_message
+        call = self._call_for(index if isinstance(index, int) else None, call_id, name)
+        call.id = call.id or call_id
+        call.name = call.name or name
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            draft.arguments.append(arguments)
+            call.arguments.append(arguments)
         elif arguments is not None:
-            # Some servers give the arguments as the JSON value itself.
-            draft.arguments.append(_written(arguments))
+            # Some servers send the arguments as a JSON value instead of a string.
+            call.arguments.append(_dump(arguments))
 
-    def _draft(self, index: int | None, call_id: str, name: str) -> _Draft:
-        """The call a piece belongs to: by its index, though some servers give every call the same one, or none."""
-        known = self._last() if index is None else self._by_index.get(index)
-        another = index is None or (call_id and known and call_id != known.id)
-        if known and not (name and known.name and another):
+    def _call_for(self, index: int | None, call_id: str, name: str) -> _PartialCall:
+        """Return the call of a piece, by its index. Some servers repeat one index for all calls, or send none."""
+        last = self._calls[-1] if self._calls else None
+        known = last if index is None else self._by_index.get(index)
+        is_other = index is None or (call_id and known and call_id != known.id)
+        if known and not (name and known.name and is_other):
             return known
-        if len(self._drafts) == MAX_CALLS:
-            raise Unusable(f"it holds more than {MAX_CALLS} tool calls")
-        draft = _Draft()
-        self._drafts.append(draft)
+        if len(self._calls) == MAX_CALLS:
+            raise UnusableResponse(f"it holds more than {MAX_CALLS} tool calls")
+        call = _PartialCall()
+        self._calls.append(call)
         if index is not None:
-            self._by_index[index] = draft
-        return draft
+            self._by_index[index] = call
+        return call
 
-    def _last(self) -> _Draft | None:
-        return self._drafts[-1] if self._drafts else None
-
-    def _call(self, draft: _Draft) -> Call:
-        name = clean(draft.name)[:_MAX_NAME]
+    def _build_call(self, call: _PartialCall) -> ToolCall:
+        name = to_storable(call.name)[:_MAX_NAME_LENGTH]
         if not name:
-            raise Unusable("a tool call in it has no name")
-        raw = "".join(draft.arguments)
-        arguments = _arguments(raw)
-        wrong = None if arguments is not None else clean(raw)[:_MAX_RAW]
-        return Call(id=self._id(draft), name=self._names.get(name, name), arguments=arguments or {}, raw=wrong)
+            raise UnusableResponse("a tool call in it has no name")
+        raw = "".join(call.arguments)
+        arguments = _parse_arguments(raw)
+        return ToolCall(
+            id=self._unique_id(call.id),
+            name=self._tool_names.get(name, name),
+            arguments=arguments or {},
+            invalid_arguments=to_storable(raw)[:_MAX_INVALID_ARGUMENTS] if arguments is None else None,
+        )
 
-    def _id(self, draft: _Draft) -> str:
-        """The call's own id where it is fit and nobody has it yet; some servers count from zero in every answer."""
-        fit = _USABLE_ID.fullmatch(draft.id) and draft.id not in self._taken
-        call_id = draft.id if fit else f"call_{new_id()[-24:]}"
-        self._taken.add(call_id)
+    def _unique_id(self, call_id: str) -> str:
+        """Return the given id if it is valid and unused. Some servers count from zero in every response."""
+        if not _VALID_ID.fullmatch(call_id) or call_id in self._taken_ids:
+            call_id = f"call_{new_id()[-24:]}"
+        self._taken_ids.add(call_id)
         return call_id
 
 
+class ResponseBody(Protocol):
+    async def read(self) -> bytes:
+        """Return the next bytes, empty at the end; or raise ServiceError."""
+        ...
+
+    async def finish(self) -> None:
+        """Called when the completion is read."""
+        ...
+
+
+async def stream_completion(body: ResponseBody, reader: ResponseReader) -> AsyncGenerator[TextDelta | Completion, None]:
+    while not reader.is_done:
+        try:
+            chunk = await body.read()
+        except TransientError:
+            if not reader.is_complete:
+                raise
+            chunk = b""
+        text = reader.feed(chunk) if chunk else reader.finish()
+        if text:
+            yield TextDelta(text)
+        if not chunk:
+            break
+    completion = reader.completion()
+    await body.finish()
+    yield completion
+
+
+class ResponseReader:
+    """Reads a response from bytes, as a stream of events or one document, whatever its content type says."""
+
+    def __init__(self, context: RequestContext, builder: CompletionBuilder, now: datetime) -> None:
+        self.is_done = False
+        """The server has marked the end of the response."""
+        self._context, self._builder, self._now = context, builder, now
+        self._parser = SseParser()
+        self._has_content = False
+
+    @property
+    def is_complete(self) -> bool:
+        """The model has finished, so a lost connection loses nothing."""
+        return self.is_done or self._builder.finish_reason is not None
+
+    def feed(self, chunk: bytes) -> str:
+        """Return the text that `chunk` completes."""
+        self._has_content = self._has_content or not chunk.isspace()
+        return self._add_events(self._parser.feed(chunk))
+
+    def finish(self) -> str:
+        """Handle the end of the bytes. Lines outside events are a document, or an error after a broken stream."""
+        text = self._add_events(event for event in self._parser.finish() if event.data == _DONE or _is_json(event.data))
+        rest = self._parser.other_lines.strip()
+        if rest and not self._builder.has_choices:
+            text += self._add(self._decode(rest))
+            self.is_done = True
+        elif rest and _is_json(rest):
+            self._add(decode(rest))
+        return text
+
+    def completion(self) -> Completion:
+        if not self._has_content:
+            raise errors.empty_response(self._context)
+        if self._builder.has_choices and not self.is_complete:
+            raise errors.truncated(self._context)
+        try:
+            completion = self._builder.build(self._context.service)
+        except UnusableResponse as error:
+            raise errors.malformed(self._context, str(error)) from None
+        if completion.finish_reason == "content_filter" and not completion.text and not completion.calls:
+            raise errors.content_filtered(self._context)
+        return completion
+
+    def _add_events(self, events: Iterable[ServerSentEvent]) -> str:
+        texts = []
+        for event in events:
+            if event.data == _DONE:
+                self.is_done = True
+                break
+            texts.append(self._add(self._decode(event.data)))
+        return "".join(texts)
+
+    def _decode(self, data: bytes) -> object:
+        try:
+            return decode(data)
+        except ValueError:
+            raise errors.malformed(self._context, "it is no JSON") from None
+
+    def _add(self, chunk: object) -> str:
+        if isinstance(chunk, dict) and chunk.get("error"):
+            raise errors.classify(self._context, errors.parse_error_in_stream(chunk["error"]), self._now)
+        try:
+            return self._builder.add(chunk)
+        except UnusableResponse as error:
+            raise errors.malformed(self._context, str(error)) from None
+
+
 def decode(data: bytes | str) -> Any:
-    """JSON, or ValueError. What fast and strict msgspec refuses may still be understood: lone surrogates, bad UTF-8."""
+    """Decode JSON or raise ValueError. Accepts lone surrogates and invalid UTF-8, which msgspec refuses."""
     try:
         return msgspec.json.decode(data)
     except RecursionError:
@@ -221,41 +266,49 @@ def decode(data: bytes | str) -> Any:
         raise ValueError("nested too deep") from None
 
 
-def _arguments(raw: str) -> dict[str, Any] | None:
-    """The arguments object, or None where the model wrote something else."""
+def _is_json(data: bytes) -> bool:
+    try:
+        decode(data)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_arguments(raw: str) -> dict[str, Any] | None:
+    """Return the arguments object; None if the model wrote something else."""
     if not raw.strip():
         return {}
     try:
-        value = _tidy(decode(raw))
+        value = _storable(decode(raw))
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
 
 
-def _written(value: object) -> str:
+def _dump(value: object) -> str:
     try:
         return json.dumps(value)
     except RecursionError:
         return "(nested too deep)"
 
 
-def _tidy(value: Any, depth: int = 0) -> Any:
-    """`value` as every engine stores it alike; ValueError where none could."""
+def _storable(value: Any, depth: int = 0) -> Any:
+    """Return `value` in the form that every store keeps; raise ValueError if there is none."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deep")
     match value:
         case str():
-            return clean(value)
+            return to_storable(value)
         case dict():
-            return {clean(key): _tidy(item, depth + 1) for key, item in value.items()}
+            return {to_storable(key): _storable(item, depth + 1) for key, item in value.items()}
         case list():
-            return [_tidy(item, depth + 1) for item in value]
+            return [_storable(item, depth + 1) for item in value]
         case float() if not math.isfinite(value):
-            raise ValueError("no number")
+            raise ValueError("not a finite number")
     return value
 
 
-def _text(content: object) -> str:
+def _content_text(content: object) -> str:
     if isinstance(content, str):
         return content
     parts: Iterable[object] = content if isinstance(content, list) else ()
@@ -266,129 +319,9 @@ def _string(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _usage(usage: Mapping[str, Any]) -> Usage:
+def _usage(usage: Mapping[str, Any]) -> TokenUsage:
     def count(key: str) -> int:
         value = usage.get(key)
         return value if isinstance(value, int) and 0 <= value < 2**53 else 0
 
-    return Usage(input_tokens=count("prompt_tokens"), output_tokens=count("completion_tokens"))
-
-
-_DONE = b"[DONE]"
-
-
-class Body(Protocol):
-    """Where the bytes come from."""
-
-    async def read(self) -> bytes:
-        """The next ones within the deadlines, none at the end; or a ServiceError."""
-        ...
-
-    async def finish(self) -> None:
-        """Nothing more is wanted."""
-        ...
-
-
-async def read_answer(body: Body, reading: Reading) -> AsyncGenerator[Delta | Answer, None]:
-    while not reading.done:
-        chunk = await _next(body, reading)
-        text = reading.take(chunk) if chunk else reading.end()
-        if text:
-            yield Delta(text)
-        if not chunk:
-            break
-    answer = reading.answer()
-    await body.finish()
-    yield answer
-
-
-async def _next(body: Body, reading: Reading) -> bytes:
-    try:
-        return await body.read()
-    except Transient:
-        if reading.complete:
-            return b""
-        raise
-
-
-class Reading:
-    """Takes the bytes of an answer, a stream of events or one document, and gives the text in them, then the whole.
-
-    It knows nothing of connections and time, so every way an answer can be wrong is tried without either.
-    """
-
-    def __init__(self, asked: Asked, assembly: Assembly, now: datetime) -> None:
-        self.done = False
-        """The server has said that nothing more comes."""
-        self._asked, self._assembly, self._now = asked, assembly, now
-        self._events = EventReader()
-        self._seen = False
-
-    @property
-    def complete(self) -> bool:
-        """The model has finished; whatever happens to the connection from here on loses nothing."""
-        return self.done or self._assembly.finish is not None
-
-    def take(self, chunk: bytes) -> str:
-        """The text that `chunk` completes."""
-        self._seen = self._seen or not chunk.isspace()
-        return self._texts(self._events.feed(chunk))
-
-    def end(self) -> str:
-        """The bytes have ended; what they were no events in is one document, or the last words of a broken stream."""
-        text = self._texts(event for event in self._events.end() if event == _DONE or _is_json(event))
-        rest = self._events.other.strip()
-        if rest and not self._assembly.begun:
-            text += self._document(rest)
-        elif rest and _is_json(rest):
-            self._add(decode(rest))
-        return text
-
-    def answer(self) -> Answer:
-        if not self._seen:
-            raise errors.empty(self._asked)
-        if self._assembly.begun and not self.complete:
-            raise errors.cut(self._asked)
-        try:
-            answer = self._assembly.answer(self._asked.service)
-        except Unusable as error:
-            raise errors.malformed(self._asked, str(error)) from None
-        if answer.finish == "content_filter" and not answer.text and not answer.calls:
-            raise errors.filtered(self._asked)
-        return answer
-
-    def _texts(self, events: Iterable[bytes]) -> str:
-        texts = []
-        for event in events:
-            if event == _DONE:
-                self.done = True
-                break
-            texts.append(self._add(self._decoded(event)))
-        return "".join(texts)
-
-    def _document(self, document: bytes) -> str:
-        text = self._add(self._decoded(document))
-        self.done = True
-        return text
-
-    def _decoded(self, data: bytes) -> object:
-        try:
-            return decode(data)
-        except ValueError:
-            raise errors.malformed(self._asked, "it is no JSON") from None
-
-    def _add(self, chunk: object) -> str:
-        if isinstance(chunk, dict) and chunk.get("error"):
-            raise errors.failure(self._asked, errors.told_in_answer(chunk["error"]), self._now)
-        try:
-            return self._assembly.add(chunk)
-        except Unusable as error:
-            raise errors.malformed(self._asked, str(error)) from None
-
-
-def _is_json(data: bytes) -> bool:
-    try:
-        decode(data)
-    except ValueError:
-        return False
-    return True
+    return TokenUsage(input_tokens=count("prompt_tokens"), output_tokens=count("completion_tokens"))

@@ -1,4 +1,4 @@
-"""The engine for several processes: one PostgreSQL is all that coordinates them."""
+"""PostgreSQL engine: several processes run one society and coordinate through its database only."""
 
 from coterie.stores.postgres.engine import PostgresStore
 

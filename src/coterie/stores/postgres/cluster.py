@@ -1,15 +1,12 @@
-"""What tells the others that this process lives, and renews what it has claimed.
+"""Coordination of the processes that share a society: heartbeats, notifications and the list of workers.
 
-It has a thread and a connection of its own: neither a tool that blocks the event loop nor a queue of writes may cost a
-lease. The fence is the epoch, never the time; but a process that could not renew for most of a lease stops working by
-itself, before others can begin.
+`Heartbeat` renews the leases of claimed agents. It has its own thread and connection, so that neither a blocked event
+loop nor a long write queue can cost a lease. The epoch fences writes, never the time; but a process that could not
+renew for most of a lease drops its claims before other processes may take them over.
 
-Hears from other processes what was written, and what is being said, so that nobody has to wait for the next look.
+`Listener` receives notifications of other processes. They are only hints: without them, processes poll every second.
 
-A hint and no more: whoever hears nothing, for want of this connection or behind a pooler that lends out sessions, looks
-every second anyway.
-
-The processes that share a society.
+Concurrency slots of model services, divided between the processes of one society.
 """
 
 from __future__ import annotations
@@ -30,256 +27,259 @@ import psycopg
 from psycopg import sql
 
 from coterie.clock import from_ms
-from coterie.store import Tally, Worker, name_of
-from coterie.stores.postgres.connection import CLOCK, TIMEOUTS, PgConnection, connect
-from coterie.stores.postgres.errors import meaning
+from coterie.store import OtherProcess, SlotGrant, Worker, WorkerCounters, divide_slots, worker_name
+from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, connect
+from coterie.stores.postgres.errors import to_store_error
 
 log = logging.getLogger(__name__)
 
-BEATS = 3
-"""So often it is renewed in that time."""
-UNSURE = 0.7
-"""After this part of a lease without renewal, whatever was claimed may soon be somebody else's."""
-_SEEN = f"""
+T = TypeVar("T")
+
+HEARTBEATS_PER_LEASE = 3
+LEASE_AT_RISK_FRACTION = 0.7
+"""After this part of a lease without renewal the process drops its claims."""
+RECONNECT_DELAY_SECONDS = 1.0
+KEEPALIVE_SECONDS = 60.0
+"""After this time without notifications the listener tests its connection."""
+
+_UPSERT_PROCESS = f"""
 INSERT INTO processes (id, seen_at, began_at, name, worker, heartbeats, fenced, takeovers)
 VALUES (?, {CLOCK}, {CLOCK}, ?, ?, ?, ?, ?)
     ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at, worker = excluded.worker,
        heartbeats = excluded.heartbeats, fenced = excluded.fenced, takeovers = excluded.takeovers
 """
-# Those that were let go, or have run out, are everybody's: they are not taken back.
-_RENEW = f"""
+# Claims that were released or have expired are not renewed.
+_RENEW_CLAIMS = f"""
 WITH mine AS (
     SELECT id FROM agents WHERE worker = ANY (?1) AND state IN ('llm', 'tools') AND runnable_at > {CLOCK}
      ORDER BY id FOR UPDATE)
 UPDATE agents SET runnable_at = {CLOCK} + ?2 FROM mine WHERE agents.id = mine.id
 """
-_OTHERS = f"SELECT count(*) FROM processes WHERE id <> ? AND seen_at > {CLOCK} - ?"
-_GONE = "DELETE FROM processes WHERE id = ?1"
-_NO_PLACES = "DELETE FROM places WHERE process = ? OR process NOT IN (SELECT id FROM processes)"
-_NO_BATCH = f"DELETE FROM batches WHERE process = ? OR at < {CLOCK} - 2592000000"
-_LONG_GONE = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
-
-
-class Leases:
-    def __init__(self, url: str, process: str, on_unsure: Callable[[], None], lease: float, tally: Tally) -> None:
-        """`lease` in seconds. `on_unsure`: called on the event loop when claims could not be renewed in time."""
-        self._url, self._on_unsure, self.lease, self._tally = url, on_unsure, lease, tally
-        self.process, self._name = process, name_of()
-        self._workers: list[str] = []
-        self._db: PgConnection | None = None
-        self._loop = asyncio.get_running_loop()
-        self._renewed = time.monotonic()
-        self._unsure = False
-        self._watch = self._loop.call_later(lease * UNSURE, self._look_at_the_time)
-        self._ending, self._due = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="coterie-leases", daemon=True)
-        self._thread.start()
-
-    def hold(self, worker: str) -> None:
-        """From now on its claims are renewed, and others know about it."""
-        self._workers = [*self._workers, worker]
-        self._due.set()
-
-    async def is_last(self) -> bool:
-        """Whether no other process lives. Who cannot tell is not."""
-        try:
-            return not await asyncio.to_thread(self._count_others)
-        except psycopg.Error as error:
-            log.warning("whether others run cannot be told: %s", meaning(error))
-            return False
-
-    async def close(self) -> None:
-        self._ending.set()
-        self._due.set()
-        self._watch.cancel()
-        await asyncio.to_thread(self._thread.join)
-
-    def _keep(self) -> None:
-        while not self._ending.is_set():
-            self._due.clear()
-            try:
-                self._beat()
-            except Exception:  # without this thread the process loses all its claims
-                log.exception("claims could not be renewed")
-                self._hang_up()
-            self._due.wait(self.lease / BEATS if not self._unsure and self._db else min(1.0, self.lease / 10))
-        self._leave()
-
-    def _beat(self) -> None:
-        began = time.monotonic()
-        try:
-            db = self._connected()
-            db.say(f"BEGIN; {TIMEOUTS}")
-            db.execute(_SEEN, self._sign_of_life())
-            if self._workers:
-                db.execute(_RENEW, (self._workers, int(self.lease * 1000)))
-            db.say("COMMIT")
-        except psycopg.Error as error:
-            log.warning("claims could not be renewed: %s", meaning(error))
-            self._hang_up()
-            return
-        self._renewed, self._unsure = began, False
-        self._tally.heartbeats += 1
-
-    def _sign_of_life(self) -> tuple[str | int | None, ...]:
-        tally, worker = self._tally, self._workers[0] if self._workers else None
-        return self.process, self._name, worker, tally.heartbeats + 1, tally.fenced, tally.takeovers
-
-    def _look_at_the_time(self) -> None:
-        """On the event loop: the thread may be waiting for an answer that does not come."""
-        left = self._renewed + self.lease * UNSURE - time.monotonic()
-        if left <= 0 and not self._unsure:
-            self._unsure = True
-            log.error("the database was out of reach for most of a lease: what was claimed here is dropped")
-            try:
-                self._on_unsure()
-            except Exception:
-                log.exception("claims could not be dropped")
-        self._watch = self._loop.call_later(max(left, self.lease / 20), self._look_at_the_time)
-
-    def _leave(self) -> None:
-        with contextlib.suppress(psycopg.Error, OSError):
-            db = self._connected()
-            db.execute(_GONE, (self.process,))
-            db.execute(_LONG_GONE, (int(self.lease * 1000 * 10),))
-            db.execute(_NO_PLACES, (self.process,))
-            db.execute(_NO_BATCH, (self.process,))  # those of a month ago nobody asks for any more
-        self._hang_up()
-
-    def _count_others(self) -> int:
-        db = PgConnection(connect(self._url))
-        try:
-            return int(db.execute(_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])
-        finally:
-            db.close()
-
-    def _connected(self) -> PgConnection:
-        if self._db is None or self._db.closed:
-            self._db = PgConnection(connect(self._url, patience=self.lease / BEATS))
-        return self._db
-
-    def _hang_up(self) -> None:
-        if self._db:
-            with contextlib.suppress(psycopg.Error):
-                self._db.close()
-            self._db = None
-
-
-T = TypeVar("T")
-
-AGAIN = 1.0
-"""Seconds until it tries to hear again."""
-LOOK_UP = 60.0
-"""Seconds of silence after which it asks whether the other end is still there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Herald:
-    """Who tells, and where. Another society may live in the same database, in a schema of its own."""
-
-    society: str
-    process: str
-
-    @property
-    def channel(self) -> str:
-        return f"coterie_{self.society}"
-
-    @property
-    def whispers(self) -> str:
-        return f"{self.channel}_live"
-
-    def news(self, leaves_work: bool) -> tuple[str, str]:
-        """The channel and the word that says: something was written. `leaves_work`: somebody can be claimed."""
-        return self.channel, f"{self.process} {_WORK if leaves_work else _NEWS}"
-
-    def room(self) -> tuple[str, str]:
-        """The channel and the word that says: somebody wants a place at a model service, or has given one back."""
-        return self.channel, f"{self.process} {_ROOM}"
-
-    def is_foreign(self, word: str) -> bool:
-        """What we wrote ourselves we know already."""
-        return not word.startswith(self.process)
-
-
-_NEWS, _WORK, _ROOM = "news", "work", "room"
-
-
-class Listening:
-    def __init__(
-        self,
-        url: str,
-        herald: Herald,
-        on_news: Callable[[bool], None],
-        on_room: Callable[[None], None],
-        on_words: Callable[[list[str]], None],
-    ) -> None:
-        """All are called on the event loop. `on_news`: others have written something; whether somebody can be claimed.
-
-        `on_room`: somebody wants a place at a model service, or has given one back. `on_words`: what was whispered.
-        """
-        self._url, self._herald = url, herald
-        self._on_news, self._on_room, self._on_words = on_news, on_room, on_words
-        self._loop = asyncio.get_running_loop()
-        self._woken, self._wake = socket.socketpair()
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="coterie-listening", daemon=True)
-        self._thread.start()
-
-    async def close(self) -> None:
-        self._ending.set()
-        self._wake.send(b".")
-        await asyncio.to_thread(self._thread.join)
-        self._woken.close()
-        self._wake.close()
-
-    def _keep(self) -> None:
-        while not self._ending.is_set():
-            try:
-                self._listen()
-            except (psycopg.Error, OSError) as error:
-                log.info("nothing is heard from other processes for now: %s", meaning(error))
-                self._ending.wait(AGAIN)
-            except Exception:  # without this thread nothing is heard until the next start
-                log.exception("listening to other processes failed and is tried again")
-                self._ending.wait(AGAIN)
-
-    def _listen(self) -> None:
-        with contextlib.closing(connect(self._url)) as raw:
-            for channel in (self._herald.channel, self._herald.whispers):
-                raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-            self._tell(self._on_news, True)  # whatever was written meanwhile
-            while not self._ending.is_set():
-                self._hear(raw)
-
-    def _hear(self, raw: psycopg.Connection[Any]) -> None:
-        ready, _, _ = select.select([raw.fileno(), self._woken.fileno()], [], [], LOOK_UP)
-        if not ready:
-            raw.execute("SELECT 1")
-        elif raw.fileno() in ready:
-            notes = list(raw.notifies(timeout=0))
-            news = [note.payload for note in notes if note.channel == self._herald.channel]
-            kinds = {word.rpartition(" ")[2] for word in news if self._herald.is_foreign(word)}
-            if kinds - {_ROOM}:
-                self._tell(self._on_news, _WORK in kinds)
-            if _ROOM in kinds:
-                self._tell(self._on_room, None)
-            if words := [note.payload for note in notes if note.channel == self._herald.whispers]:
-                self._tell(self._on_words, words)
-
-    def _tell(self, on_heard: Callable[[T], None], heard: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone already
-            self._loop.call_soon_threadsafe(on_heard, heard)
-
-
-_ALIVE = f"""
+_COUNT_OTHERS = f"SELECT count(*) FROM processes WHERE id <> ? AND seen_at > {CLOCK} - ?"
+_DELETE_PROCESS = "DELETE FROM processes WHERE id = ?1"
+_DELETE_DEAD_PROCESSES = f"DELETE FROM processes WHERE seen_at < {CLOCK} - ?"
+_DELETE_SLOTS = "DELETE FROM places WHERE process = ? OR process NOT IN (SELECT id FROM processes)"
+# Also deletes marks older than 30 days.
+_DELETE_BATCH_MARKS = f"DELETE FROM batches WHERE process = ? OR at < {CLOCK} - 2592000000"
+_LIST_WORKERS = f"""
 SELECT p.worker, p.name, p.began_at, p.seen_at, p.heartbeats, p.fenced, p.takeovers,
        (SELECT count(*) FROM agents a WHERE a.worker = p.worker AND a.state IN ('llm', 'tools'))
   FROM processes p WHERE p.seen_at > {CLOCK} - ? ORDER BY p.name, p.began_at
 """
 
 
-def workers(db: PgConnection, lease: timedelta) -> list[Worker]:
-    """Who was not seen for as long as a lease lasts is gone."""
+class Heartbeat:
+    """Registers this process and renews its leases from a thread."""
+
+    def __init__(
+        self, url: str, process: str, on_lease_at_risk: Callable[[], None], lease: float, counters: WorkerCounters
+    ) -> None:
+        """`lease` in seconds. `on_lease_at_risk`: called on the event loop when renewal failed for too long."""
+        self._url, self._on_lease_at_risk, self.lease, self._counters = url, on_lease_at_risk, lease, counters
+        self.process, self._name = process, worker_name()
+        self._workers: list[str] = []
+        self._db: PgConnection | None = None
+        self._loop = asyncio.get_running_loop()
+        self._renewed_at = time.monotonic()
+        self._is_at_risk = False
+        self._timer = self._loop.call_later(lease * LEASE_AT_RISK_FRACTION, self._check_lease)
+        self._closing, self._due = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="coterie-leases", daemon=True)
+        self._thread.start()
+
+    def add_worker(self, worker: str) -> None:
+        """Renew the worker's claims from now on."""
+        self._workers = [*self._workers, worker]
+        self._due.set()
+
+    async def is_last_process(self) -> bool:
+        """True if no other live process is known; False on error."""
+        try:
+            return not await asyncio.to_thread(self._count_others)
+        except psycopg.Error as error:
+            log.warning("other processes could not be counted: %s", to_store_error(error))
+            return False
+
+    async def close(self) -> None:
+        """End the thread; it deregisters the process."""
+        self._closing.set()
+        self._due.set()
+        self._timer.cancel()
+        await asyncio.to_thread(self._thread.join)
+
+    def _run_thread(self) -> None:
+        while not self._closing.is_set():
+            self._due.clear()
+            try:
+                self._beat()
+            except Exception:  # keep the thread alive: without it the process loses all claims
+                log.exception("claims could not be renewed")
+                self._disconnect()
+            is_regular = not self._is_at_risk and self._db
+            self._due.wait(self.lease / HEARTBEATS_PER_LEASE if is_regular else min(1.0, self.lease / 10))
+        self._deregister()
+
+    def _beat(self) -> None:
+        started_at, counters = time.monotonic(), self._counters
+        worker = self._workers[0] if self._workers else None
+        try:
+            db = self._connection()
+            db.execute_now(f"BEGIN; {SET_TIMEOUTS}")
+            db.execute(
+                _UPSERT_PROCESS,
+                (self.process, self._name, worker, counters.heartbeats + 1, counters.fenced, counters.takeovers),
+            )
+            if self._workers:
+                db.execute(_RENEW_CLAIMS, (self._workers, int(self.lease * 1000)))
+            db.execute_now("COMMIT")
+        except psycopg.Error as error:
+            log.warning("claims could not be renewed: %s", to_store_error(error))
+            self._disconnect()
+            return
+        self._renewed_at, self._is_at_risk = started_at, False
+        counters.heartbeats += 1
+
+    def _check_lease(self) -> None:
+        """Drop claims if renewal is overdue. Runs on the event loop, because the thread may hang in a statement."""
+        remaining = self._renewed_at + self.lease * LEASE_AT_RISK_FRACTION - time.monotonic()
+        if remaining <= 0 and not self._is_at_risk:
+            self._is_at_risk = True
+            log.error("the database was unreachable for most of a lease: claims of this process are dropped")
+            try:
+                self._on_lease_at_risk()
+            except Exception:
+                log.exception("claims could not be dropped")
+        self._timer = self._loop.call_later(max(remaining, self.lease / 20), self._check_lease)
+
+    def _deregister(self) -> None:
+        with contextlib.suppress(psycopg.Error, OSError):
+            db = self._connection()
+            db.execute(_DELETE_PROCESS, (self.process,))
+            db.execute(_DELETE_DEAD_PROCESSES, (int(self.lease * 1000 * 10),))
+            db.execute(_DELETE_SLOTS, (self.process,))
+            db.execute(_DELETE_BATCH_MARKS, (self.process,))
+        self._disconnect()
+
+    def _count_others(self) -> int:
+        db = PgConnection(connect(self._url))
+        try:
+            return int(db.execute(_COUNT_OTHERS, (self.process, int(self.lease * 1000))).fetchone()[0])
+        finally:
+            db.close()
+
+    def _connection(self) -> PgConnection:
+        if self._db is None or self._db.closed:
+            self._db = PgConnection(connect(self._url, response_timeout=self.lease / HEARTBEATS_PER_LEASE))
+        return self._db
+
+    def _disconnect(self) -> None:
+        if self._db:
+            with contextlib.suppress(psycopg.Error):
+                self._db.close()
+            self._db = None
+
+
+_CHANGED, _WORK_AVAILABLE, _SLOTS_CHANGED = "news", "work", "room"
+"""Kinds of notices. The values are sent to processes of other versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotifyChannels:
+    """Names of the NOTIFY channels and the payloads that this process sends."""
+
+    society: str
+    """Part of the names: other societies may share the database in other schemas."""
+    process: str
+
+    @property
+    def change_channel(self) -> str:
+        return f"coterie_{self.society}"
+
+    @property
+    def broadcast_channel(self) -> str:
+        return f"{self.change_channel}_live"
+
+    def change_notice(self, has_work: bool) -> tuple[str, str]:
+        """Channel and payload that announce a write. `has_work`: an agent can be claimed."""
+        return self.change_channel, f"{self.process} {_WORK_AVAILABLE if has_work else _CHANGED}"
+
+    def slot_notice(self) -> tuple[str, str]:
+        """Channel and payload that announce a wanted or released slot of a model service."""
+        return self.change_channel, f"{self.process} {_SLOTS_CHANGED}"
+
+    def is_from_other_process(self, notice: str) -> bool:
+        return not notice.startswith(self.process)
+
+
+class Listener:
+    """Receives notifications in a thread and passes them to callbacks on the event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        channels: NotifyChannels,
+        on_change: Callable[[bool], None],
+        on_slots_changed: Callable[[None], None],
+        on_broadcasts: Callable[[list[str]], None],
+    ) -> None:
+        """`on_change`: another process has written; the argument is True if an agent can be claimed."""
+        self._url, self._channels = url, channels
+        self._on_change, self._on_slots_changed, self._on_broadcasts = on_change, on_slots_changed, on_broadcasts
+        self._loop = asyncio.get_running_loop()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="coterie-listening", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        self._closing.set()
+        self._wake_sender.send(b".")
+        await asyncio.to_thread(self._thread.join)
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _run_thread(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._listen()
+            except (psycopg.Error, OSError) as error:
+                log.info("no notifications from other processes for now: %s", to_store_error(error))
+                self._closing.wait(RECONNECT_DELAY_SECONDS)
+            except Exception:  # keep the thread alive
+                log.exception("listening to other processes failed and is retried")
+                self._closing.wait(RECONNECT_DELAY_SECONDS)
+
+    def _listen(self) -> None:
+        with contextlib.closing(connect(self._url)) as raw:
+            for channel in (self._channels.change_channel, self._channels.broadcast_channel):
+                raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+            self._call(self._on_change, True)  # notices may have been missed before LISTEN
+            while not self._closing.is_set():
+                self._receive(raw)
+
+    def _receive(self, raw: psycopg.Connection[Any]) -> None:
+        ready, _, _ = select.select([raw.fileno(), self._wake_receiver.fileno()], [], [], KEEPALIVE_SECONDS)
+        if not ready:
+            raw.execute("SELECT 1")
+        elif raw.fileno() in ready:
+            notifies = list(raw.notifies(timeout=0))
+            notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
+            kinds = {notice.rpartition(" ")[2] for notice in notices if self._channels.is_from_other_process(notice)}
+            if kinds - {_SLOTS_CHANGED}:
+                self._call(self._on_change, _WORK_AVAILABLE in kinds)
+            if _SLOTS_CHANGED in kinds:
+                self._call(self._on_slots_changed, None)
+            if texts := [notify.payload for notify in notifies if notify.channel == self._channels.broadcast_channel]:
+                self._call(self._on_broadcasts, texts)
+
+    def _call(self, callback: Callable[[T], None], argument: T) -> None:
+        """Call `callback` on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, argument)
+
+
+def list_workers(db: PgConnection, lease: timedelta) -> list[Worker]:
+    """Processes seen within the last lease."""
     return [
         Worker(
             id=id_,
@@ -292,6 +292,61 @@ def workers(db: PgConnection, lease: timedelta) -> list[Worker]:
             takeovers=takeovers,
         )
         for id_, name, since, seen, heartbeats, fenced, takeovers, claims in db.execute(
-            _ALIVE, (lease // timedelta(milliseconds=1),)
+            _LIST_WORKERS, (lease // timedelta(milliseconds=1),)
         )
     ]
+
+
+WAITING_TTL = timedelta(seconds=5)
+"""Waiting processes repeat their request every second. An older request is ignored: its process may hang."""
+_MS = timedelta(milliseconds=1)
+# Slots have no value after a crash, so the commit need not be durable.
+_BEGIN = tuple(f"BEGIN; {SET_TIMEOUTS} SET LOCAL synchronous_commit = off".split(";"))
+_LOCK_SERVICE = "SELECT pg_advisory_xact_lock(hashtextextended(?, 0))"
+_SELECT_OTHERS = f"""
+SELECT r.kept, CASE WHEN r.asked_at > {CLOCK} - ?3 THEN r.waiting ELSE 0 END, r.urgent
+  FROM places r JOIN processes p ON p.id = r.process AND p.seen_at > {CLOCK} - ?4
+ WHERE r.service = ?1 AND r.process <> ?2
+"""
+_SELECT_OWN = "SELECT kept, waiting, urgent FROM places WHERE service = ? AND process = ?"
+_UPSERT_OWN = f"""
+INSERT INTO places (service, process, kept, waiting, urgent, asked_at) VALUES (?, ?, ?, ?, ?, {CLOCK})
+    ON CONFLICT (service, process) DO UPDATE
+   SET kept = excluded.kept, waiting = excluded.waiting, urgent = excluded.urgent, asked_at = excluded.asked_at
+"""
+_DELETE_OWN = "DELETE FROM places WHERE service = ? AND process = ?"
+_NOTIFY = "SELECT pg_notify(?, ?)"
+
+
+def request_slots(
+    db: PgConnection,
+    channels: NotifyChannels,
+    lease: timedelta,
+    service: str,
+    limit: int,
+    held: int,
+    waiting: int,
+    urgent: int,
+) -> SlotGrant:
+    """Report held slots and waiting requests, and return the grant. One transaction in two round trips."""
+    key, was_pipelining, db.pipelining = (service, channels.process), db.pipelining, True
+    try:
+        for statement in _BEGIN:
+            db.execute(statement)
+        db.execute(_LOCK_SERVICE, (f"{channels.change_channel} {service}",))
+        rows = db.execute(_SELECT_OTHERS, (*key, WAITING_TTL // _MS, lease // _MS))
+        held_before, waited_before, urgent_before = db.execute(_SELECT_OWN, key).fetchone() or (0, 0, 0)
+        others = [OtherProcess(*row) for row in rows]
+        grant = divide_slots(limit, held, waiting, others, urgent=urgent, releases_slot=held < held_before)
+        still_waiting, still_urgent = waiting - grant.granted, max(0, urgent - grant.granted)
+        if held or waiting:
+            db.execute(_UPSERT_OWN, (*key, held + grant.granted, still_waiting, still_urgent))
+        else:
+            db.execute(_DELETE_OWN, key)
+        released = grant.others_wait and held + grant.granted < held_before
+        if released or (still_waiting and not waited_before) or (still_urgent and not urgent_before):
+            db.execute(_NOTIFY, channels.slot_notice())
+        db.execute_now("COMMIT")
+    finally:
+        db.pipelining = was_pipelining
+    return grant

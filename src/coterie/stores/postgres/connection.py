@@ -1,94 +1,53 @@
-"""A connection to PostgreSQL that can do what the shared transitions ask of one.
+"""PostgreSQL connections that run the SQL both engines share.
 
-Nothing is kept in the session: no prepared statement, no setting outlives its transaction. So it makes no difference
-whether the other end is the database or a pooler that lends out its sessions one transaction at a time.
+Shared SQL is written in SQLite's dialect and translated here. Statements can be pipelined: queued and sent together
+in one round trip.
 
-The shared SQL, which is written as SQLite reads it, in the words of PostgreSQL.
-
-A connection for one errand of the owner: whatever goes wrong with it is one sentence.
+A connection keeps no session state: no prepared statements, no settings that outlive a transaction. So it also works
+through a pooler in transaction mode.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import psycopg
+import psycopg_pool
 from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
 from psycopg.pq import TransactionStatus
 
-from coterie.errors import StoreError, StoreUnusable
-from coterie.stores.postgres.errors import Doubtful, is_own, meaning, passes
-from coterie.stores.sql.connection import Rows
+from coterie.errors import StoreError, StoreUnavailable, StoreUnusable
+from coterie.stores.postgres.errors import PipelineFailed, is_job_error, is_transient, to_store_error
+from coterie.stores.sql.rows import Rows
 from coterie.text import one_line
 
 CLOCK = "(extract(epoch FROM clock_timestamp()) * 1000)::bigint"
-"""The server's time in milliseconds."""
-_ONLY_HERE = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
-_INTO = re.compile(r"(\w+) \(([^)]*)\)")
-_NUMBERED = re.compile(r"\?(\d+)")
-# There is no text here that is no text.
-_FROM_JSON = "INSERT INTO {} SELECT {} FROM json_populate_recordset(NULL::{}, ?)"
-_encode = msgspec.json.Encoder().encode
-_SAME = {"CAST(payload AS BLOB)": "payload", "CAST(m.payload AS BLOB)": "m.payload"}
-
-
-def bound(sql: str, parameters: Any) -> tuple[bytes, Any]:
-    """The statement and its values as psycopg wants them."""
-    text, numbered = translated(sql)
-    if not numbered:
-        return text, parameters
-    return text, {f"p{n}": value for n, value in enumerate(parameters, 1)}
-
-
-@lru_cache(maxsize=1024)
-def translated(sql: str) -> tuple[bytes, bool]:
-    """With psycopg's placeholders; whether they are numbered."""
-    text = _ONLY_HERE.sub(r"\1", sql).replace("%", "%%")
-    for theirs, ours in _SAME.items():
-        text = text.replace(theirs, ours)
-    text, numbered = _NUMBERED.subn(r"%(p\1)s", text)
-    return (text if numbered else text.replace("?", "%s")).encode(), bool(numbered)
-
-
-@cache
-def as_json(into: str) -> tuple[str, Sequence[str]]:
-    """Inserts rows that come as one JSON text into a table with its columns; their names."""
-    found = _INTO.fullmatch(into)
-    assert found, into  # noqa: S101
-    table, columns = found.groups()
-    return _FROM_JSON.format(into, columns, table), columns.replace(" ", "").split(",")
-
-
-def json_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """True and false are numbers here."""
-    return _encode(
-        [
-            {name: int(value) if value.__class__ is bool else value for name, value in zip(columns, row, strict=True)}
-            for row in rows
-        ]
-    ).decode()
-
-
-CONNECT_SECONDS = 5
-STATEMENT_MS = 15_000
-LOCK_MS = 5_000
-PATIENCE = 20.0
-"""Seconds after which no answer means that none will come: whoever is silent need not be gone."""
-IDLE_MS = 3_000
-"""A process that is stopped in the middle of a transaction keeps the others waiting no longer than this."""
-TIMEOUTS = (
-    f"SET LOCAL statement_timeout = {STATEMENT_MS}; SET LOCAL lock_timeout = {LOCK_MS};"
-    f" SET LOCAL idle_in_transaction_session_timeout = {IDLE_MS};"
-    " SET LOCAL synchronous_commit = on;"  # an answer means that it is on the disk, whatever the server is set to
+"""SQL expression: the server's time in ms."""
+CONNECT_TIMEOUT_SECONDS = 5
+STATEMENT_TIMEOUT_MS = 15_000
+LOCK_TIMEOUT_MS = 5_000
+RESPONSE_TIMEOUT_SECONDS = 20.0
+"""How long to wait for a response. TCP alone does not detect a peer that stays silent."""
+IDLE_TRANSACTION_TIMEOUT_MS = 3_000
+"""Bounds how long a process that stops inside a transaction keeps its locks."""
+SET_TIMEOUTS = (
+    f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS}; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS};"
+    f" SET LOCAL idle_in_transaction_session_timeout = {IDLE_TRANSACTION_TIMEOUT_MS};"
+    " SET LOCAL synchronous_commit = on;"  # a commit must be durable, whatever the server's default is
 )
-_NETWORK = {
-    "connect_timeout": CONNECT_SECONDS,
+MAX_READERS = 4
+POOL_TIMEOUT_SECONDS = 2.0
+"""How long a reader waits for a free connection."""
+MAX_QUEUED_BYTES = 1 << 20
+"""Pipelined statements are sent at the latest when they reach this size."""
+_CONNECT_OPTIONS = {
+    "connect_timeout": CONNECT_TIMEOUT_SECONDS,
     "keepalives": 1,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -96,9 +55,12 @@ _NETWORK = {
     "tcp_user_timeout": 10_000,
     "application_name": "coterie",
 }
+_NEXT_SAVEPOINT = b"RELEASE SAVEPOINT job; SAVEPOINT job"
 
 
-class _BoolAsNumber(Dumper):
+class _BoolDumper(Dumper):
+    """Booleans are stored as 0 and 1."""
+
     def dump(self, obj: bool) -> Buffer:
         return b"1" if obj else b"0"
 
@@ -106,151 +68,187 @@ class _BoolAsNumber(Dumper):
         return self.dump(obj)
 
 
-class _WholeNumber(Loader):
-    """Sums of whole numbers are whole, whatever type they come in."""
+class _IntLoader(Loader):
+    """Load NUMERIC as int: a sum of integers has that type."""
 
     def load(self, data: Buffer) -> int:
         return int(bytes(data))
 
 
-class _Bounded(psycopg.Connection[Any]):
-    """Waits for no answer for ever. The network's own timeouts see the next machine only, not what is behind it."""
+class _TimeoutConnection(psycopg.Connection[Any]):
+    """Connection with a response timeout. TCP timeouts cover only the next hop, for example a pooler."""
 
-    patience = PATIENCE
+    response_timeout = RESPONSE_TIMEOUT_SECONDS
+
+    @classmethod
+    def connect(  # type: ignore[override]
+        cls, conninfo: str = "", *, on_error: Callable[[psycopg.Error], None] | None = None, **kwargs: Any
+    ) -> Self:
+        """Open an autocommit connection. `on_error` is called with the error if that fails."""
+        given = psycopg.conninfo.conninfo_to_dict(conninfo)
+        defaults: dict[str, Any] = {name: value for name, value in _CONNECT_OPTIONS.items() if name not in given}
+        settings: dict[str, Any] = {"autocommit": True, "prepare_threshold": None, **defaults, **kwargs}
+        try:
+            raw = super().connect(conninfo, cursor_factory=psycopg.ClientCursor, **settings)
+        except psycopg.Error as error:
+            if on_error:
+                on_error(error)
+            raise
+        raw.adapters.register_dumper(bool, _BoolDumper)
+        raw.adapters.register_loader("numeric", _IntLoader)
+        return raw
 
     def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
         if timeout is not None:
             return super().wait(gen, interval, timeout)
         try:
-            return super().wait(gen, interval, self.patience)
+            return super().wait(gen, interval, self.response_timeout)
         except psycopg.OperationalError:
             if self.pgconn.transaction_status == TransactionStatus.ACTIVE:
-                self.pgconn.finish()  # the answer may still come, and would be taken for that of the next question
+                self.pgconn.finish()  # a late response would be taken for that of the next statement
             raise
 
 
-def connect(url: str, patience: float = PATIENCE) -> psycopg.Connection[Any]:
-    """A connection in which nothing is begun or committed but by our own words."""
-    wanted = psycopg.conninfo.conninfo_to_dict(url)
-    missing: dict[str, Any] = {name: value for name, value in _NETWORK.items() if name not in wanted}
-    raw = _Bounded.connect(url, autocommit=True, prepare_threshold=None, cursor_factory=psycopg.ClientCursor, **missing)
-    raw.patience = patience
-    raw.adapters.register_dumper(bool, _BoolAsNumber)
-    raw.adapters.register_loader("numeric", _WholeNumber)
+def connect(url: str, response_timeout: float = RESPONSE_TIMEOUT_SECONDS) -> psycopg.Connection[Any]:
+    """Open an autocommit connection; transactions begin and end with explicit statements."""
+    raw = _TimeoutConnection.connect(url)
+    raw.response_timeout = response_timeout
     return raw
 
 
-_NEXT_JOB = b"RELEASE SAVEPOINT job; SAVEPOINT job"
-_MUCH = 1 << 20
-"""Bytes of statements that wait at most."""
+@contextmanager
+def owner_connection(url: str) -> Iterator[PgConnection]:
+    """Connection for one command of the owner. It is closed afterwards; errors become `StoreError`."""
+    try:
+        with closing(PgConnection(connect(url))) as db:
+            yield db
+    except psycopg.Error as error:
+        raise _owner_error(error) from error
 
 
-class Outcome:
-    """What a statement gave, which has to be said only when somebody looks at it."""
+def _owner_error(error: psycopg.Error) -> StoreError:
+    if isinstance(error, psycopg.errors.LockNotAvailable):
+        return StoreUnusable("another program is writing to this database: stop it first, then try again")
+    if is_transient(error):
+        message = one_line(str(error)) or type(error).__name__
+        return StoreUnusable(f"the PostgreSQL cannot be used ({message}): check that it runs, and who may connect")
+    return to_store_error(error)
 
-    __slots__ = ("_db", "_rowcount", "_rows", "_said")
+
+class LazyResult:
+    """Result of a pipelined statement. Its first access sends the queued statements."""
+
+    __slots__ = ("_db", "_is_loaded", "_rowcount", "_rows")
 
     def __init__(self, db: PgConnection) -> None:
-        self._db, self._said = db, False
+        self._db, self._is_loaded = db, False
         self._rows: list[Any] = []
         self._rowcount = -1
 
     def set(self, cursor: psycopg.Cursor[Any]) -> None:
-        self._said, self._rowcount = True, cursor.rowcount
+        self._is_loaded, self._rowcount = True, cursor.rowcount
         if cursor.description:
             self._rows = cursor.fetchall()
 
     @property
     def rowcount(self) -> int:
-        self._look()
+        self._load()
         return self._rowcount
 
     def fetchone(self) -> Any:
-        self._look()
+        self._load()
         return self._rows.pop(0) if self._rows else None
 
     def fetchall(self) -> list[Any]:
-        self._look()
+        self._load()
         rows, self._rows = self._rows, []
         return rows
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.fetchall())
 
-    def _look(self) -> None:
-        if not self._said:
+    def _load(self) -> None:
+        if not self._is_loaded:
             self._db.flush()
 
 
 class PgConnection:
+    """A psycopg connection with the interface of `sqlite3.Connection` and with pipelining."""
+
     Error: type[Exception] = psycopg.Error
     IntegrityError: type[Exception] = psycopg.IntegrityError
     OperationalError: type[Exception] = psycopg.OperationalError
 
-    def __init__(self, raw: psycopg.Connection[Any], before: str = "") -> None:
-        """`before`: goes with every statement, in the same round trip."""
-        self.raw, self._before = raw, before.encode()
-        self.gathers = False
-        """Statements wait until somebody looks at what one of them gave. When one of several goes wrong, all of that
-        is in doubt."""
+    def __init__(self, raw: psycopg.Connection[Any], prefix: str = "") -> None:
+        """`prefix`: SQL sent before every statement, in the same round trip."""
+        self.raw, self._prefix = raw, prefix.encode()
+        self.pipelining = False
+        """Queue statements until a result is accessed. An error then raises `PipelineFailed`."""
         self._cursor = psycopg.ClientCursor(raw)
-        self._later: list[tuple[bytes, Outcome | None]] = []
-        self._size = 0
+        self._queued: list[tuple[bytes, LazyResult | None]] = []
+        self._queued_bytes = 0
 
     def execute(self, sql: str, parameters: Any = (), /) -> Rows:
-        text, values = bound(sql, parameters)
-        if not self.gathers and not self._later:
-            return _last(self.raw.execute(self._before + text, values))
-        outcome = Outcome(self)
-        self._add(self._written_out(text, values), outcome)
-        if not self.gathers or self._size > _MUCH:
+        text, values = bind(sql, parameters)
+        if not self.pipelining and not self._queued:
+            return _last_result(self.raw.execute(self._prefix + text, values))
+        result = LazyResult(self)
+        self._enqueue(self._render(text, values), result)
+        if not self.pipelining or self._queued_bytes > MAX_QUEUED_BYTES:
             self.flush()
-        return outcome
+        return result
 
     def executemany(self, sql: str, parameters: Iterable[Any], /) -> None:
+        """Queue the statements; the next `execute` or `flush` sends them."""
         for values in parameters:
-            self._add(self._written_out(*bound(sql, values)))
+            self._enqueue(self._render(*bind(sql, values)))
 
     def insert_rows(self, into: str, rows: Iterable[Sequence[Any]]) -> None:
-        """As one value: to write out thousands of them, and to read them there, would cost more than all the rest."""
-        statement, columns = as_json(into)
-        self.execute(statement, (json_rows(columns, rows),))
+        """Insert rows as one JSON parameter: faster than thousands of separate values."""
+        statement, columns = json_insert(into)
+        self.execute(statement, (encode_rows(columns, rows),))
 
-    def say(self, sql: str) -> psycopg.Cursor[Any]:
-        """Statements of our own, in one round trip; how the last one ended."""
-        self._add(sql.encode())
+    def execute_now(self, sql: str) -> psycopg.Cursor[Any]:
+        """Send the queued statements and `sql`, untranslated, in one round trip. Return the last result."""
+        self._enqueue(sql.encode())
         return self.flush()
 
-    def begin_job(self) -> None:
-        """What the next one does can be undone by itself."""
-        self._add(_NEXT_JOB)
+    def next_savepoint(self) -> None:
+        """Queue a new savepoint `job` in place of the current one."""
+        self._enqueue(_NEXT_SAVEPOINT)
 
     def flush(self) -> psycopg.Cursor[Any]:
-        """Whatever is still to be said; how the last statement ended."""
-        if not self._later:
+        """Send the queued statements and return the last result."""
+        if not self._queued:
             return self._cursor
-        said, self._later, self._size = self._later, [], 0
+        sent, self._queued, self._queued_bytes = self._queued, [], 0
         try:
-            cursor = self.raw.execute(b";".join(text for text, _ in said))
+            cursor = self.raw.execute(b";".join(text for text, _ in sent))
         except psycopg.Error as error:
-            if self.gathers and is_own(error):
-                raise Doubtful from error
+            if self.pipelining and is_job_error(error):
+                raise PipelineFailed from error
             raise
-        return _tell(cursor, said)
+        for text, result in sent:
+            if result:
+                result.set(cursor)
+            for _ in range(2 if text is _NEXT_SAVEPOINT else 1):
+                cursor.nextset()
+        return _last_result(cursor)
 
-    def forget_job(self) -> None:
-        """Not to be said any more: what this job wanted. That it has begun must be said all the same."""
-        began = [place for place, (text, _) in enumerate(self._later, 1) if text is _NEXT_JOB]
-        del self._later[began[-1] if began else 0 :]
+    def discard_job(self) -> None:
+        """Drop queued statements of the current job, but keep the statement that sets its savepoint."""
+        savepoints = [index for index, (text, _) in enumerate(self._queued, 1) if text is _NEXT_SAVEPOINT]
+        del self._queued[savepoints[-1] if savepoints else 0 :]
 
-    def forget(self) -> None:
-        self._later, self._size = [], 0
+    def discard_queued(self) -> None:
+        self._queued, self._queued_bytes = [], 0
 
-    def _add(self, text: bytes, outcome: Outcome | None = None) -> None:
-        self._later.append((text, outcome))
-        self._size += len(text)
+    def _enqueue(self, text: bytes, result: LazyResult | None = None) -> None:
+        self._queued.append((text, result))
+        self._queued_bytes += len(text)
 
-    def _written_out(self, text: bytes, values: Any) -> bytes:
+    def _render(self, text: bytes, values: Any) -> bytes:
+        """The statement with its values as SQL literals."""
         return self._cursor.mogrify(text, values).encode()
 
     @property
@@ -261,36 +259,102 @@ class PgConnection:
         self.raw.close()
 
 
-def _tell(cursor: psycopg.Cursor[Any], said: list[tuple[bytes, Outcome | None]]) -> psycopg.Cursor[Any]:
-    """Each outcome what its statement gave."""
-    for text, outcome in said:
-        if outcome:
-            outcome.set(cursor)
-        for _ in range(2 if text is _NEXT_JOB else 1):
-            cursor.nextset()
-    return _last(cursor)
-
-
-def _last(cursor: psycopg.Cursor[Any]) -> psycopg.Cursor[Any]:
+def _last_result(cursor: psycopg.Cursor[Any]) -> psycopg.Cursor[Any]:
     while cursor.nextset():
         pass
     return cursor
 
 
-@contextmanager
-def errand(url: str) -> Iterator[PgConnection]:
-    """Closed afterwards; what was not committed by then is undone."""
-    try:
-        with closing(PgConnection(connect(url))) as db:
-            yield db
-    except psycopg.Error as error:
-        raise _told(error) from error
+_POSTGRES_HINT = re.compile(r"/\*\+(.*?)\*/", re.DOTALL)
+"""SQL that only PostgreSQL executes."""
+_TABLE_AND_COLUMNS = re.compile(r"(\w+) \(([^)]*)\)")
+_NUMBERED = re.compile(r"\?(\d+)")
+_JSON_INSERT = "INSERT INTO {} SELECT {} FROM json_populate_recordset(NULL::{}, ?)"
+_encode = msgspec.json.Encoder().encode
+_REPLACEMENTS = {"CAST(payload AS BLOB)": "payload", "CAST(m.payload AS BLOB)": "m.payload"}
+"""SQLite needs these casts for damaged text. PostgreSQL's text is always valid."""
 
 
-def _told(error: psycopg.Error) -> StoreError:
-    if isinstance(error, psycopg.errors.LockNotAvailable):
-        return StoreUnusable("somebody else is writing to this database: stop them first, then try again")
-    if passes(error):
-        words = one_line(str(error)) or type(error).__name__
-        return StoreUnusable(f"the PostgreSQL cannot be used ({words}): check that it runs, and who may connect")
-    return meaning(error)
+def bind(sql: str, parameters: Any) -> tuple[bytes, Any]:
+    """Translate the statement and its parameters for psycopg."""
+    text, is_numbered = translate_sql(sql)
+    if not is_numbered:
+        return text, parameters
+    return text, {f"p{n}": value for n, value in enumerate(parameters, 1)}
+
+
+@lru_cache(maxsize=1024)
+def translate_sql(sql: str) -> tuple[bytes, bool]:
+    """Return the SQL with psycopg's placeholders, and whether they are numbered (`?1`)."""
+    text = _POSTGRES_HINT.sub(r"\1", sql).replace("%", "%%")
+    for sqlite_expression, expression in _REPLACEMENTS.items():
+        text = text.replace(sqlite_expression, expression)
+    text, numbered = _NUMBERED.subn(r"%(p\1)s", text)
+    return (text if numbered else text.replace("?", "%s")).encode(), bool(numbered)
+
+
+@cache
+def json_insert(into: str) -> tuple[str, Sequence[str]]:
+    """Statement that inserts a JSON array of rows, and the column names. `into`: `table (column, ...)`."""
+    match = _TABLE_AND_COLUMNS.fullmatch(into)
+    assert match, into  # noqa: S101
+    table, columns = match.groups()
+    return _JSON_INSERT.format(into, columns, table), columns.replace(" ", "").split(",")
+
+
+def encode_rows(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Rows as a JSON array of objects; booleans become 0 and 1."""
+    return _encode(
+        [
+            {name: int(value) if value.__class__ is bool else value for name, value in zip(columns, row, strict=True)}
+            for row in rows
+        ]
+    ).decode()
+
+
+class ReaderPool:
+    """Pool of connections for reading."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        """`prefix`: SQL sent before every statement."""
+        self._prefix = prefix
+        self._connect_error: psycopg.Error | None = None
+        # Connections are opened when they are needed. One thread opens them, so that a stopped server is not flooded.
+        self._pool = psycopg_pool.ConnectionPool(
+            url,
+            connection_class=_TimeoutConnection,
+            kwargs={"on_error": self._note_error},
+            min_size=0,
+            max_size=MAX_READERS,
+            num_workers=1,
+            timeout=POOL_TIMEOUT_SECONDS,
+            open=True,
+        )
+
+    @contextmanager
+    def connection(self) -> Iterator[PgConnection]:
+        """Lend a connection. It is closed after a database error, else returned to the pool."""
+        raw = self._take()
+        try:
+            yield PgConnection(raw, self._prefix)
+        except psycopg.Error:
+            raw.close()
+            raise
+        finally:
+            self._pool.putconn(raw)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _take(self) -> _TimeoutConnection:
+        self._connect_error = None
+        try:
+            return self._pool.getconn()
+        except psycopg_pool.PoolTimeout:
+            if self._connect_error:
+                raise self._connect_error from None
+            raise StoreUnavailable("all connections to the database are in use: try again in a moment") from None
+
+    def _note_error(self, error: psycopg.Error) -> None:
+        """The pool retries in the background; its own timeout does not say why connecting failed."""
+        self._connect_error = error

@@ -1,11 +1,4 @@
-"""The store port on PostgreSQL.
-
-The database of a society and the connections to it: one thread that writes, a few that read.
-
-Words looked for in what was said.
-
-A copy of all rows, as the file that the SQLite engine keeps: it can be looked at, and run, anywhere.
-"""
+"""`PostgresStore`: the store on PostgreSQL, shared by any number of processes. One writer thread, a few readers."""
 
 from __future__ import annotations
 
@@ -23,68 +16,76 @@ import psycopg
 from coterie.clock import Clock, from_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.ids import new_id
-from coterie.llm.concurrency import Share
 from coterie.messages import Message
-from coterie.store import Limits, Page, StoreInfo, Worker
-from coterie.stores.postgres.blobs import DatabaseBytes
-from coterie.stores.postgres.cluster import Herald, Leases, Listening, workers
-from coterie.stores.postgres.concurrency import share
-from coterie.stores.postgres.connection import CLOCK, STATEMENT_MS, PgConnection, connect
-from coterie.stores.postgres.errors import meaning, passes
+from coterie.store import Limits, Page, SlotGrant, StoreInfo, Worker
+from coterie.stores.postgres.blobs import PostgresBlobStore
+from coterie.stores.postgres.cluster import Heartbeat, Listener, NotifyChannels, list_workers, request_slots
+from coterie.stores.postgres.connection import (
+    CLOCK,
+    MAX_READERS,
+    STATEMENT_TIMEOUT_MS,
+    PgConnection,
+    ReaderPool,
+    connect,
+)
+from coterie.stores.postgres.errors import is_transient, to_store_error
 from coterie.stores.postgres.migrate import check_version, migrate
-from coterie.stores.postgres.pool import MOST, Readers
-from coterie.stores.postgres.session import BatchLedger
+from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
-from coterie.stores.sql.claims import Attendance
-from coterie.stores.sql.connection import Connection, make_secret, read_secret
+from coterie.stores.sql.claims import EagerClaimer
 from coterie.stores.sql.jobs import Result
-from coterie.stores.sql.queries import patterns
-from coterie.stores.sql.rows import MESSAGE, to_message
-from coterie.stores.sql.store import SqlDatabase, SqlStore
+from coterie.stores.sql.queries import like_patterns
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, make_secret, read_secret, to_message
+from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
-from coterie.stores.transfer import SqliteTarget, carry_rows
+from coterie.stores.transfer import SqliteTarget, transfer_rows
 from coterie.supervision import Shutdown
 from coterie.text import one_line
-from coterie.turn_store import Taker
+from coterie.turn_store import TurnWorker
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-READ_TRIES = 4
+READ_ATTEMPTS = 4
 LEASE = timedelta(seconds=30)
 _MS = timedelta(milliseconds=1)
-_EACH = f"SET LOCAL statement_timeout = {STATEMENT_MS};"
-_WHISPER = "SELECT pg_notify(?, word) FROM unnest(?::text[]) AS word"
-Time = Callable[[], int]
+_SET_READ_TIMEOUT = f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS};"
+_BROADCAST = "SELECT pg_notify(?, payload) FROM unnest(?::text[]) AS payload"
+TimeMs = Callable[[], int]
 
 
-class Database(SqlDatabase):
+class PostgresStore(SqlStore):
     def __init__(
         self,
         url: str,
         info: StoreInfo,
         clock: Clock,
         limits: Limits,
-        time: Time | None = None,
+        time: TimeMs | None = None,
         lease: timedelta = LEASE,
         *,
-        joins: bool = True,
+        read_only: bool = False,
     ) -> None:
-        """`joins`: counts among those who run the society."""
+        """`time`: replaces the database's clock, for tests. `read_only`: the process does not run the society."""
         super().__init__()
         self.info, self._clock, self.limits = info, clock, limits
         self._url, self._time, self._lease = url, time, lease
-        self._readers = ThreadPoolExecutor(MOST, thread_name_prefix="coterie-reader")
-        # Whoever only looks holds nobody up, and may take as long as it takes.
-        self._connections = Readers(url, _EACH if joins else "")
+        self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="coterie-reader")
+        # Read-only commands delay nobody, so their statements have no timeout.
+        self._pool = ReaderPool(url, "" if read_only else _SET_READ_TIMEOUT)
         self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
         process = new_id()
-        self._herald = Herald(info.log_id, process)
-        self._writer = Writer(url, self._begin)
-        self._leases = Leases(url, process, self._on_unsure, lease.total_seconds(), self.tally) if joins else None
-        self._listening = Listening(url, self._herald, self._on_news, self._on_room, self._on_words) if joins else None
+        self._channels = NotifyChannels(info.log_id, process)
+        self._writer = Writer(url, self._begin_session)
+        self._heartbeat: Heartbeat | None = None
+        self._listener: Listener | None = None
+        if not read_only:
+            self._heartbeat = Heartbeat(url, process, self._abandon_turns, lease.total_seconds(), self.counters)
+            self._listener = Listener(
+                url, self._channels, self._publish_change, self._publish_slots_changed, self._publish_broadcasts
+            )
 
     @classmethod
     async def open(
@@ -93,69 +94,75 @@ class Database(SqlDatabase):
         clock: Clock,
         *,
         limits: Limits | None = None,
-        time: Time | None = None,
+        time: TimeMs | None = None,
         lease: timedelta = LEASE,
     ) -> Self:
-        """Join the society in the database `url`, made if it is empty. Any number of processes can.
+        """Open the database and join the society, created if the database is empty.
 
-        `time`: in place of the database's clock, for tests.
+        `time`: replaces the database's clock, for tests.
         """
         return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time, lease)
 
     @classmethod
     async def open_read_only(cls, url: str, clock: Clock, *, lease: timedelta = LEASE) -> Self:
-        """Look at the society beside those who run it."""
-        return cls(url, await asyncio.to_thread(_open, url, looking=True), clock, Limits(), lease=lease, joins=False)
+        """Open for reading; other processes may run the society. Every write raises `StoreError`."""
+        info = await asyncio.to_thread(_open, url, read_only=True)
+        return cls(url, info, clock, Limits(), lease=lease, read_only=True)
 
     @property
-    def healthy(self) -> bool:
-        return self._writer.healthy
+    def is_healthy(self) -> bool:
+        return self._writer.is_healthy
 
-    async def is_last(self) -> bool:
-        return self._leases is None or await self._leases.is_last()
+    async def is_only_process(self) -> bool:
+        return self._heartbeat is None or await self._heartbeat.is_last_process()
 
-    def attend(self, taker: Taker) -> None:
-        self._taker = taker
-        if self._leases:
-            self._leases.hold(taker.worker)
+    def register_worker(self, worker: TurnWorker) -> None:
+        self._worker = worker
+        if self._heartbeat:
+            self._heartbeat.add_worker(worker.worker)
 
-    async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
-        return await self._read(lambda db: share(db, self._herald, self._lease, service, limit, keeps, waiting, urgent))
+    async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
+        return await self._read(
+            lambda db: request_slots(db, self._channels, self._lease, service, limit, held, waiting, urgent)
+        )
 
-    async def whisper(self, words: Sequence[str]) -> None:
-        await self._query(_WHISPER, self._herald.whispers, list(words))
+    async def broadcast(self, texts: Sequence[str]) -> None:
+        await self._query(_BROADCAST, self._channels.broadcast_channel, list(texts))
 
-    def _on_news(self, work: bool) -> None:
-        if work and self._taker:
-            self._taker.look()
-        self.news()
+    def _publish_change(self, has_work: bool) -> None:
+        if has_work and self._worker:
+            self._worker.wake()
+        for callback in self._on_change:
+            callback()
 
-    def _on_room(self, _: None) -> None:
-        self.room()
+    def _publish_slots_changed(self, _: None) -> None:
+        for callback in self._on_slots_changed:
+            callback()
 
-    def _on_words(self, words: list[str]) -> None:
-        for word in words:
-            self.heard(word)
+    def _publish_broadcasts(self, texts: list[str]) -> None:
+        for text in texts:
+            for callback in self._on_broadcast:
+                callback(text)
 
-    def _on_unsure(self) -> None:
-        if self._taker:
-            self._taker.drop()
+    def _abandon_turns(self) -> None:
+        if self._worker:
+            self._worker.abandon_turns()
 
     async def close(self) -> None:
         shutdown = Shutdown()
         await shutdown.step("end the writer", self._writer.close)
-        if self._listening:
-            await shutdown.step("stop listening", self._listening.close)
-        if self._leases:
-            await shutdown.step("give up the lease", self._leases.close)
+        if self._listener:
+            await shutdown.step("stop listening", self._listener.close)
+        if self._heartbeat:
+            await shutdown.step("give up the lease", self._heartbeat.close)
         await shutdown.step("close the readers", self._close_readers)
         shutdown.finish()
 
     async def _close_readers(self) -> None:
         self._readers.shutdown()
-        self._connections.close()
+        self._pool.close()
 
-    def _post(
+    def _transact(
         self,
         run: Callable[[Connection, UnitOfWork], T],
         *,
@@ -163,66 +170,79 @@ class Database(SqlDatabase):
         messages: int = 0,
         small: bool = False,
     ) -> asyncio.Future[T]:
-        if self._leases is None:
+        if self._heartbeat is None:
             raise StoreError("this society was opened for reading only")
-        attendance = Attendance(self._taker) if self._taker else None
+        claimer = EagerClaimer(self._worker) if self._worker else None
 
-        def work(db: PgConnection, ledger: BatchLedger) -> Result:
-            post = UnitOfWork(db, now=ledger.now, limits=self.limits, ledger=ledger)
-            answer = run(db, post)
-            attended = attendance.serve(db, post) if attendance else None
-            ledger.leaves_work = ledger.leaves_work or post.leaves_work()
-            post.close()
-            return Result(answer, attended)
+        def work(db: PgConnection, session: PostgresSession) -> Result:
+            unit_of_work = UnitOfWork(db, now=session.now, limits=self.limits, session=session)
+            value = run(db, unit_of_work)
+            claims = claimer.claim_woken(db, unit_of_work) if claimer else None
+            session.has_unclaimed_work = session.has_unclaimed_work or unit_of_work.has_unclaimed_work()
+            unit_of_work.flush()
+            return Result(value, claims)
 
-        return self._writer.write(work, attendance.settle if attendance else None, tuple(touches), messages)
+        return self._writer.write(work, claimer.settle if claimer else None, tuple(touches), messages)
 
-    def _begin(self, db: PgConnection, touches: Iterable[str], messages: int) -> BatchLedger:
-        ledger = BatchLedger(
-            db, touches, self._lease // _MS, self._herald, self._time, messages=messages, secret=self.info.secret
+    def _begin_session(self, db: PgConnection, touches: Iterable[str], messages: int) -> PostgresSession:
+        session = PostgresSession(
+            db, touches, self._lease // _MS, self._channels, self._time, messages=messages, secret=self.info.secret
         )
-        self.seen_paused = ledger.began_paused
-        return ledger
+        self.seen_paused = session.was_paused_at_start
+        return session
 
-    async def _now(self) -> int:
+    async def _now_ms(self) -> int:
         if self._time:
             return self._time()
         return int((await self._query(f"SELECT {CLOCK}"))[0][0])
 
-    async def _read(self, run: Callable[[PgConnection], T], *, one_moment: bool = False) -> T:
+    async def _read(self, run: Callable[[PgConnection], T], *, in_snapshot: bool = False) -> T:
         def work() -> T:
-            for left in reversed(range(READ_TRIES)):
+            for attempts_left in reversed(range(READ_ATTEMPTS)):
                 try:
-                    with self._connections.one() as db:
-                        return _in_one_moment(db, run) if one_moment else run(db)
+                    with self._pool.connection() as db:
+                        return _run_in_snapshot(db, run) if in_snapshot else run(db)
                 except psycopg.Error as error:
-                    if not left or not passes(error):
-                        raise meaning(error) from error
+                    if not attempts_left or not is_transient(error):
+                        raise to_store_error(error) from error
                     time.sleep(0.1)
-            raise AssertionError("the last try returns or raises")
+            raise AssertionError("the last attempt returns or raises")
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
+    def blobs(self) -> PostgresBlobStore:
+        """The blob store in the same database."""
+        return PostgresBlobStore(self._read)
 
-def _in_one_moment(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
-    db.say("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
+        return await self._read(lambda db: search(db, words, page, agent_id))
+
+    async def workers(self) -> Sequence[Worker]:
+        return await self._read(lambda db: list_workers(db, self._lease))
+
+    async def backup(self, target: Path) -> None:
+        await asyncio.to_thread(copy_to_sqlite, self._url, target)
+
+
+def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
+    db.execute_now("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
         return run(db)
     finally:
         if not db.closed:
-            db.say("ROLLBACK")
+            db.execute_now("ROLLBACK")
 
 
-def _open(url: str, *, looking: bool = False) -> StoreInfo:
+def _open(url: str, *, read_only: bool = False) -> StoreInfo:
     try:
         with connect(url) as raw:
-            if looking:
+            if read_only:
                 check_version(raw)
             else:
                 migrate(raw)
             raw.execute("INSERT INTO meta VALUES ('log_id', %s) ON CONFLICT DO NOTHING", (new_id(),))
             row: Any = raw.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
-            secret = read_secret(PgConnection(raw)) if looking else make_secret(PgConnection(raw))
+            secret = read_secret(PgConnection(raw)) if read_only else make_secret(PgConnection(raw))
             version = raw.info.parameter_status("server_version") or ""
     except psycopg.Error as error:
         raise _unusable(error) from error
@@ -236,54 +256,43 @@ def _unusable(error: psycopg.Error) -> StoreError:
     )
 
 
-_LOOKED_AT = f"""
-SELECT {MESSAGE} FROM messages
+_SEARCH = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
  WHERE (?1 IS NULL OR seq < ?1) AND (?2 IS NULL OR ?2 IN (sender, recipient)) AND said(payload) ILIKE ALL (?3)
  ORDER BY seq DESC LIMIT ?4
 """
-_ANY = "%"
-READ_AT_ONCE = 500
+_ANY_TEXT = "%"
+SEARCH_PAGE_ROWS = 500
 
 
 def search(db: Connection, words: str, page: Page, agent_id: str | None) -> list[Message]:
-    wanted = patterns(words)
-    if not wanted:
+    """Messages whose text contains all the words, in any case, newest first."""
+    patterns = like_patterns(words)
+    if not patterns:
         return []
     if words.isascii() or words.lower() == words.upper():
-        rows = db.execute(_LOOKED_AT, (page.before, agent_id, wanted, page.limit))
+        rows = db.execute(_SEARCH, (page.before, agent_id, patterns, page.limit))
         return [to_message(row) for row in rows]
-    return _folded(db, words.casefold().split()[: len(wanted)], page, agent_id)
+    return _search_casefold(db, words.casefold().split()[: len(patterns)], page, agent_id)
 
 
-def _folded(db: Connection, words: list[str], page: Page, agent_id: str | None) -> list[Message]:
-    """Which letters are the same in another case depends on how the database was made; Python knows them all."""
+def _search_casefold(db: Connection, words: list[str], page: Page, agent_id: str | None) -> list[Message]:
+    """Compare in Python: PostgreSQL's case folding depends on the database's locale."""
     found: list[Message] = []
     before = page.before
     while len(found) < page.limit:
-        read = [to_message(row) for row in db.execute(_LOOKED_AT, (before, agent_id, [_ANY], READ_AT_ONCE))]
-        found += [one for one in read if all(word in str(one.payload.get("text", "")).casefold() for word in words)]
-        if len(read) < READ_AT_ONCE:
+        messages = [to_message(row) for row in db.execute(_SEARCH, (before, agent_id, [_ANY_TEXT], SEARCH_PAGE_ROWS))]
+        for message in messages:
+            text = str(message.payload.get("text", "")).casefold()
+            if all(word in text for word in words):
+                found.append(message)
+        if len(messages) < SEARCH_PAGE_ROWS:
             break
-        before = read[-1].seq
+        before = messages[-1].seq
     return found[: page.limit]
 
 
-def copy(url: str, target: Path) -> None:
-    """As they were at one moment; on the disk when this returns."""
-    with PostgresSource.open(url, None) as source, SqliteTarget.make(target, target.parent) as file:
-        carry_rows(source, file)
-
-
-class PostgresStore(Database, SqlStore):
-    def kept(self) -> DatabaseBytes:
-        """The bytes of artifacts, beside everything else."""
-        return DatabaseBytes(self._read)
-
-    async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
-        return await self._read(lambda db: search(db, words, page, agent_id))
-
-    async def workers(self) -> Sequence[Worker]:
-        return await self._read(lambda db: workers(db, self._lease))
-
-    async def backup(self, target: Path) -> None:
-        await asyncio.to_thread(copy, self._url, target)
+def copy_to_sqlite(url: str, target: Path) -> None:
+    """Write all rows as one snapshot to a new SQLite file and fsync it."""
+    with PostgresSource.open(url, None) as source, SqliteTarget.create(target, target.parent) as sqlite:
+        transfer_rows(source, sqlite)

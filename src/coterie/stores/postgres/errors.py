@@ -1,4 +1,4 @@
-"""What an error of the database means: for the batch that met it, and for whoever waits for an answer."""
+"""Classify and translate database errors."""
 
 from __future__ import annotations
 
@@ -7,60 +7,62 @@ import psycopg
 from coterie.errors import StoreError, StoreUnavailable
 from coterie.text import one_line
 
-# Serialization, deadlock, lock not to be had, statement cancelled, server going down or coming up, too many
-# connections, read-only after a failover, a transaction that was idle for too long; class 08 is the connection itself.
-_PASSING = {"40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03", "53300", "25006", "25P02", "25P03"}
-UNDONE = {"40001", "40P01"}
+# Serialization failure, deadlock, lock not available, statement canceled, server shutdown or start, too many
+# connections, read-only after a failover, failed transaction, idle-in-transaction timeout. Class 08: connection errors.
+_TRANSIENT_CODES = {"40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03", "53300", "25006", "25P02", "25P03"}
+CONFLICT_CODES = {"40001", "40P01"}
 """Serialization failure and deadlock: the transaction lost against another one."""
-_FULL = {"53100"}
-_FULL_WORDS = ("No space left on device", "Disk quota exceeded")
-"""Of the server's operating system: some of its errors carry no code for a full disk."""
-_OWN = (psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError)
+_DISK_FULL_CODES = {"53100"}
+_DISK_FULL_PHRASES = ("No space left on device", "Disk quota exceeded")
+"""Some server errors carry no code for a full disk, only the operating system's message."""
+_JOB_ERRORS = (psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError)
 
 
-class Contended(psycopg.OperationalError):
-    """Somebody else holds an agent's row: begin again, with these locked first."""
+class AgentLocked(psycopg.OperationalError):
+    """Another transaction holds the agent's row. Retry the batch and lock this agent first."""
 
     def __init__(self, agent_id: str) -> None:
-        super().__init__(f"somebody else is changing {agent_id}")
+        super().__init__(f"another transaction is changing {agent_id}")
         self.agent_id = agent_id
 
 
-class PausedMeanwhile(psycopg.OperationalError):
-    """The society was paused or resumed after this batch had looked: run the batch again."""
+class PauseChanged(psycopg.OperationalError):
+    """The society was paused or resumed after the batch had read that state. Retry the batch."""
 
 
-class Doubtful(psycopg.OperationalError):
-    """One of several statements is wrong, and whose it is cannot be told: begin again, one at a time."""
+class PipelineFailed(psycopg.OperationalError):
+    """One of several pipelined statements failed, and it is unknown which. Retry the batch without pipelining."""
 
 
-def is_own(error: Exception) -> bool:
-    """The fault of the one transition, and not of the engine."""
-    return isinstance(error, _OWN) and not passes(error)
+def is_job_error(error: Exception) -> bool:
+    """True if the job's own statement is wrong, as opposed to a failure of the database or the connection."""
+    return isinstance(error, _JOB_ERRORS) and not is_transient(error)
 
 
 def error_code(error: Exception) -> str:
-    """The SQLSTATE of an error; empty where it has none."""
+    """SQLSTATE of the error; empty if it has none."""
     return getattr(error, "sqlstate", None) or ""
 
 
-def passes(error: Exception) -> bool:
-    """The same may succeed when it is tried again."""
+def is_transient(error: Exception) -> bool:
+    """True if a retry may succeed."""
     if not isinstance(error, psycopg.Error):
         return False
-    code = error.sqlstate or ""
-    return code in _PASSING or code.startswith("08") or (not code and isinstance(error, psycopg.OperationalError))
+    code = error_code(error)
+    return (
+        code in _TRANSIENT_CODES or code.startswith("08") or (not code and isinstance(error, psycopg.OperationalError))
+    )
 
 
-def meaning(error: Exception) -> StoreError:
+def to_store_error(error: Exception) -> StoreError:
     if isinstance(error, StoreError):
         return error
-    words = one_line(str(error)) or type(error).__name__
-    code = getattr(error, "sqlstate", None) or ""
-    if code in _FULL or (isinstance(error, psycopg.Error) and any(each in words for each in _FULL_WORDS)):
+    message, code = one_line(str(error)) or type(error).__name__, error_code(error)
+    has_phrase = any(phrase in message for phrase in _DISK_FULL_PHRASES)
+    if code in _DISK_FULL_CODES or (isinstance(error, psycopg.Error) and has_phrase):
         return StoreUnavailable("the database's disk is full: free some space; nothing was lost", full=True)
-    if code.startswith("53") and code not in _PASSING:
-        return StoreUnavailable(f"the database is short of resources ({words}): nothing was written")
-    if passes(error):
-        return StoreUnavailable(f"the database cannot be reached for the moment ({words}): it is tried again")
-    return StoreError(f"the database refused ({words})")
+    if code.startswith("53") and code not in _TRANSIENT_CODES:
+        return StoreUnavailable(f"the database is short of resources ({message}): nothing was written; try again")
+    if is_transient(error):
+        return StoreUnavailable(f"the database is not reachable now ({message}): it is retried")
+    return StoreError(f"the database reported an error ({message}): run coterie verify")

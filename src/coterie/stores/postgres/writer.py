@@ -1,7 +1,7 @@
-"""The one thread of this process that writes, and its group commit.
+"""The writer thread of this process, with group commit and retries.
 
-A batch that meets another process, or loses the database, is undone and tried again; a commit whose answer was lost is
-looked up. So whoever waits hears what is, or that nothing was written.
+A batch that conflicts with another process or loses the connection is rolled back and retried. If the response to a
+COMMIT is lost, the thread asks the database for the outcome. So a caller always learns whether its job was written.
 """
 
 from __future__ import annotations
@@ -20,198 +20,211 @@ import psycopg
 from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.errors import UNDONE, Contended, Doubtful, error_code, is_own, meaning, passes
-from coterie.stores.postgres.session import BatchLedger, JobMark, Written
-from coterie.stores.sql.claims import RunAgain
-from coterie.stores.sql.jobs import Job, Jobs, Result, fail, gather, settle
+from coterie.stores.postgres.errors import (
+    CONFLICT_CODES,
+    AgentLocked,
+    PipelineFailed,
+    error_code,
+    is_job_error,
+    is_transient,
+    to_store_error,
+)
+from coterie.stores.postgres.session import BatchCheckpoint, BatchCommit, PostgresSession
+from coterie.stores.sql.claims import RetryTransaction
+from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 5.0
-"""Seconds for which a batch is tried again before those who wait are told."""
-LONGEST_PAUSE = 1.0
-Ledgers = Callable[[PgConnection, set[str], int], BatchLedger]
-"""Begins a transaction that touches these agents, and sends them so many messages at most."""
+RETRY_BUDGET_SECONDS = 5.0
+"""How long a batch is retried before its jobs fail."""
+MAX_RETRY_DELAY_SECONDS = 1.0
+BeginSession = Callable[[PgConnection, set[str], int], PostgresSession]
+"""Begins a transaction. Arguments: connection, ids of the agents to lock, number of messages to them."""
 
 
-class LostAnswer(Exception):
-    """The commit may have happened, or not."""
+class CommitUncertain(Exception):
+    """The connection was lost during COMMIT, so its outcome is unknown."""
 
-    def __init__(self, written: Written) -> None:
-        super().__init__(written.batch)
-        self.written = written
+    def __init__(self, commit: BatchCommit) -> None:
+        super().__init__(commit.batch)
+        self.commit = commit
 
 
 class Writer:
-    def __init__(self, url: str, ledgers: Ledgers) -> None:
-        self._url, self._ledgers = url, ledgers
+    def __init__(self, url: str, begin_session: BeginSession) -> None:
+        self._url, self._begin_session = url, begin_session
         self._db: PgConnection | None = None
-        self._jobs: Jobs = Jobs()
+        self._jobs: JobQueue = JobQueue()
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self.healthy = True
-        self._thread = threading.Thread(target=self._work, name="coterie-writer", daemon=True)
+        self.is_healthy = True
+        self._thread = threading.Thread(target=self._run_thread, name="coterie-writer", daemon=True)
         self._thread.start()
 
     def write(
         self,
-        run: Callable[[PgConnection, BatchLedger], Result],
-        settled: Callable[[Any], None] | None,
+        run: Callable[[PgConnection, PostgresSession], Result],
+        on_settled: Callable[[Any], None] | None,
         touches: tuple[str, ...],
         messages: int = 0,
     ) -> asyncio.Future[Any]:
-        """Run `run` in a transaction; done when that is durable. If `run` raises, nothing it did stays."""
+        """Run `run` in a transaction; the future resolves after the commit. If `run` raises, its writes are undone.
+
+        `touches`: ids of agents to lock first. `messages`: how many messages it sends to them.
+        """
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
-        answer: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs.put(Job(run, answer, settled, touches, messages))
-        return answer
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.put(Job(run, future, on_settled, touches, messages))
+        return future
 
     async def close(self) -> None:
-        """After everything handed in so far."""
+        """Finish the queued jobs, then end the thread."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._hang_up()
+        self._disconnect()
 
-    def _work(self) -> None:
-        last = False
-        while not last and (job := self._jobs.get()):
-            batch, last = gather(self._jobs, job)
+    def _run_thread(self) -> None:
+        is_last = False
+        while not is_last and (job := self._jobs.get()):
+            batch, is_last = collect_batch(self._jobs, job)
             self._commit(batch)
             try:
-                self._loop.call_soon_threadsafe(settle, batch)
-            except RuntimeError:  # the loop is gone, and with it everyone who waited
+                self._loop.call_soon_threadsafe(settle_batch, batch)
+            except RuntimeError:  # the loop is closed: nobody waits
                 return
 
     def _commit(self, batch: list[Job]) -> None:
-        """Until it is written, or its time is over."""
-        touches = {name for job in batch for name in job.touches}
-        until, pause, gathers, first = time.monotonic() + PATIENCE, 0.01, True, True
+        """Retry the batch until it is written or the retry budget is spent."""
+        touches = {agent_id for job in batch for agent_id in job.touches}
+        deadline, delay, pipelining, is_first_error = time.monotonic() + RETRY_BUDGET_SECONDS, 0.01, True, True
         while True:
             for job in batch:
-                job.begin()
+                job.reset()
             try:
-                self._try(batch, touches, gathers)
-                self.healthy = True
+                self._try(batch, touches, pipelining)
+                self.is_healthy = True
                 return
-            except Contended as contended:
-                touches.add(contended.agent_id)
-                self._undo()
+            except AgentLocked as locked:
+                touches.add(locked.agent_id)
+                self._roll_back_batch()
                 continue
-            except Doubtful:
-                gathers = False
-                self._undo()
+            except PipelineFailed:
+                pipelining = False
+                self._roll_back_batch()
                 continue
-            except LostAnswer as lost:
-                if self._was_committed(lost.written):
-                    self.healthy = True
+            except CommitUncertain as uncertain:
+                if self._was_committed(uncertain.commit):
+                    self.is_healthy = True
                     return
             except (psycopg.Error, FailpointHit) as error:
-                self._undo()
-                # The database undid it for the sake of another transaction: once more, however long this one waited.
-                once_more = first and error_code(error) in UNDONE
-                first = False
-                if not passes(error) or (time.monotonic() >= until and not once_more):
+                self._roll_back_batch()
+                # The first conflict is always retried, even if the batch has already waited for the whole budget.
+                is_first_conflict = is_first_error and error_code(error) in CONFLICT_CODES
+                is_first_error = False
+                if not is_transient(error) or (time.monotonic() >= deadline and not is_first_conflict):
                     self._give_up(batch, error)
                     return
-                self.healthy = self.healthy and not _is_lost(self._db)
-            time.sleep(pause * random.uniform(0.5, 1))
-            pause = min(LONGEST_PAUSE, pause * 2)
+                self.is_healthy = self.is_healthy and not _is_lost(self._db)
+            time.sleep(delay * random.uniform(0.5, 1))
+            delay = min(MAX_RETRY_DELAY_SECONDS, delay * 2)
 
-    def _try(self, batch: list[Job], touches: set[str], gathers: bool) -> None:
-        """`gathers`: statements wait for one that is looked at. Else an error is the fault of the job that meets it."""
-        db = self._connected()
-        db.gathers = gathers
-        ledger = self._ledgers(db, touches, sum(job.messages for job in batch))
-        for place, job in enumerate(batch):
-            if place:
-                db.begin_job()
-            self._run(db, ledger, job)
-        if all(job.failed for job in batch):
-            db.say("ROLLBACK")
+    def _try(self, batch: list[Job], touches: set[str], pipelining: bool) -> None:
+        """Run and commit the batch once. Without pipelining, each error can be attributed to its job."""
+        db = self._connection()
+        db.pipelining = pipelining
+        session = self._begin_session(db, touches, sum(job.message_count for job in batch))
+        for index, job in enumerate(batch):
+            if index:
+                db.next_savepoint()
+            self._run(db, session, job)
+        if all(job.error for job in batch):
+            db.execute_now("ROLLBACK")
             return
-        written = ledger.close()
+        commit = session.close()
         hit("commit.before")
         try:
-            done = db.say("COMMIT")
+            cursor = db.execute_now("COMMIT")
         except psycopg.OperationalError as error:
-            if written and _is_lost(db):
-                raise LostAnswer(written) from error
+            if commit and _is_lost(db):
+                raise CommitUncertain(commit) from error
             raise
-        if done.statusmessage != "COMMIT":
+        if cursor.statusmessage != "COMMIT":
             raise psycopg.OperationalError("the transaction was rolled back")
         hit("commit.after")
 
-    def _run(self, db: PgConnection, ledger: BatchLedger, job: Job) -> None:
-        mark = ledger.next_job()
+    def _run(self, db: PgConnection, session: PostgresSession, job: Job) -> None:
+        checkpoint = session.begin_job()
         try:
-            job.result = self._run_twice(db, ledger, job, mark)
+            job.result = self._run_with_retry(db, session, job, checkpoint)
         except Exception as error:
-            if isinstance(error, FailpointHit) or (isinstance(error, psycopg.Error) and not is_own(error)):
-                raise  # the engine's trouble, not this job's: the whole batch is undone
-            job.failed = meaning(error) if isinstance(error, psycopg.Error) else error
+            if isinstance(error, FailpointHit) or (isinstance(error, psycopg.Error) and not is_job_error(error)):
+                raise  # a database error: the whole batch is rolled back
+            job.error = to_store_error(error) if isinstance(error, psycopg.Error) else error
             if not isinstance(error, CoterieError):
-                log.exception("a transition failed; it was undone")
-            _roll_back(db, ledger, mark)
-        if not job.touches:
-            ledger.read_anew()
+                log.exception("a transaction failed and was rolled back")
+            _roll_back_job(db, session, checkpoint)
+        if not job.touches:  # it may have changed any row
+            session.invalidate()
 
-    def _run_twice(self, db: PgConnection, ledger: BatchLedger, job: Job, mark: JobMark) -> Result:
+    def _run_with_retry(
+        self, db: PgConnection, session: PostgresSession, job: Job, checkpoint: BatchCheckpoint
+    ) -> Result:
         try:
-            result = job.run(db, ledger)
-        except RunAgain:
-            _roll_back(db, ledger, mark)
-            result = job.run(db, ledger)
-        if not db.gathers:
-            db.flush()  # what is wrong with it is this job's fault, and not the next one's
+            result = job.run(db, session)
+        except RetryTransaction:
+            _roll_back_job(db, session, checkpoint)
+            result = job.run(db, session)
+        if not db.pipelining:
+            db.flush()  # raise this job's errors now, not in the next job
         return result
 
     def _give_up(self, batch: list[Job], error: Exception) -> None:
-        told = meaning(error) if isinstance(error, psycopg.Error) else error
-        fail(batch, told)
-        self.healthy = False
-        log.error("the store could not commit: %s", told)
+        store_error = to_store_error(error) if isinstance(error, psycopg.Error) else error
+        fail_batch(batch, store_error)
+        self.is_healthy = False
+        log.error("the store could not commit: %s", store_error)
 
-    def _was_committed(self, written: Written) -> bool:
-        """No outcome is ever guessed: this takes as long as it takes."""
-        self._hang_up()
-        self.healthy = False
-        log.warning("the answer to a commit was lost; asking what became of transaction %s", written.transaction)
+    def _was_committed(self, commit: BatchCommit) -> bool:
+        """Ask the database for the outcome, without time limit: it is never guessed."""
+        self._disconnect()
+        self.is_healthy = False
+        log.warning("the response to a commit was lost; asking for the outcome of transaction %s", commit.transaction)
         while True:
             with contextlib.suppress(psycopg.Error):
-                db = self._connected()
-                db.gathers = False
-                if not written.is_under_way(db):
-                    return written.is_committed(db)
+                db = self._connection()
+                db.pipelining = False
+                if not commit.is_in_progress(db):
+                    return commit.is_committed(db)
             time.sleep(0.1 * random.uniform(0.5, 1))
 
-    def _connected(self) -> PgConnection:
+    def _connection(self) -> PgConnection:
         if self._db is None or self._db.closed:
             self._db = PgConnection(connect(self._url))
         return self._db
 
-    def _undo(self) -> None:
-        """Whatever was begun is not; a connection that cannot say so is given up."""
+    def _roll_back_batch(self) -> None:
+        """Roll back; close the connection if that fails."""
         try:
             if self._db and not self._db.closed:
-                self._db.forget()
+                self._db.discard_queued()
                 self._db.raw.execute("ROLLBACK")
         except psycopg.Error:
-            self._hang_up()
+            self._disconnect()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._db:
             with contextlib.suppress(psycopg.Error):
                 self._db.close()
             self._db = None
 
 
-def _roll_back(db: PgConnection, ledger: BatchLedger, mark: JobMark) -> None:
-    db.forget_job()
-    db.say("ROLLBACK TO SAVEPOINT job")
-    ledger.forget(mark)
+def _roll_back_job(db: PgConnection, session: PostgresSession, checkpoint: BatchCheckpoint) -> None:
+    db.discard_job()
+    db.execute_now("ROLLBACK TO SAVEPOINT job")
+    session.roll_back_to(checkpoint)
 
 
 def _is_lost(db: PgConnection | None) -> bool:

@@ -1,1 +1,1 @@
-"""What both engines share: transitions written once, in SQL that both understand."""
+"""The store port in SQL that SQLite and PostgreSQL share."""

@@ -1,7 +1,4 @@
-"""What must hold in every stored society, as queries that return whatever contradicts it.
-
-Plain SQL that every engine understands. The names are those of the guarantees in the documentation.
-"""
+"""Invariants of every stored society, as SQL queries that return violations. Names match docs/guarantees.md."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 INVARIANTS: dict[str, tuple[str, str]] = {
     "M1 one state": (
-        "message {0} is {1} but its times and place say otherwise",
+        "message {0} is {1}, but its times or mailbox position contradict that",
         """
         SELECT id, state FROM messages
          WHERE (state = 'delayed' AND (deliver_at IS NULL OR in_seq IS NOT NULL OR delivered_at IS NOT NULL))
@@ -21,7 +18,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "M1 times of the calendar": (
-        "message {0} has a time that no calendar knows",
+        "message {0} has a time outside the years 1970 to 9999",
         """
         SELECT id FROM messages
          WHERE created_at NOT BETWEEN 0 AND 253402300799999 OR deliver_at NOT BETWEEN 0 AND 253402300799999
@@ -29,7 +26,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "M3 dense mailboxes": (
-        "{0} has given out {1} places in the mailbox, but {2} messages hold one, the last at {3}",
+        "{0} has assigned {1} mailbox positions, but {2} messages have one, the last is {3}",
         """
         SELECT a.id, a.next_in_seq - 1, count(m.in_seq), coalesce(max(m.in_seq), 0)
           FROM agents a LEFT JOIN messages m ON m.recipient = a.id AND m.in_seq IS NOT NULL
@@ -40,7 +37,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "M3 order of delivery": (
-        "message {0} was delivered before {1}, which stands ahead of it in the mailbox",
+        "message {0} was delivered before {1}, which precedes it in the mailbox",
         """
         SELECT later.id, earlier.id FROM messages later
           JOIN messages earlier ON earlier.recipient = later.recipient AND earlier.in_seq = later.in_seq - 1
@@ -76,7 +73,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "A1 resting agents are left alone": (
-        "{0} is {1}, and yet the scheduler is to look at it at {2}",
+        "{0} is {1}, but is scheduled to run at {2}",
         "SELECT id, state, runnable_at FROM agents WHERE state IN ('idle', 'terminated') AND runnable_at IS NOT NULL",
     ),
     "A2 plans and states": (
@@ -90,7 +87,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     ),
     "A2 one call at a time": (
         "{0} is {1}, but {2} calls of its plan run or wait for the person",
-        # A turn that was suspended by a pause of the society has none, and nobody works on it.
+        # A turn that a pause of the society suspended has no started call and no worker.
         """
         SELECT a.id, a.state, count(c.idx)
           FROM agents a
@@ -102,7 +99,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H1 rows fit their roles": (
-        "row {1} of the history of {0} is a {2} row with the columns of another",
+        "row {1} of the history of {0} has role {2}, but the columns of another role",
         """
         SELECT agent_id, seq, role FROM history
          WHERE (role = 'user') <> (message_id IS NOT NULL)
@@ -111,7 +108,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H2 whole groups": (
-        "call {1} of {0} has been closed, but its result does not stand in its place behind the call",
+        "call {1} of {0} is closed, but its result is not at its position after the call",
         """
         SELECT c.agent_id, c.call_id
           FROM plans p
@@ -127,7 +124,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H3 no result without its call": (
-        "row {1} of the history of {0} is the result of {2}, a call of no closed plan",
+        "row {1} of the history of {0} is the result of {2}, which is not a call of a closed plan",
         """
         SELECT t.agent_id, t.seq, t.call_id
           FROM history t
@@ -154,7 +151,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H6 dense histories": (
-        "the history of {0} has {1} rows, but its last has the number {3} and the next is to be {2}",
+        "the history of {0} has {1} rows, but its last row is {3} and the next one would be {2}",
         """
         SELECT a.id, count(h.seq), a.next_hist_seq, coalesce(max(h.seq), 0)
           FROM agents a LEFT JOIN history h ON h.agent_id = a.id
@@ -163,7 +160,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H7 taken is read": (
-        "message {0} was taken by {1}, but stands nowhere in its history",
+        "message {0} was taken by {1}, but is not in its history",
         """
         SELECT m.id, m.recipient
           FROM messages m
@@ -173,7 +170,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H7 read is taken": (
-        "row {1} of the history of {0} stands for message {2}, which was not taken by it",
+        "row {1} of the history of {0} is message {2}, which {0} has not taken",
         """
         SELECT h.agent_id, h.seq, h.message_id
           FROM history h LEFT JOIN messages m ON m.id = h.message_id
@@ -183,7 +180,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H8 read in order": (
-        "message {1} stands in the history of {0} behind one that came after it",
+        "message {1} follows a later message in the history of {0}",
         """
         SELECT agent_id, message_id
           FROM (SELECT h.agent_id, h.message_id, m.in_seq,
@@ -213,7 +210,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H10 summaries end between groups": (
-        "the summary of {0} ends at row {1}, inside a group or behind the end",
+        "the summary of {0} ends at row {1}, inside a call group or after the last row",
         """
         SELECT s.agent_id, s.upto
           FROM summaries s
@@ -235,7 +232,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "H8 taken in order": (
-        "{0} has taken up to place {1}, but message {2} before it still waits",
+        "{0} has taken messages up to position {1}, but message {2} before it still waits",
         """
         SELECT a.id, a.taken_seq, m.id FROM agents a
           JOIN messages m ON m.recipient = a.id AND m.state = 'pending' AND m.in_seq <= a.taken_seq
@@ -253,7 +250,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         "SELECT id, length(payload) FROM messages WHERE length(payload) > 1048576",
     ),
     "questions and answers": (
-        "question {0} is answered by {1}, which is no accepted message of the person to whoever asked",
+        "question {0} is answered by {1}, which is not an accepted message of the person to the asker",
         """
         SELECT q.id, q.answered_by
           FROM messages q LEFT JOIN messages m ON m.id = q.answered_by
@@ -274,7 +271,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "threads": (
-        "message {0} is in the conversation with {1}, where it does not belong",
+        "message {0} is in the wrong conversation: {1}",
         """
         SELECT id, coalesce(thread, 'nobody') FROM messages
          WHERE (sender = 'user' AND recipient <> 'user' AND (thread IS NULL OR thread <> recipient))
@@ -291,6 +288,6 @@ INVARIANTS: dict[str, tuple[str, str]] = {
 }
 
 
-def broken(name: str, row: Sequence[Any]) -> str:
-    """What `row`, which the query of that name found, contradicts, in words."""
+def describe_violation(name: str, row: Sequence[Any]) -> str:
+    """Describe the violation `row` that the query of the invariant `name` returned."""
     return f"{name}: {INVARIANTS[name][0].format(*row)}"

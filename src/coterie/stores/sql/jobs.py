@@ -1,4 +1,4 @@
-"""What is handed to the thread that writes, and how it is answered."""
+"""Jobs for the writer thread: how they are batched, and how their callers get results."""
 
 from __future__ import annotations
 
@@ -11,48 +11,52 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-BATCH = 256
-"""Jobs in one commit at most: bounds how long the first of them waits for the last."""
+MAX_BATCH_JOBS = 256
+"""Jobs per commit. It bounds how long the first job waits for the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one run of a job's body returned. A body may be undone and run again, so it keeps its results nowhere else:
-    only the result of the run that was committed is ever used."""
+    """What one run of a job returned.
 
-    answer: Any
-    """For the caller."""
-    attended: Any = None
-    """For `Job.settled`."""
+    A run may be rolled back and repeated, so it must keep its results nowhere else. Only the committed run counts.
+    """
+
+    value: Any
+    """Result for the caller."""
+    claims: Any = None
+    """Argument of `Job.on_settled`."""
 
 
 @dataclass(slots=True)
 class Job:
     run: Callable[..., Result]
-    answer: asyncio.Future[Any]
-    settled: Callable[[Any], None] | None = None
-    """Called on the event loop with `attended` of the committed run, or with None when nothing was written; also when
-    nobody waits for the answer any more."""
+    future: asyncio.Future[Any]
+    on_settled: Callable[[Any], None] | None = None
+    """Called on the event loop with `claims` of the committed run, or with None if nothing was written.
+
+    It is called even if the caller was cancelled.
+    """
     touches: Sequence[str] = ()
-    """Agents whose rows it is known to change."""
-    messages: int = 0
-    """So many it sends to these."""
+    """Ids of agents whose rows the job changes, to be locked first."""
+    message_count: int = 0
+    """Messages that it sends to these agents."""
     result: Result | None = None
-    failed: BaseException | None = None
+    error: BaseException | None = None
 
-    def begin(self) -> None:
-        """It is about to be run, perhaps again: nothing of an earlier run counts."""
-        self.result = self.failed = None
-
-
-Jobs = queue.SimpleQueue[Job | None]
-"""None: there will be no more."""
+    def reset(self) -> None:
+        """Forget the result of an earlier run."""
+        self.result = self.error = None
 
 
-def gather(jobs: Jobs, first: Job) -> tuple[list[Job], bool]:
-    """`first` and whatever else is there already; whether that was the last."""
+JobQueue = queue.SimpleQueue[Job | None]
+"""None: no more jobs follow."""
+
+
+def collect_batch(jobs: JobQueue, first: Job) -> tuple[list[Job], bool]:
+    """Return `first` with the jobs that are queued already, and whether the queue has ended."""
     batch = [first]
-    while len(batch) < BATCH:
+    while len(batch) < MAX_BATCH_JOBS:
         try:
             job = jobs.get_nowait()
         except queue.Empty:
@@ -63,23 +67,23 @@ def gather(jobs: Jobs, first: Job) -> tuple[list[Job], bool]:
     return batch, False
 
 
-def fail(batch: list[Job], error: BaseException) -> None:
+def fail_batch(batch: list[Job], error: BaseException) -> None:
     for job in batch:
-        job.failed = error
+        job.error = error
 
 
-def settle(batch: list[Job]) -> None:
-    """On the event loop."""
+def settle_batch(batch: list[Job]) -> None:
+    """Resolve the futures of a batch. Call it on the event loop."""
     for job in batch:
-        written = job.result if job.failed is None else None
-        if job.settled:
+        written = job.result if job.error is None else None
+        if job.on_settled:
             try:
-                job.settled(written and written.attended)
-            except Exception:  # the other callers of this batch still get their answers
-                log.exception("the outcome of a transaction could not be passed on")
-        if job.answer.done():  # its caller was cancelled
+                job.on_settled(written and written.claims)
+            except Exception:  # the other callers of this batch must still get their results
+                log.exception("the callback of a committed transaction failed")
+        if job.future.done():  # its caller was cancelled
             continue
         if written is None:
-            job.answer.set_exception(job.failed or AssertionError("a job was neither run nor refused"))
+            job.future.set_exception(job.error or AssertionError("a job has neither a result nor an error"))
         else:
-            job.answer.set_result(written.answer)
+            job.future.set_result(written.value)

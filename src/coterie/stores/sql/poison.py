@@ -1,4 +1,4 @@
-"""What a damaged row costs: itself. Everybody else's messages and turns go on."""
+"""Poison rows: a damaged message becomes a dead letter, an agent with a damaged turn is blocked. Others go on."""
 
 from __future__ import annotations
 
@@ -7,95 +7,95 @@ import logging
 import msgspec
 
 from coterie.errors import StoreError
-from coterie.messages import PERSON, SYSTEM, seal
-from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.unit_of_work import DueRow, UnitOfWork
+from coterie.messages import PERSON, SYSTEM, make_envelope
+from coterie.stores.sql.rows import Connection
+from coterie.stores.sql.unit_of_work import MessageRow, UnitOfWork
 
 log = logging.getLogger(__name__)
 
-TRIES = 3
-"""So often a message is to be read, in a transaction of its own each time, before it is given up."""
-CANNOT_GO_ON = "my stored turn is damaged; the log has the details. Restore a backup, or clear this conversation"
+MAX_READ_ATTEMPTS = 3
+"""Failed reads, each in its own transaction, after which a message is a dead letter."""
+BLOCKED_TEXT = "my stored turn is damaged; the log has the details. Restore a backup, or clear this conversation"
 
 
-class Unreadable(StoreError):
-    """A message that waits cannot be shown to any model."""
+class UnreadableMessage(StoreError):
+    """The payload of a waiting message cannot be decoded."""
 
-    def __init__(self, message_id: str, why: Exception) -> None:
-        super().__init__(f"the stored message {message_id} is damaged ({why})")
+    def __init__(self, message_id: str, cause: Exception) -> None:
+        super().__init__(f"the stored message {message_id} is damaged ({cause})")
         self.message_id = message_id
 
 
-class Unclaimable(StoreError):
-    """An agent's stored turn cannot be taken up."""
+class UnclaimableAgent(StoreError):
+    """The stored turn of an agent cannot be loaded."""
 
     def __init__(self, agent_id: str) -> None:
         super().__init__(f"the stored turn of {agent_id} is damaged")
         self.agent_id = agent_id
 
 
-class _Attached(msgspec.Struct, rename="camel"):
+class _Attachment(msgspec.Struct, rename="camel"):
     artifact_ref: str
 
 
-class _Shown(msgspec.Struct):
-    """What a payload must be for a model to be shown it."""
+class _ReadablePayload(msgspec.Struct):
+    """The parts of a payload that a model request needs."""
 
     text: str | None = None
-    attachments: list[_Attached] = []
+    attachments: list[_Attachment] = []
 
 
-_decode = msgspec.json.Decoder(_Shown).decode
+_decode = msgspec.json.Decoder(_ReadablePayload).decode
 
 
 def check_readable(message_id: str, payload: bytes | str) -> None:
     try:
         _decode(_text(payload))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Unreadable(message_id, error) from error
+        raise UnreadableMessage(message_id, error) from error
 
 
 def _text(payload: bytes | str, errors: str = "strict") -> str:
-    # SQLite keeps whatever it is given as text; PostgreSQL has looked at it.
+    # SQLite stores any bytes as text; PostgreSQL validates them.
     return payload if isinstance(payload, str) else payload.decode(errors=errors)
 
 
-def limit_damage(db: Connection, post: UnitOfWork, *, trouble: Unreadable | Unclaimable) -> None:
-    if isinstance(trouble, Unreadable):
-        _count_try(db, post, trouble)
+def quarantine(db: Connection, uow: UnitOfWork, *, error: UnreadableMessage | UnclaimableAgent) -> None:
+    """Isolate the damaged row, so that the failed transaction can be retried."""
+    if isinstance(error, UnreadableMessage):
+        _count_attempt(db, uow, error)
     else:
-        _block(post, trouble)
+        _block_agent(uow, error)
 
 
-def _count_try(db: Connection, post: UnitOfWork, trouble: Unreadable) -> None:
-    """One more try was in vain; after the last one the message is a dead letter, and the mailbox moves on."""
+def _count_attempt(db: Connection, uow: UnitOfWork, error: UnreadableMessage) -> None:
     seq, attempts = db.execute(
-        "UPDATE messages SET attempts = attempts + 1 WHERE id = ? RETURNING seq, attempts", (trouble.message_id,)
+        "UPDATE messages SET attempts = attempts + 1 WHERE id = ? RETURNING seq, attempts", (error.message_id,)
     ).fetchone()
-    log.error("%s; try %d of %d", trouble, attempts, TRIES)
-    if attempts >= TRIES:
-        _give_up(db, post, seq)
+    log.error("%s; attempt %d of %d", error, attempts, MAX_READ_ATTEMPTS)
+    if attempts >= MAX_READ_ATTEMPTS:
+        _dead_letter(db, uow, seq)
 
 
-def _give_up(db: Connection, post: UnitOfWork, seq: int) -> None:
+def _dead_letter(db: Connection, uow: UnitOfWork, seq: int) -> None:
     *row, payload = db.execute(
         "SELECT seq, id, sender, recipient, created_at, deliver_at, length(payload), CAST(payload AS BLOB)"
         " FROM messages WHERE seq = ?",
         (seq,),
     ).fetchone()
-    dead = DueRow._make(row)
-    post.mailbox(dead.recipient).remove(dead.payload_size)
-    post.bury(dead, "poison")
-    post.tell("queue.changed", dead.recipient)
-    # What is no text at all could not even be listed.
+    dead = MessageRow._make(row)
+    uow.mailbox(dead.recipient).remove_message(dead.payload_size)
+    uow.dead_letter(dead, "poison")
+    uow.record_event("queue.changed", dead.recipient)
+    # A payload that is not valid UTF-8 cannot be listed.
     db.execute("UPDATE messages SET payload = ? WHERE seq = ?", (_text(payload, "replace"), seq))
 
 
-def _block(post: UnitOfWork, trouble: Unclaimable) -> None:
-    """Its row waits for somebody who mends it; the person is told."""
-    agent_id = trouble.agent_id
-    log.error("%s: it is blocked", trouble, exc_info=trouble)
-    mailbox = post.mailbox(agent_id)
-    mailbox.state, mailbox.runnable_at, mailbox.why = "blocked", None, CANNOT_GO_ON
-    post.tell("agent.state", agent_id)
-    post.accept(seal(sender=SYSTEM, to=PERSON, payload={"text": CANNOT_GO_ON, "problem": {"agent": agent_id}}))
+def _block_agent(uow: UnitOfWork, error: UnclaimableAgent) -> None:
+    """Block the agent until its rows are repaired, and notify the person."""
+    agent_id = error.agent_id
+    log.error("%s: the agent is blocked", error, exc_info=error)
+    mailbox = uow.mailbox(agent_id)
+    mailbox.state, mailbox.runnable_at, mailbox.why = "blocked", None, BLOCKED_TEXT
+    uow.record_event("agent.state", agent_id)
+    uow.accept(make_envelope(sender=SYSTEM, to=PERSON, payload={"text": BLOCKED_TEXT, "problem": {"agent": agent_id}}))

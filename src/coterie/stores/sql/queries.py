@@ -1,12 +1,6 @@
-"""The person's conversations: parts of them, how far they were read, and their end.
+"""Read queries: threads, open questions, the snapshot, tool runs, usage, statistics and histories.
 
-Everything at one glance, as it was at one moment.
-
-What has been done and said, for people to look at: tool runs, costs, words, files.
-
-The numbers behind `/metrics`. Counted on a reader when somebody asks, so that no write pays for them.
-
-An agent's history, read back: all of it, or what its model is shown.
+They run on a reader. Numbers for `/metrics` are counted when they are read, so that writes do not pay for them.
 """
 
 from __future__ import annotations
@@ -17,74 +11,74 @@ from typing import Any
 
 import msgspec
 
-from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import EPOCH, from_ms
+from coterie.clock import UNIX_EPOCH, from_ms
 from coterie.errors import Refused
 from coterie.ids import frame_mark
-from coterie.llm.types import Call
+from coterie.llm.types import ToolCall
 from coterie.messages import Message
-from coterie.store import SHOWN, CallRecord, Page, PlanRecord, Snapshot, Statistics, Thread, Usage
-from coterie.stores.sql.connection import Connection, read_secret
+from coterie.store import MAX_LISTED, CallRecord, Page, PlanRecord, Snapshot, Statistics, Thread, Usage
 from coterie.stores.sql.rows import (
-    AGENT,
-    AGENTS,
-    ARTIFACT,
-    M_MESSAGE,
-    MESSAGE,
+    AGENT_COLUMNS,
+    AGENTS_WITH_CALL,
+    ARTIFACT_COLUMNS,
+    JOINED_MESSAGE_COLUMNS,
+    MESSAGE_COLUMNS,
     SHOWN_STATE,
+    Connection,
+    read_secret,
     to_agent,
     to_artifact,
     to_message,
 )
-from coterie.stores.sql.session import PAUSED
-from coterie.turn_store import Claim, HistoryRow, StaleOwner, View
+from coterie.stores.sql.session import SELECT_PAUSED
+from coterie.turn_store import Claim, HistoryRow, HistoryView, StaleClaim
 
-Place = tuple[int, int]
-_LAST: Place = (1 << 62, 1 << 62)
-
-# In the order in which things were said to somebody: a message is in its thread from its delivery on.
+ThreadPosition = tuple[int, int]
+"""`delivered_at` and `seq` of a message. Threads are ordered by delivery."""
+_END: ThreadPosition = (1 << 62, 1 << 62)
 _UP_TO = f"""
-SELECT {MESSAGE} FROM messages
+SELECT {MESSAGE_COLUMNS} FROM messages
  WHERE thread = ? AND delivered_at IS NOT NULL AND (delivered_at, seq) <= (?, ?)
  ORDER BY delivered_at DESC, seq DESC LIMIT ?
 """
-_BEHIND = f"""
-SELECT {MESSAGE} FROM messages
+_AFTER = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
  WHERE thread = ? AND delivered_at IS NOT NULL AND (delivered_at, seq) > (?, ?)
  ORDER BY delivered_at, seq LIMIT ?
 """
-_OPEN = """
+_IS_OPEN = """
 question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken')
 """
 _UNREAD = "SELECT count(*) FROM messages WHERE thread = ? AND sender <> 'user' AND state = 'pending'"
 
 
-def part(
+def read_thread(
     db: Connection, agent_id: str, before: str | None, after: str | None, around: str | None, limit: int
 ) -> list[Message]:
+    """Return messages oldest first: the last ones, or those before, after or around the given message."""
     if after is not None:
-        return _behind(db, agent_id, position_of(db, agent_id, after), limit)
+        return _after(db, agent_id, thread_position(db, agent_id, after), limit)
     if before is not None:
-        delivered_at, seq = position_of(db, agent_id, before)
+        delivered_at, seq = thread_position(db, agent_id, before)
         return _up_to(db, agent_id, (delivered_at, seq - 1), limit)
     if around is not None:
-        place = position_of(db, agent_id, around)
-        # What one side lacks, the other may have: the message named stands in the middle where it can.
-        up_to, behind = _up_to(db, agent_id, place, limit), _behind(db, agent_id, place, limit)
-        first = max(limit - limit // 2, limit - len(behind))
-        return (up_to[-first:] + behind)[:limit]
-    return _up_to(db, agent_id, _LAST, limit)
+        position = thread_position(db, agent_id, around)
+        # The message is in the middle, unless one side has too few messages.
+        earlier, later = _up_to(db, agent_id, position, limit), _after(db, agent_id, position, limit)
+        earlier_count = max(limit - limit // 2, limit - len(later))
+        return (earlier[-earlier_count:] + later)[:limit]
+    return _up_to(db, agent_id, _END, limit)
 
 
-def unread(db: Connection, agent_id: str) -> int:
+def count_unread(db: Connection, agent_id: str) -> int:
     (count,) = db.execute(_UNREAD, (agent_id,)).fetchone()
     return int(count)
 
 
-def open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Message]:
+def read_open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Message]:
     rows = db.execute(
-        f"SELECT {MESSAGE} FROM messages WHERE {_OPEN} AND (?1 IS NULL OR sender = ?1)"
+        f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE {_IS_OPEN} AND (?1 IS NULL OR sender = ?1)"
         " ORDER BY delivered_at DESC, seq DESC LIMIT ?2",
         (agent_id, limit),
     )
@@ -92,18 +86,19 @@ def open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Mes
 
 
 def count_open_questions(db: Connection) -> int:
-    return int(db.execute(f"SELECT count(*) FROM messages WHERE {_OPEN}").fetchone()[0])
+    return int(db.execute(f"SELECT count(*) FROM messages WHERE {_IS_OPEN}").fetchone()[0])
 
 
-def _up_to(db: Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
-    return [to_message(row) for row in db.execute(_UP_TO, (agent_id, *place, limit))][::-1]
+def _up_to(db: Connection, agent_id: str, position: ThreadPosition, limit: int) -> list[Message]:
+    return [to_message(row) for row in db.execute(_UP_TO, (agent_id, *position, limit))][::-1]
 
 
-def _behind(db: Connection, agent_id: str, place: Place, limit: int) -> list[Message]:
-    return [to_message(row) for row in db.execute(_BEHIND, (agent_id, *place, limit))]
+def _after(db: Connection, agent_id: str, position: ThreadPosition, limit: int) -> list[Message]:
+    return [to_message(row) for row in db.execute(_AFTER, (agent_id, *position, limit))]
 
 
-def position_of(db: Connection, thread: str | None, message_id: str) -> Place:
+def thread_position(db: Connection, thread: str | None, message_id: str) -> ThreadPosition:
+    """Return the position of a message, or raise `Refused` if it is not in `thread`. None: notices of no agent."""
     row = db.execute("SELECT delivered_at, seq, thread FROM messages WHERE id = ?", (message_id,)).fetchone()
     if row is None or row[0] is None or row[2] != thread:
         raise Refused("unknown_message", f"there is no message {message_id!r} in this conversation")
@@ -118,33 +113,35 @@ _LAST_OF_THREAD = """
 (SELECT seq FROM messages WHERE thread = a.id AND delivered_at IS NOT NULL
   ORDER BY delivered_at DESC, seq DESC LIMIT 1)
 """
-_UNREAD_SNAPSHOT = "messages u WHERE u.thread = a.id AND u.sender <> 'user' AND u.state = 'pending'"
+_UNREAD_OF_AGENT = "messages u WHERE u.thread = a.id AND u.sender <> 'user' AND u.state = 'pending'"
 _THREADS = f"""
-SELECT {M_MESSAGE}, a.id, (SELECT count(*) FROM {_UNREAD_SNAPSHOT}),
-       (SELECT u.id FROM {_UNREAD_SNAPSHOT} ORDER BY u.delivered_at, u.seq LIMIT 1)
+SELECT {JOINED_MESSAGE_COLUMNS}, a.id, (SELECT count(*) FROM {_UNREAD_OF_AGENT}),
+       (SELECT u.id FROM {_UNREAD_OF_AGENT} ORDER BY u.delivered_at, u.seq LIMIT 1)
   FROM agents a JOIN messages m ON m.seq = {_LAST_OF_THREAD}
  ORDER BY m.delivered_at DESC, m.seq DESC LIMIT ?
 """
 _THREAD_COUNT = f"SELECT count({_LAST_OF_THREAD}) FROM agents a"
-# The agents first: few of them have mail, and each one's lies together.
+# Agents come first in the join: few have waiting messages, and an index has those of one agent together.
 _QUEUES = f"""
-SELECT {M_MESSAGE} FROM agents a CROSS JOIN messages m
+SELECT {JOINED_MESSAGE_COLUMNS} FROM agents a CROSS JOIN messages m
  WHERE a.kind = 'agent' AND a.waiting > 0 AND m.recipient = a.id AND m.in_seq > a.taken_seq AND m.state = 'pending'
  ORDER BY a.id, m.in_seq LIMIT ?
 """
-_DELAYED = f"SELECT {MESSAGE} FROM messages WHERE state = 'delayed' ORDER BY deliver_at, seq LIMIT ?"
-_AGENTS = f"SELECT {AGENT} FROM {AGENTS} WHERE kind = 'agent' ORDER BY state = 'terminated', id LIMIT ?"
+_DELAYED = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' ORDER BY deliver_at, seq LIMIT ?"
+_AGENTS = (
+    f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE kind = 'agent' ORDER BY state = 'terminated', id LIMIT ?"
+)
 
 
-def snapshot(db: Connection) -> Snapshot:
-    """Inside a transaction that sees one moment."""
+def read_snapshot(db: Connection) -> Snapshot:
+    """Read everything that the panel shows first. Call it in a snapshot transaction."""
     (seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
     agent_count, queue_count, delayed_count = db.execute(_COUNTS).fetchone()
     (thread_count,) = db.execute(_THREAD_COUNT).fetchone()
     return Snapshot(
         seq=seq,
-        paused=bool(db.execute(PAUSED).fetchone()[0]),
-        agents=_agents(db),
+        paused=bool(db.execute(SELECT_PAUSED).fetchone()[0]),
+        agents=[to_agent(row) for row in db.execute(_AGENTS, (MAX_LISTED,))],
         agent_count=agent_count,
         threads=_threads(db),
         thread_count=thread_count,
@@ -152,29 +149,25 @@ def snapshot(db: Connection) -> Snapshot:
         queue_count=queue_count,
         delayed=_messages(db, _DELAYED),
         delayed_count=delayed_count,
-        open_questions=open_questions(db, None, SHOWN),
+        open_questions=read_open_questions(db, None, MAX_LISTED),
         question_count=count_open_questions(db),
     )
-
-
-def _agents(db: Connection) -> list[Agent]:
-    return [to_agent(row) for row in db.execute(_AGENTS, (SHOWN,))]
 
 
 def _threads(db: Connection) -> list[Thread]:
     return [
         Thread(agent_id=agent_id, last=to_message(tuple(last)), unread=unread, first_unread=first_unread)
-        for *last, agent_id, unread, first_unread in db.execute(_THREADS, (SHOWN,))
+        for *last, agent_id, unread, first_unread in db.execute(_THREADS, (MAX_LISTED,))
     ]
 
 
 def _messages(db: Connection, sql: str) -> list[Message]:
-    return [to_message(row) for row in db.execute(sql, (SHOWN,))]
+    return [to_message(row) for row in db.execute(sql, (MAX_LISTED,))]
 
 
 _PLAN = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at"
 _PLANS = f"SELECT {_PLAN} FROM plans WHERE ?1 IS NULL OR seq < ?1 ORDER BY seq DESC LIMIT ?2"
-# The same order for one agent, along the index that has its plans together.
+# The same order, but along the index of one agent's plans.
 _PLANS_OF = f"""
 SELECT {_PLAN} FROM plans WHERE agent_id = ?3 AND (?1 IS NULL OR seq < ?1)
  ORDER BY turn_no DESC, step_no DESC LIMIT ?2
@@ -189,21 +182,21 @@ SELECT at / 86400000 AS day, agent_id, service, count(*), count(*) FILTER (WHERE
        coalesce(sum(input_tokens + output_tokens) FILTER (WHERE estimated = 1), 0)
   FROM llm_calls WHERE at >= ? GROUP BY day, agent_id, service ORDER BY day DESC, agent_id, service
 """
-MAX_WORDS, MAX_WORD = 16, 200
+MAX_WORDS, MAX_WORD_CHARS = 16, 200
 
 
-def runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
+def read_runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
     if agent_id is None:
         plans = db.execute(_PLANS, (page.before, page.limit)).fetchall()
     else:
         plans = db.execute(_PLANS_OF, (page.before, page.limit, agent_id)).fetchall()
-    return [_plan(row, db.execute(_CALLS, row[1:4])) for row in plans]
+    return [_to_plan(row, db.execute(_CALLS, row[1:4])) for row in plans]
 
 
-def usage(db: Connection, since: int) -> list[Usage]:
+def read_usage(db: Connection, since: int) -> list[Usage]:
     return [
         Usage(
-            day=(EPOCH + timedelta(days=day)).strftime("%Y-%m-%d"),
+            day=(UNIX_EPOCH + timedelta(days=day)).strftime("%Y-%m-%d"),
             agent_id=agent_id,
             service=service,
             requests=requests,
@@ -218,20 +211,21 @@ def usage(db: Connection, since: int) -> list[Usage]:
     ]
 
 
-def patterns(words: str) -> list[str]:
-    """What a text must be like, each of them, to have all the words in it."""
-    return [f"%{_escaped(word[:MAX_WORD])}%" for word in words.casefold().split()[:MAX_WORDS]]
+def like_patterns(words: str) -> list[str]:
+    """Return one LIKE pattern per word. A text that matches all of them contains all words."""
+    return [f"%{_escaped(word[:MAX_WORD_CHARS])}%" for word in words.casefold().split()[:MAX_WORDS]]
 
 
-def artifacts_before(db: Connection, ref: str | None, limit: int) -> list[Artifact]:
-    place: tuple[Any, ...] = (1 << 62, "")
+def read_artifacts_before(db: Connection, ref: str | None, limit: int) -> list[Artifact]:
+    position: tuple[Any, ...] = (1 << 62, "")
     if ref is not None:
-        place = db.execute("SELECT created_at, ref FROM artifacts WHERE ref = ?", (ref,)).fetchone()
-        if place is None:
+        position = db.execute("SELECT created_at, ref FROM artifacts WHERE ref = ?", (ref,)).fetchone()
+        if position is None:
             raise Refused("unknown_artifact", f"there is no artifact {ref!r}")
     rows = db.execute(
-        f"SELECT {ARTIFACT} FROM artifacts WHERE (created_at, ref) < (?, ?) ORDER BY created_at DESC, ref DESC LIMIT ?",
-        (*place, limit),
+        f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE (created_at, ref) < (?, ?)"
+        " ORDER BY created_at DESC, ref DESC LIMIT ?",
+        (*position, limit),
     )
     return [to_artifact(row) for row in rows]
 
@@ -240,7 +234,7 @@ def _escaped(word: str) -> str:
     return word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
 
 
-def _plan(row: tuple[Any, ...], calls: Iterable[tuple[Any, ...]]) -> PlanRecord:
+def _to_plan(row: tuple[Any, ...], calls: Iterable[tuple[Any, ...]]) -> PlanRecord:
     seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at = row
     return PlanRecord(
         seq=seq,
@@ -251,11 +245,11 @@ def _plan(row: tuple[Any, ...], calls: Iterable[tuple[Any, ...]]) -> PlanRecord:
         outcome=outcome,
         interrupted_by=interrupted_by,
         at=from_ms(at),
-        calls=[_call(*call) for call in calls],
+        calls=[_to_call(*call) for call in calls],
     )
 
 
-def _call(
+def _to_call(
     call_id: str, name: str, arguments: str, state: str, result: str, started_at: int | None, ended_at: int | None
 ) -> CallRecord:
     return CallRecord(
@@ -269,7 +263,7 @@ def _call(
     )
 
 
-def statistics(db: Connection, after: int) -> Statistics:
+def read_statistics(db: Connection, after: int) -> Statistics:
     events = db.execute("SELECT kind, count(*), max(seq) FROM events WHERE seq > ? GROUP BY kind", (after,)).fetchall()
     turns, waiting, fullest, delayed = db.execute(
         "SELECT coalesce(sum(turn_no), 0), coalesce(sum(waiting), 0), coalesce(max(waiting), 0),"
@@ -284,7 +278,7 @@ def statistics(db: Connection, after: int) -> Statistics:
         tool_calls=dict(db.execute("SELECT state, count(*) FROM calls GROUP BY state").fetchall()),
         withdrawn_plans=withdrawn,
         waiting=int(waiting),
-        fullest=fullest,
+        largest_mailbox=fullest,
         delayed=int(delayed),
         agents=dict(
             db.execute(f"SELECT {SHOWN_STATE}, count(*) FROM agents WHERE kind = 'agent' GROUP BY 1").fetchall()
@@ -296,25 +290,25 @@ _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def history(db: Connection, agent_id: str, after: int) -> list[HistoryRow]:
+def read_history(db: Connection, agent_id: str, after: int) -> list[HistoryRow]:
     secret = read_secret(db)
     rows = db.execute(
-        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {M_MESSAGE}"
+        f"SELECT h.seq, h.turn_no, h.role, h.content, h.calls, h.call_id, h.hidden, {JOINED_MESSAGE_COLUMNS}"
         " FROM history h LEFT JOIN messages m ON m.id = h.message_id"
         " WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq",
         (agent_id, after),
     )
-    return [_history_row(row, secret) for row in rows]
+    return [_to_history_row(row, secret) for row in rows]
 
 
-def mark_of(message: Message | None, secret: bytes) -> str:
-    """The mark that encloses the message in requests; empty for rows that are no message."""
+def message_mark(message: Message | None, secret: bytes) -> str:
+    """Return the mark that encloses the message in model requests. Empty for other rows."""
     if message is None:
         return ""
     return frame_mark(secret, message.id, _encode(message.payload).decode())
 
 
-def _history_row(row: tuple[Any, ...], secret: bytes) -> HistoryRow:
+def _to_history_row(row: tuple[Any, ...], secret: bytes) -> HistoryRow:
     seq, turn_no, role, content, calls, call_id, hidden = row[:7]
     message = to_message(row[7:]) if row[7] is not None else None
     return HistoryRow(
@@ -323,24 +317,27 @@ def _history_row(row: tuple[Any, ...], secret: bytes) -> HistoryRow:
         role=role,
         message=message,
         text=content or "",
-        calls=tuple(Call(**call) for call in _decode(calls)) if calls else (),
+        calls=tuple(ToolCall(**call) for call in _decode(calls)) if calls else (),
         call_id=call_id,
         hidden=bool(hidden),
-        mark=mark_of(message, secret),
+        mark=message_mark(message, secret),
     )
 
 
-def view(db: Connection, agent_id: str, claim: Claim | None = None) -> View:
-    """Must run in one snapshot: the version belongs to the rows that are read with it."""
-    found = db.execute("SELECT epoch, step_no, history_version FROM agents WHERE id = ?", (agent_id,)).fetchone()
-    epoch, step_no, version = found or (0, 0, 0)
+def read_history_view(db: Connection, agent_id: str, claim: Claim | None = None) -> HistoryView:
+    """Read summary, rows and version of what the model is shown. Call it in a snapshot transaction.
+
+    `StaleClaim` if `claim` is given and another worker has taken the agent over.
+    """
+    agent = db.execute("SELECT epoch, step_no, history_version FROM agents WHERE id = ?", (agent_id,)).fetchone()
+    epoch, step_no, version = agent or (0, 0, 0)
     if claim and (epoch, step_no) != (claim.epoch, claim.step_no):
-        raise StaleOwner(f"{agent_id} was taken over by another worker")
+        raise StaleClaim(f"{agent_id} was taken over by another worker")
     row = db.execute("SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1", (agent_id,))
     upto, text = row.fetchone() or (0, "")
-    return View(text, history(db, agent_id, upto), version)
+    return HistoryView(text, read_history(db, agent_id, upto), version)
 
 
-def tokens_since(db: Connection, start: int) -> int:
+def count_tokens_since(db: Connection, start: int) -> int:
     row = db.execute("SELECT coalesce(sum(input_tokens + output_tokens), 0) FROM llm_calls WHERE at >= ?", (start,))
     return int(row.fetchone()[0])

@@ -1,156 +1,157 @@
-"""The numbers, the time and the log of one transaction: where one writer and many differ."""
+"""The session that a unit of work runs in: message numbers, time, agent rows and the event log.
+
+`Session` is the protocol. `SqliteSession` serves one writer; `stores/postgres/session.py` serves many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from coterie.stores.sql.connection import Connection, insert, read_secret
-from coterie.stores.sql.rows import MESSAGE
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, insert, read_secret
 
-EVENTS = "events (at, kind, subject, data)"
+SELECT_PAUSED = "SELECT paused FROM log"
+EVENT_COLUMNS = "events (at, kind, subject, data)"
 _PENDING = "FROM messages WHERE recipient = ? AND in_seq > ? AND state = 'pending' ORDER BY in_seq"
-_GLANCE = "in_seq AS place, id, sender, in_reply_to, option, cause"
-_GLANCED = f"SELECT {_GLANCE} {_PENDING}"
-WAITING = f"SELECT {_GLANCE}, length(payload), {MESSAGE} {_PENDING}"
-GLANCE = len(_GLANCE.split(","))
-"""So many columns of it are enough for a decision."""
-KEPT = 4_096
-"""Agents whose rows are remembered, a megabyte or two."""
-Noted = tuple[int, str, str, str | None]
-"""An event without its number."""
-Mark = tuple[int, int, int]
-"""Where a mailbox stands: what was taken last, what comes next, and how much waits. As long as it is the same, so is
-what waits."""
+_HEADER = "in_seq AS position, id, sender, in_reply_to, option, cause"
+_SELECT_HEADERS = f"SELECT {_HEADER} {_PENDING}"
+SELECT_WAITING = f"SELECT {_HEADER}, length(payload), {MESSAGE_COLUMNS} {_PENDING}"
+HEADER_COLUMN_COUNT = len(_HEADER.split(","))
+"""Leading columns of `SELECT_WAITING` that a turn decision needs."""
+MAX_CACHED_AGENTS = 4_096
+"""Agent rows in memory: one or two megabytes."""
+EventRow = tuple[int, str, str, str | None]
+"""Time in ms, kind, subject and JSON data of an event that has no number yet."""
+MailboxPosition = tuple[int, int, int]
+"""`taken_seq`, `next_in_seq` and `waiting` of a mailbox. While they are unchanged, so are the waiting messages."""
 
 
-class Ledger(Protocol):
+class Session(Protocol):
     @property
     def secret(self) -> bytes:
         """The society's secret."""
         ...
 
     @property
-    def stamp(self) -> int:
-        """What is written down as the time: never earlier than what stands before it in any mailbox opened so far."""
+    def timestamp(self) -> int:
+        """Time to store, in ms. Never earlier than any time stored before in the mailboxes locked so far."""
         ...
 
     @property
-    def lease(self) -> int | None:
-        """For how long, in ms, a claim holds without being renewed. None: until its owner is gone."""
+    def lease_ms(self) -> int | None:
+        """How long a claim holds without a heartbeat. None: until the process ends."""
         ...
 
-    def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
-        """An agent's row, read with `sql`; nobody else changes it before this transaction ends."""
+    def lock_agent(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
+        """Return the agent's row, read with `sql`, and lock it until the transaction ends. None: no such agent."""
         ...
 
-    def foresee(self, agent_ids: Sequence[str]) -> None:
-        """These, whose rows are held already, are opened next."""
+    def prefetch(self, agent_ids: Sequence[str]) -> None:
+        """Read the rows of agents that are locked already and are used next."""
         ...
 
-    def saved(self, agent_id: str, row: tuple[Any, ...]) -> None:
-        """That is what its row is like now."""
+    def cache_agent(self, agent_id: str, row: tuple[Any, ...]) -> None:
+        """Remember the row that was just written."""
         ...
 
-    def read_anew(self) -> None:
-        """Rows may have been changed without having been opened, or changes undone."""
+    def invalidate(self) -> None:
+        """Drop cached rows: they were changed directly in the database, or rolled back."""
         ...
 
-    def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
-        """What waits for it, in order, as rows like those of `WAITING`; or no more of each than a glance."""
+    def read_waiting(self, agent_id: str, position: MailboxPosition, *, full: bool) -> list[Any]:
+        """Return the agent's waiting messages in order, as rows of `SELECT_WAITING`.
+
+        `full=False`: the first `HEADER_COLUMN_COUNT` columns suffice.
+        """
         ...
 
-    def next_message(self) -> int: ...
+    def next_message_seq(self) -> int: ...
 
-    def reserve(self, messages: int) -> None:
-        """So many numbers will be asked for next."""
+    def reserve_message_seqs(self, count: int) -> None:
+        """Fetch `count` message numbers ahead."""
         ...
 
-    def log(self, events: Sequence[Noted]) -> None: ...
+    def append_events(self, events: Sequence[EventRow]) -> None: ...
 
-    def society_paused(self) -> bool:
-        """Whether the whole society is paused. If that changes before this transaction commits, it is run again."""
+    def is_society_paused(self) -> bool:
+        """True if the whole society is paused. The transaction is retried if that changes before its commit."""
         ...
 
-    def pause_society(self, paused: bool) -> None: ...
+    def set_society_paused(self, paused: bool) -> None: ...
 
 
-PAUSED = "SELECT paused FROM log"
+class SqliteSession:
+    """Session of the only writer. It outlives transactions and caches agent rows between them."""
 
+    lease_ms: int | None = None
 
-class OneWriter:
-    """Where nobody else writes, everything is known beforehand. One of these lasts as long as the writer."""
-
-    lease: int | None = None
-
-    def __init__(self, db: Connection, stamp: int) -> None:
-        self._db, self.stamp = db, stamp
-        self._last: int | None = None
-        """The number of the newest message. Those of an undone transaction are not given out again."""
-        self.rows: dict[str, tuple[Any, ...]] = {}
-        """Agents as they stand in the database."""
-        self._version: object = None
+    def __init__(self, db: Connection, timestamp: int) -> None:
+        self._db, self.timestamp = db, timestamp
+        self._last_seq: int | None = None
+        """Number of the newest message. Numbers of rolled back transactions are not reused."""
+        self.cached_agents: dict[str, tuple[Any, ...]] = {}
+        """Agent rows as the database has them, by id."""
+        self._data_version: object = None
         self._secret = b""
         self._paused: bool | None = None
-        """As the database has it. None: not read yet. Kept and dropped together with `rows`."""
+        """Whether the society is paused; None: not read yet. Dropped together with `cached_agents`."""
 
     @property
     def secret(self) -> bytes:
-        # The row is made when the store is opened and never changes, so it can be remembered.
         self._secret = self._secret or read_secret(self._db)
         return self._secret
 
     def begin(self, now: int) -> None:
-        """A transaction of ours."""
-        self.stamp = max(self.stamp, now)
-        # Nobody else should write to this file. If somebody does, to mend something by hand, it counts all the same.
+        """Start a transaction at `now`, in ms."""
+        self.timestamp = max(self.timestamp, now)
+        # The owner may repair the file by hand while the society runs: another connection's write must count.
         version = self._db.execute("PRAGMA data_version").fetchone()
-        if version != self._version:
-            self._version = version
-            self.read_anew()
+        if version != self._data_version:
+            self._data_version = version
+            self.invalidate()
 
-    def open(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
-        if known := self.rows.get(agent_id):
-            return known
+    def lock_agent(self, sql: str, agent_id: str) -> tuple[Any, ...] | None:
+        if cached := self.cached_agents.get(agent_id):
+            return cached
         row: tuple[Any, ...] | None = self._db.execute(sql, (agent_id,)).fetchone()
         if row is not None:
-            self.saved(agent_id, row)
+            self.cache_agent(agent_id, row)
         return row
 
-    def foresee(self, agent_ids: Sequence[str]) -> None:
+    def prefetch(self, agent_ids: Sequence[str]) -> None:
         pass
 
-    def saved(self, agent_id: str, row: tuple[Any, ...]) -> None:
-        if len(self.rows) >= KEPT and agent_id not in self.rows:
-            self.rows.clear()
-        self.rows[agent_id] = row
+    def cache_agent(self, agent_id: str, row: tuple[Any, ...]) -> None:
+        if len(self.cached_agents) >= MAX_CACHED_AGENTS and agent_id not in self.cached_agents:
+            self.cached_agents.clear()
+        self.cached_agents[agent_id] = row
 
-    def read_anew(self) -> None:
-        self.rows.clear()
+    def invalidate(self) -> None:
+        self.cached_agents.clear()
         self._paused = None
 
-    def society_paused(self) -> bool:
+    def is_society_paused(self) -> bool:
         if self._paused is None:
-            self._paused = bool(self._db.execute(PAUSED).fetchone()[0])
+            self._paused = bool(self._db.execute(SELECT_PAUSED).fetchone()[0])
         return self._paused
 
-    def pause_society(self, paused: bool) -> None:
+    def set_society_paused(self, paused: bool) -> None:
         self._db.execute("UPDATE log SET paused = ?", (paused,))
         self._paused = paused
 
-    def waiting(self, agent_id: str, mark: Mark, *, whole: bool) -> list[Any]:
-        return self._db.execute(WAITING if whole else _GLANCED, (agent_id, mark[0])).fetchall()
+    def read_waiting(self, agent_id: str, position: MailboxPosition, *, full: bool) -> list[Any]:
+        return self._db.execute(SELECT_WAITING if full else _SELECT_HEADERS, (agent_id, position[0])).fetchall()
 
-    def next_message(self) -> int:
-        # The next number is known before the row is written; attachments need it.
-        if self._last is None:
+    def next_message_seq(self) -> int:
+        # Attachments need the number before the message row is written.
+        if self._last_seq is None:
             row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()
-            self._last = row[0] if row else 0
-        self._last += 1
-        return self._last
+            self._last_seq = row[0] if row else 0
+        self._last_seq += 1
+        return self._last_seq
 
-    def reserve(self, messages: int) -> None:
+    def reserve_message_seqs(self, count: int) -> None:
         pass
 
-    def log(self, events: Sequence[Noted]) -> None:
-        insert(self._db, EVENTS, events)
+    def append_events(self, events: Sequence[EventRow]) -> None:
+        insert(self._db, EVENT_COLUMNS, events)

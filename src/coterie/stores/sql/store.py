@@ -1,8 +1,7 @@
-"""The store port, in transitions and queries that both engines share.
+"""The store ports for both engines.
 
-What an engine gives to the shared half of the store: transactions that write, and readers.
-
-The overview port, in queries that both engines share.
+`SqlDatabase` is what an engine provides: write transactions and reads. `SqlOverview` and `SqlStore` implement the
+ports on top of it, with `commands`, `claims` and `queries`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from coterie.artifacts import Artifact
 from coterie.clock import Clock, from_ms, to_ms
 from coterie.errors import Refused, StoreBroken, StoreError
 from coterie.events import Event
-from coterie.llm.concurrency import Share, fair
-from coterie.llm.types import Answer
+from coterie.llm.types import Completion
 from coterie.messages import PERSON, Envelope, Message, Receipt, State
 from coterie.store import (
-    SHOWN,
+    MAX_LISTED,
     Limits,
     Page,
     PlanRecord,
@@ -32,35 +30,36 @@ from coterie.store import (
     Pruned,
     Retention,
     Role,
+    SlotGrant,
     Snapshot,
     Statistics,
     StoreInfo,
-    Tally,
     Usage,
     Worker,
+    WorkerCounters,
+    divide_slots,
 )
 from coterie.stores.sql import claims, commands, queries
-from coterie.stores.sql.connection import Connection
-from coterie.stores.sql.invariants import INVARIANTS, broken
-from coterie.stores.sql.poison import Unclaimable, Unreadable, limit_damage
-from coterie.stores.sql.queries import statistics
+from coterie.stores.sql.invariants import INVARIANTS, describe_violation
+from coterie.stores.sql.poison import UnclaimableAgent, UnreadableMessage, quarantine
 from coterie.stores.sql.rows import (
-    AGENT,
-    AGENTS,
-    ARTIFACT,
-    LATEST_READABLE,
-    MESSAGE,
-    READABLE,
+    AGENT_COLUMNS,
+    AGENTS_WITH_CALL,
+    ARTIFACT_COLUMNS,
+    IS_READABLE_BY,
+    MESSAGE_COLUMNS,
+    SELECT_READABLE_ARTIFACTS,
+    Connection,
     find_message,
     to_agent,
     to_artifact,
     to_message,
 )
-from coterie.stores.sql.session import PAUSED
+from coterie.stores.sql.session import SELECT_PAUSED
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import Event as TurnEvent
 from coterie.turn import Rules
-from coterie.turn_store import Admission, Claim, HistoryRow, StaleOwner, Taker, View
+from coterie.turn_store import Admission, Claim, HistoryRow, HistoryView, StaleClaim, TurnWorker
 
 T = TypeVar("T")
 
@@ -69,54 +68,66 @@ class SqlDatabase(ABC):
     info: StoreInfo
     limits: Limits
     broken: asyncio.Future[StoreBroken]
-    """Set when writing can no longer be trusted and the process must stop."""
-    news: Callable[[], None] = staticmethod(lambda: None)
-    """Called on the event loop when somebody else has written something; set by whoever wants to know."""
-    heard: Callable[[str], None] = staticmethod(lambda word: None)
-    """Called on the event loop with what somebody whispered, we ourselves included."""
-    room: Callable[[], None] = staticmethod(lambda: None)
-    """Called on the event loop when somebody wants a place at a model service, or has given one back."""
+    """Set when writes can no longer be trusted: the process must stop."""
     seen_paused: bool = False
-    """Whether the society was paused when this process last looked. A hint for what was decided before: a decision
-    itself asks the database, in its own transaction."""
-    tally: Tally
+    """Whether the society was paused when this process last read it. A hint: decisions read it in their transaction."""
+    counters: WorkerCounters
     _clock: Clock
-    _taker: Taker | None = None
+    _worker: TurnWorker | None = None
 
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.counters = WorkerCounters()
+        self._on_slots_changed: list[Callable[[], None]] = []
+        self._on_change: list[Callable[[], None]] = []
+        self._on_broadcast: list[Callable[[str], None]] = []
 
     @property
     @abstractmethod
-    def healthy(self) -> bool: ...
+    def is_healthy(self) -> bool: ...
 
     @property
-    def trouble(self) -> str | None:
+    def write_error(self) -> str | None:
         """Why writes do not get through, in one sentence, as far as it is known without trying."""
         return None
 
-    async def is_last(self) -> bool:
+    async def is_only_process(self) -> bool:
         """Whether no other process runs this society."""
         return True
 
-    async def whisper(self, words: Sequence[str]) -> None:  # noqa: B027 - where nobody else is, nobody hears
-        """Told to every process that runs this society just now, if all goes well; nothing of it is stored.
+    def set_limits(self, limits: Limits) -> None:
+        """Change the limits for transactions that start from now on."""
+        self.limits = limits
 
-        A word is not empty, and has fewer than 8,000 bytes.
+    def subscribe_changes(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop when another process has written something."""
+        self._on_change.append(callback)
+
+    def subscribe_broadcasts(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` on the event loop with each text that a process broadcasts, this one included."""
+        self._on_broadcast.append(callback)
+
+    async def broadcast(self, texts: Sequence[str]) -> None:  # noqa: B027 - one process has nobody to notify
+        """Send texts to every process that runs this society. Best effort; nothing is stored.
+
+        A text must not be empty and must have fewer than 8,000 bytes.
         """
 
-    async def share(self, service: str, limit: int, keeps: int, waiting: int, urgent: int = 0) -> Share:
-        """Where nobody else is, nobody else wants a place."""
-        return fair(limit, keeps, waiting, (), urgent=urgent)
+    def subscribe_slots(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop when another process wants or releases a slot of a model service."""
+        self._on_slots_changed.append(callback)
 
-    def attend(self, taker: Taker) -> None:
-        self._taker = taker
+    async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
+        """Divide the slots of a model service. This implementation knows no other process."""
+        return divide_slots(limit, held, waiting, (), urgent=urgent)
+
+    def register_worker(self, worker: TurnWorker) -> None:
+        self._worker = worker
 
     @abstractmethod
     async def close(self) -> None: ...
 
     @abstractmethod
-    def _post(
+    def _transact(
         self,
         run: Callable[[Connection, UnitOfWork], T],
         *,
@@ -124,21 +135,21 @@ class SqlDatabase(ABC):
         messages: int = 0,
         small: bool = False,
     ) -> asyncio.Future[T]:
-        """One transition, with a post office of its own; whoever it gives something to do is claimed with it.
+        """Run `run` in a write transaction; the future is done when it is durable. Agents that it wakes are claimed.
 
-        `touches`: agents whose rows it is known to change, so that an engine with locks takes them in order.
-        `messages`: as many are sent to these. `small`: it is soon done.
+        `touches`: agents whose rows it changes, which are locked first and in order. `messages`: number of messages
+        that it sends to them. `small`: it is short enough to run on the event loop.
         """
         ...
 
     @abstractmethod
-    async def _read(self, run: Callable[[Connection], T], *, one_moment: bool = False) -> T:
-        """`one_moment`: all statements see the same state."""
+    async def _read(self, run: Callable[[Connection], T], *, in_snapshot: bool = False) -> T:
+        """Run `run` on a reader. `in_snapshot`: all its statements see the same state."""
         ...
 
     @abstractmethod
-    async def _now(self) -> int:
-        """What due times are measured against."""
+    async def _now_ms(self) -> int:
+        """Time that due times are compared with."""
         ...
 
     async def _query(self, sql: str, *parameters: Any) -> list[Any]:
@@ -150,7 +161,7 @@ class SqlOverview(SqlDatabase):
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
 
     async def snapshot(self) -> Snapshot:
-        return await self._read(queries.snapshot, one_moment=True)
+        return await self._read(queries.read_snapshot, in_snapshot=True)
 
     async def thread(
         self,
@@ -161,29 +172,31 @@ class SqlOverview(SqlDatabase):
         around: str | None = None,
         limit: int = 50,
     ) -> Sequence[Message]:
-        return await self._read(lambda db: queries.part(db, agent_id, before, after, around, limit))
+        return await self._read(lambda db: queries.read_thread(db, agent_id, before, after, around, limit))
 
     async def clear_thread(self, agent_id: str) -> int:
-        return await self._post(lambda db, post: commands.clear_thread(db, post, agent_id), touches=[agent_id, PERSON])
+        return await self._transact(
+            lambda db, uow: commands.clear_thread(db, uow, agent_id), touches=[agent_id, PERSON]
+        )
 
     async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
-        return await self._read(lambda db: {one: queries.unread(db, one) for one in agent_ids})
+        return await self._read(lambda db: {agent_id: queries.count_unread(db, agent_id) for agent_id in agent_ids})
 
-    async def open_questions(self, agent_id: str | None = None, limit: int = SHOWN) -> Sequence[Message]:
-        return await self._read(lambda db: queries.open_questions(db, agent_id, limit))
+    async def open_questions(self, agent_id: str | None = None, limit: int = MAX_LISTED) -> Sequence[Message]:
+        return await self._read(lambda db: queries.read_open_questions(db, agent_id, limit))
 
     async def runs(self, page: Page, agent_id: str | None = None) -> Sequence[PlanRecord]:
-        return await self._read(lambda db: queries.runs(db, page, agent_id))
+        return await self._read(lambda db: queries.read_runs(db, page, agent_id))
 
     async def usage(self, since: datetime) -> Sequence[Usage]:
-        return await self._read(lambda db: queries.usage(db, to_ms(since)))
+        return await self._read(lambda db: queries.read_usage(db, to_ms(since)))
 
     async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
-        return await self._read(lambda db: queries.artifacts_before(db, ref, limit))
+        return await self._read(lambda db: queries.read_artifacts_before(db, ref, limit))
 
 
-SMALL = 16
-"""Messages sent together that are written without a change of threads, where nothing is flushed."""
+MAX_SMALL_BATCH = 16
+"""Messages of one batch that may be written on the event loop, if commits do not flush."""
 
 
 class SqlStore(SqlOverview):
@@ -194,120 +207,124 @@ class SqlStore(SqlOverview):
     # Agents
 
     async def add_agents(self, agents: Sequence[Agent]) -> None:
-        await self._post(lambda db, post: commands.add_agents(db, post, agents), touches=[agent.id for agent in agents])
+        await self._transact(
+            lambda db, uow: commands.add_agents(db, uow, agents), touches=[agent.id for agent in agents]
+        )
 
     async def terminate(self, agent_id: str) -> None:
-        await self._post(lambda db, post: commands.terminate(db, post, agent_id), touches=[agent_id])
+        await self._transact(lambda db, uow: commands.terminate(db, uow, agent_id), touches=[agent_id])
 
     async def pause(self, agent_id: str) -> None:
-        await self._post(lambda db, post: commands.pause(db, post, agent_id), touches=[agent_id])
+        await self._transact(lambda db, uow: commands.pause(db, uow, agent_id), touches=[agent_id])
 
     async def resume(self, agent_id: str) -> None:
-        await self._post(lambda db, post: commands.resume(db, post, agent_id), touches=[agent_id])
+        await self._transact(lambda db, uow: commands.resume(db, uow, agent_id), touches=[agent_id])
 
     async def pause_all(self) -> None:
-        await self._post(commands.pause_all)
+        await self._transact(commands.pause_all)
         self.seen_paused = True
 
     async def resume_all(self) -> None:
-        await self._post(commands.resume_all)
+        await self._transact(commands.resume_all)
         self.seen_paused = False
 
-    async def society_paused(self) -> bool:
-        self.seen_paused = bool((await self._query(PAUSED))[0][0])
+    async def is_paused(self) -> bool:
+        self.seen_paused = bool((await self._query(SELECT_PAUSED))[0][0])
         return self.seen_paused
 
-    async def stop(self, agent_id: str) -> bool:
-        return await self._post(lambda db, post: commands.stop(db, post, agent_id), touches=[agent_id])
+    async def stop_waiting_turn(self, agent_id: str) -> bool:
+        return await self._transact(lambda db, uow: commands.stop_waiting_turn(db, uow, agent_id), touches=[agent_id])
 
-    async def catch_up(self) -> None:
-        await self._post(lambda *_: None)
+    async def flush(self) -> None:
+        await self._transact(lambda *_: None)
 
     async def unblock(self, agent_ids: Sequence[str]) -> Sequence[str]:
-        return await self._post(lambda _, post: commands.unblock(post, agent_ids), touches=agent_ids)
+        return await self._transact(lambda _, uow: commands.unblock(uow, agent_ids), touches=agent_ids)
 
     async def put_role(self, name: str, profile: str, maker: str = PERSON) -> None:
-        await self._post(lambda db, _: commands.put_role(db, name, profile, maker))
+        await self._transact(lambda db, _: commands.put_role(db, name, profile, maker))
 
     async def roles(self) -> Mapping[str, Role]:
         rows = await self._query("SELECT name, profile, maker FROM roles ORDER BY name")
         return {name: Role(profile, maker) for name, profile, maker in rows}
 
     async def agents(self, after: str = "", limit: int = 200) -> Sequence[Agent]:
-        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id > ? ORDER BY id LIMIT ?", after, limit)
+        rows = await self._query(
+            f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id > ? ORDER BY id LIMIT ?", after, limit
+        )
         return [to_agent(row) for row in rows]
 
     async def agent(self, agent_id: str) -> Agent | None:
-        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id = ?", agent_id)
+        rows = await self._query(f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id = ?", agent_id)
         return to_agent(rows[0]) if rows else None
 
-    async def agents_named(self, ids: Sequence[str]) -> Mapping[str, Agent]:
+    async def agents_by_id(self, ids: Sequence[str]) -> Mapping[str, Agent]:
         if not ids:
             return {}
-        marks = ", ".join("?" * len(ids))
-        rows = await self._query(f"SELECT {AGENT} FROM {AGENTS} WHERE id IN ({marks})", *ids)
+        placeholders = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id IN ({placeholders})", *ids)
         return {row[0]: to_agent(row) for row in rows}
 
     # Messages
 
     async def send(self, envelope: Envelope) -> Receipt:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Receipt] = loop.create_future()
+        receipt: asyncio.Future[Receipt] = loop.create_future()
         if not self._outbox:
-            # Everyone who sends in this round of the event loop shares one set-based write.
-            loop.call_soon(self._hand_over)
-        self._outbox.append((envelope, answer))
-        return await answer
+            # All sends of this iteration of the event loop share one transaction.
+            loop.call_soon(self._flush_outbox)
+        self._outbox.append((envelope, receipt))
+        return await receipt
 
-    def _hand_over(self) -> None:
+    def _flush_outbox(self) -> None:
         batch, self._outbox = self._outbox, []
         try:
-            job = self._post(
-                lambda _, post: post.accept_all([envelope for envelope, _ in batch]),
+            transaction = self._transact(
+                lambda _, uow: uow.accept_all([envelope for envelope, _ in batch]),
                 touches=[envelope.to for envelope, _ in batch],
                 messages=len(batch),
-                small=len(batch) <= SMALL,
+                small=len(batch) <= MAX_SMALL_BATCH,
             )
         except StoreError as error:
-            _answer_all(batch, error)
+            _resolve(batch, error)
         else:
-            job.add_done_callback(lambda done: _answer_all(batch, done.exception() or done.result()))
+            transaction.add_done_callback(lambda done: _resolve(batch, done.exception() or done.result()))
 
-    async def promote(self, limit: int, *, early: bool = False) -> Promotion:
-        return await self._post(lambda db, post: commands.promote(db, post, limit, early))
+    async def promote_due(self, limit: int, *, early: bool = False) -> Promotion:
+        return await self._transact(lambda db, uow: commands.promote_due(db, uow, limit, early))
 
     async def until_next_due(self) -> timedelta | None:
         rows = await self._query("SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1")
-        return from_ms(rows[0][0]) - from_ms(await self._now()) if rows else None
+        return from_ms(rows[0][0]) - from_ms(await self._now_ms()) if rows else None
 
     async def withdraw(self, message_id: str, by: str) -> Message:
-        return await self._post(lambda db, post: commands.withdraw(db, post, message_id, by))
+        return await self._transact(lambda db, uow: commands.withdraw(db, uow, message_id, by))
 
-    async def move(self, message_id: str, delay: timedelta, by: str) -> Message:
-        return await self._post(lambda db, post: commands.move(db, post, message_id, delay, by))
+    async def reschedule(self, message_id: str, delay: timedelta, by: str) -> Message:
+        return await self._transact(lambda db, uow: commands.reschedule(db, uow, message_id, delay, by))
 
-    async def read(self, thread: str, upto: str) -> int:
-        return await self._post(lambda db, post: commands.mark_read(db, post, thread, upto), touches=[PERSON])
+    async def mark_read(self, thread: str, upto: str) -> int:
+        return await self._transact(lambda db, uow: commands.mark_read(db, uow, thread, upto), touches=[PERSON])
 
-    async def resend(self, message_id: str) -> Receipt:
-        return await self._post(lambda db, post: commands.resend(db, post, message_id))
+    async def resend_dead_letter(self, message_id: str) -> Receipt:
+        return await self._transact(lambda db, uow: commands.resend_dead_letter(db, uow, message_id))
 
-    async def forget(self, message_id: str) -> None:
-        await self._post(lambda db, post: commands.forget(db, post, message_id))
+    async def delete_dead_letter(self, message_id: str) -> None:
+        await self._transact(lambda db, uow: commands.delete_dead_letter(db, uow, message_id))
 
     async def message(self, message_id: str) -> Message | None:
         return await self._read(lambda db: find_message(db, message_id))
 
-    async def messages_named(self, ids: Sequence[str]) -> Mapping[str, Message]:
+    async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]:
         if not ids:
             return {}
-        marks = ", ".join("?" * len(ids))
-        rows = await self._query(f"SELECT {MESSAGE} FROM messages WHERE id IN ({marks})", *ids)
+        placeholders = ", ".join("?" * len(ids))
+        rows = await self._query(f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id IN ({placeholders})", *ids)
         return {message.id: message for message in map(to_message, rows)}
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
         rows = await self._query(
-            f"SELECT {MESSAGE} FROM messages WHERE (?1 IS NULL OR seq < ?1)"
+            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE (?1 IS NULL OR seq < ?1)"
             " AND (?2 IS NULL OR ?2 IN (sender, recipient)) AND (?3 IS NULL OR state = ?3) ORDER BY seq DESC LIMIT ?4",
             page.before, agent, state, page.limit,
         )  # fmt: skip
@@ -315,7 +332,7 @@ class SqlStore(SqlOverview):
 
     async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
         rows = await self._query(
-            f"SELECT {MESSAGE} FROM messages WHERE recipient = ?1 AND state = 'pending'"
+            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE recipient = ?1 AND state = 'pending'"
             " AND in_seq > (SELECT taken_seq FROM agents WHERE id = ?1) ORDER BY in_seq LIMIT ?2",
             recipient, limit,
         )  # fmt: skip
@@ -324,11 +341,11 @@ class SqlStore(SqlOverview):
     async def delayed(
         self, recipient: str | None = None, *, sender: str | None = None, after: Message | None = None, limit: int = 50
     ) -> Sequence[Message]:
-        place = (to_ms(after.deliver_at), after.seq) if after and after.deliver_at else (0, 0)
+        position = (to_ms(after.deliver_at), after.seq) if after and after.deliver_at else (0, 0)
         rows = await self._query(
-            f"SELECT {MESSAGE} FROM messages WHERE state = 'delayed' AND (deliver_at, seq) > (?1, ?2)"
+            f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND (deliver_at, seq) > (?1, ?2)"
             " AND (?3 IS NULL OR recipient = ?3) AND (?4 IS NULL OR sender = ?4) ORDER BY deliver_at, seq LIMIT ?5",
-            *place, recipient, sender, limit,
+            *position, recipient, sender, limit,
         )  # fmt: skip
         return [to_message(row) for row in rows]
 
@@ -338,91 +355,91 @@ class SqlStore(SqlOverview):
 
     # Turns
 
-    async def claim(
+    async def claim_ready(
         self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
     ) -> Sequence[Claim]:
-        claims = await self._despite_damage(
-            lambda db, post: claims.claim(db, post, worker, rules, limit, others=others, admission=admission)
+        claimed = await self._transact_or_quarantine(
+            lambda db, uow: claims.claim_agents(db, uow, worker, rules, limit, others=others, admission=admission)
         )
-        self.tally.takeovers += sum(claim.taken_over for claim in claims)
-        return claims
+        self.counters.takeovers += sum(claim.was_taken_over for claim in claimed)
+        return claimed
 
-    async def release(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
-        await self._post(lambda db, post: claims.release(db, post, worker, busy, failed))
+    async def release_claims(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
+        await self._transact(lambda db, uow: claims.release_claims(db, uow, worker, busy, failed))
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
-        return await self._despite_damage(
-            lambda db, post: claims.advance(db, post, claim, event, rules, sends), touches=touches, small=True
+        return await self._transact_or_quarantine(
+            lambda db, uow: claims.advance(db, uow, claim, event, rules, sends), touches=touches, small=True
         )
 
     async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
-        return await self._read(lambda db: queries.history(db, agent_id, after))
+        return await self._read(lambda db: queries.read_history(db, agent_id, after))
 
-    async def view(self, agent_id: str, claim: Claim | None = None) -> View:
+    async def history_view(self, agent_id: str, claim: Claim | None = None) -> HistoryView:
         try:
-            return await self._read(lambda db: queries.view(db, agent_id, claim), one_moment=True)
-        except StaleOwner:
-            self.tally.fenced += 1
+            return await self._read(lambda db: queries.read_history_view(db, agent_id, claim), in_snapshot=True)
+        except StaleClaim:
+            self.counters.fenced += 1
             raise
 
-    async def summarise(self, claim: Claim, upto: int, text: str, answer: Answer | None = None) -> Claim:
-        return await self._despite_damage(
-            lambda db, post: claims.summarise(db, post, claim, upto, text, answer), touches=[claim.agent_id]
+    async def summarise(self, claim: Claim, upto: int, text: str, answer: Completion | None = None) -> Claim:
+        return await self._transact_or_quarantine(
+            lambda db, uow: claims.summarise(db, uow, claim, upto, text, answer), touches=[claim.agent_id]
         )
 
-    async def set_aside(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
-        return await self._post(
-            lambda db, post: claims.set_aside(db, post, claim, service, tokens, to_ms(since), limit),
+    async def reserve_tokens(self, claim: Claim, service: str, tokens: int, *, since: datetime, limit: int) -> bool:
+        return await self._transact(
+            lambda db, uow: claims.reserve_tokens(db, uow, claim, service, tokens, to_ms(since), limit),
             touches=[claim.agent_id],
         )
 
-    async def tokens_since(self, start: datetime) -> int:
-        return await self._read(lambda db: queries.tokens_since(db, to_ms(start)))
+    async def tokens_used_since(self, start: datetime) -> int:
+        return await self._read(lambda db: queries.count_tokens_since(db, to_ms(start)))
 
-    async def _despite_damage(
+    async def _transact_or_quarantine(
         self, run: Callable[[Connection, UnitOfWork], T], *, touches: Sequence[str] = (), small: bool = False
     ) -> T:
-        """What stands in the way is dealt with in transactions of its own, each of which brings that to an end."""
+        """Run `run`. Quarantine each poison row that it meets, in a transaction of its own, and retry."""
         while True:
             try:
-                return await self._post(run, touches=touches, small=small)
-            except (Unreadable, Unclaimable) as trouble:
-                await self._post(partial(limit_damage, trouble=trouble))
-            except StaleOwner:
-                self.tally.fenced += 1
+                return await self._transact(run, touches=touches, small=small)
+            except (UnreadableMessage, UnclaimableAgent) as error:
+                await self._transact(partial(quarantine, error=error))
+            except StaleClaim:
+                self.counters.fenced += 1
                 raise
 
     # Artifacts
 
     async def add_artifact(self, artifact: Artifact, maker: str | None = None) -> Artifact:
-        return await self._post(lambda db, post: commands.add_artifact(db, post, artifact, maker))
+        return await self._transact(lambda db, uow: commands.add_artifact(db, uow, artifact, maker))
 
     async def artifacts(self, refs: Sequence[str], *, reader: str | None = None) -> Mapping[str, Artifact]:
         if not refs:
             return {}
-        marks = ", ".join("?" * len(refs))
+        placeholders = ", ".join("?" * len(refs))
         if reader is None:
-            rows = await self._query(f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks})", *refs)
+            rows = await self._query(f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN ({placeholders})", *refs)
         else:
-            sql = f"SELECT {ARTIFACT} FROM artifacts WHERE ref IN ({marks}) AND {READABLE}"
+            sql = f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN ({placeholders}) AND {IS_READABLE_BY}"
             rows = await self._query(sql, *refs, reader, reader)
         return {row[0]: to_artifact(row) for row in rows}
 
     async def latest_artifacts(self, limit: int = 50, *, reader: str | None = None) -> Sequence[Artifact]:
         if reader is None:
             return await self.artifacts_before(None, limit)
-        return [to_artifact(row) for row in await self._query(LATEST_READABLE, reader, limit)]
+        return [to_artifact(row) for row in await self._query(SELECT_READABLE_ARTIFACTS, reader, limit)]
 
-    async def named_bytes(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
-        """Content hash and size of what artifacts name, in that order, behind `after`."""
+    async def artifact_blobs(self, after: tuple[str, int], limit: int) -> Sequence[tuple[str, int]]:
+        """Hashes and sizes of the blobs that artifacts refer to, in order, after the pair `after`."""
         return await self._query(
             "SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (?, ?) ORDER BY sha256, size LIMIT ?",
             *after,
             limit,
         )
 
-    # The log, and care
+    # Event log and maintenance
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
         rows = await self._query(
@@ -435,10 +452,10 @@ class SqlStore(SqlOverview):
         return int(rows[0][0] or 0)
 
     async def statistics(self, after: int) -> Statistics:
-        return await self._read(lambda db: statistics(db, after))
+        return await self._read(lambda db: queries.read_statistics(db, after))
 
     async def prune(self, retention: Retention) -> Pruned:
-        return await self._post(lambda db, post: commands.prune(db, post, retention))
+        return await self._transact(lambda db, uow: commands.prune(db, uow, retention))
 
     @abstractmethod
     async def workers(self) -> Sequence[Worker]: ...
@@ -449,17 +466,18 @@ class SqlStore(SqlOverview):
     async def violations(self) -> AsyncIterator[str]:
         for name, (_, sql) in INVARIANTS.items():
             for row in await self._query(sql):
-                yield broken(name, row)
+                yield describe_violation(name, row)
 
 
-def _answer_all(
-    batch: list[tuple[Envelope, asyncio.Future[Receipt]]], outcome: list[Receipt | Refused] | BaseException
+def _resolve(
+    batch: list[tuple[Envelope, asyncio.Future[Receipt]]], result: list[Receipt | Refused] | BaseException
 ) -> None:
-    outcomes = outcome if isinstance(outcome, list) else [outcome] * len(batch)
-    for (_, answer), each in zip(batch, outcomes, strict=True):
-        if answer.done():  # its caller was cancelled
+    """Set the futures of `batch`: one result each, or the same error for all."""
+    results = result if isinstance(result, list) else [result] * len(batch)
+    for (_, future), receipt in zip(batch, results, strict=True):
+        if future.done():  # its caller was cancelled
             continue
-        if isinstance(each, Receipt):
-            answer.set_result(each)
+        if isinstance(receipt, Receipt):
+            future.set_result(receipt)
         else:
-            answer.set_exception(each)
+            future.set_exception(receipt)

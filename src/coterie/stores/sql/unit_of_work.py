@@ -1,8 +1,7 @@
-"""The post office of one transaction: takes envelopes in, moves messages on, and writes it all down at the end.
+"""The unit of work of one transaction: accepts envelopes, moves messages and writes all changes in `flush`.
 
-Everything that touches a mailbox goes through here, so that sequence numbers, counters, wake-ups and events can never
-disagree with the messages they speak of. Rows are gathered and written as sets: that is what makes a batch of sends
-cheap.
+Every change of a mailbox goes through it. So sequence numbers, counters, wake-ups and events always agree with the
+messages. Rows are buffered and written as sets, which makes a batch of sends cheap.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from coterie.agents import ACTIVE
+from coterie.agents import ACTIVE_STATES
 from coterie.clock import from_ms
 from coterie.errors import Refused
 from coterie.events import EventKind
 from coterie.failpoints import hit
 from coterie.ids import keyed_id
-from coterie.messages import NEW_CHAIN_AFTER, PERSON, RESERVED, SYSTEM, Envelope, Message, Receipt, seal
+from coterie.messages import NEW_CHAIN_DELAY, PERSON, RESERVED_IDS, SYSTEM, Envelope, Message, Receipt, make_envelope
 from coterie.store import Delivery, Limits
-from coterie.stores.sql.connection import Connection, insert
 from coterie.stores.sql.mailbox import Mailbox, Mailboxes, Questions
-from coterie.stores.sql.rows import READABLE, to_message
-from coterie.stores.sql.session import Ledger
+from coterie.stores.sql.rows import IS_READABLE_BY, Connection, insert, to_message
+from coterie.stores.sql.session import Session
 
 _MESSAGES = (
     "messages (seq, id, sender, recipient, state, in_seq, created_at, deliver_at, delivered_at, taken_at, queued, hops,"
@@ -32,17 +30,17 @@ _MESSAGES = (
     " thread, question, answered_by, answered_option)"
 )
 _STATE, _TAKEN_AT = 4, 9
-"""Places in such a row."""
+"""Indexes in such a row."""
 _DELIVER = "UPDATE messages SET state = 'pending', in_seq = ?, delivered_at = ?, early = ? WHERE seq = ?"
-_BURY = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
+_DEAD_LETTER = "UPDATE messages SET state = 'dead', reason = ? WHERE seq = ?"
 
 _MS = timedelta(milliseconds=1)
-NAMED_IN_NOTICE = 20
+MAX_IDS_IN_NOTICE = 20
 
 _encode = msgspec.json.Encoder().encode
 
 
-class DueRow(NamedTuple):
+class MessageRow(NamedTuple):
     seq: int
     id: str
     sender: str
@@ -53,82 +51,84 @@ class DueRow(NamedTuple):
 
 
 class UnitOfWork:
-    def __init__(self, db: Connection, *, now: int, limits: Limits, ledger: Ledger) -> None:
-        self._db, self._limits, self._ledger = db, limits, ledger
+    def __init__(self, db: Connection, *, now: int, limits: Limits, session: Session) -> None:
+        self._db, self._limits, self._session = db, limits, session
         self.now = now
-        """What due times are measured against."""
-        self._mailboxes = Mailboxes(db, self._ledger)
-        self.frees = False
-        """Somebody can be claimed whose own row was not opened for it."""
-        self._new: list[list[Any]] = []
-        """Messages of this transaction that are not written yet."""
-        self._unread: dict[str, list[int]] = {}
-        """Per recipient, the places of those among them that wait in its mailbox."""
+        """Time in ms that due times are compared with."""
+        self._mailboxes = Mailboxes(db, self._session)
+        self.frees_other_agents = False
+        """Agents became claimable whose rows this transaction did not lock."""
+        self._new_rows: list[list[Any]] = []
+        """Rows of messages that are not written yet."""
+        self._waiting_indexes: dict[str, list[int]] = {}
+        """Per recipient, the indexes in `_new_rows` of its waiting messages."""
         self._attachments: list[tuple[str, int]] = []
         self._events: list[tuple[int, EventKind, str, str | None]] = []
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
-        """Per sender and reason, the messages that died, with their recipients."""
-        self._questions = Questions(db, self._new)
+        """Per sender and reason: ids and recipients of new dead letters."""
+        self._questions = Questions(db, self._new_rows)
 
     @property
-    def stamp(self) -> int:
-        """What is written down as the time: `now`, but never earlier than anything stamped before."""
-        return self._ledger.stamp
+    def timestamp(self) -> int:
+        """Time to store, in ms: `now`, but never earlier than a time stored before."""
+        return self._session.timestamp
 
     @property
     def secret(self) -> bytes:
-        """The society's secret; see `coterie.stores.sql.connection`."""
-        return self._ledger.secret
+        return self._session.secret
 
     @property
-    def society_paused(self) -> bool:
-        """Nobody may begin anything."""
-        return self._ledger.society_paused()
+    def is_society_paused(self) -> bool:
+        """True while no turn, model call or tool may start."""
+        return self._session.is_society_paused()
 
-    def pause_society(self, paused: bool) -> None:
-        self._ledger.pause_society(paused)
+    def set_society_paused(self, paused: bool) -> None:
+        self._session.set_society_paused(paused)
 
     def accept_all(self, envelopes: Sequence[Envelope]) -> list[Receipt | Refused]:
-        """Each of them taken in, or why not."""
-        self._ledger.reserve(len(envelopes))
-        outcomes: list[Receipt | Refused] = []
+        """Accept each envelope; return its receipt, or the reason why it was refused."""
+        self._session.reserve_message_seqs(len(envelopes))
+        results: list[Receipt | Refused] = []
         for envelope in envelopes:
             try:
-                outcomes.append(self.accept(envelope))
+                results.append(self.accept(envelope))
             except Refused as refusal:
-                outcomes.append(refusal)
-        return outcomes
+                results.append(refusal)
+        return results
 
     def accept(
-        self, envelope: Envelope, *, hops: int | None = None, reply_checked: bool = False, **marks: Any
+        self, envelope: Envelope, *, hops: int | None = None, reply_checked: bool = False, **runtime_columns: Any
     ) -> Receipt:
-        """Take in one message, or raise `Refused`. `marks` are columns that only the runtime may set."""
-        given = envelope.id
-        if envelope.keyed:
-            envelope = msgspec.structs.replace(envelope, id=keyed_id(self._ledger.secret, given))
-        if envelope.retried and (known := self._known(envelope, given)):
-            return known
+        """Buffer one message for its mailbox or for later delivery, or raise `Refused`.
+
+        `hops`: counted already. `runtime_columns`: columns that no sender may set.
+        """
+        unkeyed_id = envelope.id
+        if envelope.is_keyed:
+            envelope = msgspec.structs.replace(envelope, id=keyed_id(self._session.secret, unkeyed_id))
+        if envelope.may_exist and (receipt := self._existing_receipt(envelope, unkeyed_id)):
+            return receipt
         mailbox = self._check_recipient(envelope)
         if hops is None:
-            hops = self._hops(envelope)
+            hops = self._count_hops(envelope)
         self._check_hops(hops)
-        answers = () if reply_checked else self._questions.to_answer(envelope)
+        questions = () if reply_checked else self._questions.find_answered(envelope)
         for ref in envelope.attachments:
-            # The person may send a dead letter again that was in order when it was first sent.
-            self._check_artifact(ref, PERSON if "replay_of" in marks else envelope.sender)
-        seq = self._ledger.next_message()
-        receipt = self._put(seq, envelope, mailbox, hops, **marks)
+            # The person may resend a dead letter whose sender was allowed to attach the file.
+            self._check_artifact(ref, PERSON if "replay_of" in runtime_columns else envelope.sender)
+        seq = self._session.next_message_seq()
+        receipt = self._buffer_message(seq, envelope, mailbox, hops, **runtime_columns)
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
-        if answers:
-            self._questions.answer(answers, envelope)
-            for question in answers:
-                self.tell("quick_replies.changed", question)
-        if envelope.retried:
+        if questions:
+            self._questions.record_answer(questions, envelope)
+            for question in questions:
+                self.record_event("quick_replies.changed", question)
+        if envelope.may_exist:
             self._receipts[envelope.id] = receipt
         return receipt
 
-    def _put(
+    def _buffer_message(
         self,
         seq: int,
         envelope: Envelope,
@@ -140,174 +140,185 @@ class UnitOfWork:
         stopped: bool = False,
         plan: str | None = None,
     ) -> Receipt:
-        queued = mailbox.state in ACTIVE
+        queued = mailbox.state in ACTIVE_STATES
         in_seq = deliver_at = delivered_at = None
         if envelope.delay:
             deliver_at = self.now + envelope.delay // _MS
             mailbox.delayed += 1
         else:
-            in_seq = mailbox.deliver(len(envelope.payload_json), self.now, envelope.sender)
-            delivered_at = self.stamp
+            in_seq = mailbox.add_message(len(envelope.payload_json), self.now, envelope.sender)
+            delivered_at = self.timestamp
         state = "delayed" if deliver_at else "pending"
-        self._new.append(
-            [seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.stamp, deliver_at, delivered_at,
+        self._new_rows.append(
+            [seq, envelope.id, envelope.sender, envelope.to, state, in_seq, self.timestamp, deliver_at, delivered_at,
              None, queued and not deliver_at, hops, envelope.option, envelope.in_reply_to, envelope.cause, replay_of,
-             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.question, None, None]
+             automatic, stopped, plan, None, envelope.payload_json, envelope.thread, envelope.is_question, None, None]
         )  # fmt: skip
         if not deliver_at:
-            self._unread.setdefault(envelope.to, []).append(len(self._new) - 1)
-        if envelope.question:
-            self._questions.asked(envelope)
-        self.tell("delayed.scheduled" if deliver_at else "message.created", envelope.id)
+            self._waiting_indexes.setdefault(envelope.to, []).append(len(self._new_rows) - 1)
+        if envelope.is_question:
+            self._questions.add(envelope)
+        self.record_event("delayed.scheduled" if deliver_at else "message.created", envelope.id)
         return _receipt(envelope.id, queued, deliver_at)
 
-    def deliver(self, due: Iterable[DueRow], *, early: bool) -> tuple[list[Delivery], int]:
-        """Move delayed messages into their mailboxes, in the order given; those of the departed become dead letters."""
-        moved, delivered, dead, at = [], [], 0, from_ms(self.stamp)
+    def deliver_due(self, due: Iterable[MessageRow], *, early: bool) -> tuple[list[Delivery], int]:
+        """Move delayed messages into their mailboxes, in the order given.
+
+        Messages to terminated agents become dead letters. Return the deliveries and the number of dead letters.
+        """
+        moved, delivered, dead, at = [], [], 0, from_ms(self.timestamp)
         for row in due:
             mailbox = self._mailboxes.get(row.recipient)
             assert mailbox is not None  # noqa: S101 - the foreign key holds
             mailbox.delayed -= 1
             if mailbox.state == "terminated":
-                self.bury(row, "recipient_terminated")
+                self.dead_letter(row, "recipient_terminated")
                 dead += 1
                 continue
             is_early = early and row.deliver_at > self.now
-            moved.append((mailbox.deliver(row.payload_size, self.now, row.sender), self.stamp, is_early, row.seq))
-            self.tell("delayed.delivered", row.id)
+            moved.append(
+                (mailbox.add_message(row.payload_size, self.now, row.sender), self.timestamp, is_early, row.seq)
+            )
+            self.record_event("delayed.delivered", row.id)
             delivered.append(Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at))
         self._db.executemany(_DELIVER, moved)
         return delivered, dead
 
     def close_question(self, question: str) -> None:
-        """No answer to it has an effect any more. One that was answered keeps its answer."""
+        """Close an open question without an answer. An answered question keeps its answer."""
         if self._questions.close(question):
-            self.tell("quick_replies.changed", question)
+            self.record_event("quick_replies.changed", question)
 
-    def bury(self, row: DueRow, reason: str) -> None:
-        """The message is dead; its sender will be told, once for all that died in this transaction."""
-        self._db.execute(_BURY, (reason, row.seq))
-        self.tell("message.updated", row.id)
+    def dead_letter(self, row: MessageRow, reason: str) -> None:
+        """Make a stored message a dead letter. `flush` sends one notice per sender and reason."""
+        self._db.execute(_DEAD_LETTER, (reason, row.seq))
+        self.record_event("message.updated", row.id)
         self._dead.setdefault((row.sender, reason), []).append((row.id, row.recipient))
 
-    def bury_unsent(self, envelope: Envelope, reason: str) -> None:
-        """An answer that its recipient cannot get is stored as dead from the start, and its sender is told."""
+    def store_dead_letter(self, envelope: Envelope, reason: str) -> None:
+        """Store a refused reply as a dead letter, and notify its sender. Skip it if the recipient never existed."""
         if self._mailboxes.get(envelope.to) is None:
-            return  # nobody to keep it for
-        seq = self._ledger.next_message()
-        # A dead letter keeps its files, since it can be sent again.
-        kept = "SELECT 1 FROM artifacts WHERE ref = ?"
-        refs = [ref for ref in dict.fromkeys(envelope.attachments) if self._db.execute(kept, (ref,)).fetchone()]
+            return
+        seq = self._session.next_message_seq()
+        # A dead letter keeps its files, because it can be sent again.
+        exists = "SELECT 1 FROM artifacts WHERE ref = ?"
+        refs = [ref for ref in dict.fromkeys(envelope.attachments) if self._db.execute(exists, (ref,)).fetchone()]
         self._attachments += ((ref, seq) for ref in refs)
-        self._new.append(
-            [seq, envelope.id, envelope.sender, envelope.to, "dead", None, self.stamp, None,
+        self._new_rows.append(
+            [seq, envelope.id, envelope.sender, envelope.to, "dead", None, self.timestamp, None,
              None, None, False, 0, None, envelope.in_reply_to, envelope.cause, None, True, False, None, reason,
-             envelope.payload_json, envelope.thread, envelope.question, None, None]
+             envelope.payload_json, envelope.thread, envelope.is_question, None, None]
         )  # fmt: skip
-        self.tell("message.updated", envelope.id)
+        self.record_event("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
 
-    def foresee(self, agent_ids: Sequence[str]) -> None:
-        """Their mailboxes are opened next; they are held already."""
-        self._ledger.foresee(agent_ids)
+    def prefetch(self, agent_ids: Sequence[str]) -> None:
+        """Read the mailboxes of agents that are locked already and are used next."""
+        self._session.prefetch(agent_ids)
 
-    def read_anew(self) -> None:
-        """Agents' rows were changed past their mailboxes."""
-        self._ledger.read_anew()
+    def invalidate(self) -> None:
+        """Drop cached agent rows, because SQL changed them directly."""
+        self._session.invalidate()
 
     def mailbox(self, agent_id: str) -> Mailbox:
-        """The mailbox of somebody who exists, to be changed and saved with the rest."""
+        """Lock and return an agent's mailbox. Changes to it are written by `flush`."""
         mailbox = self._mailboxes.get(agent_id)
         if mailbox is None:
             raise Refused("unknown_agent", f"there is no agent {agent_id!r}")
         return mailbox
 
-    def tell(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
-        """`data`: what could not be looked up afterwards."""
-        self._events.append((self.stamp, kind, subject, None if data is None else _encode(data).decode()))
+    def record_event(self, kind: EventKind, subject: str, data: dict[str, Any] | None = None) -> None:
+        """Append to the event log. `data`: facts that cannot be read from the database later."""
+        self._events.append((self.timestamp, kind, subject, None if data is None else _encode(data).decode()))
 
-    def woken(self) -> list[tuple[str, str]]:
-        """Those who have something to do now and had not before, with their states."""
-        return self._mailboxes.woken(self.now)
+    def newly_runnable(self) -> list[tuple[str, str]]:
+        """Ids and states of agents that became runnable in this transaction."""
+        return self._mailboxes.newly_runnable(self.now)
 
-    def leaves_work(self) -> bool:
-        """Somebody has something to do and is not claimed yet."""
-        return self.frees or bool(self.woken())
+    def has_unclaimed_work(self) -> bool:
+        """True if an agent is runnable and not claimed."""
+        return self.frees_other_agents or bool(self.newly_runnable())
 
-    def waiting(self, agent_id: str, *, whole: bool = True) -> list[Any]:
-        """All that waits for it and is written, each with its size; or just what a decision needs of it."""
+    def read_waiting(self, agent_id: str, *, full: bool = True) -> list[Any]:
+        """Return the stored waiting messages; see `Session.read_waiting`."""
         mailbox = self.mailbox(agent_id)
-        return self._ledger.waiting(agent_id, (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting), whole=whole)
+        return self._session.read_waiting(
+            agent_id, (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting), full=full
+        )
 
-    def unwritten(self, agent_id: str) -> list[tuple[int, Message]]:
-        """All that waits for it, each with its size, as it is once taken; if it was all sent in this transaction."""
-        places = self._unread.get(agent_id, ())
-        if len(places) != self.mailbox(agent_id).waiting:
+    def buffered_messages(self, agent_id: str) -> list[tuple[int, Message]]:
+        """Return sizes and messages, in state taken, of a mailbox whose messages are all still buffered.
+
+        Empty if a waiting message is in the database.
+        """
+        indexes = self._waiting_indexes.get(agent_id, ())
+        if len(indexes) != self.mailbox(agent_id).waiting:
             return []
-        return [_as_taken(self._new[place], self.stamp) for place in places]
+        return [_as_taken(self._new_rows[index], self.timestamp) for index in indexes]
 
-    def take_unwritten(self, agent_id: str) -> None:
-        """It is written as taken, which spares looking for it and changing it."""
-        for place in self._unread.pop(agent_id):
-            self._new[place][_STATE], self._new[place][_TAKEN_AT] = "taken", self.stamp
+    def take_buffered(self, agent_id: str) -> None:
+        """Mark the agent's buffered messages as taken before they are written; this saves an UPDATE."""
+        for index in self._waiting_indexes.pop(agent_id):
+            row = self._new_rows[index]
+            row[_STATE], row[_TAKEN_AT] = "taken", self.timestamp
 
-    def write_messages(self) -> None:
-        """So that they can be read back."""
-        if self._new:
-            insert(self._db, _MESSAGES, self._new)
+    def flush_messages(self) -> None:
+        """Write buffered messages, so that SQL can read them."""
+        if self._new_rows:
+            insert(self._db, _MESSAGES, self._new_rows)
             insert(self._db, "attachments (artifact_ref, message_seq)", self._attachments)
-            self._new.clear()
-            self._unread.clear()
+            self._new_rows.clear()
+            self._waiting_indexes.clear()
             self._attachments.clear()
-            self._questions.written()
+            self._questions.mark_flushed()
 
-    def close(self) -> None:
-        """Write down everything gathered."""
+    def flush(self) -> None:
+        """Write all buffered changes. Call it once, at the end of the transaction."""
         self._send_notices()
-        hit("post.before_write")
-        self.write_messages()
-        hit("post.between")
+        hit("flush.before_messages")
+        self.flush_messages()
+        hit("flush.before_agents")
         self._mailboxes.save(self.now)
-        self._ledger.log(self._events)
-        hit("post.after_write")
+        self._session.append_events(self._events)
+        hit("flush.done")
 
     def _send_notices(self) -> None:
         for (sender, reason), dead in self._dead.items():
             if sender == SYSTEM or (mailbox := self._mailboxes.get(sender)) is None or mailbox.state == "terminated":
                 continue
-            envelope = seal(sender=SYSTEM, to=sender, payload=undeliverable(dead, reason))
-            # A chain that was too long must not go on by way of the notice.
-            self._put(
-                self._ledger.next_message(), envelope, mailbox, self._limits.max_hops if reason == "hop_limit" else 0
-            )
+            envelope = make_envelope(sender=SYSTEM, to=sender, payload=undeliverable_payload(dead, reason))
+            # The notice must not continue a chain that is too long already.
+            hops = self._limits.max_hops if reason == "hop_limit" else 0
+            self._buffer_message(self._session.next_message_seq(), envelope, mailbox, hops)
         self._dead.clear()
 
-    def _known(self, envelope: Envelope, given: str) -> Receipt | None:
-        """`given`: the id before it was keyed. Version 0.1 stored messages under it."""
-        message_id = envelope.id
-        self._mailboxes.get(envelope.to)  # whoever sends the same elsewhere has done so, or waits behind us
-        if receipt := self._receipts.get(message_id):
+    def _existing_receipt(self, envelope: Envelope, unkeyed_id: str) -> Receipt | None:
+        """Return the receipt of an earlier send under the same id. Version 0.1 stored messages under `unkeyed_id`."""
+        self._mailboxes.get(envelope.to)  # locks the mailbox: a duplicate in another process is now visible, or waits
+        if receipt := self._receipts.get(envelope.id):
             return receipt
         row = self._db.execute(
-            "SELECT id, queued, deliver_at FROM messages WHERE id = ? OR id = ?", (message_id, given)
+            "SELECT id, queued, deliver_at FROM messages WHERE id = ? OR id = ?", (envelope.id, unkeyed_id)
         ).fetchone()
         return row and _receipt(row[0], bool(row[1]), row[2])
 
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
         mailbox, limits = self._mailboxes.get(envelope.to), self._limits
         if mailbox is None:
-            raise Refused("unknown_recipient", f"there is no agent {envelope.to!r}: list_agents names those there are")
+            raise Refused(
+                "unknown_recipient", f"there is no agent {envelope.to!r}: list_agents shows the existing ones"
+            )
         if mailbox.state == "terminated":
             raise Refused("recipient_terminated", f"{envelope.to!r} was terminated and reads no more messages")
-        full = mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
-        if full and mailbox.kind == "agent" and not _unblocks(envelope, mailbox):
+        is_full = mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
+        if is_full and mailbox.kind == "agent" and not _unblocks(envelope, mailbox):
             raise Refused(
                 "mailbox_full", f"{mailbox.waiting:,} messages wait for {envelope.to!r} already: try again later"
             )
         return mailbox
 
-    def _hops(self, envelope: Envelope) -> int:
-        if envelope.cause is None or envelope.delay >= NEW_CHAIN_AFTER:
+    def _count_hops(self, envelope: Envelope) -> int:
+        if envelope.cause is None or envelope.delay >= NEW_CHAIN_DELAY:
             return 0
         row = self._db.execute("SELECT hops FROM messages WHERE id = ?", (envelope.cause,)).fetchone()
         return row[0] + 1 if row else 0
@@ -321,16 +332,18 @@ class UnitOfWork:
             )
 
     def _check_artifact(self, ref: str, sender: str) -> None:
-        """A file that its sender may not read does not exist for it: the same error tells it nothing."""
-        if sender in RESERVED or self._limits.shared_artifacts:
-            found = self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,))
+        """Refuse a file that is missing or that the sender may not read, with the same error for both."""
+        if sender in RESERVED_IDS or self._limits.shared_artifacts:
+            rows = self._db.execute("SELECT 1 FROM artifacts WHERE ref = ?", (ref,))
         else:
-            found = self._db.execute(f"SELECT 1 FROM artifacts WHERE ref = ? AND {READABLE}", (ref, sender, sender))
-        if not found.fetchone():
+            rows = self._db.execute(
+                f"SELECT 1 FROM artifacts WHERE ref = ? AND {IS_READABLE_BY}", (ref, sender, sender)
+            )
+        if not rows.fetchone():
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
 
 
-_WHY = {
+_REASON_TEXT = {
     "recipient_terminated": "terminated before it could be read",
     "hop_limit": "since this chain of messages is too long already",
     "mailbox_full": "whose mailbox is full",
@@ -338,35 +351,35 @@ _WHY = {
 }
 
 
-def undeliverable(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
-    """What the sender of dead letters is told."""
+def undeliverable_payload(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
+    """Payload of the notice to the sender of dead letters, given as pairs of id and recipient."""
     recipients = sorted({recipient for _, recipient in dead})
-    many = f"{len(dead)} messages" if len(dead) > 1 else "a message"
-    why = _WHY.get(reason, f"refused as {reason}")
+    count = f"{len(dead)} messages" if len(dead) > 1 else "a message"
+    why = _REASON_TEXT.get(reason, f"refused as {reason}")
     return {
-        "text": f"Not delivered: {many} to {', '.join(recipients)}, {why}. Kept as a dead letter.",
+        "text": f"Not delivered: {count} to {', '.join(recipients)}, {why}. Kept as a dead letter.",
         "notice": {
             "kind": "undeliverable",
             "reason": reason,
             "recipients": recipients,
             "count": len(dead),
-            "messageIds": [message_id for message_id, _ in dead[:NAMED_IN_NOTICE]],
+            "messageIds": [message_id for message_id, _ in dead[:MAX_IDS_IN_NOTICE]],
         },
     }
 
 
-def _as_taken(row: list[Any], stamp: int) -> tuple[int, Message]:
+def _as_taken(row: list[Any], timestamp: int) -> tuple[int, Message]:
     (seq, id_, sender, to, _, in_seq, created_at, _, delivered_at, _, _, hops, option, in_reply_to, cause, replay_of,
      _, stopped, _, _, payload, *_) = row  # fmt: skip
-    message = (seq, id_, sender, to, payload, "taken", created_at, None, delivered_at, stamp, in_seq, in_reply_to,
+    message = (seq, id_, sender, to, payload, "taken", created_at, None, delivered_at, timestamp, in_seq, in_reply_to,
                option, cause, hops, False, stopped, None, replay_of, None, None)  # fmt: skip
     return len(payload), to_message(message)
 
 
 def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:
-    """Nothing but this gets a blocked agent to try again and take its mail. One is enough: it wakes the agent."""
-    at_once = envelope.sender == PERSON and not envelope.delay
-    return at_once and mailbox.state == "blocked" and mailbox.runnable_at is None
+    """True if the message makes a blocked agent try again. Only the first one does: it sets `runnable_at`."""
+    is_immediate = envelope.sender == PERSON and not envelope.delay
+    return is_immediate and mailbox.state == "blocked" and mailbox.runnable_at is None
 
 
 def _receipt(message_id: str, queued: bool, deliver_at: int | None) -> Receipt:

@@ -1,4 +1,4 @@
-"""The embedded engine: one file, one writing process, nothing to install."""
+"""SQLite engine: one database file, owned by one process."""
 
 from coterie.stores.sqlite.engine import SqliteStore
 

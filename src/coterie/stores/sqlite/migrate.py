@@ -1,57 +1,47 @@
-"""Numbered migrations: each is one transaction together with its number, so a crash leaves it done or not begun."""
+"""Creates and upgrades the schema. Each script runs in one transaction together with its version number."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from importlib.resources import files
 
 from coterie.errors import StoreUnusable
 from coterie.failpoints import hit
+from coterie.stores.sql.schema import Script, read_schema
 
-APPLICATION_ID = 0x436F7465  # "Cote", so that `file` and we can tell our databases
+APPLICATION_ID = 0x436F7465  # "Cote": identifies our databases
 
 
-def migrations() -> list[tuple[int, str]]:
-    folder = files(__package__) / "migrations"
-    scripts = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".sql"))
-    return [(int(name[:4]), (folder / name).read_text(encoding="utf-8")) for name in scripts]
+SCHEMA = read_schema("coterie.stores.sqlite")
 
 
 def migrate(db: sqlite3.Connection) -> int:
-    """Bring `db` to the newest schema; the number it had. A schema newer than this code is refused untouched."""
-    known = migrations()
+    """Bring `db` to the newest schema and return the version it had. A newer schema is refused unchanged."""
     version = check_version(db)
-    for number, script in known:
-        if number > version:
-            _apply(db, number, script)
+    for script in SCHEMA.scripts_from(version):
+        _apply(db, script)
     return version
 
 
 def check_version(db: sqlite3.Connection) -> int:
-    """The schema's number; `StoreUnusable` if it is not ours to open."""
+    """Schema version, 0 for an empty file; `StoreUnusable` if it is foreign, too new or too old."""
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
-    application = db.execute("PRAGMA application_id").fetchone()[0]
-    empty = not version and not db.execute("SELECT 1 FROM sqlite_schema").fetchone()
-    if application != APPLICATION_ID and not empty:
+    application_id = db.execute("PRAGMA application_id").fetchone()[0]
+    is_empty = not version and not db.execute("SELECT 1 FROM sqlite_schema").fetchone()
+    if application_id != APPLICATION_ID and not is_empty:
         raise StoreUnusable("data/coterie.db is not a Coterie database: move it away, then start again")
-    newest = migrations()[-1][0]
-    if version > newest:
-        raise StoreUnusable(
-            f"this society was last run by a newer Coterie (schema {version}, this one knows {newest}):"
-            " install that version again, or restore a backup made before the change"
-        )
+    SCHEMA.scripts_from(version)
     return version
 
 
-def _apply(db: sqlite3.Connection, number: int, script: str) -> None:
+def _apply(db: sqlite3.Connection, script: Script) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
-        for statement in _statements(script):
+        for statement in _statements(script.sql):
             db.execute(statement)
             hit("migrate.statement")
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version = {number}")
+        db.execute(f"PRAGMA user_version = {script.version}")
         hit("migrate.before_commit")
         db.execute("COMMIT")
     except BaseException:

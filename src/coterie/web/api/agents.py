@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie import agents
-from coterie.agent.context import Prompts
+from coterie.agent.context import SystemPrompts
 from coterie.errors import CoterieError, Refused
 from coterie.llm.service import Direction
 from coterie.society import Society
@@ -33,7 +33,7 @@ async def list_agents(
             for agent_id in sorted(await society.agents.with_capability(capability, direction))
             if agent_id > (after or "")
         ]
-        by_id = await society.store.agents_named(ids[:limit])
+        by_id = await society.store.agents_by_id(ids[:limit])
         page = [by_id[agent_id] for agent_id in ids[:limit] if agent_id in by_id]
         following = ids[limit - 1] if len(ids) > limit else None
     else:
@@ -88,7 +88,7 @@ async def list_agent_history(
 
 def _system_prompt(society: Society, agent_id: str) -> list[HistoryItem]:
     try:
-        prompt = Prompts(society.agents).of(society.agents.profile(agent_id))
+        prompt = SystemPrompts(society.agents).render(society.agents.profile(agent_id))
     except CoterieError:  # the agent was terminated, or agents do not work in this process
         return []
     return [HistoryItem(seq=0, turn=0, role="system", content=prompt)]

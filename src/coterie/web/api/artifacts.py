@@ -12,10 +12,10 @@ from fastapi import Header, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from coterie import artifacts
-from coterie.artifact_service import Library
-from coterie.artifacts import OCTETS
+from coterie.artifact_service import ArtifactService
+from coterie.artifacts import OCTET_STREAM
 from coterie.errors import Refused
-from coterie.ids import LENGTH
+from coterie.ids import ID_LENGTH
 from coterie.web.errors import problem
 from coterie.web.routing import (
     BODY_PROBLEMS,
@@ -33,12 +33,12 @@ from coterie.web.schemas import Artifact, ArtifactPage
 
 router = Router(prefix="/artifacts", tags=["artifacts"], responses=COMMON_PROBLEMS | problems("unknown_artifact"))
 
-_REF = re.compile(rf"[0-9a-f]{{{LENGTH}}}")
+_REF = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _FORM = {"type": "object", "required": ["file"], "properties": {"file": BYTES_SCHEMA}}
 _BYTES: Responses = {
-    200: {"content": {OCTETS: {"schema": BYTES_SCHEMA}}},
-    206: {"description": "The range that was asked for", "content": {OCTETS: {"schema": BYTES_SCHEMA}}},
+    200: {"content": {OCTET_STREAM: {"schema": BYTES_SCHEMA}}},
+    206: {"description": "The range that was asked for", "content": {OCTET_STREAM: {"schema": BYTES_SCHEMA}}},
     304: {"description": "Unchanged"},
     **problems(_416="`range_invalid`"),
 }
@@ -66,7 +66,7 @@ async def upload_artifact(request: Request, society: SocietyDep) -> Artifact:
 
 @router.get("", summary="List files, newest first")
 async def list_artifacts(
-    society: SocietyDep, before: Annotated[str | None, Query(max_length=LENGTH)] = None, limit: Limit = 50
+    society: SocietyDep, before: Annotated[str | None, Query(max_length=ID_LENGTH)] = None, limit: Limit = 50
 ) -> ArtifactPage:
     found = await society.store.artifacts_before(before, limit + 1)
     page = found[:limit]
@@ -102,15 +102,15 @@ async def download_artifact(
     if part:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{artifact.size}"
     # Only the four image types, detected from their bytes, keep their media type.
-    media_type = artifact.mime_type if artifact.type == "image" else OCTETS
+    media_type = artifact.mime_type if artifact.type == "image" else OCTET_STREAM
     chunks = await _with_first_chunk(society.artifacts.open(ref, start, end))
     return StreamingResponse(chunks, 206 if part else 200, headers, media_type)
 
 
-async def _find(library: Library, ref: str) -> artifacts.Artifact:
+async def _find(service: ArtifactService, ref: str) -> artifacts.Artifact:
     if not _REF.fullmatch(ref):
         raise Refused("unknown_artifact", "there is no such artifact")
-    return await library.describe(ref)
+    return await service.describe(ref)
 
 
 async def _with_first_chunk(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

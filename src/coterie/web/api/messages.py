@@ -87,7 +87,7 @@ async def withdraw_message(message_id: str, society: SocietyDep) -> None:
     responses=problems("unknown_message", "already_delivered", "delayMs_invalid", _422="`request_invalid`"),
 )
 async def move_message(message_id: str, body: NewDelay, society: SocietyDep) -> Message:
-    return Message.of(await society.bus.move(message_id, body.delay_ms))
+    return Message.of(await society.bus.reschedule(message_id, body.delay_ms))
 
 
 @router.get("/delayed", summary="List delayed messages, by due time", responses=problems("unknown_message"))
@@ -119,8 +119,8 @@ async def list_dead_letters(society: SocietyDep, before: Cursor | None = None, l
     responses=problems("unknown_message", "recipient_terminated", "mailbox_full", "hop_limit", "attachment_unknown"),
 )
 async def resend_dead_letter(message_id: str, society: SocietyDep) -> Receipt:
-    receipt = await society.store.resend(message_id)
-    society.bus.stored(None)
+    receipt = await society.store.resend_dead_letter(message_id)
+    society.bus.notify()
     return Receipt.of(receipt)
 
 
@@ -132,8 +132,8 @@ async def resend_dead_letter(message_id: str, society: SocietyDep) -> Receipt:
     responses=problems("unknown_message"),
 )
 async def delete_dead_letter(message_id: str, society: SocietyDep) -> None:
-    await society.store.forget(message_id)
-    society.bus.stored(None)
+    await society.store.delete_dead_letter(message_id)
+    society.bus.notify()
 
 
 async def find_message(store: Store, message_id: str) -> messages.Message:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 from coterie.errors import ConfigError
-from coterie.llm.discovery import LOCAL, WITH_KEYS
+from coterie.llm.discovery import KEYED_SERVICES, LOCAL_SERVERS
 from coterie.web.errors import RequestRejected
 from coterie.web.routing import COMMON_PROBLEMS, Router, SocietyDep, problems
 from coterie.web.schemas import ErrorPlace
@@ -30,13 +30,13 @@ _ServiceFields = Annotated[dict[str, Any], ServiceChange]
 async def list_services(society: SocietyDep, probe: bool = False) -> ServiceList:
     """Keys are masked. With `probe`, also look for model servers on this machine."""
     setup = society.setup
-    offers = await setup.found(probe=probe)
+    offers = await setup.discover(probe=probe)
     return ServiceList(
         items=[Service.of(view) for view in setup.list()],
         next=None,
         problems=ErrorPlace.of_all(setup.problems),
         offers=[ServicePreset.of(offer) for offer in offers],
-        presets=[ServicePreset.of(offer) for offer in (*WITH_KEYS, *LOCAL)],
+        presets=[ServicePreset.of(offer) for offer in (*KEYED_SERVICES, *LOCAL_SERVERS)],
     )
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from fastapi import Header, Query
 from starlette.responses import Response
 
-from coterie.admin.inspect import as_markdown, whole_thread
-from coterie.clock import to_wire
+from coterie.admin.inspect import read_thread, render_markdown
+from coterie.clock import to_rfc3339
 from coterie.messages import SYSTEM
 from coterie.store import Page
 from coterie.web.api.agents import find_agent
@@ -58,7 +58,7 @@ async def get_snapshot(society: SocietyDep, clock: ClockDep) -> Snapshot:
     return Snapshot(
         epoch=epoch_of(society.store.info.log_id),
         seq=snapshot.seq,
-        server_time=to_wire(clock.now()) or "",
+        server_time=to_rfc3339(clock.now()) or "",
         paused=snapshot.paused,
         agents=[Agent.in_society(society, agent, unread.get(agent.id, 0)) for agent in snapshot.agents],
         agent_count=snapshot.agent_count,
@@ -110,7 +110,7 @@ async def list_thread_messages(
 async def clear_thread(agent: str, society: SocietyDep) -> ClearedThread:
     await find_agent(society.store, agent)
     count = await society.store.clear_thread(agent)
-    society.bus.stored(None)
+    society.bus.notify()
     return ClearedThread(messages=count)
 
 
@@ -132,16 +132,16 @@ async def export_thread(
 ) -> Response:
     """`format` decides, else the `Accept` header; the default is Markdown."""
     found = await find_agent(society.store, agent)
-    messages = await whole_thread(society.store, agent)
+    messages = await read_thread(society.store, agent)
     if format == "json" or (format is None and "json" in accept and MARKDOWN not in accept):
-        exported_at = to_wire(clock.now()) or ""
+        exported_at = to_rfc3339(clock.now()) or ""
         response = json_response(
             ThreadExport(
                 agent=Agent.in_society(society, found), exported_at=exported_at, messages=Message.of_all(messages)
             )
         )
     else:
-        response = Response(as_markdown(found, messages), media_type=MARKDOWN)
+        response = Response(render_markdown(found, messages), media_type=MARKDOWN)
     extension = "md" if response.media_type == MARKDOWN else "json"
     response.headers["Content-Disposition"] = f'attachment; filename="{agent}.{extension}"'
     return response
@@ -156,8 +156,8 @@ async def export_thread(
 async def mark_read(body: ReadMark, society: SocietyDep) -> ReadCount:
     if body.thread != SYSTEM:  # the runtime's notices that concern no single agent
         await find_agent(society.store, body.thread)
-    count = await society.store.read(body.thread, body.upto)
-    society.bus.stored(None)
+    count = await society.store.mark_read(body.thread, body.upto)
+    society.bus.notify()
     return ReadCount(read=count)
 
 

@@ -1,3 +1,0 @@
--- Counts the changes of an agent's history: rows, hidden rows, summaries, clears. Caches of a history are valid for one
--- version only.
-ALTER TABLE agents ADD COLUMN history_version BIGINT NOT NULL DEFAULT 0;

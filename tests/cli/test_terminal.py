@@ -1,0 +1,43 @@
+"""What a terminal shows of a message."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from coterie.cli.conversation import ChatMessage
+from coterie.cli.terminal import Screen, format_message
+
+
+def lines_of(payload: dict[str, Any]) -> list[str]:
+    wire = {"id": "m", "from": "ada", "to": "user", "state": "pending", "payload": payload}
+    return format_message(ChatMessage.from_json(wire), Screen(io.StringIO()))
+
+
+def test_a_question_about_a_call_shows_all_of_its_arguments() -> None:
+    arguments = {"to": "bob", "amount": 12.5, "note": "rent\nfor June", "more": {"iban": "DE00"}}
+    payload = {
+        "text": "May I run `pay`?",
+        "approval": {"callId": "c", "tool": "pay", "arguments": arguments},
+        "quickReplies": ["Approve", "Deny"],
+    }
+    assert lines_of(payload) == [
+        "ada: May I run `pay`?",
+        "  to: bob",
+        "  amount: 12.5",
+        "  note: rent",
+        "  for June",
+        '  more: {"iban": "DE00"}',
+        "  1) Approve",
+        "  2) Deny",
+    ]
+
+
+def test_arguments_cannot_write_control_characters_to_the_terminal() -> None:
+    approval = {"callId": "c", "tool": "pay", "arguments": {"note": "\x1b[2Jgone"}}
+    assert "\x1b" not in "".join(lines_of({"text": "May I?", "approval": approval}))
+
+
+def test_a_message_that_only_looks_like_such_a_question_is_shown() -> None:
+    for approval in ("yes", None, {}, {"arguments": "all"}):
+        assert lines_of({"text": "Hello", "approval": approval}) == ["ada: Hello"]

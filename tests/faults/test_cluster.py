@@ -1,0 +1,445 @@
+"""Several processes of one society on PostgreSQL: notifications between them, and behaviour without them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import psycopg
+import pytest
+
+from coterie import bus
+from coterie.agent import scheduler
+from coterie.clock import SystemClock
+from coterie.config import Config, read_config
+from coterie.errors import StoreUnavailable
+from coterie.files import CHECK_INTERVAL_SECONDS, MIN_SPACE_BYTES
+from coterie.llm.types import Completion, ModelRequest, TextDelta
+from coterie.messages import PERSON, Receipt
+from coterie.society import Society
+from coterie.stores.postgres import cluster
+from coterie.stores.sql import unit_of_work
+from coterie.stores.sql.jobs import Job
+from coterie.text import to_storable
+from coterie.web.sse import Hub
+from tests.engines import Postgres
+from tests.web.test_stream import listening
+
+from .fake_model import agent_of, fake_models
+from .proxy import Proxy
+from .scenarios import make_home
+
+T = TypeVar("T")
+SOON = 60
+"""Timeout in seconds, generous for slow machines."""
+
+
+class ManualModel:
+    """Model that streams the words a test puts into its queue, and records cancellation."""
+
+    id = "slow"
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[float] = asyncio.Queue()
+        self.words: asyncio.Queue[str | None] = asyncio.Queue()
+        self.cut_off: float | None = None
+        self.times = 0
+
+    async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
+        self.times += 1
+        self.asked.put_nowait(time.monotonic())
+        said = ""
+        try:
+            while (word := await self.words.get()) is not None:
+                said += word
+                yield TextDelta(word)
+        except asyncio.CancelledError:
+            self.cut_off = time.monotonic()
+            raise
+        yield Completion(text=to_storable(said) or f"{agent_of(request)} answers")
+
+    async def close(self) -> None:
+        pass
+
+
+def home(folder: Path, url: str) -> Path:
+    make_home(folder)
+    with (folder / "coterie.toml").open("a") as toml:
+        toml.write(f"[store]\nurl = {json.dumps(url)}\n")
+    entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}
+    (folder / "llmservices.json").write_text(json.dumps({"services": [entry]}))
+    return folder
+
+
+@asynccontextmanager
+async def process(
+    folder: Path, url: str, model: ManualModel | None = None, *, work: bool = True
+) -> AsyncIterator[Society]:
+    """One more process that runs the society with `model`."""
+    with fake_models(lambda _: model or ManualModel()):
+        society = await Society.start(home(folder, url), work=work)
+        if work:
+            society._require_runtime()._models.queue("main")  # create it now: a later process patches the factory again
+    try:
+        yield society
+    finally:
+        society.config = replace(society.config, shutdown=replace(society.config.shutdown, drain_seconds=0))
+        await society.stop()
+
+
+@pytest.fixture
+def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable polling, so that only notifications inform a process."""
+    monkeypatch.setattr(bus, "SWEEP_INTERVAL", timedelta(hours=1))
+    monkeypatch.setattr(scheduler, "CLAIM_INTERVAL", timedelta(hours=1))
+
+
+def configured(monkeypatch: pytest.MonkeyPatch, **store: Any) -> None:
+    def changed(folder: Path) -> Config:
+        config = read_config(folder)
+        return replace(config, store=replace(config.store, **store))
+
+    monkeypatch.setattr("coterie.society.read_config", changed)
+
+
+async def soon(happens: Awaitable[T]) -> T:
+    async with asyncio.timeout(SOON):
+        return await happens
+
+
+async def heard_of(society: Society, message_id: str) -> None:
+    async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
+        async for event in watcher:
+            if event.subject == message_id:
+                return
+
+
+# Two servers
+
+
+@pytest.fixture
+async def two_servers(shared: Postgres, tmp_path: Path, no_polls: None) -> AsyncIterator[tuple[Society, Any]]:
+    """One server, and the event stream of the other."""
+    url = shared.url(tmp_path)
+    async with (
+        process(tmp_path / "a", url, work=False) as one,
+        process(tmp_path / "b", url, work=False) as other,
+        stream(other) as ear,
+    ):
+        yield one, ear
+
+
+async def test_a_message_at_one_server_is_on_the_stream_of_another_without_a_poll(
+    two_servers: tuple[Society, Any],
+) -> None:
+    one, ear = two_servers
+    receipt = await one.send(to="ada", text="hello")
+    told = await ear.next("message.created")
+    assert told.data["id"] == receipt.message_id
+
+
+async def test_a_quick_reply_pressed_at_one_server_closes_the_question_at_another(
+    two_servers: tuple[Society, Any],
+) -> None:
+    one, ear = two_servers
+    question = await one.bus.send(sender="ada", to=PERSON, payload={"text": "well?"}, quick_replies=["yes", "no"])
+    await ear.next("message.created")
+    await one.send(to="ada", text="yes", in_reply_to=question.message_id, option=0)
+    told = await ear.next("quick_replies.changed")
+    assert (told.data["messageId"], told.data["answer"]["option"]) == (question.message_id, 0)
+
+
+@asynccontextmanager
+async def stream(society: Society) -> AsyncIterator[Any]:
+    """A client of this server."""
+    hub = Hub(society, society.live, SystemClock())
+    try:
+        async with listening(hub) as ear:
+            yield ear
+    finally:
+        await hub.shut_down(0)
+
+
+async def test_a_reply_is_streamed_at_servers_that_do_not_generate_it(shared: Postgres, tmp_path: Path) -> None:
+    url, model = shared.url(tmp_path), ManualModel()
+    async with (
+        process(tmp_path / "a", url, model) as worker,
+        process(tmp_path / "b", url, work=False) as other,
+        stream(other) as ear,
+    ):
+        await worker.send(to="ada", text="hello")
+        await model.asked.get()
+        text = ""
+        for word in ("one ", "two ", "three" * 1_000, "\x00\ud83d end"):
+            model.words.put_nowait(word)
+            while not text.endswith(word.replace("\x00", "\ufffd").replace("\ud83d", "\ufffd")):
+                told = await ear.next("draft.delta")
+                assert told.data["from"] == len(text)
+                text += told.data["delta"]
+        model.words.put_nowait(None)
+        ended = await ear.next("draft.ended")
+        assert (ended.data["agent"], ended.data["outcome"], len(ended.data["messages"])) == ("ada", "stored", 1)
+        assert other.live.replies == ()
+
+
+async def test_a_server_that_starts_later_gets_the_text_streamed_before(shared: Postgres, tmp_path: Path) -> None:
+    url, model = shared.url(tmp_path), ManualModel()
+    async with process(tmp_path / "a", url, model) as worker:
+        await worker.send(to="ada", text="hello")
+        await model.asked.get()
+        model.words.put_nowait("long before, ")
+        async with process(tmp_path / "b", url, work=False) as other:
+            said: asyncio.Queue[str] = asyncio.Queue()
+            other.live.subscribe(lambda draft: said.put_nowait(draft.text))
+            before = [draft.text for draft in other.live.replies] or [await soon(said.get())]
+            model.words.put_nowait("and now")
+            assert (before, await soon(said.get())) == (["long before, "], "long before, and now")
+
+
+async def test_a_turn_can_be_stopped_at_any_server(shared: Postgres, tmp_path: Path) -> None:
+    url, model, idle = shared.url(tmp_path), ManualModel(), ManualModel()
+    async with process(tmp_path / "a", url, model) as worker:
+        await worker.send(to="ada", text="hello")
+        await model.asked.get()
+        async with (
+            process(tmp_path / "b", url, idle) as other,
+            asyncio.timeout(SOON),
+            other.bus.watch() as watcher,
+        ):
+            assert not other.stop_turn("ada")
+            async for event in watcher:
+                if event.kind == "agent.state" and (ada := await other.store.agent("ada")) and ada.state == "idle":
+                    break
+        assert model.cut_off and idle.times == 0
+
+
+async def test_a_stop_at_another_server_reaches_a_turn_that_its_worker_has_not_started_yet(
+    shared: Postgres, tmp_path: Path
+) -> None:
+    url, model, idle = shared.url(tmp_path), ManualModel(), ManualModel()
+    async with (
+        process(tmp_path / "a", url, model) as worker,
+        process(tmp_path / "b", url, idle) as other,
+        asyncio.timeout(SOON),
+    ):
+        with commits_held(worker) as committed:
+            sending = asyncio.create_task(worker.send(to="ada", text="hello"))
+            await committed.wait()
+            assert (ada := await other.store.agent("ada")) and ada.state == "llm"
+            heard = asyncio.Event()
+            worker._relay._stop_turn = both(worker._relay._stop_turn, heard.set)  # type: ignore[union-attr]
+            assert not other.stop_turn("ada")
+            await heard.wait()
+        await sending
+        async with other.bus.watch() as watcher:
+            while (ada := await other.store.agent("ada")) and ada.state != "idle":
+                await anext(watcher)
+        assert idle.times == 0
+
+
+@contextlib.contextmanager
+def commits_held(society: Society) -> Iterator[asyncio.Event]:
+    """Delay the settling of writes in this process; set when one is written."""
+    writer = society.store._writer  # type: ignore[attr-defined]
+    commit, committed, may_be_told = writer._commit, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def held(batch: list[Job]) -> None:
+        commit(batch)
+        loop.call_soon_threadsafe(committed.set)
+        may_be_told.wait(SOON)
+
+    writer._commit = held
+    try:
+        yield committed
+    finally:
+        may_be_told.set()
+
+
+def both(first: Callable[[str], object], then: Callable[[], object]) -> Callable[[str], None]:
+    def run(agent_id: str) -> None:
+        first(agent_id)
+        then()
+
+    return run
+
+
+# A worker whose disk is full
+
+
+async def test_a_worker_on_a_full_disk_starts_no_turn_until_space_is_free(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured(monkeypatch, artifacts="files")
+    free = [MIN_SPACE_BYTES]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    url, model = shared.url(tmp_path), ManualModel()
+    async with process(tmp_path / "a", url, model) as worker:
+        await worker.send(to="bob", text="hello")
+        await soon(model.asked.get())
+        free[0] -= 1
+        worker.disk._checked_at -= CHECK_INTERVAL_SECONDS  # as if that had passed
+        await worker._require_runtime()._scheduler._claim_round()
+        await worker.send(to="ada", text="hello")
+        await worker._require_runtime()._scheduler._claim_round()
+        assert (ada := await worker.store.agent("ada")) and (ada.state, model.times) == ("ready", 1)
+        free[0] += 1
+        await soon(model.asked.get())
+
+
+# A worker that leaves, and one that is gone
+
+
+async def test_released_work_is_claimed_by_another_worker_at_once(shared: Postgres, tmp_path: Path) -> None:
+    url, first, second = shared.url(tmp_path), ManualModel(), ManualModel()
+    async with contextlib.AsyncExitStack() as later:
+        async with process(tmp_path / "a", url, first) as worker:
+            await worker.send(to="ada", text="hello")
+            await first.asked.get()
+            heir = await later.enter_async_context(process(tmp_path / "b", url, second))
+            assert heir.config.store.lease_seconds == 30
+            left = time.monotonic()
+        assert await soon(second.asked.get()) - left < 10  # and not when its lease has run out
+
+
+@pytest.mark.slow
+async def test_a_disconnected_worker_drops_its_claims_before_another_takes_over_and_reconnects(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    configured(monkeypatch, lease_seconds=4)
+    url, first, second = shared.url(tmp_path), ManualModel(), ManualModel()
+    with Proxy(shared.server) as proxy:
+        async with process(tmp_path / "a", proxy.url(url), first) as worker, contextlib.AsyncExitStack() as later:
+            await worker.send(to="ada", text="hello")
+            await first.asked.get()
+            await later.enter_async_context(process(tmp_path / "b", url, second))
+            proxy.swallows = True
+            async with asyncio.timeout(SOON):
+                taken_over = await second.asked.get()
+            assert first.cut_off is not None and first.cut_off < taken_over
+            second.words.put_nowait(None)
+            assert proxy.seen["swallowed"]
+            proxy.heal()
+            first.words.put_nowait(None)
+            receipt = await insist(lambda: worker.send(to="bob", text="again", client_id="again"))
+            second.words.put_nowait(None)
+            await heard_of(worker, receipt.message_id)
+            assert worker.store.is_healthy
+            assert [violation async for violation in worker.store.violations()] == []
+    assert "most of a lease" in caplog.text
+
+
+async def insist(send: Callable[[], Any]) -> Receipt:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                receipt: Receipt = await send()
+                return receipt
+
+
+# What gets lost, and what is not to be had
+
+
+@pytest.mark.slow
+async def test_without_notifications_changes_are_found_within_a_second_and_a_half(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise psycopg.OperationalError("no notifications")
+
+    monkeypatch.setattr(cluster.Listener, "_listen", fail)
+    url, model = shared.url(tmp_path), ManualModel()
+    async with process(tmp_path / "a", url, work=False) as one, process(tmp_path / "b", url, model):
+        took = []
+        for name in ("ada", "bob", "eve"):
+            sent = time.monotonic()
+            await one.send(to=name, text="hello")
+            took.append(await model.asked.get() - sent)
+    assert max(took) < 1.5
+
+
+@pytest.mark.slow
+async def test_with_too_few_connections_reads_wait_then_fail_and_leases_are_renewed(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured(monkeypatch, lease_seconds=1)
+    url, model = shared.url(tmp_path), ManualModel()
+    with role_with_connections(shared, url, 4) as poor:
+        async with process(tmp_path / "a", poor, model) as society:
+            await society.send(to="ada", text="hello")
+            await model.asked.get()
+            held = asyncio.ensure_future(society.store._query("SELECT pg_sleep(3)"))  # all that were left
+            with pytest.raises(StoreUnavailable):
+                while not held.done():
+                    await society.store._query("SELECT 1")
+            await held
+            assert model.cut_off is None  # its lease, of one second, was renewed in these three
+            shared.execute(f"ALTER ROLE {schema_of(url)} CONNECTION LIMIT 20")
+            model.words.put_nowait(None)
+            async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
+                async for _ in watcher:  # and with enough of them, all goes on
+                    if await society.waiting(PERSON):
+                        break
+            assert [message.sender for message in await society.waiting(PERSON)] == ["ada"]
+
+
+def schema_of(url: str) -> str:
+    return url.rpartition("application_name=")[2]
+
+
+@contextlib.contextmanager
+def role_with_connections(shared: Postgres, url: str, limit: int) -> Any:
+    """Database role with a limited number of connections."""
+    schema = schema_of(url)
+    with psycopg.connect(shared.server, autocommit=True) as db:
+        db.execute(f"CREATE ROLE {schema} LOGIN CONNECTION LIMIT {limit}".encode())
+        db.execute(f"GRANT ALL ON SCHEMA {schema} TO {schema}".encode())
+        db.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA {schema} TO {schema}".encode())
+        db.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA {schema} TO {schema}".encode())
+    try:
+        yield f"{url}&user={schema}"
+    finally:
+        with psycopg.connect(shared.server, autocommit=True) as db:
+            db.execute(f"REASSIGN OWNED BY {schema} TO CURRENT_USER; DROP OWNED BY {schema}".encode())
+            db.execute(f"DROP ROLE {schema}".encode())
+
+
+async def test_a_message_committed_late_is_ordered_by_its_commit_and_not_missed(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequence number is lower than those of messages committed before it."""
+    url, may_go_on, waits = shared.url(tmp_path), threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "flush.done" and threading.current_thread() is late_writer:
+            waits.set()
+            assert may_go_on.wait(SOON)
+
+    async with process(tmp_path / "a", url, work=False) as late, process(tmp_path / "b", url, work=False) as other:
+        late_writer = late.store._writer._thread  # type: ignore[attr-defined]
+        monkeypatch.setattr(unit_of_work, "hit", hold)
+        async with other.bus.watch() as watcher:
+            slow = asyncio.ensure_future(late.send(to="ada", text="late"))
+            await asyncio.to_thread(waits.wait, SOON)
+            quick = await other.send(to="bob", text="quick")
+            behind = asyncio.ensure_future(other.send(to="ada", text="behind"))
+            seen = [await anext(watcher)]
+            may_go_on.set()
+            await asyncio.gather(slow, behind)
+            while len({event.subject for event in seen if event.kind == "message.created"}) < 3:
+                seen.append(await anext(watcher))
+        assert [event.seq for event in seen] == list(range(seen[0].seq, seen[0].seq + len(seen)))
+        assert seen[0].subject == quick.message_id
+        assert [message.payload["text"] for message in await other.waiting("ada")] == ["late", "behind"]
+        numbers = {m.payload["text"]: m.seq for who in ("ada", "bob") for m in await other.waiting(who)}
+        assert numbers["late"] < numbers["quick"]
