@@ -27,7 +27,7 @@ from coterie.config import ServerAddress, ServerSettings, SocietyFolder, write_a
 from coterie.society import Society
 from coterie.testing import ModelServer
 from coterie.testing.replies import Reply, Says
-from coterie.web.auth import keep_token
+from coterie.web.auth import load_token
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Environment(AbstractContextManager["Environment"]):
             self._server = SocietyServer.bind(ServerSettings(port=0), token)
             self.society = await Society.start(self.folder)
             data = SocietyFolder(self.folder).data
-            await self._server.start(self.society, keep_token(data, token))
+            await self._server.start(self.society, load_token(data, token))
             write_address(data, ServerAddress(url=self._server.addresses.local, pid=os.getpid(), token=token))
 
         self.run(begin())

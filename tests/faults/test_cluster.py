@@ -167,7 +167,7 @@ async def stream(society: Society) -> AsyncIterator[Any]:
         async with listening(hub) as ear:
             yield ear
     finally:
-        await hub.shut(0)
+        await hub.shut_down(0)
 
 
 async def test_a_reply_is_streamed_at_servers_that_do_not_generate_it(shared: Postgres, tmp_path: Path) -> None:

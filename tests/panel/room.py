@@ -102,15 +102,15 @@ class Room:
 
     def drop_streams(self) -> int:
         """Every event stream is cut, as by a proxy that restarts."""
-        guests = [guest for guest in self.app.state.hub._guests if guest.live]
-        for guest in guests:
-            guest.drop()
-        return len(guests)
+        clients = [client for client in self.app.state.hub.clients if client.is_live]
+        for client in clients:
+            client.drop()
+        return len(clients)
 
     @property
     def streams(self) -> int:
         """Those that have caught up."""
-        return sum(guest.live for guest in self.app.state.hub._guests)
+        return sum(client.is_live for client in self.app.state.hub.clients)
 
 
 class Held:
@@ -196,5 +196,5 @@ async def room(folder: Path, browser: Browser, **settings: Any) -> AsyncIterator
             yield opened
         finally:
             await opened.close()
-            await app.state.hub.shut(0)
+            await app.state.hub.shut_down(0)
             await server.stop()

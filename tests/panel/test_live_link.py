@@ -115,7 +115,7 @@ async def test_a_server_that_stops_says_goodbye(panel: Room) -> None:
     page = await panel.open()
     await eventually(lambda: _listens(panel))
     panel.allow("Failed to load resource|ERR_|net::")
-    await panel.app.state.hub.shut(2)
+    await panel.app.state.hub.shut_down(2)
     await expect(page.get_by_text("2 delayed messages were delivered early")).to_be_visible()
 
 

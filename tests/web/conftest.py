@@ -1,4 +1,4 @@
-"""A society behind its door, and a client that has the key."""
+"""An app on a test society, and HTTP clients with and without the token."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def app(society: Society, access: Access, clock: FakeClock) -> FastAPI:
 
 
 @pytest.fixture
-async def stranger(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """Somebody without a token."""
+async def anonymous(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """A client without a token."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
         yield client
 
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """Somebody with the token."""
+    """A client with the token."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:
         yield client

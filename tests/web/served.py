@@ -1,4 +1,4 @@
-"""A society behind a real server on loopback, in a thread with a loop of its own."""
+"""A society on a real server on loopback, in a thread with its own event loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def served(folder: Path, *, work: bool = False) -> Iterator[Served]:
             found.append(Served(f"http://127.0.0.1:{port}", app, society, asyncio.get_running_loop()))
             ready.set()
             await asyncio.to_thread(ended.wait)
-            await app.state.hub.shut(0)
+            await app.state.hub.shut_down(0)
             server.should_exit = True
             await serving
 

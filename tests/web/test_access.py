@@ -9,56 +9,56 @@ import pytest
 
 from coterie.errors import CoterieError
 from coterie.testing import FakeClock
-from coterie.web.auth import Access, keep_token
+from coterie.web.auth import Access, load_token
 
 from .conftest import BASE, TOKEN
 
 
-async def test_a_link_lets_one_browser_in_once(stranger: httpx.AsyncClient, access: Access) -> None:
+async def test_a_link_lets_one_browser_in_once(anonymous: httpx.AsyncClient, access: Access) -> None:
     code = access.new_code()
-    answer = await stranger.get("/", params={"code": code})
+    answer = await anonymous.get("/", params={"code": code})
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     cookie = answer.headers["set-cookie"]
     assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
     assert TOKEN not in cookie
-    assert (await stranger.get("/metrics")).status_code == 200
+    assert (await anonymous.get("/metrics")).status_code == 200
 
-    stranger.cookies.clear()
-    again = await stranger.get("/", params={"code": code})
+    anonymous.cookies.clear()
+    again = await anonymous.get("/", params={"code": code})
     assert (again.status_code, again.json()["code"]) == (401, "code_invalid")
-    assert (await stranger.get("/metrics")).status_code == 401
+    assert (await anonymous.get("/metrics")).status_code == 401
 
 
-async def test_a_code_may_come_in_a_body(stranger: httpx.AsyncClient, access: Access) -> None:
-    answer = await stranger.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
+async def test_a_code_may_come_in_a_body(anonymous: httpx.AsyncClient, access: Access) -> None:
+    answer = await anonymous.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
     assert answer.status_code == 303
-    stranger.cookies.clear()
+    anonymous.cookies.clear()
     headers = {"Content-Type": "application/json"}
     for body in (b"", b"{}", b"[]", b'{"code": 7}', b'{"code": "\xc3\xa4"}'):
-        assert (await stranger.post("/session", content=body, headers=headers)).status_code == 401
-    assert (await stranger.post("/session", content=b"{", headers=headers)).json()["code"] == "json_invalid"
+        assert (await anonymous.post("/session", content=body, headers=headers)).status_code == 401
+    assert (await anonymous.post("/session", content=b"{", headers=headers)).json()["code"] == "json_invalid"
 
 
 async def test_a_link_is_too_old_after_ten_minutes(
-    stranger: httpx.AsyncClient, access: Access, clock: FakeClock
+    anonymous: httpx.AsyncClient, access: Access, clock: FakeClock
 ) -> None:
     early, late = access.new_code(), access.new_code()
     await clock.advance(minutes=9, seconds=59)
-    assert (await stranger.get("/", params={"code": early})).status_code == 303
+    assert (await anonymous.get("/", params={"code": early})).status_code == 303
     await clock.advance(seconds=2)
-    assert (await stranger.get("/", params={"code": late})).status_code == 401
+    assert (await anonymous.get("/", params={"code": late})).status_code == 401
 
 
-async def test_codes_cannot_be_tried_without_end(stranger: httpx.AsyncClient) -> None:
-    statuses = [(await stranger.get("/", params={"code": f"{n}"})).status_code for n in range(22)]
+async def test_codes_cannot_be_tried_without_end(anonymous: httpx.AsyncClient) -> None:
+    statuses = [(await anonymous.get("/", params={"code": f"{n}"})).status_code for n in range(22)]
     assert statuses == [401] * 20 + [429] * 2
 
 
-async def test_the_link_that_is_made_on_request_works(client: httpx.AsyncClient, stranger: httpx.AsyncClient) -> None:
+async def test_the_link_that_is_made_on_request_works(client: httpx.AsyncClient, anonymous: httpx.AsyncClient) -> None:
     url = (await client.post("/api/v1/links")).json()["url"]
     assert url.startswith(f"{BASE}/?code=")
     assert TOKEN not in url
-    assert (await stranger.get(url)).status_code == 303
+    assert (await anonymous.get(url)).status_code == 303
 
 
 def test_the_cookie_outlives_a_restart_and_ends_with_the_token(clock: FakeClock) -> None:
@@ -84,27 +84,27 @@ def test_codes_are_hard_to_guess_and_their_number_is_bounded(clock: FakeClock) -
 
 
 def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
-    token = keep_token(tmp_path, None)
+    token = load_token(tmp_path, None)
     assert len(token) >= 22
-    assert keep_token(tmp_path, None) == token
+    assert load_token(tmp_path, None) == token
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-    assert keep_token(tmp_path, "given") == "given"
+    assert load_token(tmp_path, "given") == "given"
 
 
 def test_a_token_that_others_could_read_is_made_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    token = keep_token(tmp_path, None)
+    token = load_token(tmp_path, None)
     (tmp_path / "token").chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        assert keep_token(tmp_path, None) == token
-    assert "could be read by others" in caplog.text
+        assert load_token(tmp_path, None) == token
+    assert "was readable by others" in caplog.text
     assert token not in caplog.text
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("token", ["", "with space", "ümlaut", "new\nline"])
 def test_a_token_that_no_header_can_carry_is_refused(tmp_path: Path, token: str) -> None:
-    with pytest.raises(CoterieError, match="cannot be used"):
-        keep_token(tmp_path, token)
+    with pytest.raises(CoterieError, match="is invalid"):
+        load_token(tmp_path, token)
 
 
 def test_nothing_shows_the_token(clock: FakeClock) -> None:

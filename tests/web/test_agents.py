@@ -14,9 +14,9 @@ from coterie.agents import Agent
 from coterie.clock import SystemClock
 from coterie.society import Society
 from coterie.testing import Calls, ModelServer, Says
-from coterie.web import wire
 from coterie.web.app import build_app
 from coterie.web.auth import Access
+from coterie.web.schemas import AgentStatus
 from tests.web.conftest import BASE, TOKEN
 
 API = "/api/v1"
@@ -105,8 +105,8 @@ async def test_agents_come_in_pages(client: httpx.AsyncClient) -> None:
     ],
 )
 def test_states_of_work_are_one_with_a_phase(stored: Any, state: str, phase: str | None) -> None:
-    shown = wire.state(Agent(id="a", name="A", state=stored))
-    assert (shown["state"], shown.get("phase")) == (state, phase)
+    status = AgentStatus.of(Agent(id="a", name="A", state=stored))
+    assert (status.state, status.phase or None) == (state, phase)
 
 
 async def test_an_agent_can_be_made_and_ended(client: httpx.AsyncClient) -> None:

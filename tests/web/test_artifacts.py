@@ -32,6 +32,7 @@ async def test_a_file_comes_back_as_it_went_in(client: httpx.AsyncClient) -> Non
     assert answer.status_code == 201
     described = answer.json()
     ref = described.pop("artifactRef")
+    assert described.pop("createdAt") == (await client.get(f"{ARTIFACTS}/{ref}/meta")).json()["createdAt"]
     assert described == {"type": "image", "filename": "图 1.png", "mimeType": "image/png", "size": len(PNG)}
 
     got = await client.get(f"{ARTIFACTS}/{ref}")

@@ -15,7 +15,7 @@ from coterie.testing import FakeClock
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
 from coterie.web.auth import Access
-from coterie.web.connections import HEAD_BYTES, LEFTOVER_BYTES, STRANGERS_OF_ADDRESS, Connections
+from coterie.web.connections import MAX_HEAD_BYTES, MAX_LEFTOVER_BYTES, MAX_UNAUTHENTICATED_PER_ADDRESS, Connections
 from coterie.web.server import WebServer, listen, port_of
 
 from .test_server import AUTH, PATIENCE, Wire
@@ -65,7 +65,7 @@ async def server(
     await web.start()
     found = Server(port_of(sockets), web.connections)
     yield found
-    await app.state.hub.shut(0)
+    await app.state.hub.shut_down(0)
     await web.stop()
     with capsys.disabled():
         if found.slowest:
@@ -133,8 +133,8 @@ async def test_who_sends_too_slowly_is_told(server: Server, clock: FakeClock) ->
 async def test_three_hundred_half_sent_requests_do_not_silence_the_owner(server: Server, sent: str) -> None:
     wires = await server.attack(sent, 300)
     await server.serves_the_owner()
-    await until(lambda: server.connections.strangers <= STRANGERS_OF_ADDRESS)
-    await all_ended(wires[: 300 - STRANGERS_OF_ADDRESS - 1])  # the oldest
+    await until(lambda: server.connections.unauthenticated <= MAX_UNAUTHENTICATED_PER_ADDRESS)
+    await all_ended(wires[: 300 - MAX_UNAUTHENTICATED_PER_ADDRESS - 1])  # the oldest
     await server.serves_the_owner()
     for wire in wires:
         wire.writer.close()
@@ -159,9 +159,9 @@ async def test_the_owners_connections_stay_open_while_strangers_come_and_go(serv
 async def test_the_owner_gets_through_between_two_crowds_that_come_at_once(server: Server) -> None:
     """From the owner's own address: the second crowd is larger than all strangers of one address may be."""
     for _ in range(3):
-        crowd = [server.knock() for _ in range(2 * STRANGERS_OF_ADDRESS)]
+        crowd = [server.knock() for _ in range(2 * MAX_UNAUTHENTICATED_PER_ADDRESS)]
         owner = server.knock(f"GET /metrics HTTP/1.1\r\nHost: HERE\r\n{AUTH}\r\n\r\n")
-        crowd += [server.knock() for _ in range(2 * STRANGERS_OF_ADDRESS)]
+        crowd += [server.knock() for _ in range(2 * MAX_UNAUTHENTICATED_PER_ADDRESS)]
         began = time.monotonic()
         async with asyncio.timeout(PATIENCE):
             answer = await asyncio.get_running_loop().sock_recv(owner, 1000)
@@ -177,10 +177,10 @@ async def test_a_connection_whose_next_request_brings_no_secret_is_a_strangers_a
     async with Wire.to(server.port) as wire:
         wire.say("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
         assert await wire.status() == 200
-        assert (len(server.connections), server.connections.strangers) == (1, 0)
+        assert (len(server.connections), server.connections.unauthenticated) == (1, 0)
         wire.say("GET /healthz HTTP/1.1", "Host: HERE")
         assert await wire.status() == 200
-        assert server.connections.strangers == 1
+        assert server.connections.unauthenticated == 1
 
 
 async def test_a_body_that_drips_ends_and_an_upload_that_goes_on_does_not(server: Server, clock: FakeClock) -> None:
@@ -254,7 +254,7 @@ ENDLESS = {
     "bytes after the last request": endless(GET + "Connection: close\r\n\r\n", b"x"),
     "requests in one go": endless("", b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n"),
 }  # fmt: skip
-MOST = 8 * LEFTOVER_BYTES
+MOST = 8 * MAX_LEFTOVER_BYTES
 """Bytes that each attacker tries to send."""
 
 
@@ -285,10 +285,10 @@ async def test_what_has_no_end_is_cut_off_and_the_owner_is_served(server: Server
 @pytest.mark.parametrize(
     ("text", "status"),
     [
-        (GET + "X: " + "x" * 2 * HEAD_BYTES, b"431"),
+        (GET + "X: " + "x" * 2 * MAX_HEAD_BYTES, b"431"),
         (GET + "X: y\r\n" * 300 + "\r\n", b"431"),
-        (CHUNKED + "1\r\n{\r\n0\r\nX: " + "x" * 2 * HEAD_BYTES, b"400"),
-        (CHUNKED + "1;" + "x" * 2 * HEAD_BYTES, b"400"),
+        (CHUNKED + "1\r\n{\r\n0\r\nX: " + "x" * 2 * MAX_HEAD_BYTES, b"400"),
+        (CHUNKED + "1;" + "x" * 2 * MAX_HEAD_BYTES, b"400"),
     ],
 )
 async def test_what_is_too_long_is_told_so(server: Server, text: str, status: bytes) -> None:
@@ -337,33 +337,35 @@ class Peer:
 
 
 def test_who_opens_many_connections_closes_only_their_own(clock: FakeClock) -> None:
-    connections = Connections(clock, strangers=10, of_address=8)
+    connections = Connections(clock, max_unauthenticated=10, max_per_address=8)
     quiet = [Peer(f"198.51.100.{n}") for n in range(4)]
     loud = [Peer("203.0.113.1") for _ in range(40)]
     network = [Peer(f"2001:db8::{n + 1:x}") for n in range(40)]
     for peer in (*quiet, *loud, *network):
         connections.add(peer)
     assert not any(peer.closed for peer in quiet)
-    assert connections.strangers == len(connections) == 10
+    assert connections.unauthenticated == len(connections) == 10
     assert [peer.closed for peer in network] == sorted((peer.closed for peer in network), reverse=True)
 
 
 def test_who_brought_a_right_secret_is_never_closed_for_others(clock: FakeClock) -> None:
-    connections = Connections(clock, strangers=10, of_address=8)
+    connections = Connections(clock, max_unauthenticated=10, max_per_address=8)
     owner, other = Peer("127.0.0.1"), Peer("127.0.0.1")
     for peer in (owner, other):
         connections.add(peer)
-        connections.set_known(peer, True)
+        connections.set_authenticated(peer, True)
     flood = [Peer("127.0.0.1") for _ in range(100)]
     for peer in flood:
         connections.add(peer)
-    assert not owner.closed and connections.strangers == 8
-    connections.set_known(other, False)
-    assert connections.strangers == 8 and not other.closed
+    assert not owner.closed and connections.unauthenticated == 8
+    connections.set_authenticated(other, False)
+    assert connections.unauthenticated == 8 and not other.closed
 
 
 def test_a_trusted_proxy_may_have_as_many_as_all_others_together(clock: FakeClock) -> None:
-    connections = Connections(clock, strangers=10, of_address=4, is_proxy=lambda address: address == "10.0.0.1")
+    connections = Connections(
+        clock, max_unauthenticated=10, max_per_address=4, is_proxy=lambda address: address == "10.0.0.1"
+    )
     proxied, direct = [Peer("10.0.0.1") for _ in range(10)], [Peer("10.0.0.2") for _ in range(10)]
     for peer in proxied:
         connections.add(peer)

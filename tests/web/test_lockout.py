@@ -44,71 +44,71 @@ async def guess_tokens(client: httpx.AsyncClient, count: int, **headers: str) ->
 
 @pytest.mark.parametrize("headers", [{}, IMAGE], ids=["program", "foreign page"])
 async def test_wrong_codes_from_the_owners_address_do_not_refuse_a_right_secret(
-    stranger: httpx.AsyncClient, access: Access, headers: dict[str, str]
+    anonymous: httpx.AsyncClient, access: Access, headers: dict[str, str]
 ) -> None:
     cookie, code = cookie_of(access), access.new_code()
-    assert await guess_codes(stranger, 30, headers) == [401] * 20 + [429] * 10
-    assert (await stranger.get("/metrics", headers=BEARER)).status_code == 200
-    assert (await stranger.get("/metrics", headers=cookie)).status_code == 200
-    assert (await stranger.get("/", params={"code": code})).status_code == 303
-    again = await stranger.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
+    assert await guess_codes(anonymous, 30, headers) == [401] * 20 + [429] * 10
+    assert (await anonymous.get("/metrics", headers=BEARER)).status_code == 200
+    assert (await anonymous.get("/metrics", headers=cookie)).status_code == 200
+    assert (await anonymous.get("/", params={"code": code})).status_code == 303
+    again = await anonymous.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
     assert again.status_code == 303
 
 
 async def test_wrong_tokens_and_cookies_are_slowed_and_told_for_how_long(
-    stranger: httpx.AsyncClient, access: Access, clock: FakeClock
+    anonymous: httpx.AsyncClient, access: Access, clock: FakeClock
 ) -> None:
-    assert await guess_tokens(stranger, 21) == [401] * 20 + [429]
+    assert await guess_tokens(anonymous, 21) == [401] * 20 + [429]
     for wrong in (WRONG, {"Cookie": f"{access.cookie_name}=nonsense"}):
-        answer = await stranger.get("/metrics", headers=wrong)
+        answer = await anonymous.get("/metrics", headers=wrong)
         assert (answer.status_code, answer.json()["code"]) == (429, "too_many_requests")
         assert int(answer.headers["retry-after"]) >= 1
-    answer = await stranger.get("/", params={"code": "wrong"})
+    answer = await anonymous.get("/", params={"code": "wrong"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    assert (await stranger.get("/metrics", headers=BEARER)).status_code == 200
+    assert (await anonymous.get("/metrics", headers=BEARER)).status_code == 200
     await clock.advance(seconds=1)
-    assert await guess_tokens(stranger, 2) == [401, 429]
+    assert await guess_tokens(anonymous, 2) == [401, 429]
 
 
 async def test_requests_of_a_foreign_page_do_not_use_up_what_the_owner_may_ask_without_a_secret(
-    stranger: httpx.AsyncClient, access: Access
+    anonymous: httpx.AsyncClient, access: Access
 ) -> None:
-    flood = [(await stranger.get("/healthz", headers=IMAGE)).status_code for _ in range(1_001)]
+    flood = [(await anonymous.get("/healthz", headers=IMAGE)).status_code for _ in range(1_001)]
     assert flood[-1] == 429
-    assert (await stranger.get("/", headers={"Sec-Fetch-Site": "none"})).status_code == 200
-    assert await guess_codes(stranger, 1) == [401]
+    assert (await anonymous.get("/", headers={"Sec-Fetch-Site": "none"})).status_code == 200
+    assert await guess_codes(anonymous, 1) == [401]
 
 
 async def test_a_flood_without_secrets_does_not_refuse_a_right_code(
-    stranger: httpx.AsyncClient, access: Access
+    anonymous: httpx.AsyncClient, access: Access
 ) -> None:
-    flood = [(await stranger.get("/healthz")).status_code for _ in range(1_001)]
+    flood = [(await anonymous.get("/healthz")).status_code for _ in range(1_001)]
     assert flood[-1] == 429
-    assert (await stranger.get("/", params={"code": "wrong"})).status_code == 429
-    assert (await stranger.get("/", params={"code": access.new_code()})).status_code == 303
-    stranger.cookies.clear()
-    again = await stranger.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
+    assert (await anonymous.get("/", params={"code": "wrong"})).status_code == 429
+    assert (await anonymous.get("/", params={"code": access.new_code()})).status_code == 303
+    anonymous.cookies.clear()
+    again = await anonymous.post("/session", json={"code": access.new_code()}, headers={"Origin": BASE})
     assert again.status_code == 303
 
 
 async def test_a_browser_with_an_old_cookie_still_gets_the_page_and_may_use_a_new_link(
-    stranger: httpx.AsyncClient, access: Access
+    anonymous: httpx.AsyncClient, access: Access
 ) -> None:
     """The token was changed, so the cookie is wrong; the browser sends it with every file of the page."""
     old = {"Cookie": f"{access.cookie_name}=of-another-token"}
-    assert [(await stranger.get("/static/app.js", headers=old)).status_code for _ in range(40)] == [200] * 40
-    assert (await stranger.get("/", params={"code": access.new_code()}, headers=old)).status_code == 303
+    assert [(await anonymous.get("/static/app.js", headers=old)).status_code for _ in range(40)] == [200] * 40
+    assert (await anonymous.get("/", params={"code": access.new_code()}, headers=old)).status_code == 303
 
 
 async def test_a_second_cookie_of_the_same_name_does_not_hide_the_right_one(
-    stranger: httpx.AsyncClient, access: Access
+    anonymous: httpx.AsyncClient, access: Access
 ) -> None:
     """Servers on other ports of the same machine may set cookies for this one."""
     right = cookie_of(access)["Cookie"]
     for line in (f"{access.cookie_name}=bad; {right}", f"{right}; {access.cookie_name}=bad"):
-        assert (await stranger.get("/metrics", headers={"Cookie": line})).status_code == 200
+        assert (await anonymous.get("/metrics", headers={"Cookie": line})).status_code == 200
     both = {**WRONG, "Cookie": right}
-    assert (await stranger.get("/metrics", headers=both)).status_code == 200
+    assert (await anonymous.get("/metrics", headers=both)).status_code == 200
 
 
 # Behind a proxy

@@ -50,7 +50,7 @@ async def hear(reader: asyncio.StreamReader, into: list[str], count: int) -> str
 
 async def until_all_listen(server: Served, count: int) -> None:
     async with asyncio.timeout(30):
-        while sum(guest.live for guest in tuple(server.app.state.hub._guests)) < count:
+        while sum(client.is_live for client in tuple(server.app.state.hub.clients)) < count:
             await asyncio.sleep(0.01)
 
 

@@ -42,10 +42,10 @@ def test_there_are_routes_to_look_at(app: FastAPI) -> None:
 
 
 async def test_without_a_token_every_route_but_the_public_ones_is_closed(
-    app: FastAPI, stranger: httpx.AsyncClient
+    app: FastAPI, anonymous: httpx.AsyncClient
 ) -> None:
     for method, path, template in calls(app):
-        answer = await stranger.request(method, path)
+        answer = await anonymous.request(method, path)
         if template in PUBLIC:
             assert answer.status_code in (200, 404), (method, path)
         else:

@@ -8,7 +8,7 @@ from coterie.society import Society
 from coterie.store import worker_name
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
-from coterie.web.metrics import HttpMeter, Numbers
+from coterie.web.metrics import Metrics
 
 
 async def test_the_numbers_follow_what_happens(client: httpx.AsyncClient, society: Society) -> None:
@@ -48,7 +48,7 @@ async def test_a_store_that_cannot_write_is_not_ready(client: httpx.AsyncClient,
 
 async def test_whoever_works_here_is_counted_by_name(tmp_path: Path, clock: FakeClock) -> None:
     async with Society.open(tmp_path, clock=clock) as society:
-        numbers = (await Numbers(society, HttpMeter(), lambda: 0).text()).decode()
+        numbers = (await Metrics(society, lambda: 0).render()).decode()
     for name in ("claims", "heartbeats_total", "fenced_writes_total", "lease_takeovers_total"):
         assert f'coterie_worker_{name}{{worker="{worker_name()}"}} 0.0' in numbers
 

@@ -11,7 +11,7 @@ from coterie.society import Society
 from coterie.testing import FakeClock
 from coterie.web.app import build_app
 from coterie.web.auth import Access
-from coterie.web.middleware import BODY_BYTES, EVENTS, POLICY
+from coterie.web.middleware import EVENTS, MAX_BODY_BYTES, POLICY
 
 from .conftest import BASE, TOKEN
 
@@ -36,9 +36,9 @@ async def test_every_answer_carries_the_same_security_headers(client: httpx.Asyn
     assert SNAPSHOT["content-security-policy"] == POLICY
 
 
-async def test_a_refusal_carries_them_too(stranger: httpx.AsyncClient) -> None:
+async def test_a_refusal_carries_them_too(anonymous: httpx.AsyncClient) -> None:
     for headers in ({}, {"Host": "evil.example"}):
-        answer = await stranger.get("/metrics", headers=headers)
+        answer = await anonymous.get("/metrics", headers=headers)
         assert {name: answer.headers[name] for name in SNAPSHOT} == SNAPSHOT
 
 
@@ -81,7 +81,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
     ],
 )
 async def test_who_may_write_and_listen_from_where(
-    stranger: httpx.AsyncClient,
+    anonymous: httpx.AsyncClient,
     cookie: dict[str, str],
     method: str,
     secret: str,
@@ -92,7 +92,7 @@ async def test_who_may_write_and_listen_from_where(
     headers = dict(BEARER if secret == "bearer" else cookie)
     headers |= {"Origin": origin} if origin else {}
     headers |= {"Sec-Fetch-Site": site} if site else {}
-    answer = await stranger.request(method, LINK if method == "POST" else EVENTS, headers=headers)
+    answer = await anonymous.request(method, LINK if method == "POST" else EVENTS, headers=headers)
     assert answer.status_code == status
     if status == 403:
         assert answer.json()["code"] == "foreign_origin"
@@ -109,22 +109,22 @@ async def test_json_cannot_be_uploaded_as_a_file(client: httpx.AsyncClient) -> N
 
 
 async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
-    answer = await client.post(LINK, content=b" " * (BODY_BYTES + 1), headers={"Content-Type": "application/json"})
+    answer = await client.post(LINK, content=b" " * (MAX_BODY_BYTES + 1), headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
 async def test_strangers_are_held_back_and_the_owner_is_not(
-    app: FastAPI, stranger: httpx.AsyncClient, client: httpx.AsyncClient, clock: FakeClock
+    app: FastAPI, anonymous: httpx.AsyncClient, client: httpx.AsyncClient, clock: FakeClock
 ) -> None:
-    statuses = [(await stranger.get("/healthz")).status_code for _ in range(1_001)]
+    statuses = [(await anonymous.get("/healthz")).status_code for _ in range(1_001)]
     assert statuses.count(200) == 1_000
-    answer = await stranger.get("/metrics")
+    answer = await anonymous.get("/metrics")
     assert (answer.status_code, answer.json()["code"]) == (429, "too_many_requests")
     assert int(answer.headers["retry-after"]) >= 1
     assert (await client.get("/metrics")).status_code == 200
 
     await clock.advance(seconds=1)
-    assert (await stranger.get("/healthz")).status_code == 200
+    assert (await anonymous.get("/healthz")).status_code == 200
 
 
 async def test_while_it_stops_new_requests_are_turned_away_and_the_connection_ends(
@@ -180,6 +180,6 @@ async def test_who_can_begin_nothing_for_want_of_disk_is_not_ready(
 
 
 async def test_only_the_whole_token_is_the_token(access: Access) -> None:
-    assert access.knows_token(TOKEN.encode())
+    assert access.is_token(TOKEN.encode())
     for wrong in (TOKEN[:-1].encode(), TOKEN.upper().encode(), b"", "ä".encode()):
-        assert not access.knows_token(wrong)
+        assert not access.is_token(wrong)

@@ -18,7 +18,7 @@ from coterie.testing import FakeClock
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
 from coterie.web.auth import Access
-from coterie.web.middleware import BODY_BYTES
+from coterie.web.middleware import MAX_BODY_BYTES
 from coterie.web.server import WebServer, close, listen, port_of
 
 from .conftest import TOKEN
@@ -112,7 +112,7 @@ async def test_headers_without_end_are_cut_off(port: int) -> None:
 async def test_a_chunked_body_beyond_the_limit_is_refused_and_the_connection_goes_on(port: int) -> None:
     async with Wire.to(port) as wire:
         wire.say("POST /session HTTP/1.1", "Host: HERE", "Content-Type: application/json", "Transfer-Encoding: chunked")
-        for _ in range(2 * BODY_BYTES // 65_536):
+        for _ in range(2 * MAX_BODY_BYTES // 65_536):
             wire.writer.write(b"10000\r\n" + b" " * 65_536 + b"\r\n")
             await wire.writer.drain()
         wire.writer.write(b"0\r\n\r\n")
@@ -148,7 +148,7 @@ async def test_nothing_stays_of_a_file_whose_sender_left(port: int, society: Soc
 async def test_a_silent_sender_is_told_and_nothing_stays(
     port: int, society: Society, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.web.uploads.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("coterie.web.uploads.IDLE_TIMEOUT_SECONDS", 0.1)
     async with Wire.to(port) as wire:
         wire.say(
             "POST /api/v1/artifacts HTTP/1.1", "Host: HERE", AUTH, "Content-Length: 1000000",
@@ -166,8 +166,8 @@ async def test_a_client_that_is_let_go_loses_its_connection_and_no_error_is_logg
     async with Wire.to(port) as wire:
         wire.say("GET /api/v1/events HTTP/1.1", "Host: HERE", AUTH)
         await wire.reader.readuntil(b"event: hello")
-        (guest,) = app.state.hub._guests
-        guest.drop()
+        (client,) = app.state.hub.clients
+        client.drop()
         with contextlib.suppress(ConnectionError):
             assert not (await wire.reader.read()).endswith(b"0\r\n\r\n")
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []

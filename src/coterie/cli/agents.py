@@ -92,7 +92,7 @@ async def find_agent(store: Store, name: str, *, or_person: bool = False) -> Age
 
 def _to_json(agent: Agent, directory: AgentDirectory, unread: int, worker: str | None) -> dict[str, Any]:
     from coterie.errors import CoterieError
-    from coterie.web import wire
+    from coterie.web.schemas import AgentStatus
 
     service, parent = None, agent.parent
     try:
@@ -103,7 +103,7 @@ def _to_json(agent: Agent, directory: AgentDirectory, unread: int, worker: str |
     return {
         "id": agent.id,
         "name": agent.name,
-        **wire.state(agent),
+        **AgentStatus.of(agent).to_dict(),
         "service": service,
         "parent": parent,
         "waiting": agent.waiting,

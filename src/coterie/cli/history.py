@@ -64,11 +64,11 @@ async def _read_history(folder: Path, agent_id: str) -> list[dict[str, Any]]:
     from coterie.admin.inspect import Inspection
     from coterie.agent.context import SystemPrompts
     from coterie.errors import CoterieError
-    from coterie.web import wire
+    from coterie.web.schemas import HistoryItem
 
     async with Inspection.open(folder) as stored:
         await find_agent(stored.store, agent_id)
-        rows = [wire.said(row) for row in await stored.store.history(agent_id)]
+        rows = [HistoryItem.of(row).to_dict() for row in await stored.store.history(agent_id)]
         directory = await read_directory(stored)
     try:
         prompt = SystemPrompts(directory).render(directory.profile(agent_id))

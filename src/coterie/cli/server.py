@@ -33,7 +33,7 @@ from coterie.supervision import Shutdown
 from coterie.tour import script
 from coterie.web.addresses import addresses, is_loopback
 from coterie.web.app import build_app
-from coterie.web.auth import Access, check_token, keep_token, link
+from coterie.web.auth import Access, check_token, load_token, one_time_link
 from coterie.web.server import WebServer, close, listen, port_of, raise_file_limit
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class SocietyServer:
         await self._server.start()
 
     def login_link(self) -> str:
-        return link(self.addresses.url, self._access)
+        return one_time_link(self.addresses.url, self._access)
 
     @property
     def ended(self) -> asyncio.Future[Any]:
@@ -129,7 +129,7 @@ async def run_server(options: ServeOptions) -> int:
         raise
     try:
         raise_file_limit()
-        await server.start(society, keep_token(folder.data, options.token))
+        await server.start(society, load_token(folder.data, options.token))
         write_address(folder.data, ServerAddress(url=server.addresses.local, pid=os.getpid(), token=options.token))
     except BaseException:
         await society.abandon()

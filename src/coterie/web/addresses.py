@@ -1,6 +1,6 @@
-"""Under which names this server is asked for. Whoever asks for another was led here by a foreign name server.
+"""Addresses: the host names this server answers to, and the client address that a request is counted for.
 
-The address that a request counts for: the peer's, or the client's that a trusted proxy names.
+Requests for other host names are refused, because DNS rebinding sends such requests.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from starlette.types import Scope
 from coterie.errors import ConfigError, Problem
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-_ANY = ("0.0.0.0", "::", "")  # noqa: S104 - named to be told apart, not to listen on
+_ANY = ("0.0.0.0", "::", "")  # noqa: S104 - only compared with, not bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     hosts: frozenset[bytes]
-    """What `Host` may say, each exact and with its port."""
+    """Allowed values of `Host`, with port."""
     origins: frozenset[bytes]
-    """What `Origin` may say."""
+    """Allowed values of `Origin`."""
     trusted: frozenset[bytes]
-    """Those hosts at which every browser says where a request comes from: on loopback, and over https."""
+    """Hosts for which every browser sends `Sec-Fetch-Site`: loopback and https."""
     local: str
-    """Where programs on the same machine reach it."""
+    """The URL for programs on the same machine."""
     url: str
-    """The one to tell people."""
+    """The URL for people."""
 
     @property
     def secure(self) -> bool:
@@ -39,13 +39,13 @@ class Addresses:
 
 
 def addresses(host: str, port: int, public_url: str = "", allowed: Sequence[str] = ()) -> Addresses:
-    """For a server that listens on `host` and `port`; `public_url` is what people type, `allowed` more names."""
+    """Addresses of a server that listens on `host` and `port`; `allowed`: further host names."""
     own = [f"{name}:{port}" for name in LOOPBACK]
     if host not in _ANY:
         own.append(f"{bracketed(host)}:{port}")
-    # A browser leaves out the port that its scheme implies, and a proxy may have taken the other one.
+    # Browsers omit a scheme's default port, and a proxy may listen on another port.
     named = [*allowed, *(f"{name}:{port}" for name in allowed if not _has_port(name))]
-    hosts = [name.lower() for name in (*own, *named, *(n.removesuffix(":80") for n in own if port == 80))]
+    hosts = [name.lower() for name in (*own, *named, *(name.removesuffix(":80") for name in own if port == 80))]
     origins = [f"http://{name}" for name in hosts] + [f"https://{name.lower()}" for name in named]
     trusted = [name for name in hosts if is_loopback(name.rpartition(":")[0])]
     if public := _public(public_url):
@@ -87,8 +87,8 @@ def _public(url: str) -> tuple[str, str] | None:
     except ValueError:
         parts, port = urlsplit(""), None
     if port == 0 or parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-        sentence = f'expected an address such as "https://coterie.example", got "{url}"'
-        raise ConfigError([Problem("coterie.toml: server.public_url", sentence, fatal=True)])
+        message = f'expected an address such as "https://coterie.example", got "{url}"'
+        raise ConfigError([Problem("coterie.toml: server.public_url", message, fatal=True)])
     return parts.scheme, parts.netloc.rpartition("@")[2].lower()
 
 
@@ -97,34 +97,34 @@ def _encoded(names: Sequence[str]) -> frozenset[bytes]:
 
 
 IPV6_PREFIX = 64
-"""One customer of a provider has at least this network, so it has one budget."""
+"""One subscriber has at least a network of this size, so all its addresses are counted as one."""
 Headers = Iterable[tuple[bytes, bytes]]
 _FOR = re.compile(rb'(?:^|;)\s*for\s*=\s*"?([^";]*)"?', re.I)
 
 
 class ClientAddresses:
-    """Finds the client behind proxies that the owner named; `trusted`: their addresses or networks."""
+    """Finds the client behind trusted proxies; `trusted`: their addresses or networks."""
 
     def __init__(self, trusted: Sequence[str] = ()) -> None:
-        self._networks = tuple(ip_network(one, strict=False) for one in trusted)
+        self._networks = tuple(ip_network(network, strict=False) for network in trusted)
         self.trusts = lru_cache(maxsize=1024)(self._is_trusted)
 
     def resolve(self, scope: Scope) -> None:
-        """Replace `scope["client"]` by the client that a trusted peer names."""
+        """Replace `scope["client"]` by the client that a trusted proxy names."""
         peer = scope["client"][0] if scope["client"] else ""
         if self._networks and self.trusts(peer):
             scope["client"] = (self._behind(peer, scope["headers"]), 0)
 
     def _behind(self, peer: str, headers: Headers) -> str:
-        told = list(headers)
-        found = {
+        pairs = list(headers)
+        candidates = {
             address
-            for chain in (list(_x_forwarded_for(told)), list(_forwarded(told)))
+            for chain in (list(_x_forwarded_for(pairs)), list(_forwarded(pairs)))
             if chain and (address := self._first_untrusted(chain))
         }
-        # A proxy writes one of the two headers and passes the other on as its client sent it. Which one it writes is
-        # not known here, so two different addresses mean that the client tries to choose its own.
-        return found.pop() if len(found) == 1 else peer
+        # A proxy sets one of the two headers and passes the other through unchanged. Which one is unknown here, so two
+        # different addresses mean that the client forged one.
+        return candidates.pop() if len(candidates) == 1 else peer
 
     def _first_untrusted(self, chain: Sequence[bytes]) -> str | None:
         """The last address that a trusted proxy added; None if it is not readable."""
@@ -139,15 +139,15 @@ class ClientAddresses:
         return parsed is not None and any(parsed in network for network in self._networks)
 
 
-def budget_of(scope: Scope) -> str:
-    """The key under which requests without a right secret are counted."""
-    key = budget_of_address(scope["client"][0] if scope["client"] else "")
+def client_key(scope: Scope) -> str:
+    """The key that a request's rate limits are counted under."""
+    key = client_key_of_address(scope["client"][0] if scope["client"] else "")
     return f"{key} foreign page" if _is_of_foreign_page(scope["headers"]) else key
 
 
 @lru_cache(maxsize=4096)
-def budget_of_address(address: str) -> str:
-    """The address itself; for IPv6 its network."""
+def client_key_of_address(address: str) -> str:
+    """The address itself; for IPv6 its /64 network."""
     parsed = _address(address)
     if isinstance(parsed, IPv6Address):
         return str(ip_network((parsed, IPV6_PREFIX), strict=False))
@@ -155,12 +155,12 @@ def budget_of_address(address: str) -> str:
 
 
 def _is_of_foreign_page(headers: Headers) -> bool:
-    """True if a browser says that a page of another site loads this, but not by a link that was followed.
+    """True if a page of another site makes the request, other than by a link.
 
-    Such a page runs at the owner's own address. Its requests get a budget of their own.
+    Such a page runs in the owner's browser, at the owner's address. Its requests are counted apart.
     """
-    told = dict(headers)
-    site, target = told.get(b"sec-fetch-site"), told.get(b"sec-fetch-dest")
+    by_name = dict(headers)
+    site, target = by_name.get(b"sec-fetch-site"), by_name.get(b"sec-fetch-dest")
     return site not in (None, b"same-origin", b"none") and target != b"document"
 
 
@@ -171,12 +171,12 @@ def _x_forwarded_for(headers: Headers) -> Iterator[bytes]:
 
 
 def _forwarded(headers: Headers) -> Iterator[bytes]:
-    """The `for` parameters of RFC 7239, in order; an element without one counts as unreadable."""
+    """The `for` parameters of RFC 7239, in order; empty for an element without one."""
     for name, value in headers:
         if name == b"forwarded":
             for element in value.split(b","):
-                found = _FOR.search(element)
-                yield found[1] if found else b""
+                match = _FOR.search(element)
+                yield match[1] if match else b""
 
 
 def _parse(item: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""The application: routes put together behind the gate."""
+"""The ASGI application: all routes behind the middleware."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ from fastapi import FastAPI
 from coterie import __version__
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
-from coterie.web import auth, errors, metrics, static_files
+from coterie.web import auth, metrics, static_files
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
 from coterie.web.api import ROUTERS
 from coterie.web.auth import Access
-from coterie.web.metrics import HttpMeter
-from coterie.web.middleware import Gate
+from coterie.web.errors import install_error_handlers
+from coterie.web.middleware import SecurityMiddleware
+from coterie.web.routing import install_openapi, operation_id
 from coterie.web.sse import Hub
 from coterie.web.uploads import Uploads
 
 API = "/api/v1"
-LastWords = Callable[[int], Awaitable[None]]
-"""Called on a graceful stop, while the store is still open, with the number of messages that went out early."""
+ShutdownHook = Callable[[int], Awaitable[None]]
+"""Called on a graceful stop while the store is open, with the number of delayed messages that were delivered early."""
 
 
 def build_app(
     society: Society,
-    door: Access,
+    access: Access,
     *,
     where: Addresses | None = None,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """`where`: the addresses it answers under, if other than the configured ones."""
+    """`where`: the addresses that the server answers at; default: the configured ones."""
     server = society.config.server
     app = FastAPI(
         title="Coterie",
         version=__version__,
         summary="A society of LLM agents that people talk to.",
-        docs_url=None,  # they would load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other servers
         redoc_url=None,
         redirect_slashes=False,
+        generate_unique_id_function=operation_id,
     )
     state = app.state
-    state.society, state.access = society, door
+    state.society, state.access = society, access
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
-    state.health, state.meter = metrics.Health(society.store, society.disk), HttpMeter()
-    state.uploads = Uploads(society.artifacts.max_file_bytes)
-    state.on_shutdown = list[LastWords]()
     state.clock = clock or SystemClock()
+    state.health = metrics.Health(society.store, society.disk)
+    state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.hub = Hub(society, society.live, state.clock)
-    state.on_shutdown.append(state.hub.shut)
-    state.stream_clients = lambda: len(state.hub)
-    state.numbers = metrics.Numbers(society, state.meter, lambda: int(state.stream_clients()))
-    errors.install(app)
-    # Routers are asked one after the other, so the busy ones come first.
+    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down])
+    state.metrics = metrics.Metrics(society, lambda: len(state.hub))
+    install_error_handlers(app)
+    install_openapi(app)
     for router in (*ROUTERS, auth.links):
         app.include_router(router, prefix=API)
     for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
     app.add_middleware(
-        Gate,
-        access=door,
+        SecurityMiddleware,
+        access=access,
         where=state.where,
         clock=state.clock,
         health=state.health,
-        meter=state.meter,
+        observe=state.metrics.observe_request,
         disk=society.disk,
         clients=ClientAddresses(server.trusted_proxies),
     )

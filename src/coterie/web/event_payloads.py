@@ -1,12 +1,13 @@
-"""Events of the log as a page is told them: each is looked up when it is sent, many at a time.
+"""Server-sent events for rows of the event log: each payload is read from the store when the event is sent.
 
-Every row of the log becomes exactly one event, so that a client can tell from `prev` whether it missed any. What an
-event names and is no longer there is told as `{"id": …, "gone": true}`.
+Every row becomes exactly one event, so that a client detects missed events from `prev`. An event about an object that
+no longer exists says `{"id": …, "gone": true}`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,79 +19,75 @@ from coterie.events import Event
 from coterie.messages import Message
 from coterie.society import Society
 from coterie.store import CallRecord, Page
-from coterie.web import wire
+from coterie.web import schemas
 
 RECENT_PLANS = 20
-"""Where the call that an event names is looked for, among the latest of its agent."""
-ARGUMENTS = 200
-"""Characters of a call's arguments and of its result that are shown."""
+"""Plans of an agent that are searched for the tool call of an event."""
+SHOWN_CHARACTERS = 200
+"""Of a tool call's arguments and error."""
 
 _encode = msgspec.json.Encoder().encode
 _MESSAGE = ("message.", "delayed.", "quick_replies.")
 
 
 def frame(kind: str, data: Mapping[str, Any], event_id: str | None = None) -> bytes:
-    """One event as it goes over the wire."""
-    place = f"id: {event_id}\n" if event_id is not None else ""
-    return b"".join((f"{place}event: {kind}\ndata: ".encode(), _encode(data), b"\n\n"))
+    """One event in the format of `text/event-stream`."""
+    id_line = f"id: {event_id}\n" if event_id is not None else ""
+    return b"".join((f"{id_line}event: {kind}\ndata: ".encode(), _encode(data), b"\n\n"))
 
 
-class Teller:
-    def __init__(self, society: Society, epoch: str, draft_of: Mapping[str, str]) -> None:
-        """`draft_of`: the streamed reply that a message was stored as."""
-        self._society, self._epoch, self._draft_of = society, epoch, draft_of
+class EventSerializer:
+    def __init__(self, society: Society, epoch: str, draft_ids: Mapping[str, str]) -> None:
+        """`draft_ids`: by message id, the draft that the message was streamed as."""
+        self._society, self._epoch, self._draft_ids = society, epoch, draft_ids
 
-    async def tell(self, events: Sequence[Event], prev: int) -> list[tuple[int, bytes]]:
-        """The frames of `events`, which follow on event `prev`."""
-        known = await self._look_up(events)
+    async def frames(self, events: Sequence[Event], prev: int) -> list[tuple[int, bytes]]:
+        """Position and frame of each event; `prev` is the position before the first."""
+        subjects = await self._load(events)
         frames = []
         for event in events:
-            data = {"prev": prev} | known.told(event) | _kept(event)
+            stored = msgspec.json.decode(event.data, type=dict[str, Any]) if event.data else {}
+            data = {"prev": prev} | subjects.payload(event) | stored
             frames.append((event.seq, frame(event.kind, data, f"{self._epoch}.{event.seq}")))
             prev = event.seq
         return frames
 
-    async def _look_up(self, events: Sequence[Event]) -> _Known:
+    async def _load(self, events: Sequence[Event]) -> _Subjects:
         store = self._society.store
-        messages = _subjects(events, _MESSAGE)
-        agents, made = _subjects(events, ("agent.",)), _subjects(events, ("agent.upsert",))
-        artifacts = _subjects(events, ("artifact.",))
-        at_work = {subject.partition("/")[0] for subject in _subjects(events, ("tool.",))}
-        return _Known(
-            self._society,
-            self._draft_of,
-            await store.messages_by_id(messages) if messages else {},
-            await store.agents_by_id(agents) if agents else {},
-            await store.unread(made) if made else {},
-            await store.artifacts(artifacts) if artifacts else {},
-            {agent: await store.waiting(agent) for agent in _subjects(events, ("queue.",))},
-            {agent: await self._calls(agent) for agent in sorted(at_work)},
+        messages = _ids(events, _MESSAGE)
+        agents, upserted = _ids(events, ("agent.",)), _ids(events, ("agent.upsert",))
+        artifacts = _ids(events, ("artifact.",))
+        callers = {subject.partition("/")[0] for subject in _ids(events, ("tool.",))}
+        return _Subjects(
+            society=self._society,
+            draft_ids=self._draft_ids,
+            messages=await store.messages_by_id(messages) if messages else {},
+            agents=await store.agents_by_id(agents) if agents else {},
+            unread=await store.unread(upserted) if upserted else {},
+            artifacts=await store.artifacts(artifacts) if artifacts else {},
+            queues={agent: await store.waiting(agent) for agent in _ids(events, ("queue.",))},
+            calls={agent: await self._recent_calls(agent) for agent in sorted(callers)},
         )
 
-    async def _calls(self, agent_id: str) -> Mapping[str, CallRecord]:
+    async def _recent_calls(self, agent_id: str) -> Mapping[str, CallRecord]:
         plans = await self._society.store.runs(Page(limit=RECENT_PLANS), agent_id)
         return {call.call_id: call for plan in plans for call in plan.calls}
 
 
-class _Known:
-    """What a few events name."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subjects:
+    """The objects that a batch of events is about."""
 
-    def __init__(
-        self,
-        society: Society,
-        draft_of: Mapping[str, str],
-        messages: Mapping[str, Message],
-        agents: Mapping[str, Agent],
-        unread: Mapping[str, int],
-        artifacts: Mapping[str, Artifact],
-        queues: Mapping[str, Sequence[Message]],
-        calls: Mapping[str, Mapping[str, CallRecord]],
-    ) -> None:
-        self._society, self._draft_of = society, draft_of
-        self._messages, self._agents, self._unread, self._artifacts = messages, agents, unread, artifacts
-        self._queues, self._calls = queues, calls
+    society: Society
+    draft_ids: Mapping[str, str]
+    messages: Mapping[str, Message]
+    agents: Mapping[str, Agent]
+    unread: Mapping[str, int]
+    artifacts: Mapping[str, Artifact]
+    queues: Mapping[str, Sequence[Message]]
+    calls: Mapping[str, Mapping[str, CallRecord]]
 
-    def told(self, event: Event) -> dict[str, Any]:
+    def payload(self, event: Event) -> dict[str, Any]:
         subject = event.subject
         match event.kind:
             case "message.created" | "message.updated":
@@ -98,23 +95,25 @@ class _Known:
             case "delayed.scheduled" | "delayed.moved" | "delayed.delivered" | "delayed.withdrawn":
                 return self._delayed(subject)
             case "quick_replies.changed":
-                answer = self._messages[subject].answer if subject in self._messages else None
-                return {"messageId": subject, "answer": answer and answer.to_dict()}
+                answer = self.messages[subject].answer if subject in self.messages else None
+                return {"messageId": subject, "answer": answer and schemas.Answer.of(answer)}
             case "queue.changed":
-                items = wire.messages(self._queues[subject])
+                items = schemas.Message.of_all(self.queues[subject])
                 return {"agent": subject, "items": items, "taken": [], "withdrawnCalls": 0}
             case "agent.upsert":
-                agent = self._agents.get(subject)
-                return wire.agent(self._society, agent, self._unread[subject]) if agent else _gone(subject)
+                if agent := self.agents.get(subject):
+                    return schemas.Agent.in_society(self.society, agent, self.unread[subject]).to_dict()
+                return _gone(subject)
             case "agent.state":
-                agent = self._agents.get(subject)
-                return {"id": subject, **wire.state(agent), "waiting": agent.waiting} if agent else _gone(subject)
+                if agent := self.agents.get(subject):
+                    return {"id": subject, **schemas.AgentStatus.of(agent).to_dict(), "waiting": agent.waiting}
+                return _gone(subject)
             case "agent.removed":
                 return {"id": subject}
             case "tool.started" | "tool.ended":
                 return self._call(subject, ended=event.kind == "tool.ended")
             case "artifact.created":
-                artifact = self._artifacts.get(subject)
+                artifact = self.artifacts.get(subject)
                 return artifact.to_dict() if artifact else _gone(subject)
             case "read" | "thread.cleared":
                 return {"thread": subject}
@@ -124,50 +123,62 @@ class _Known:
                 return {}
 
     def _message(self, message_id: str) -> dict[str, Any]:
-        message = self._messages.get(message_id)
+        message = self.messages.get(message_id)
         if message is None:
             return _gone(message_id)
-        told = {"id": message_id, "message": wire.message(message)}
-        draft_id = self._draft_of.get(message_id)
-        return told | {"draftId": draft_id} if draft_id else told
+        payload = {"id": message_id, "message": schemas.Message.of(message)}
+        draft_id = self.draft_ids.get(message_id)
+        return payload | {"draftId": draft_id} if draft_id else payload
 
     def _delayed(self, message_id: str) -> dict[str, Any]:
-        told = self._message(message_id)
-        if message := self._messages.get(message_id):
-            told |= {
+        payload = self._message(message_id)
+        if message := self.messages.get(message_id):
+            payload |= {
                 "from": message.sender,
                 "to": message.to,
                 "deliverAt": to_rfc3339(message.deliver_at),
                 "deliveredAt": to_rfc3339(message.delivered_at),
                 "early": message.early,
-                "preview": wire.preview(message),
+                "preview": schemas.preview(message),
             }
-        return told
+        return payload
 
     def _call(self, subject: str, *, ended: bool) -> dict[str, Any]:
         agent, _, call_id = subject.partition("/")
-        told: dict[str, Any] = {"agent": agent, "callId": call_id}
-        call = self._calls.get(agent, {}).get(call_id)
+        payload: dict[str, Any] = {"agent": agent, "callId": call_id}
+        call = self.calls.get(agent, {}).get(call_id)
         if call is None:
-            return told
-        told |= {"name": call.name, "args": call.arguments[:ARGUMENTS], "startedAt": to_rfc3339(call.started_at)}
+            return payload
+        arguments = call.arguments[:SHOWN_CHARACTERS]
+        payload |= {"name": call.name, "args": arguments, "startedAt": to_rfc3339(call.started_at)}
         if not ended:
-            return told
+            return payload
         took = call.ended_at - call.started_at if call.started_at and call.ended_at else None
-        told |= {"ok": call.state == "done", "state": call.state, "ms": took and round(took.total_seconds() * 1000)}
-        if ref := wire.artifact_of(call.result):
-            told["artifactRef"] = ref
-        return told | ({} if call.state == "done" else {"error": call.result[:ARGUMENTS]})
+        payload |= {"ok": call.state == "done", "state": call.state, "ms": took and round(took.total_seconds() * 1000)}
+        if ref := _artifact_ref(call.result):
+            payload["artifactRef"] = ref
+        return payload | ({} if call.state == "done" else {"error": call.result[:SHOWN_CHARACTERS]})
 
 
-def _subjects(events: Iterable[Event], prefixes: tuple[str, ...]) -> list[str]:
+class _ResultWithArtifact(msgspec.Struct, rename="camel"):
+    artifact_ref: str
+
+
+_decode_result = msgspec.json.Decoder(_ResultWithArtifact).decode
+
+
+def _artifact_ref(result: str) -> str | None:
+    """The artifact that a tool result names: the file it made, or its own text if that was too long."""
+    try:
+        return _decode_result(result).artifact_ref if result.startswith("{") else None
+    except msgspec.DecodeError:
+        return None
+
+
+def _ids(events: Iterable[Event], prefixes: tuple[str, ...]) -> list[str]:
+    """Subjects of the events whose kind has one of the prefixes, each once."""
     return list(dict.fromkeys(event.subject for event in events if event.kind.startswith(prefixes)))
 
 
-def _kept(event: Event) -> dict[str, Any]:
-    """What the log itself holds, because nobody could look it up."""
-    return msgspec.json.decode(event.data, type=dict[str, Any]) if event.data else {}
-
-
-def _gone(name: str) -> dict[str, Any]:
-    return {"id": name, "gone": True}
+def _gone(subject: str) -> dict[str, Any]:
+    return {"id": subject, "gone": True}

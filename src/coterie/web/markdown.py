@@ -1,59 +1,147 @@
-"""Markdown as a tree that a page can build with `createElement`: data, never HTML.
+"""Markdown as a tree of nodes, which the panel builds with `createElement`: data, never HTML.
 
-A node is a string (plain text) or an object whose `t` says what it is. `c` holds its children.
-
-    blocks    {"t": "p", "c": […]}                      paragraph
-              {"t": "h", "n": 1…6, "c": […]}            heading
-              {"t": "quote", "c": […]}                  blocks inside
-              {"t": "ul", "c": [li…]}                   {"t": "ol", "start": 1, "c": [li…]}
-              {"t": "li", "c": […], "task": true?}      `task` on a task: whether it is done
-              {"t": "code", "lang": "python", "tokens": [["k", "def"], ["", " "], …]}
-                                                        Pygments' short class names, "" for none
-              {"t": "table", "align": ["left", null], "head": [[…], […]], "rows": [[[…], […]]]}
-                                                        a cell is a list of inline nodes
-              {"t": "hr"}
-    inline    {"t": "em"|"strong"|"s", "c": […]}        {"t": "tt", "s": "code in a line"}
-              {"t": "a", "href": "https://…", "host": "example.org", "c": […], "image": true?}
-                                                        `image`: a picture that is only linked to, never loaded
-              {"t": "br"}
-
-Links go to http, https and mailto; any other stays the text it was written as, and so does HTML. What is too long or
-too deep is one string: the text itself.
+A node is a string (plain text) or one of the structs below; `c` holds its children. Links go to http, https and mailto
+only. Other links and HTML stay plain text. A text that is too long or nested too deep is one plain string.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
+from markdown_it.tree import SyntaxTreeNode
+from msgspec import UNSET, Struct, UnsetType
 from pygments.lexers import get_lexer_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
-Node = str | dict[str, Any]
-
 MAX_TEXT = 20_000
 MAX_BRACKETS = 1_000
 MAX_CELLS = 10_000
-"""Brackets and tables are where a parser's time grows with the square of the text."""
+"""The parser's time grows with the square of the brackets and of the table cells."""
 MAX_TOKENS = 20_000
 MAX_DEPTH = 40
-MAX_CODE = 10_000
-"""Characters of code in one text that get colours."""
-CACHED = 512
-CACHED_TEXT = 4_000
+MAX_HIGHLIGHTED = 10_000
+"""Characters of code in one text that are highlighted."""
+CACHE_SIZE = 512
+MAX_CACHED_TEXT = 4_000
 
 _LINK = re.compile(r"(?:https?://|mailto:)[^\x00-\x20]+", re.IGNORECASE)
 _TASK = re.compile(r"\[([ xX])\](?:\s+|$)")
 _ALIGN = re.compile(r"text-align:(\w+)")
-_INLINE = {"em_open": "em", "strong_open": "strong", "s_open": "s"}
-_BLOCK = {"paragraph_open": "p", "blockquote_open": "quote", "bullet_list_open": "ul", "list_item_open": "li"}
+
+
+class _Element(Struct, tag_field="t"):
+    pass
+
+
+class Paragraph(_Element, tag="p"):
+    c: list[Node]
+
+
+class Heading(_Element, tag="h"):
+    n: int
+    c: list[Node]
+
+
+class Quote(_Element, tag="quote"):
+    c: list[Node]
+
+
+class BulletList(_Element, tag="ul"):
+    c: list[Node]
+
+
+class OrderedList(_Element, tag="ol"):
+    start: int
+    c: list[Node]
+
+
+class ListItem(_Element, tag="li"):
+    """`task` is set on task list items: True if the task is done."""
+
+    c: list[Node]
+    task: bool | UnsetType = UNSET
+
+
+class CodeBlock(_Element, tag="code"):
+    """`tokens` holds pairs: Pygments' short class name (or an empty string) and a piece of code."""
+
+    lang: str
+    tokens: list[list[str]]
+
+
+class Table(_Element, tag="table"):
+    """A cell is a list of inline nodes."""
+
+    align: list[str | None]
+    head: list[list[Node]]
+    rows: list[list[list[Node]]]
+
+
+class Rule(_Element, tag="hr"):
+    pass
+
+
+class Emphasis(_Element, tag="em"):
+    c: list[Node]
+
+
+class Strong(_Element, tag="strong"):
+    c: list[Node]
+
+
+class Strikethrough(_Element, tag="s"):
+    c: list[Node]
+
+
+class InlineCode(_Element, tag="tt"):
+    s: str
+
+
+class Link(_Element, tag="a"):
+    """`image` is set on pictures: they are only linked to, never loaded."""
+
+    href: str
+    host: str
+    c: list[Node]
+    image: bool | UnsetType = UNSET
+
+
+class LineBreak(_Element, tag="br"):
+    pass
+
+
+Node: TypeAlias = (
+    str
+    | Paragraph
+    | Heading
+    | Quote
+    | BulletList
+    | OrderedList
+    | ListItem
+    | CodeBlock
+    | Table
+    | Rule
+    | Emphasis
+    | Strong
+    | Strikethrough
+    | InlineCode
+    | Link
+    | LineBreak
+)
+
+_CONTAINERS: dict[str, type[Paragraph | Quote | BulletList]] = {
+    "paragraph": Paragraph,
+    "blockquote": Quote,
+    "bullet_list": BulletList,
+}
+_SPANS: dict[str, type[Emphasis | Strong | Strikethrough]] = {"em": Emphasis, "strong": Strong, "s": Strikethrough}
 
 
 class _TooDeep(Exception):
@@ -61,27 +149,27 @@ class _TooDeep(Exception):
 
 
 def render(text: str) -> list[Node]:
-    if len(text) > MAX_TEXT or text.count("[") > MAX_BRACKETS or _cells(text) > MAX_CELLS:
+    if len(text) > MAX_TEXT or text.count("[") > MAX_BRACKETS or _max_cells(text) > MAX_CELLS:
         return [text]
     tokens = _parser().parse(text)
     if sum(1 + len(token.children or ()) for token in tokens) > MAX_TOKENS:
         return [text]
     try:
-        return _Tree().blocks(iter(tokens), 0)
+        return _Renderer().blocks(SyntaxTreeNode(tokens).children, 0)
     except _TooDeep:
         return [text]
 
 
-def rendered(text: str) -> msgspec.Raw:
-    """The tree as JSON. Short texts are kept for a while: many clients see the same message."""
-    return _kept(text) if len(text) <= CACHED_TEXT else _encoded(text)
+def render_json(text: str) -> msgspec.Raw:
+    """The tree as JSON. Short texts are cached: many clients see the same message."""
+    return _cached_json(text) if len(text) <= MAX_CACHED_TEXT else _encode(text)
 
 
-def _encoded(text: str) -> msgspec.Raw:
+def _encode(text: str) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(render(text)))
 
 
-_kept = functools.lru_cache(CACHED)(_encoded)
+_cached_json = functools.lru_cache(CACHE_SIZE)(_encode)
 
 
 @functools.cache
@@ -91,135 +179,111 @@ def _parser() -> MarkdownIt:
     return parser
 
 
-def _cells(text: str) -> int:
-    """As many as a table could get: short rows are filled up to the widest."""
+def _max_cells(text: str) -> int:
+    """The most cells that a table in the text can have: short rows are padded to the widest."""
     lines = text.split("\n")
     return len(lines) * max(line.count("|") for line in lines)
 
 
-class _Tree:
-    """Builds the tree of one text; counts the code in it."""
+class _Renderer:
+    """Renders one text; limits how much of its code is highlighted."""
 
     def __init__(self) -> None:
-        self._code_left = MAX_CODE
+        self._highlightable = MAX_HIGHLIGHTED
 
-    def blocks(self, tokens: Iterator[Token], depth: int) -> list[Node]:
-        """Nodes up to the end of the block that `tokens` stands in."""
+    def blocks(self, parsed: Sequence[SyntaxTreeNode], depth: int) -> list[Node]:
         if depth > MAX_DEPTH:
             raise _TooDeep
         nodes: list[Node] = []
-        for token in tokens:
-            if token.nesting < 0:
-                break
-            match token.type:
+        for block in parsed:
+            match block.type:
                 case "inline":
-                    nodes += self._inline(token)
+                    nodes += _inline(block.children, 0)
                 case "fence" | "code_block":
-                    nodes.append(self._code(token))
+                    nodes.append(self._code(block))
                 case "hr":
-                    nodes.append({"t": "hr"})
-                case "table_open":
-                    nodes.append(self._table(tokens))
-                case _:
-                    nodes += self._block(token, self.blocks(tokens, depth + 1))
+                    nodes.append(Rule())
+                case "table":
+                    nodes.append(self._table(block))
+                case "paragraph" if block.hidden:  # in a list without blank lines
+                    nodes += self.blocks(block.children, depth + 1)
+                case "heading":
+                    nodes.append(Heading(n=int(block.tag[1]), c=self.blocks(block.children, depth + 1)))
+                case "ordered_list":
+                    start = int(block.attrs.get("start", 1))
+                    nodes.append(OrderedList(start=start, c=self.blocks(block.children, depth + 1)))
+                case "list_item":
+                    nodes.append(_list_item(self.blocks(block.children, depth + 1)))
+                case container:
+                    nodes.append(_CONTAINERS[container](c=self.blocks(block.children, depth + 1)))
         return nodes
 
-    def _block(self, token: Token, inside: list[Node]) -> list[Node]:
-        match token.type:
-            case "heading_open":
-                return [{"t": "h", "n": int(token.tag[1]), "c": inside}]
-            case "ordered_list_open":
-                return [{"t": "ol", "start": int(token.attrs.get("start", 1)), "c": inside}]
-            case "paragraph_open" if token.hidden:  # in a list without blank lines
-                return inside
-            case "list_item_open":
-                return [_item(inside)]
-        return [{"t": _BLOCK[token.type], "c": inside}] if token.type in _BLOCK else inside
+    def _code(self, block: SyntaxTreeNode) -> Node:
+        lang = block.info.split(maxsplit=1)[0].lower() if block.info.strip() else ""
+        self._highlightable -= len(block.content)
+        return CodeBlock(lang=lang, tokens=_highlight(block.content, lang if self._highlightable >= 0 else ""))
 
-    def _code(self, token: Token) -> Node:
-        lang = token.info.split(maxsplit=1)[0].lower() if token.info.strip() else ""
-        self._code_left -= len(token.content)
-        return {"t": "code", "lang": lang, "tokens": _coloured(token.content, lang if self._code_left >= 0 else "")}
-
-    def _table(self, tokens: Iterator[Token]) -> Node:
-        head: list[list[Node]] = []
-        rows: list[list[list[Node]]] = []
-        align: list[str | None] = []
-        for token in tokens:
-            match token.type:
-                case "table_close":
-                    break
-                case "th_open":
-                    found = _ALIGN.search(str(token.attrs.get("style", "")))
-                    align.append(found[1] if found else None)
-                    head.append(self.blocks(tokens, 0))
-                case "tr_open":
-                    rows.append([])
-                case "td_open":
-                    rows[-1].append(self.blocks(tokens, 0))
-        return {"t": "table", "align": align, "head": head, "rows": rows[1:]}
-
-    def _inline(self, token: Token) -> list[Node]:
-        return self._spans(iter(token.children or ()), 0)
-
-    def _spans(self, tokens: Iterator[Token], depth: int) -> list[Node]:
-        if depth > MAX_DEPTH:
-            raise _TooDeep
-        nodes: list[Node] = []
-        for token in tokens:
-            if token.nesting < 0:
-                break
-            match token.type:
-                case "code_inline":
-                    nodes.append({"t": "tt", "s": token.content})
-                case "hardbreak":
-                    nodes.append({"t": "br"})
-                case "softbreak":
-                    _add_text(nodes, "\n")
-                case "link_open":
-                    nodes.append(_link(str(token.attrs["href"]), self._spans(tokens, depth + 1)))
-                case "image":
-                    href = str(token.attrs["src"])
-                    nodes.append({**_link(href, [token.content or href]), "image": True})
-                case opened if opened in _INLINE:
-                    nodes.append({"t": _INLINE[opened], "c": self._spans(tokens, depth + 1)})
-                case _:
-                    _add_text(nodes, token.content)
-        return nodes
+    def _table(self, table: SyntaxTreeNode) -> Node:
+        head, *body = (row for section in table.children for row in section.children)
+        aligns = [_ALIGN.search(str(cell.attrs.get("style", ""))) for cell in head.children]
+        return Table(
+            align=[align[1] if align else None for align in aligns],
+            head=[self.blocks(cell.children, 0) for cell in head.children],
+            rows=[[self.blocks(cell.children, 0) for cell in row.children] for row in body],
+        )
 
 
-def _item(inside: list[Node]) -> Node:
-    """A list item; one that begins with a box is a task."""
-    place = inside
-    if inside and isinstance(inside[0], dict) and inside[0]["t"] == "p":
-        place = inside[0]["c"]
-    if not place or not isinstance(place[0], str) or not (box := _TASK.match(place[0])):
-        return {"t": "li", "c": inside}
-    place[0] = place[0][box.end() :]
-    return {"t": "li", "c": inside, "task": box[1] != " "}
+def _inline(parsed: Sequence[SyntaxTreeNode], depth: int) -> list[Node]:
+    if depth > MAX_DEPTH:
+        raise _TooDeep
+    nodes: list[Node] = []
+    for span in parsed:
+        match span.type:
+            case "code_inline":
+                nodes.append(InlineCode(s=span.content))
+            case "hardbreak":
+                nodes.append(LineBreak())
+            case "softbreak":
+                _append_text(nodes, "\n")
+            case "link":
+                href = str(span.attrs["href"])
+                nodes.append(Link(href=href, host=_host(href), c=_inline(span.children, depth + 1)))
+            case "image":
+                href = str(span.attrs["src"])
+                nodes.append(Link(href=href, host=_host(href), c=[span.content or href], image=True))
+            case "em" | "strong" | "s":
+                nodes.append(_SPANS[span.type](c=_inline(span.children, depth + 1)))
+            case _:
+                _append_text(nodes, span.content)
+    return nodes
 
 
-def _link(href: str, inside: list[Node]) -> dict[str, Any]:
-    return {"t": "a", "href": href, "host": _host(href), "c": inside}
+def _list_item(children: list[Node]) -> Node:
+    """A list item; a task if its text begins with a box."""
+    content = children[0].c if children and isinstance(children[0], Paragraph) else children
+    if not content or not isinstance(content[0], str) or not (box := _TASK.match(content[0])):
+        return ListItem(c=children)
+    content[0] = content[0][box.end() :]
+    return ListItem(c=children, task=box[1] != " ")
 
 
 def _host(href: str) -> str:
     try:
         parts = urlsplit(href)
         return parts.path.rpartition("@")[2] if parts.scheme.lower() == "mailto" else parts.netloc.rpartition("@")[2]
-    except ValueError:  # an address in brackets that is none
+    except ValueError:  # not a valid address in the brackets
         return ""
 
 
-def _add_text(nodes: list[Node], text: str) -> None:
+def _append_text(nodes: list[Node], text: str) -> None:
     if nodes and isinstance(nodes[-1], str):
         nodes[-1] += text
     elif text:
         nodes.append(text)
 
 
-def _coloured(code: str, lang: str) -> list[list[str]]:
-    """Runs of one colour."""
+def _highlight(code: str, lang: str) -> list[list[str]]:
+    """Pairs of class name and code; neighbours of the same class are joined."""
     try:
         lexer = get_lexer_by_name(lang, stripnl=False, ensurenl=False) if lang else None
     except ClassNotFound:
@@ -228,7 +292,7 @@ def _coloured(code: str, lang: str) -> list[list[str]]:
         return [["", code]] if code else []
     runs: list[list[str]] = []
     for kind, piece in lexer.get_tokens(code):
-        name = STANDARD_TYPES.get(kind) or _nearest(kind)
+        name = _class_name(kind)
         if runs and runs[-1][0] == name:
             runs[-1][1] += piece
         else:
@@ -236,8 +300,8 @@ def _coloured(code: str, lang: str) -> list[list[str]]:
     return runs
 
 
-def _nearest(kind: Any) -> str:
-    """Lexers make token types of their own; the standard one above it has the colour."""
+def _class_name(kind: Any) -> str:
+    """The short name of a token type; lexers' own types count as their nearest standard one."""
     while kind is not None and kind not in STANDARD_TYPES:
         kind = kind.parent
     return str(STANDARD_TYPES.get(kind, ""))

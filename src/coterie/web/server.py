@@ -1,4 +1,4 @@
-"""uvicorn inside our own process: our sockets, our signals, our log."""
+"""uvicorn inside this process, on sockets that are bound here. Signals and logging stay the society's."""
 
 from __future__ import annotations
 
@@ -17,37 +17,42 @@ import uvicorn
 from coterie.clock import Clock, SystemClock
 from coterie.errors import CoterieError
 from coterie.web.addresses import ClientAddresses
-from coterie.web.connections import STRANGERS, Connections, LimitedProtocol, ServerConfig, watch
+from coterie.web.connections import (
+    MAX_UNAUTHENTICATED,
+    Connections,
+    LimitedProtocol,
+    ServerConfig,
+    check_deadlines_forever,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-ACCEPTED_AT_ONCE = 16
-"""New connections in one round of the event loop. In the few rounds until a new connection has been read and checked,
-far fewer than the limit of strangers can come, so the owner's is never the oldest of them."""
-CHECK = timedelta(seconds=1)
-MOST_FILES = 1 << 20
-"""Where the system sets no hard limit."""
-IDLE_SECONDS = 75
-"""How long a connection is kept for the next request."""
-LINGER_SECONDS = 2
-"""What answers are still under way may take so long at the end."""
+ACCEPTS_PER_ITERATION = 16
+"""New connections per iteration of the event loop. A new connection is authenticated within a few iterations, so a
+flood cannot make the owner's connection the oldest unauthenticated one before that."""
+DEADLINE_CHECK_INTERVAL = timedelta(seconds=1)
+DEFAULT_FILE_LIMIT = 1 << 20
+"""Used if the system has no hard limit."""
+KEEP_ALIVE_SECONDS = 75
+SHUTDOWN_TIMEOUT_SECONDS = 2
+"""Time for running responses to finish."""
 
 
 def raise_file_limit() -> None:
-    """Set the soft limit of open files to the hard one: every connection is a file."""
+    """Raise the soft limit of open files to the hard one: every connection needs a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    limit = DEFAULT_FILE_LIMIT if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= limit:
         return
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (OSError, ValueError) as error:
         log.warning("the limit of open files stays at %d: %s", soft, error)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets on every address that `host` stands for. Port 0: any that is free, the same on all of them."""
+    """Listening sockets on every address of `host`. Port 0: a free port, the same for all."""
     bound: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in _resolve(host, port):
@@ -57,12 +62,12 @@ def listen(host: str, port: int) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind((address[0], port or port_of(bound[:1]), *address[2:]))
-            # From here on the port is ours; whoever comes before we are ready waits.
+            # Listen now: clients that connect before the server is ready wait.
             listener.listen(BACKLOG)
             listener.setblocking(False)
     except OSError as error:
         close(bound)
-        raise CoterieError(_why_not(error, host, port)) from error
+        raise CoterieError(_explain(error, host, port)) from error
     return bound
 
 
@@ -71,14 +76,15 @@ def port_of(sockets: Sequence[socket.socket]) -> int:
 
 
 def close(sockets: Sequence[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
+    for listener in sockets:
+        listener.close()
 
 
 def _resolve(host: str, port: int) -> list[Any]:
     found = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    # A machine without IPv6 still has a name for its loopback address.
-    return [each for each in dict.fromkeys(found) if each[0] == socket.AF_INET or _has_ipv6(str(each[4][0]))] or found
+    # A machine without IPv6 may still resolve a name to `::1`.
+    usable = [info for info in dict.fromkeys(found) if info[0] == socket.AF_INET or _has_ipv6(str(info[4][0]))]
+    return usable or found
 
 
 def _has_ipv6(address: str) -> bool:
@@ -88,7 +94,7 @@ def _has_ipv6(address: str) -> bool:
     return False
 
 
-def _why_not(error: OSError, host: str, port: int) -> str:
+def _explain(error: OSError, host: str, port: int) -> str:
     if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return f"this machine has no address {host!r}: choose another with --host, or under [server] in coterie.toml"
     if error.errno == errno.EADDRINUSE:
@@ -99,7 +105,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 class WebServer:
-    """Serves an app on sockets that are bound already, in the loop that runs."""
+    """Serves an app on bound sockets, in the running event loop."""
 
     def __init__(
         self,
@@ -113,7 +119,7 @@ class WebServer:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.connections = Connections(
             clock or SystemClock(),
-            strangers=min(STRANGERS, max(1, files // 4)),
+            max_unauthenticated=min(MAX_UNAUTHENTICATED, max(1, files // 4)),
             is_proxy=ClientAddresses(trusted_proxies).trusts,
         )
         config = ServerConfig(
@@ -125,21 +131,22 @@ class WebServer:
             access_log=access_log,
             proxy_headers=False,
             server_header=False,
-            backlog=ACCEPTED_AT_ONCE,
-            timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=LINGER_SECONDS,
+            backlog=ACCEPTS_PER_ITERATION,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_SECONDS,
         )
         self._server, self._sockets = _Server(config), list(sockets)
         self.ended: asyncio.Task[None]
-        """From `start` on; done when it serves no longer."""
+        """Set by `start`; done when the server has stopped."""
 
     async def start(self) -> None:
-        """Requests are answered when it returns."""
-        self._watch = asyncio.create_task(watch(self.connections, CHECK), name="coterie-web-deadlines")
+        """Return once requests are answered."""
+        deadlines = check_deadlines_forever(self.connections, DEADLINE_CHECK_INTERVAL)
+        self._deadlines = asyncio.create_task(deadlines, name="coterie-web-deadlines")
         self.ended = asyncio.create_task(self._server.serve(self._sockets), name="coterie-web")
-        up = asyncio.create_task(self._server.up.wait())
-        await asyncio.wait({up, self.ended}, return_when=asyncio.FIRST_COMPLETED)
-        up.cancel()
+        started = asyncio.create_task(self._server.started_event.wait())
+        await asyncio.wait({started, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
         if self.ended.done():
             self.ended.result()
 
@@ -148,22 +155,22 @@ class WebServer:
         try:
             await self.ended
         finally:
-            self._watch.cancel()
+            self._deadlines.cancel()
 
 
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.up = asyncio.Event()
+        self.started_event = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio uses one number for both, and the system should let more of them wait than we take at once.
-        for each in sockets or ():
-            each.listen(BACKLOG)
-        self.up.set()
+        # asyncio uses `backlog` also for the accepts per iteration; the system's queue should be longer.
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+        self.started_event.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the society's: it has more to end than a server."""
+        """Handle no signals: the society does."""
         yield

@@ -1,9 +1,7 @@
-"""The live event stream: one hub that reads the log once for all clients, and keeps a bounded buffer for each.
+"""Server-sent events: one hub reads the event log once for all clients, with a bounded buffer for each client.
 
-A client is told hello, then what it missed, then every reply that is just being said, then whatever comes. Events of
-the log carry an id, `<epoch>.<seq>`; what is being said carries none, because nothing of it is stored.
-
-One client of the event stream: a bounded buffer, and the task that empties it.
+A client gets `hello`, then the events it missed, then a snapshot of every reply in progress, then live events. Events
+of the log have the id `<epoch>.<seq>`. Events about replies in progress have no id, because they are not stored.
 """
 
 from __future__ import annotations
@@ -20,59 +18,73 @@ from coterie.errors import Lagged
 from coterie.live import LiveReplies, LiveReply
 from coterie.society import Society
 from coterie.supervision import supervise
-from coterie.web.event_payloads import Teller, frame
+from coterie.web.event_payloads import EventSerializer, frame
 
 Write = Callable[[bytes], Awaitable[None]]
 
-EVENTS = 256
-BYTES = 1 << 20
-"""What waits for one client at most. Who needs more is let go, and goes on from the log."""
-PIECE = 64 << 10
-"""Bytes handed over at once."""
+MAX_BUFFERED_EVENTS = 256
+MAX_BUFFERED_BYTES = 1 << 20
+"""A client that needs more is disconnected; it reconnects and continues from the log."""
+MAX_WRITE_BYTES = 64 << 10
+PING_INTERVAL = timedelta(seconds=15)
+DRAFT_INTERVAL = timedelta(milliseconds=45)
+"""Pieces of a reply within this time are sent as one event."""
+SHUTDOWN_TIMEOUT = timedelta(seconds=2)
+"""Time for clients to read the shutdown event."""
+IDLE_WAIT = timedelta(hours=1)
+RETRY_INTERVAL = timedelta(seconds=1)
+BATCH_EVENTS = 64
+WATCHER_QUEUE = 1024
+BURST_BYTES = 256 << 10
+"""Bytes put into the buffers before their tasks run, so that a client that reads never overflows."""
+MAX_DRAFT_IDS = 1000
+"""Messages whose draft id is remembered."""
 
 
-class Listener:
+class StreamClient:
+    """One client: a bounded buffer, and the task that writes it out."""
+
     def __init__(self, write: Write) -> None:
-        """Made by the task that serves it, which ends when it is dropped."""
+        """Must be called by the task that serves the client; `drop` cancels that task."""
         self._write, self._task = write, asyncio.current_task()
         self._frames: deque[bytes] = deque()
         self._size = 0
-        self._news = asyncio.Event()
-        self._ended = self._pinged = False
+        self._wake = asyncio.Event()
+        self._closing = self._pinged = False
         self.dropped = False
-        self.live = False
-        """It has caught up, and gets what comes."""
+        self.is_live = False
+        """The client has all events of the past, and gets new ones."""
         self.seen = 0
-        """The event of the log up to which it was told everything."""
+        """Position of the last event that was put into the buffer."""
 
     def put(self, frame: bytes) -> None:
-        if self._frames and (len(self._frames) >= EVENTS or self._size + len(frame) > BYTES):
+        if self._frames and (len(self._frames) >= MAX_BUFFERED_EVENTS or self._size + len(frame) > MAX_BUFFERED_BYTES):
             self.drop()
             return
         self._frames.append(frame)
         self._size += len(frame)
-        self._news.set()
+        self._wake.set()
 
     def put_new(self, frames: Iterable[tuple[int, bytes]]) -> None:
-        """Those behind what it has seen."""
-        for seq, each in frames:
+        """Put the frames after `seen`."""
+        for seq, data in frames:
             if seq > self.seen:
                 self.seen = seq
-                self.put(each)
+                self.put(data)
 
     def ping(self, frame: bytes) -> None:
-        """One that has taken nothing since the last ping is dead, though its socket may not know yet."""
+        """Drop the client if it has read nothing since the last ping."""
         if self._pinged:
             self.drop()
             return
         self._pinged = True
-        if self.live:
+        if self.is_live:
             self.put(frame)
 
-    def end(self) -> None:
-        """After what it has in its buffer."""
-        self._ended = True
-        self._news.set()
+    def close(self) -> None:
+        """End the stream after the buffer is written."""
+        self._closing = True
+        self._wake.set()
 
     def drop(self) -> None:
         if not self.dropped and self._task:
@@ -86,135 +98,118 @@ class Listener:
 
     async def run(self) -> None:
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._wake.wait()
+            self._wake.clear()
             while self._frames:
-                await self.write(self._take())
-            if self._ended:
+                await self.write(self._next_write())
+            if self._closing:
                 return
 
-    def _take(self) -> bytes:
-        taken: list[bytes] = []
+    def _next_write(self) -> bytes:
+        frames: list[bytes] = []
         size = 0
-        while self._frames and (not taken or size + len(self._frames[0]) <= PIECE):
-            taken.append(self._frames.popleft())
-            size += len(taken[-1])
+        while self._frames and (not frames or size + len(self._frames[0]) <= MAX_WRITE_BYTES):
+            frames.append(self._frames.popleft())
+            size += len(frames[-1])
         self._size -= size
-        return b"".join(taken)
-
-
-PING = timedelta(seconds=15)
-GATHER = timedelta(milliseconds=45)
-"""How long pieces of a reply are gathered before they go out as one."""
-GOODBYE = timedelta(seconds=2)
-"""How long a stop waits for clients to take their last words."""
-IDLE = timedelta(hours=1)
-RETRY = timedelta(seconds=1)
-BATCH = 64
-QUEUE = 1024
-ROUND = 256 << 10
-"""Bytes put into buffers before their tasks get a turn: whoever reads at all never overflows."""
-REMEMBERED = 1000
-"""Messages whose streamed reply is remembered."""
+        return b"".join(frames)
 
 
 def epoch_of(log_id: str) -> str:
-    """Names the event log in ids and snapshots."""
+    """The event log's name in event ids and snapshots."""
     return hashlib.sha256(log_id.encode()).hexdigest()[:12]
 
 
 class Hub:
-    """It works while somebody listens, and costs nothing otherwise."""
+    """Sends events to all clients. Its tasks run only while there are clients."""
 
     def __init__(self, society: Society, live: LiveReplies, clock: Clock) -> None:
         self._society, self._live, self._clock = society, live, clock
         self.epoch = epoch_of(society.store.info.log_id)
-        self._draft_of: dict[str, str] = {}
-        self._teller = Teller(society, self.epoch, self._draft_of)
-        self._guests: set[Listener] = set()
+        self.clients: set[StreamClient] = set()
+        self._draft_ids: dict[str, str] = {}
+        self._serializer = EventSerializer(society, self.epoch, self._draft_ids)
         self._seen = 0
-        """The event up to which every live client was told everything."""
-        self._beginning = asyncio.Lock()
+        """Position of the last event that every live client got."""
+        self._starting = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._said = asyncio.Event()
+        self._has_drafts = asyncio.Event()
         self._never = asyncio.Event()
-        self._empty = asyncio.Event()
-        self._told: dict[str, int] = {}
-        """How much of each reply the clients have."""
-        self._growing: dict[str, LiveReply] = {}
-        self._last_words: bytes | None = None
-        live.subscribe(self._hear)
+        self._no_clients = asyncio.Event()
+        self._sent_lengths: dict[str, int] = {}
+        """Characters of each draft that clients got."""
+        self._changed_drafts: dict[str, LiveReply] = {}
+        self._shutdown_frame: bytes | None = None
+        live.subscribe(self._on_draft)
 
     def __len__(self) -> int:
-        """How many clients there are."""
-        return len(self._guests)
+        return len(self.clients)
 
     async def serve(self, write: Write, last_event_id: str | None) -> None:
-        """Tell one client everything behind `last_event_id`, until it is dropped or the society stops."""
-        guest = Listener(write)
-        self._guests.add(guest)
-        self._empty.clear()
+        """Send one client all events after `last_event_id`, until it is dropped or the society stops."""
+        client = StreamClient(write)
+        self.clients.add(client)
+        self._no_clients.clear()
         try:
-            await guest.write(f"retry: {RETRY // timedelta(milliseconds=1)}\n\n".encode())
-            await self._catch_up(guest, last_event_id)
-            await guest.run()
+            await client.write(f"retry: {RETRY_INTERVAL // timedelta(milliseconds=1)}\n\n".encode())
+            await self._catch_up(client, last_event_id)
+            await client.run()
         finally:
-            self._guests.discard(guest)
-            if not self._guests:
-                self._empty.set()
+            self.clients.discard(client)
+            if not self.clients:
+                self._no_clients.set()
 
-    async def shut(self, delayed_flushed: int, *, graceful: bool = True) -> None:
-        """Everybody is told that the society stops, and let go."""
-        self._last_words = frame("shutdown", {"graceful": graceful, "delayedFlushed": delayed_flushed})
-        self._flush()
-        for guest in self._guests:
-            guest.put(self._last_words)
-            guest.end()
-        if self._guests:
-            await self._clock.wait(self._empty, GOODBYE)
-        for guest in tuple(self._guests):
-            guest.drop()
+    async def shut_down(self, delayed_flushed: int, *, graceful: bool = True) -> None:
+        """Send all clients the shutdown event and disconnect them."""
+        self._shutdown_frame = frame("shutdown", {"graceful": graceful, "delayedFlushed": delayed_flushed})
+        self._flush_drafts()
+        for client in self.clients:
+            client.put(self._shutdown_frame)
+            client.close()
+        if self.clients:
+            await self._clock.wait(self._no_clients, SHUTDOWN_TIMEOUT)
+        for client in tuple(self.clients):
+            client.drop()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    # A client comes in
+    # A new client
 
-    async def _catch_up(self, guest: Listener, last_event_id: str | None) -> None:
-        if self._last_words is None:
-            await self._follow()
-        seen, reset = await self._place(last_event_id)
-        await guest.write(self._hello(seen, reset))
+    async def _catch_up(self, client: StreamClient, last_event_id: str | None) -> None:
+        if self._shutdown_frame is None:
+            await self._start_tasks()
+        seen, reset_reason = await self._resume_position(last_event_id)
+        await client.write(self._hello(seen, reset_reason))
         while seen < self._seen:
-            events = await self._society.store.events(seen, BATCH)
+            events = await self._society.store.events(seen, BATCH_EVENTS)
             if not events:
                 break
-            frames = await self._teller.tell(events, seen)
+            frames = await self._serializer.frames(events, seen)
             seen = events[-1].seq
-            await guest.write(b"".join(told for _, told in frames))
-        # From here on without a pause: whatever the hub tells next reaches this client too.
-        self._flush()
-        guest.seen, guest.live = seen, True
+            await client.write(b"".join(data for _, data in frames))
+        # No await from here to the end: the next event of the hub must reach this client too.
+        self._flush_drafts()
+        client.seen, client.is_live = seen, True
         for draft in self._live.replies:
-            self._told[draft.id] = draft.length
-            guest.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))
-        if self._last_words is not None:
-            guest.put(self._last_words)
-            guest.end()
+            self._sent_lengths[draft.id] = draft.length
+            client.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))
+        if self._shutdown_frame is not None:
+            client.put(self._shutdown_frame)
+            client.close()
 
-    async def _follow(self) -> None:
-        """Somebody reads the log from here on, and the clock ticks."""
-        async with self._beginning:
-            if not self._runs("log"):
+    async def _start_tasks(self) -> None:
+        async with self._starting:
+            if not self._is_running("log"):
                 self._seen = await self._society.store.last_event()
-                self._run("log", self._read_log)
-            if not self._runs("ping"):
-                self._run("ping", self._ping)
-            if not self._runs("drafts"):
-                self._run("drafts", self._tell_drafts)
+                self._start("log", self._read_log)
+            if not self._is_running("ping"):
+                self._start("ping", self._send_pings)
+            if not self._is_running("drafts"):
+                self._start("drafts", self._send_drafts)
 
-    async def _place(self, last_event_id: str | None) -> tuple[int, str | None]:
-        """From where the client goes on; and when that is not where it was, why."""
+    async def _resume_position(self, last_event_id: str | None) -> tuple[int, str | None]:
+        """The position after which the client continues; and why, if it is not the one asked for."""
         if last_event_id is None:
             return self._seen, None
         epoch, _, seq = last_event_id.rpartition(".")
@@ -228,111 +223,109 @@ class Hub:
             return self._seen, "ahead_of_log"
         return int(seq), None
 
-    def _hello(self, seen: int, reset: str | None) -> bytes:
-        # The id makes a browser that loses the stream before the first event come back to this very place.
-        place = f"{self.epoch}.{seen}"
-        about = {
+    def _hello(self, seen: int, reset_reason: str | None) -> bytes:
+        # With an id, a browser that reconnects before the first event continues from here.
+        data = {
             "epoch": self.epoch,
             "seq": seen,
             "serverTime": to_rfc3339(self._clock.now()),
-            "pingMs": PING // timedelta(milliseconds=1),
+            "pingMs": PING_INTERVAL // timedelta(milliseconds=1),
         }
-        hello = frame("hello", about, place)
-        return hello if reset is None else hello + frame("reset", {"reason": reset})
+        hello = frame("hello", data, f"{self.epoch}.{seen}")
+        return hello if reset_reason is None else hello + frame("reset", {"reason": reset_reason})
 
-    # The log
+    # Events of the log
 
     async def _read_log(self) -> None:
-        while self._guests:
+        while self.clients:
             try:
-                async with self._society.bus.watch(after=self._seen, queue=QUEUE) as watcher:
-                    while self._guests:
-                        await self._pass_on(await watcher.batch(BATCH))
+                async with self._society.bus.watch(after=self._seen, queue=WATCHER_QUEUE) as watcher:
+                    while self.clients:
+                        await self._send_events(await watcher.batch(BATCH_EVENTS))
             except Lagged:
-                continue  # the log has it all
+                continue  # the next watcher reads on from the log
             except StopAsyncIteration:
                 return
 
-    async def _pass_on(self, events: Sequence[Any]) -> None:
-        if not any(guest.live for guest in self._guests):
+    async def _send_events(self, events: Sequence[Any]) -> None:
+        if not self._live_clients():
             self._seen = events[-1].seq
             return
-        for frames in _rounds(await self._teller.tell(events, self._seen)):
-            for guest in self._listening():
-                guest.put_new(frames)
+        for frames in _bursts(await self._serializer.frames(events, self._seen)):
+            for client in self._live_clients():
+                client.put_new(frames)
             self._seen = frames[-1][0]
             await asyncio.sleep(0)
 
-    # What is being said
+    # Replies in progress
 
-    def _hear(self, draft: LiveReply) -> None:
-        self._growing[draft.id] = draft
+    def _on_draft(self, draft: LiveReply) -> None:
+        self._changed_drafts[draft.id] = draft
         if draft.outcome is None:
-            self._said.set()
+            self._has_drafts.set()
             return
         for message_id in draft.message_ids:
-            self._draft_of[message_id] = draft.id
-        while len(self._draft_of) > REMEMBERED:
-            del self._draft_of[next(iter(self._draft_of))]
-        # At once, so that a reply is over before its message is told.
-        self._flush()
+            self._draft_ids[message_id] = draft.id
+        while len(self._draft_ids) > MAX_DRAFT_IDS:
+            del self._draft_ids[next(iter(self._draft_ids))]
+        # At once: `draft.ended` must come before `message.created`.
+        self._flush_drafts()
 
-    async def _tell_drafts(self) -> None:
-        while self._guests:
-            await self._clock.wait(self._said, IDLE)
-            self._said.clear()
-            await self._clock.wait(self._never, GATHER)
-            self._flush()
+    async def _send_drafts(self) -> None:
+        while self.clients:
+            await self._clock.wait(self._has_drafts, IDLE_WAIT)
+            self._has_drafts.clear()
+            await self._clock.wait(self._never, DRAFT_INTERVAL)
+            self._flush_drafts()
 
-    def _flush(self) -> None:
-        growing, self._growing = self._growing, {}
-        for draft in growing.values():
-            data = b"".join(self._news_of(draft)) if any(guest.live for guest in self._guests) else b""
-            self._told[draft.id] = draft.length
+    def _flush_drafts(self) -> None:
+        changed, self._changed_drafts = self._changed_drafts, {}
+        clients = self._live_clients()
+        for draft in changed.values():
+            data = b"".join(self._draft_frames(draft)) if clients else b""
+            self._sent_lengths[draft.id] = draft.length
             if draft.outcome is not None:
-                del self._told[draft.id]
+                del self._sent_lengths[draft.id]
             if data:
-                for guest in self._listening():
-                    guest.put(data)
+                for client in clients:
+                    client.put(data)
 
-    def _news_of(self, draft: LiveReply) -> Iterator[bytes]:
-        about = {"draftId": draft.id, "agent": draft.agent_id}
-        told = self._told.get(draft.id)
-        if told is None:
-            yield frame("draft.started", about)
-        if draft.length > (told or 0):
-            yield frame("draft.delta", about | {"from": told or 0, "delta": draft.text[told or 0 :]})
+    def _draft_frames(self, draft: LiveReply) -> Iterator[bytes]:
+        data = {"draftId": draft.id, "agent": draft.agent_id}
+        sent = self._sent_lengths.get(draft.id)
+        if sent is None:
+            yield frame("draft.started", data)
+        if draft.length > (sent or 0):
+            yield frame("draft.delta", data | {"from": sent or 0, "delta": draft.text[sent or 0 :]})
         if draft.outcome is not None:
-            yield frame("draft.ended", about | {"outcome": draft.outcome, "messages": list(draft.message_ids)})
+            yield frame("draft.ended", data | {"outcome": draft.outcome, "messages": list(draft.message_ids)})
 
-    # Signs of life
+    async def _send_pings(self) -> None:
+        while self.clients:
+            await self._clock.wait(self._never, PING_INTERVAL)
+            for client in tuple(self.clients):
+                client.ping(b": ping\n\n")
 
-    async def _ping(self) -> None:
-        while self._guests:
-            await self._clock.wait(self._never, PING)
-            for guest in tuple(self._guests):
-                guest.ping(b": ping\n\n")
+    def _live_clients(self) -> list[StreamClient]:
+        return [client for client in self.clients if client.is_live]
 
-    def _listening(self) -> list[Listener]:
-        return [guest for guest in self._guests if guest.live]
-
-    def _runs(self, name: str) -> bool:
+    def _is_running(self, name: str) -> bool:
         return name in self._tasks and not self._tasks[name].done()
 
-    def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        supervised = supervise(f"the event stream ({name})", work, self._clock, first_pause=RETRY)
+    def _start(self, name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        supervised = supervise(f"the event stream ({name})", run, self._clock, first_pause=RETRY_INTERVAL)
         self._tasks[name] = asyncio.create_task(supervised, name=f"coterie-stream-{name}")
 
 
-def _rounds(frames: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
-    """In parts that fit a buffer."""
-    part: list[tuple[int, bytes]] = []
+def _bursts(frames: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    """The frames in parts of at most `BURST_BYTES`."""
+    burst: list[tuple[int, bytes]] = []
     size = 0
     for seq, data in frames:
-        if part and size + len(data) > ROUND:
-            yield part
-            part, size = [], 0
-        part.append((seq, data))
+        if burst and size + len(data) > BURST_BYTES:
+            yield burst
+            burst, size = [], 0
+        burst.append((seq, data))
         size += len(data)
-    if part:
-        yield part
+    if burst:
+        yield burst

@@ -1,4 +1,4 @@
-"""What a browser gets before anybody has said who they are: a shell that knows nothing of the society."""
+"""The panel's files. They need no credentials and contain nothing about the society."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from importlib.resources.abc import Traversable
 from typing import Annotated
 
 import rjsmin
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import Header, Query, Request
 from starlette.responses import Response
 
-from coterie.web.auth import AccessDep, exchange
-from coterie.web.endpoint import matches
+from coterie.web.auth import AccessDep, exchange_code
 from coterie.web.errors import problem
+from coterie.web.routing import Router, etag_matches
 
-router = APIRouter(include_in_schema=False)
+router = Router(include_in_schema=False)
 
-TYPES = {
+MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -35,25 +35,22 @@ TYPES = {
     "webmanifest": "application/manifest+json",
     "txt": "text/plain; charset=utf-8",
 }
-"""Of the files we ship; one of another type is not served."""
+"""Media types by file extension; other files are not served."""
+COMPRESSIBLE = frozenset({"html", "css", "js", "mjs", "json", "svg", "webmanifest", "txt"})
+MAX_PATH_PARTS = 6
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_-]*(\.[a-zA-Z0-9_-]+)*")
-DEEPEST = 6
-TEXT = frozenset({"html", "css", "js", "mjs", "json", "svg", "webmanifest", "txt"})
-"""What compresses well."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A file as it goes over the line."""
-
+class StaticFile:
     data: bytes
     etag: str
-    packed: bytes | None
-    """Compressed; None where that gains nothing."""
+    gzipped: bytes | None
+    """None if compression does not make the file smaller."""
 
 
 @router.get("/")
-async def shell(
+async def get_panel(
     request: Request,
     access: AccessDep,
     code: Annotated[str | None, Query(max_length=200)] = None,
@@ -61,55 +58,55 @@ async def shell(
     accept_encoding: Annotated[str, Header()] = "",
 ) -> Response:
     if code is not None:
-        return exchange(request, access, code)
-    return _file("index.html", if_none_match, accept_encoding)
+        return exchange_code(request, access, code)
+    return _respond("index.html", if_none_match, accept_encoding)
 
 
 @router.get("/static/{path:path}")
-async def static(
+async def get_static_file(
     path: str,
     if_none_match: Annotated[str | None, Header()] = None,
     accept_encoding: Annotated[str, Header()] = "",
 ) -> Response:
-    return _file(path, if_none_match, accept_encoding)
+    return _respond(path, if_none_match, accept_encoding)
 
 
-def _file(path: str, if_none_match: str | None, accept_encoding: str) -> Response:
-    parcel = _read(path) if _is_plain(path) else None
-    if parcel is None:
+def _respond(path: str, if_none_match: str | None, accept_encoding: str) -> Response:
+    file = _read(path) if _is_allowed(path) else None
+    if file is None:
         return problem(404, "not_found", "there is no such file")
-    packed = parcel.packed if _takes_gzip(accept_encoding) else None
-    # Two ways of saying the same are two things to a cache.
-    etag = f'"{parcel.etag}.gz"' if packed else f'"{parcel.etag}"'
+    gzipped = file.gzipped if _accepts_gzip(accept_encoding) else None
+    # The compressed form is another representation, so it has its own tag.
+    etag = f'"{file.etag}.gz"' if gzipped else f'"{file.etag}"'
     headers = {"ETag": etag, "Cache-Control": "no-cache"}
-    if parcel.packed:
+    if file.gzipped:
         headers["Vary"] = "Accept-Encoding"
-    if matches(if_none_match, etag):
+    if etag_matches(if_none_match, etag):
         return Response(status_code=304, headers=headers)
-    if packed:
+    if gzipped:
         headers["Content-Encoding"] = "gzip"
-    return Response(packed or parcel.data, headers=headers, media_type=TYPES[_ending(path)])
+    return Response(gzipped or file.data, headers=headers, media_type=MEDIA_TYPES[_extension(path)])
 
 
-def _takes_gzip(accept_encoding: str) -> bool:
+def _accepts_gzip(accept_encoding: str) -> bool:
     return any(
         name.strip().lower() in ("gzip", "*") and not re.fullmatch(r"\s*q=0(\.0*)?\s*", weight)
-        for name, _, weight in (one.partition(";") for one in accept_encoding.split(","))
+        for name, _, weight in (item.partition(";") for item in accept_encoding.split(","))
     )
 
 
-def _is_plain(path: str) -> bool:
-    """Names joined by slashes, none of them hidden or a way up, and of a type we ship."""
+def _is_allowed(path: str) -> bool:
+    """True for plain names joined by slashes: no hidden files, no `..`, and a known extension."""
     names = path.split("/")
     return (
-        len(names) <= DEEPEST
+        len(names) <= MAX_PATH_PARTS
         and len(path) <= 200
         and all(_NAME.fullmatch(name) for name in names)
-        and _ending(names[-1]) in TYPES
+        and _extension(names[-1]) in MEDIA_TYPES
     )
 
 
-def _ending(path: str) -> str:
+def _extension(path: str) -> str:
     return path.rpartition(".")[2]
 
 
@@ -118,19 +115,19 @@ def _folder() -> Traversable:
     return files("coterie.web") / "static"
 
 
-def _read(path: str) -> Parcel | None:
+def _read(path: str) -> StaticFile | None:
     try:
         data = _folder().joinpath(*path.split("/")).read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
-    return _parcel(_ending(path), data)
+    return _prepare(_extension(path), data)
 
 
 @lru_cache(maxsize=256)
-def _parcel(ending: str, data: bytes) -> Parcel:
-    """Scripts go without comments and indentation; in the folder they stay as they were written."""
-    if ending in ("js", "mjs"):
+def _prepare(extension: str, data: bytes) -> StaticFile:
+    """Minify scripts, hash and compress."""
+    if extension in ("js", "mjs"):
         data = rjsmin.jsmin(data.decode()).encode()
     etag = hashlib.sha256(data).hexdigest()[:32]
-    packed = gzip.compress(data, 9, mtime=0) if ending in TEXT else data
-    return Parcel(data=data, etag=etag, packed=packed if len(packed) < len(data) else None)
+    gzipped = gzip.compress(data, 9, mtime=0) if extension in COMPRESSIBLE else data
+    return StaticFile(data=data, etag=etag, gzipped=gzipped if len(gzipped) < len(data) else None)

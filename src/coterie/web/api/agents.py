@@ -1,129 +1,166 @@
-"""Agents: who they are, what they do, what they remember."""
+"""Agents: list, create, control, history; pausing the whole society."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from fastapi import APIRouter
-from starlette.responses import Response
-
+from coterie import agents
 from coterie.agent.context import SystemPrompts
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, Refused
 from coterie.llm.service import Direction
 from coterie.society import Society
-from coterie.web import shapes, wire
-from coterie.web.api.overview import number
-from coterie.web.endpoint import BODY, COMMON, Cursor, Id, Limit, SocietyDep, answer, gives, listing, nothing, problems
+from coterie.store import Store
+from coterie.text import one_line
+from coterie.web.routing import COMMON_PROBLEMS, Cursor, Id, Limit, Router, SocietyDep, position, problems
+from coterie.web.schemas import Agent, AgentPage, HistoryItem, HistoryPage, NewAgent, SocietyState
 
-router = APIRouter(prefix="/agents", tags=["agents"], responses=COMMON)
+router = Router(responses=COMMON_PROBLEMS)
 
-_ONE = gives(shapes.Agent)
-_KNOWN = problems("unknown_agent")
-_WORKING = problems("unknown_agent", "recipient_terminated")
+_UNKNOWN = problems("unknown_agent")
+_NOT_RUNNING = problems("unknown_agent", "recipient_terminated")
 
 
-@router.get("", summary="By id", responses=gives(shapes.Agents))
-async def everybody(
+@router.get("/agents", tags=["agents"], summary="List agents, by id")
+async def list_agents(
     society: SocietyDep,
     capability: Id | None = None,
     direction: Direction = "input",
     after: Cursor | None = None,
     limit: Limit = 50,
-) -> Response:
-    """With `capability`: those whose model has it."""
+) -> AgentPage:
+    """With `capability`: only agents whose model has it."""
     if capability is not None:
-        able = sorted(await society.agents.with_capability(capability, direction))
-        wanted = [one for one in able if one > (after or "")]
-        found = await society.store.agents_by_id(wanted[:limit])
-        page = [found[one] for one in wanted[:limit] if one in found]
-        following = wanted[limit - 1] if len(wanted) > limit else None
+        ids = [
+            agent_id
+            for agent_id in sorted(await society.agents.with_capability(capability, direction))
+            if agent_id > (after or "")
+        ]
+        by_id = await society.store.agents_by_id(ids[:limit])
+        page = [by_id[agent_id] for agent_id in ids[:limit] if agent_id in by_id]
+        following = ids[limit - 1] if len(ids) > limit else None
     else:
         stored = await society.store.agents(after or "", limit + 1)
-        page = [one for one in stored[:limit] if one.kind == "agent"]
+        page = [agent for agent in stored[:limit] if agent.kind == "agent"]
         following = stored[limit - 1].id if len(stored) > limit else None
-    return listing([wire.agent(society, one) for one in page], following)
+    return AgentPage(items=[Agent.in_society(society, agent) for agent in page], next=following)
 
 
 @router.post(
-    "",
+    "/agents",
+    tags=["agents"],
     status_code=201,
-    summary="Make an agent",
-    responses=gives(shapes.Agent, 201)
-    | BODY
-    | problems(
+    summary="Create an agent",
+    responses=problems(
         "id_taken", "payload_invalid", "unknown_service", "unknown_agent", "recipient_terminated",
         _422="`request_invalid`",
     ),
 )  # fmt: skip
-async def create(wanted: shapes.NewAgent, society: SocietyDep) -> Response:
-    made = await society.create_agent(
-        id=wanted.id,
-        name=wanted.name,
-        prompt=wanted.prompt,
-        service=wanted.service,
-        tools=wanted.tools,
-        parent=wanted.parent,
+async def create_agent(body: NewAgent, society: SocietyDep) -> Agent:
+    created = await society.create_agent(
+        id=body.id,
+        name=body.name,
+        prompt=body.prompt,
+        service=body.service,
+        tools=body.tools,
+        parent=body.parent,
     )
-    return answer(await _shown(society, made.id), 201)
+    return await _read(society, created.id)
 
 
-@router.get("/{agent_id}", summary="One agent", responses=_ONE | _KNOWN)
-async def one(agent_id: str, society: SocietyDep) -> Response:
-    return answer(await _shown(society, agent_id))
+@router.get("/agents/{agent_id}", tags=["agents"], summary="Get an agent", responses=_UNKNOWN)
+async def get_agent(agent_id: str, society: SocietyDep) -> Agent:
+    return await _read(society, agent_id)
 
 
 @router.get(
-    "/{agent_id}/history",
-    summary="What the agent remembers, in the roles that its model sees",
-    responses=gives(shapes.History) | _KNOWN,
+    "/agents/{agent_id}/history",
+    tags=["agents"],
+    summary="List the agent's history, in the roles that its model sees",
+    responses=_UNKNOWN,
 )
-async def history(agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50) -> Response:
-    wire.known(await society.store.agent(agent_id), agent_id)
-    rows = (await society.store.history(agent_id, number(after) or 0))[: limit + 1]
-    told = [] if after else _told_first(society, agent_id)
-    told += [wire.said(row) for row in rows]
-    return listing(told[:limit], told[limit - 1]["seq"] if len(told) > limit else None)
+async def list_agent_history(
+    agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50
+) -> HistoryPage:
+    await find_agent(society.store, agent_id)
+    rows = (await society.store.history(agent_id, position(after) or 0))[: limit + 1]
+    items = [] if after else _system_prompt(society, agent_id)
+    items += [HistoryItem.of(row) for row in rows]
+    return HistoryPage(items=items[:limit], next=str(items[limit - 1].seq) if len(items) > limit else None)
 
 
-def _told_first(society: Society, agent_id: str) -> list[dict[str, Any]]:
+def _system_prompt(society: Society, agent_id: str) -> list[HistoryItem]:
     try:
         prompt = SystemPrompts(society.agents).render(society.agents.profile(agent_id))
-    except CoterieError:  # it was terminated, or nobody is at work here
+    except CoterieError:  # the agent was terminated, or agents do not work in this process
         return []
-    return [{"seq": 0, "turn": 0, "role": "system", "content": prompt}]
+    return [HistoryItem(seq=0, turn=0, role="system", content=prompt)]
 
 
-@router.post("/{agent_id}/stop", summary="End what it is doing; its mail is kept", responses=_ONE | _WORKING)
-async def stop(agent_id: str, society: SocietyDep) -> Response:
-    wire.known(await society.store.agent(agent_id), agent_id)
+@router.post(
+    "/agents/{agent_id}/stop",
+    tags=["agents"],
+    summary="End the agent's turn; its mail is kept",
+    responses=_NOT_RUNNING,
+)
+async def stop_agent(agent_id: str, society: SocietyDep) -> Agent:
+    await find_agent(society.store, agent_id)
     if not society.stop_turn(agent_id):
         await society.stop_waiting(agent_id)
-    return answer(await _shown(society, agent_id))
+    return await _read(society, agent_id)
 
 
-@router.post("/{agent_id}/pause", summary="It ends its turn and rests; its mail waits", responses=_ONE | _WORKING)
-async def pause(agent_id: str, society: SocietyDep) -> Response:
+@router.post(
+    "/agents/{agent_id}/pause",
+    tags=["agents"],
+    summary="End the agent's turn and start no other; its mail waits",
+    responses=_NOT_RUNNING,
+)
+async def pause_agent(agent_id: str, society: SocietyDep) -> Agent:
     await society.pause(agent_id)
-    return answer(await _shown(society, agent_id))
+    return await _read(society, agent_id)
 
 
-@router.post("/{agent_id}/resume", summary="It takes up its mail, or tries again", responses=_ONE | _WORKING)
-async def resume(agent_id: str, society: SocietyDep) -> Response:
+@router.post(
+    "/agents/{agent_id}/resume",
+    tags=["agents"],
+    summary="Let a paused agent work again, or a blocked one retry",
+    responses=_NOT_RUNNING,
+)
+async def resume_agent(agent_id: str, society: SocietyDep) -> Agent:
     await society.resume(agent_id)
-    return answer(await _shown(society, agent_id))
+    return await _read(society, agent_id)
 
 
 @router.delete(
-    "/{agent_id}",
+    "/agents/{agent_id}",
+    tags=["agents"],
     status_code=204,
-    response_class=Response,
-    summary="Terminate it, and all it made",
-    responses=_WORKING,
+    summary="Terminate the agent and all agents that it created",
+    responses=_NOT_RUNNING,
 )
-async def terminate(agent_id: str, society: SocietyDep) -> Response:
+async def terminate_agent(agent_id: str, society: SocietyDep) -> None:
     await society.terminate_agent(agent_id)
-    return nothing()
 
 
-async def _shown(society: Society, agent_id: str) -> dict[str, Any]:
-    return wire.agent(society, wire.known(await society.store.agent(agent_id), agent_id))
+async def _read(society: Society, agent_id: str) -> Agent:
+    return Agent.in_society(society, await find_agent(society.store, agent_id))
+
+
+async def find_agent(store: Store, agent_id: str) -> agents.Agent:
+    """The agent; `Refused` if there is none, or if it is the person."""
+    agent = await store.agent(agent_id)
+    if agent is None or agent.kind == "person":
+        raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}": GET /api/v1/agents lists them')
+    return agent
+
+
+@router.post("/pause", tags=["society"], summary="Pause every agent, present and future")
+async def pause_society(society: SocietyDep) -> SocietyState:
+    """No turn, model call or tool starts after the answer, in any process. A running step ends first."""
+    await society.pause_all()
+    return SocietyState(paused=True)
+
+
+@router.post("/resume", tags=["society"], summary="Resume the society")
+async def resume_society(society: SocietyDep) -> SocietyState:
+    """Agents that were paused individually stay paused; blocked agents retry."""
+    await society.resume_all()
+    return SocietyState(paused=False)

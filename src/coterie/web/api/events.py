@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, cast
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import Header, Query, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from coterie.web.connections import HANG_UP
-from coterie.web.endpoint import COMMON
+from coterie.web.routing import COMMON_PROBLEMS, Router
 from coterie.web.sse import Hub
 
-router = APIRouter(tags=["events"], responses=COMMON)
+router = Router(tags=["events"], responses=COMMON_PROBLEMS)
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -32,39 +32,40 @@ class EventStream(Response):
         async def write(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
-        telling = asyncio.create_task(self._hub.serve(write, self._last_event_id), name="coterie-stream-client")
-        leaving = asyncio.create_task(_left(receive), name="coterie-stream-leaving")
+        serving = asyncio.create_task(self._hub.serve(write, self._last_event_id), name="coterie-stream-client")
+        disconnected = asyncio.create_task(_disconnected(receive), name="coterie-stream-disconnect")
         try:
-            await asyncio.wait({telling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            telling.cancel()
-            leaving.cancel()
-            outcome, _ = await asyncio.gather(telling, leaving, return_exceptions=True)
-        if outcome is None:
+            serving.cancel()
+            disconnected.cancel()
+            result, _ = await asyncio.gather(serving, disconnected, return_exceptions=True)
+        if result is None:
             await send({"type": "http.response.body", "body": b""})
-        elif not isinstance(outcome, asyncio.CancelledError):
-            raise outcome
+        elif not isinstance(result, asyncio.CancelledError):
+            raise result
         elif hang_up := scope.get("extensions", {}).get(HANG_UP):
-            # It takes nothing any more, so neither would it take a proper end.
+            # The client reads nothing any more, so it would not read a proper end either.
             hang_up["now"]()
-            await _left(receive)
+            await _disconnected(receive)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 @router.get(
     "/events",
-    summary="Whatever happens, as it happens",
-    response_class=Response,
-    responses={200: {"description": "Server-sent events", "content": {"text/event-stream": {"schema": {}}}}},
+    summary="Stream events as they happen",
+    responses={
+        200: {"description": "Server-sent events", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    },
 )
-async def events(
+async def stream_events(
     request: Request,
     last_event_id: Annotated[str | None, Header(max_length=200)] = None,
     last: Annotated[str | None, Query(alias="lastEventId", max_length=200)] = None,
 ) -> Response:
-    """Goes on behind `Last-Event-ID`, or `lastEventId` where a page cannot set headers."""
+    """Continues after `Last-Event-ID`, or after `lastEventId` for pages that cannot set headers."""
     return EventStream(cast(Hub, request.app.state.hub), last_event_id or last)

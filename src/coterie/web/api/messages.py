@@ -1,49 +1,28 @@
-"""Messages: send, look at, move, withdraw."""
+"""Messages: send, list, reschedule, withdraw; delayed messages and dead letters."""
 
 from __future__ import annotations
 
-import json
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
-import msgspec
-from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.responses import Response
+from fastapi import Request
 
+from coterie import messages
 from coterie.errors import Refused
-from coterie.messages import PERSON, Message
 from coterie.society import Society
 from coterie.store import Page, Store
 from coterie.text import one_line
-from coterie.web import shapes, wire
-from coterie.web.endpoint import BODY, COMMON, Cursor, Id, Limit, SocietyDep, answer, gives, listing, nothing, problems
+from coterie.web.routing import COMMON_PROBLEMS, Cursor, Id, Limit, Router, SocietyDep, parse_cursor, problems
+from coterie.web.schemas import DelayedPage, Message, MessagePage, NewDelay, NewMessage, Receipt
 
-router = APIRouter(tags=["messages"], responses=COMMON)
-
-
-class Draft(msgspec.Struct, rename="camel"):
-    """What came in, as far as JSON goes; whether it can be sent is for the bus to say."""
-
-    to: Any = None
-    payload: Any = None
-    client_id: str | None = None
-    delay_ms: Any = None
-    quick_replies: Any = None
-    in_reply_to: Any = None
-    option: Any = None
+router = Router(tags=["messages"], responses=COMMON_PROBLEMS)
 
 
-_decode = msgspec.json.Decoder(Draft).decode
-
-
-# The way of every send: the body is read without FastAPI's detour, so its shape is given here by hand.
 @router.post(
     "/messages",
     status_code=202,
     summary="Send a message",
-    responses=gives(shapes.Receipt, 202)
-    | BODY
-    | problems(
+    responses=problems(
         "unknown_recipient",
         "recipient_terminated",
         "payload_too_large",
@@ -62,111 +41,115 @@ _decode = msgspec.json.Decoder(Draft).decode
         _413="`body_too_large`",
         _429="`too_many_requests`",
     ),
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": shapes.NewMessage.model_json_schema()}},
-        }
-    },
 )
-async def send(request: Request) -> Response:
+async def send_message(request: Request, body: NewMessage) -> Receipt:
+    # Every send passes here: a FastAPI dependency would cost more than the rest of this function.
     society = cast(Society, request.app.state.society)
-    draft = _read(await request.body())
     receipt = await society.bus.send(
-        sender=PERSON,
-        to=draft.to,
-        payload=draft.payload,
-        delay_ms=draft.delay_ms,
-        quick_replies=draft.quick_replies,
-        client_id=draft.client_id,
-        in_reply_to=draft.in_reply_to,
-        option=draft.option,
+        sender=messages.PERSON,
+        to=body.to,
+        payload=body.payload,
+        delay_ms=body.delay_ms,
+        quick_replies=body.quick_replies,
+        client_id=body.client_id,
+        in_reply_to=body.in_reply_to,
+        option=body.option,
     )
-    return answer(receipt.to_dict(), 202)
+    return Receipt.of(receipt)
 
 
-def _read(body: bytes) -> Draft:
-    try:
-        return _decode(body)
-    except msgspec.ValidationError as error:
-        raise RequestValidationError([{"type": "value_error", "loc": ("body",), "msg": str(error)}]) from error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _read_surrogates(body)
-    except RecursionError as error:
-        raise Refused("payload_invalid", "the body is nested too deep") from error
-
-
-def _read_surrogates(body: bytes) -> Draft:
-    """JSON that names half of a character, as JavaScript writes it: the bus puts U+FFFD in its place."""
-    try:
-        return msgspec.convert(json.loads(body, parse_constant=_no_constant), Draft)
-    except msgspec.ValidationError as error:
-        raise RequestValidationError([{"type": "value_error", "loc": ("body",), "msg": str(error)}]) from error
-    except (ValueError, RecursionError) as error:
-        raise RequestValidationError([{"type": "json_invalid", "loc": ("body",), "msg": str(error)}]) from error
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-@router.get(
-    "/messages", summary="The timeline, newest first", responses=gives(shapes.Messages) | problems("unknown_message")
-)
-async def timeline(
+@router.get("/messages", summary="List messages, newest first", responses=problems("unknown_message"))
+async def list_messages(
     society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
-) -> Response:
-    page = Page(before=await place(society.store, before), limit=limit)
-    return newest_first(await society.store.messages(page, agent=agent), limit)
+) -> MessagePage:
+    page = Page(before=await message_position(society.store, before), limit=limit)
+    return message_page(await society.store.messages(page, agent=agent), limit)
 
 
-@router.get(
-    "/messages/{message_id}",
-    summary="One message",
-    responses=gives(shapes.Message) | problems("unknown_message"),
-)
-async def one(message_id: str, society: SocietyDep) -> Response:
-    return answer(wire.message(await found(society.store, message_id)))
+@router.get("/messages/{message_id}", summary="Get a message", responses=problems("unknown_message"))
+async def get_message(message_id: str, society: SocietyDep) -> Message:
+    return Message.of(await find_message(society.store, message_id))
 
 
 @router.delete(
     "/messages/{message_id}",
     status_code=204,
-    response_class=Response,
     summary="Withdraw a message that was not taken yet",
     responses=problems("unknown_message", "already_taken"),
 )
-async def withdraw(message_id: str, society: SocietyDep) -> Response:
+async def withdraw_message(message_id: str, society: SocietyDep) -> None:
     await society.bus.withdraw(message_id)
-    return nothing()
 
 
 @router.patch(
     "/messages/{message_id}",
-    summary="Move a delayed message",
-    responses=gives(shapes.Message)
-    | BODY
-    | problems("unknown_message", "already_delivered", "delayMs_invalid", _422="`request_invalid`"),
+    summary="Change the due time of a delayed message",
+    responses=problems("unknown_message", "already_delivered", "delayMs_invalid", _422="`request_invalid`"),
 )
-async def move(message_id: str, to: shapes.Move, society: SocietyDep) -> Response:
-    return answer(wire.message(await society.bus.reschedule(message_id, to.delay_ms)))
+async def move_message(message_id: str, body: NewDelay, society: SocietyDep) -> Message:
+    return Message.of(await society.bus.reschedule(message_id, body.delay_ms))
 
 
-async def found(store: Store, message_id: str) -> Message:
+@router.get("/delayed", summary="List delayed messages, by due time", responses=problems("unknown_message"))
+async def list_delayed_messages(
+    society: SocietyDep, recipient: Id | None = None, after: Cursor | None = None, limit: Limit = 50
+) -> DelayedPage:
+    previous = None if after is None else await find_message(society.store, after)
+    count = await society.store.delayed_count(recipient)
+    items = await society.store.delayed(recipient, after=previous, limit=limit)
+    return DelayedPage(items=Message.of_all(items), next=items[-1].id if len(items) == limit else None, count=count)
+
+
+@router.get(
+    "/dead-letters",
+    tags=["dead letters"],
+    summary="List dead letters, newest first",
+    responses=problems("unknown_message"),
+)
+async def list_dead_letters(society: SocietyDep, before: Cursor | None = None, limit: Limit = 50) -> MessagePage:
+    page = Page(before=await message_position(society.store, before), limit=limit)
+    return message_page(await society.store.messages(page, state="dead"), limit)
+
+
+@router.post(
+    "/dead-letters/{message_id}/resend",
+    tags=["dead letters"],
+    status_code=202,
+    summary="Send a dead letter again, as a new message",
+    responses=problems("unknown_message", "recipient_terminated", "mailbox_full", "hop_limit", "attachment_unknown"),
+)
+async def resend_dead_letter(message_id: str, society: SocietyDep) -> Receipt:
+    receipt = await society.store.resend_dead_letter(message_id)
+    society.bus.notify()
+    return Receipt.of(receipt)
+
+
+@router.delete(
+    "/dead-letters/{message_id}",
+    tags=["dead letters"],
+    status_code=204,
+    summary="Delete a dead letter",
+    responses=problems("unknown_message"),
+)
+async def delete_dead_letter(message_id: str, society: SocietyDep) -> None:
+    await society.store.delete_dead_letter(message_id)
+    society.bus.notify()
+
+
+async def find_message(store: Store, message_id: str) -> messages.Message:
     message = await store.message(message_id)
     if message is None:
         raise Refused("unknown_message", f'there is no message "{one_line(message_id)}"')
     return message
 
 
-async def place(store: Store, cursor: str | None) -> int | None:
-    """Where a list goes on: behind the `next` of a page, or behind a message."""
+async def message_position(store: Store, cursor: str | None) -> int | None:
+    """The position that a list continues from: a page's `next`, or the id of a message."""
     if cursor is None:
         return None
-    if cursor.isascii() and cursor.isdecimal() and len(cursor) < 19:
-        return int(cursor)
-    return (await found(store, cursor)).seq
+    found = parse_cursor(cursor)
+    return (await find_message(store, cursor)).seq if found is None else found
 
 
-def newest_first(page: Any, limit: int) -> Response:
-    return listing(wire.messages(page), page[-1].seq if len(page) == limit else None)
+def message_page(page: Sequence[messages.Message], limit: int) -> MessagePage:
+    return MessagePage(items=Message.of_all(page), next=str(page[-1].seq) if len(page) == limit else None)

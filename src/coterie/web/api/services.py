@@ -1,112 +1,110 @@
-"""The model services, and the owner's files read again."""
+"""Model services, and reloading the owner's files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Body
-from starlette.responses import Response
-
-from coterie.errors import ConfigError, Problem
+from coterie.errors import ConfigError
 from coterie.llm.discovery import KEYED_SERVICES, LOCAL_SERVERS
-from coterie.web import shapes
-from coterie.web.endpoint import BODY, COMMON, SocietyDep, answer, gives, listing, nothing, problems
-from coterie.web.errors import Rejected
+from coterie.web.errors import RequestRejected
+from coterie.web.routing import COMMON_PROBLEMS, Router, SocietyDep, problems
+from coterie.web.schemas import ErrorPlace
+from coterie.web.service_schemas import (
+    ReloadResult,
+    Service,
+    ServiceChange,
+    ServiceList,
+    ServicePreset,
+    ServiceTest,
+)  # fmt: skip
 
-router = APIRouter(tags=["services"], responses=COMMON)
+router = Router(tags=["services"], responses=COMMON_PROBLEMS)
 
 _CONFIG = "`config_invalid`"
+_ServiceFields = Annotated[dict[str, Any], ServiceChange]
 
 
-@router.get(
-    "/services",
-    summary="Model services, what each can do, and what could be set up",
-    responses=gives(shapes.Services),
-)
-async def services(society: SocietyDep, probe: bool = False) -> Response:
-    """Keys are masked. With `probe`, servers on this machine are looked for too."""
+@router.get("/services", summary="List model services and their capabilities, and services that could be set up")
+async def list_services(society: SocietyDep, probe: bool = False) -> ServiceList:
+    """Keys are masked. With `probe`, also look for model servers on this machine."""
     setup = society.setup
     offers = await setup.discover(probe=probe)
-    return listing(
-        [one.to_dict() for one in setup.list()],
-        None,
-        problems=_told(setup.problems),
-        offers=[offer.to_json() for offer in offers],
-        presets=[offer.to_json() for offer in (*KEYED_SERVICES, *LOCAL_SERVERS)],
+    return ServiceList(
+        items=[Service.of(view) for view in setup.list()],
+        next=None,
+        problems=ErrorPlace.of_all(setup.problems),
+        offers=[ServicePreset.of(offer) for offer in offers],
+        presets=[ServicePreset.of(offer) for offer in (*KEYED_SERVICES, *LOCAL_SERVERS)],
     )
 
 
 @router.put(
     "/services/{service_id}",
     summary="Add a service, or change one",
-    responses=gives(shapes.Service) | BODY | problems("service_invalid", _422=f"`request_invalid`, {_CONFIG}"),
+    responses=problems("service_invalid", _422=f"`request_invalid`, {_CONFIG}"),
 )
-async def put(service_id: str, society: SocietyDep, fields: dict[str, Any] = Body(...)) -> Response:  # noqa: B008
-    """The fields of llmservices.json; those left out stay as they are.
+async def put_service(service_id: str, society: SocietyDep, body: _ServiceFields) -> Service:
+    """The fields of llmservices.json; fields left out stay as they are.
 
-    A key in `key` is kept in data/secrets.json, and never comes out again. It belongs to the address it was entered
-    for: a change of `baseURL` or `provider` needs `key` again, empty if the new address needs none.
+    `key` is stored in data/secrets.json and never sent back. It belongs to the address it was entered for: a change of
+    `baseURL` or `provider` needs `key` again, empty if the new address needs none.
     """
-    key = fields.pop("key", None)
-    if key is not None and not isinstance(key, str):
-        raise Rejected(422, "service_invalid", "key must be a string")
-    with _readable():
-        return answer((await society.setup.put(service_id, fields, key)).to_dict())
+    key = _take_key(body)
+    with _config_errors():
+        return Service.of(await society.setup.put(service_id, body, key))
 
 
 @router.delete(
     "/services/{service_id}",
     status_code=204,
-    response_class=Response,
     summary="Remove a service and its key",
     responses=problems("unknown_service", "service_in_use", _422=_CONFIG),
 )
-async def delete(service_id: str, society: SocietyDep) -> Response:
-    with _readable():
+async def delete_service(service_id: str, society: SocietyDep) -> None:
+    with _config_errors():
         await society.setup.delete(service_id)
-    return nothing()
 
 
 @router.post(
     "/services/{service_id}/test",
-    summary="One real request; what came of it, in words",
-    responses=gives(shapes.Trial) | BODY | problems("unknown_service", "service_invalid", _422=_CONFIG),
+    summary="Send one real request to a service and report the result",
+    responses=problems("unknown_service", "service_invalid", _422=_CONFIG),
 )
-async def test(
-    service_id: str,
-    society: SocietyDep,
-    fields: dict[str, Any] | None = Body(default=None),  # noqa: B008
-) -> Response:
-    """Without a body the service as it is; with one, as `PUT` would make it, and nothing is saved."""
-    if not fields:
-        return answer((await society.setup.test(service_id)).to_json())
-    key = fields.pop("key", None)
-    if key is not None and not isinstance(key, str):
-        raise Rejected(422, "service_invalid", "key must be a string")
-    with _readable():
-        return answer((await society.setup.test_entry(service_id, fields, key)).to_json())
+async def test_service(
+    service_id: str, society: SocietyDep, body: Annotated[dict[str, Any] | None, ServiceChange] = None
+) -> ServiceTest:
+    """Without a body: the service as it is. With a body: as `PUT` would make it; nothing is saved."""
+    if not body:
+        return ServiceTest.of(await society.setup.test(service_id))
+    key = _take_key(body)
+    with _config_errors():
+        return ServiceTest.of(await society.setup.test_entry(service_id, body, key))
 
 
 @router.post(
     "/reload",
-    summary="Read coterie.toml, llmservices.json and the owner's tools again",
-    responses=gives(shapes.Reloaded) | problems(_422=_CONFIG),
+    summary="Reload coterie.toml, llmservices.json and the owner's tools",
+    responses=problems(_422=_CONFIG),
 )
-async def reload(society: SocietyDep) -> Response:
-    with _readable():
-        return answer({"problems": _told(await society.reload())})
+async def reload_settings(society: SocietyDep) -> ReloadResult:
+    with _config_errors():
+        return ReloadResult(problems=ErrorPlace.of_all(await society.reload()))
+
+
+def _take_key(fields: dict[str, Any]) -> str | None:
+    key = fields.pop("key", None)
+    if key is not None and not isinstance(key, str):
+        raise RequestRejected(422, "service_invalid", "key must be a string")
+    return key
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
+def _config_errors() -> Iterator[None]:
+    """Answer with status 422 if a configuration file is invalid."""
     try:
         yield
     except ConfigError as error:
-        found = _told(error.problems)
-        raise Rejected(422, "config_invalid", f"{error}; nothing was changed", problems=found) from error
-
-
-def _told(found: Sequence[Problem]) -> list[dict[str, str]]:
-    return [{"place": one.location, "message": one.message} for one in found]
+        places = ErrorPlace.of_all(error.problems)
+        raise RequestRejected(422, "config_invalid", f"{error}; nothing was changed", problems=places) from error

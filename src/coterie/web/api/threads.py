@@ -1,88 +1,192 @@
-"""The person's conversation with one agent: read it, clear it, take it home."""
+"""The person's conversations, and overviews: snapshot, search, tool runs, usage."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Header, Query
-from fastapi.exceptions import RequestValidationError
+from fastapi import Header, Query
 from starlette.responses import Response
 
 from coterie.admin.inspect import read_thread, render_markdown
 from coterie.clock import to_rfc3339
-from coterie.web import shapes, wire
-from coterie.web.endpoint import COMMON, ClockDep, Cursor, Limit, SocietyDep, answer, gives, listing, problems
+from coterie.messages import SYSTEM
+from coterie.store import Page
+from coterie.web.api.agents import find_agent
+from coterie.web.api.messages import message_page, message_position
+from coterie.web.routing import (
+    COMMON_PROBLEMS,
+    ClockDep,
+    Cursor,
+    Id,
+    Limit,
+    Router,
+    SocietyDep,
+    described_content,
+    invalid_query,
+    json_response,
+    position,
+    problems,
+)  # fmt: skip
+from coterie.web.schemas import (
+    Agent,
+    ClearedThread,
+    Message,
+    MessagePage,
+    ReadCount,
+    ReadMark,
+    Run,
+    RunPage,
+    Snapshot,
+    Thread,
+    ThreadExport,
+    Usage,
+    UsagePage,
+)  # fmt: skip
+from coterie.web.sse import epoch_of
 
-router = APIRouter(tags=["threads"], responses=COMMON)
+router = Router(responses=COMMON_PROBLEMS)
 
 MARKDOWN = "text/markdown"
 
 
+@router.get("/snapshot", tags=["overview"], summary="Get the state of the society")
+async def get_snapshot(society: SocietyDep, clock: ClockDep) -> Snapshot:
+    """Open the event stream with `lastEventId=<epoch>.<seq>` to get every later event."""
+    snapshot = await society.store.snapshot()
+    unread = {thread.agent_id: thread.unread for thread in snapshot.threads}
+    return Snapshot(
+        epoch=epoch_of(society.store.info.log_id),
+        seq=snapshot.seq,
+        server_time=to_rfc3339(clock.now()) or "",
+        paused=snapshot.paused,
+        agents=[Agent.in_society(society, agent, unread.get(agent.id, 0)) for agent in snapshot.agents],
+        agent_count=snapshot.agent_count,
+        threads=[Thread.of(thread) for thread in snapshot.threads],
+        thread_count=snapshot.thread_count,
+        queues=Message.of_all(snapshot.queues),
+        queue_count=snapshot.queue_count,
+        delayed=Message.of_all(snapshot.delayed),
+        delayed_count=snapshot.delayed_count,
+        open_questions=Message.of_all(snapshot.open_questions),
+        open_question_count=snapshot.question_count,
+    )
+
+
 @router.get(
     "/threads/{agent}/messages",
-    summary="A part of the conversation, oldest first",
-    responses=gives(shapes.Messages) | problems("unknown_agent", "unknown_message"),
+    tags=["threads"],
+    summary="List messages of a conversation, oldest first",
+    responses=problems("unknown_agent", "unknown_message"),
 )
-async def read(
+async def list_thread_messages(
     agent: str,
     society: SocietyDep,
     before: Cursor | None = None,
     after: Cursor | None = None,
     around: Cursor | None = None,
     limit: Limit = 50,
-) -> Response:
-    """The latest part; or the one `before`, `after` or `around` the message of that id.
+) -> MessagePage:
+    """The latest messages, or those `before`, `after` or `around` the message of that id.
 
-    `next` goes on in the same direction: with `after` towards the present, else into the past.
+    `next` continues in the same direction: with `after` towards the present, else into the past.
     """
-    if sum(place is not None for place in (before, after, around)) > 1:
-        told = "give one of before, after and around"
-        raise RequestValidationError([{"type": "value_error", "loc": ("query",), "msg": told}])
-    wire.known(await society.store.agent(agent), agent)
-    part = await society.store.thread(agent, before=before, after=after, around=around, limit=limit)
+    if sum(cursor is not None for cursor in (before, after, around)) > 1:
+        raise invalid_query("give at most one of before, after and around")
+    await find_agent(society.store, agent)
+    page = await society.store.thread(agent, before=before, after=after, around=around, limit=limit)
     following = None
-    if len(part) == limit:
-        following = part[-1].id if after is not None else part[0].id
-    return listing(wire.messages(part), following)
+    if len(page) == limit:
+        following = page[-1].id if after is not None else page[0].id
+    return MessagePage(items=Message.of_all(page), next=following)
 
 
 @router.delete(
     "/threads/{agent}",
-    summary="Clear the conversation, and what the agent remembers",
-    responses=gives(shapes.Cleared) | problems("unknown_agent", "agent_busy"),
+    tags=["threads"],
+    summary="Clear the conversation and the agent's history",
+    responses=problems("unknown_agent", "agent_busy"),
 )
-async def clear(agent: str, society: SocietyDep) -> Response:
-    wire.known(await society.store.agent(agent), agent)
-    cleared = await society.store.clear_thread(agent)
+async def clear_thread(agent: str, society: SocietyDep) -> ClearedThread:
+    await find_agent(society.store, agent)
+    count = await society.store.clear_thread(agent)
     society.bus.notify()
-    return answer({"messages": cleared})
+    return ClearedThread(messages=count)
 
 
 @router.get(
     "/threads/{agent}/export",
-    summary="The whole conversation, as Markdown or JSON",
-    responses=gives(shapes.Export, content={MARKDOWN: {"schema": {"type": "string"}}}) | problems("unknown_agent"),
+    tags=["threads"],
+    summary="Export the whole conversation, as Markdown or JSON",
+    responses={
+        200: {"content": {**described_content(ThreadExport), MARKDOWN: {"schema": {"type": "string"}}}},
+        **problems("unknown_agent"),
+    },
 )
-async def export(
+async def export_thread(
     agent: str,
     society: SocietyDep,
     clock: ClockDep,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
     format: Annotated[Literal["markdown", "json"] | None, Query()] = None,  # noqa: A002
 ) -> Response:
-    """By `format`, else by `Accept`, else Markdown."""
-    known = wire.known(await society.store.agent(agent), agent)
-    whole = await read_thread(society.store, agent)
-    as_json = format == "json" or (format is None and "json" in accept and MARKDOWN not in accept)
-    name = f'attachment; filename="{agent}.{"json" if as_json else "md"}"'
-    if as_json:
-        told = answer(
-            {
-                "agent": wire.agent(society, known),
-                "exportedAt": to_rfc3339(clock.now()),
-                "messages": wire.messages(whole),
-            }
+    """`format` decides, else the `Accept` header; the default is Markdown."""
+    found = await find_agent(society.store, agent)
+    messages = await read_thread(society.store, agent)
+    if format == "json" or (format is None and "json" in accept and MARKDOWN not in accept):
+        exported_at = to_rfc3339(clock.now()) or ""
+        response = json_response(
+            ThreadExport(
+                agent=Agent.in_society(society, found), exported_at=exported_at, messages=Message.of_all(messages)
+            )
         )
-        told.headers["Content-Disposition"] = name
-        return told
-    return Response(render_markdown(known, whole), headers={"Content-Disposition": name}, media_type=MARKDOWN)
+    else:
+        response = Response(render_markdown(found, messages), media_type=MARKDOWN)
+    extension = "md" if response.media_type == MARKDOWN else "json"
+    response.headers["Content-Disposition"] = f'attachment; filename="{agent}.{extension}"'
+    return response
+
+
+@router.post(
+    "/read",
+    tags=["overview"],
+    summary="Mark a conversation as read up to a message",
+    responses=problems("unknown_agent", "unknown_message"),
+)
+async def mark_read(body: ReadMark, society: SocietyDep) -> ReadCount:
+    if body.thread != SYSTEM:  # the runtime's notices that concern no single agent
+        await find_agent(society.store, body.thread)
+    count = await society.store.mark_read(body.thread, body.upto)
+    society.bus.notify()
+    return ReadCount(read=count)
+
+
+@router.get(
+    "/search",
+    tags=["overview"],
+    summary="Search messages that contain all words, newest first",
+    responses=problems("unknown_message"),
+)
+async def search_messages(
+    society: SocietyDep,
+    q: Annotated[str, Query(min_length=1, max_length=500)],
+    agent: Id | None = None,
+    before: Cursor | None = None,
+    limit: Limit = 50,
+) -> MessagePage:
+    page = Page(before=await message_position(society.store, before), limit=limit)
+    return message_page(await society.store.search(q, page, agent), limit)
+
+
+@router.get("/runs", tags=["overview"], summary="List tool runs and withdrawn plans, newest first")
+async def list_runs(
+    society: SocietyDep, agent: Id | None = None, before: Cursor | None = None, limit: Limit = 50
+) -> RunPage:
+    plans = await society.store.runs(Page(before=position(before), limit=limit), agent)
+    return RunPage(items=[Run.of(plan) for plan in plans], next=str(plans[-1].seq) if len(plans) == limit else None)
+
+
+@router.get("/usage", tags=["overview"], summary="Get requests and tokens by day, agent and service")
+async def get_usage(society: SocietyDep, clock: ClockDep, days: Annotated[int, Query(ge=1, le=3660)] = 30) -> UsagePage:
+    rows = await society.store.usage(clock.now() - timedelta(days=days))
+    return UsagePage(items=[Usage.of(row) for row in rows], next=None)

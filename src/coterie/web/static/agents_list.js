@@ -1,4 +1,4 @@
-// The list of agents: a tree by who made whom, with state, unread count and the tail of what each one is saying.
+// The list of agents: a tree by parent, with state, unread count and the end of each reply in progress.
 
 import { post } from './api.js';
 import { fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
@@ -12,11 +12,11 @@ const TAIL = 15; // full-width characters
 const TYPED_MS = 700;
 const folded = new Set();
 
-// What one of them is doing
+// Status of one agent
 
 export const stopping = new Set();
 
-/** What an agent is doing, in a few words. */
+/** The agent's status in a few words. */
 export function doing(agent) {
   if (agent.state !== 'active') return t(agent.state);
   if (stopping.has(agent.id)) return t('stopping');
@@ -40,9 +40,9 @@ export async function stop(id) {
 
 export const dot = (agent) => h('span', { class: `dot dot-${agent.state}`, 'aria-hidden': 'true' });
 
-// Trees of agents: here, and on the screen of the organisation
+// Trees of agents, also used by the organisation screen
 
-/** Agents under who made them; one whose maker is not known stands by itself. */
+/** Agents grouped by parent; an agent whose parent is unknown is a root. */
 export function family() {
   const order = (a, b) => (a.state === 'terminated') - (b.state === 'terminated') || a.name.localeCompare(b.name, undefined, { numeric: true });
   const all = [...state.agents.values()].filter((one) => one.kind !== 'person').sort(order);
@@ -52,18 +52,18 @@ export function family() {
   return roots;
 }
 
-/** Those that are to be seen, one below the other. */
+/** The visible rows, from top to bottom. */
 export const flat = (nodes, shut, level = 1) =>
   nodes.flatMap((node, at) => [{ ...node, level, at, of: nodes.length }, ...(shut.has(node.agent.id) ? [] : flat(node.kids, shut, level + 1))]);
 
-/** What an item of a tree says about its place in it. */
+/** ARIA attributes of a tree item. */
 export const treeItem = ({ agent, kids, level, at, of }, shut) => ({ role: 'treeitem', tabindex: '-1', 'aria-level': String(level), 'aria-posinset': String(at + 1),
   'aria-setsize': String(of), 'aria-expanded': kids.length ? String(!shut.has(agent.id)) : null, data: { agent: agent.id }, onclick: () => go(agentPath(agent.id)) });
 
 let typed = '';
 let typedAt = 0;
 
-/** One stop for Tab; arrows move inside, letters seek. `focus(id)`, `toggle(id)`. */
+/** Keyboard control: Tab reaches one item, arrows move, letters search. Uses `focus(id)` and `toggle(id)`. */
 export function treeKeys(event, focus, toggle) {
   const { key } = event;
   const el = event.target.closest('[role=treeitem]');
@@ -242,7 +242,7 @@ export function mountAgents(root) {
   };
 }
 
-/** The end of a text, as much as fits a row. */
+/** The end of a text that fits one row. */
 function tailOf(text, most) {
   const signs = [...text.slice(-80).replace(/\s+/g, ' ')];
   let width = 0;

@@ -1,11 +1,11 @@
-// The server's HTTP interface. Every refusal is a `Problem` with the server's own code.
+// HTTP client. Every error is a `Problem` with the server's code.
 
 const BASE = '/api/v1';
 const SURE_MS = 10_000;
 const TRIES = 4;
 
 class Problem extends Error {
-  /** `status` 0: no answer came; with the code `timeout`, whether the request was heard is not known. */
+  /** `status` 0: no answer. Code `timeout`: the server may or may not have handled the request. */
   constructor(status, code, detail, more = {}) {
     super(detail);
     Object.assign(this, { status, code, detail, more });
@@ -14,12 +14,12 @@ class Problem extends Error {
 
 let onLocked = () => {};
 
-/** Calls `tell` when the server does not know this browser. */
+/** Calls `tell` when the server answers 401. */
 export const whenLocked = (tell) => {
   onLocked = tell;
 };
 
-/** A name that is ours alone. Works outside secure contexts too, where randomUUID is missing. */
+/** A random unique id. Works on plain http too, where randomUUID is missing. */
 export function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, '0')).join('');
@@ -54,7 +54,7 @@ export const query = (path, values) => {
 };
 
 /**
- * Sends a message. No answer for ten seconds: asked again under the same name, so it is one message whatever happened.
+ * Sends a message. After ten seconds without an answer it retries with the same clientId, so there is only one message.
  * `unsure` is called before each new attempt.
  */
 export async function send(message, unsure = () => {}) {
@@ -68,7 +68,7 @@ export async function send(message, unsure = () => {}) {
   }
 }
 
-/** Uploads one file; `progress` hears a share from 0 to 1. Returns `{done, cancel}`. */
+/** Uploads one file; calls `progress` with a fraction from 0 to 1. Returns `{done, cancel}`. */
 export function upload(file, progress) {
   const request = new XMLHttpRequest();
   const done = new Promise((resolve, reject) => {

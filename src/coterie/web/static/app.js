@@ -1,4 +1,4 @@
-// Where the page starts: the shell at once, then the society, then everything that can wait.
+// Entry point: shows the shell, loads the society, then loads all other modules.
 
 import { whenLocked } from './api.js';
 import { flag } from './dom.js';

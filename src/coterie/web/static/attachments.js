@@ -1,4 +1,4 @@
-// Files on their way into a message: a chip each, with how far it is and how the recipient will get it.
+// Attachments of the message being written: one chip per file, with upload progress and how the recipient gets it.
 
 import { button, fileIcon, fill, h, iconButton, toComposer } from './dom.js';
 import { upload } from './api.js';
@@ -9,10 +9,10 @@ const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
 
 const percent = (chip) => Math.round(chip.share * 100);
 
-/** Chips on their way to somebody else's tray. */
+/** Chips that are moved to another agent's composer, by agent. */
 const handed = new Map();
 
-/** `changed` is called whenever a chip changes, `moveTo(agent)` when the person sends the lot to somebody else. */
+/** Calls `changed` whenever a chip changes, and `moveTo(agent)` to move the draft to another agent. */
 export function mountTray(root, agent, changed, moveTo) {
   let chips = handed.get(agent) ?? [];
   handed.delete(agent);
@@ -66,7 +66,7 @@ export function mountTray(root, agent, changed, moveTo) {
       iconButton('close', t('removeFile', { name: chip.name }), { class: 'chip-close', onclick: () => drop(chip) }), chip.status === 'uploading' && chip.bar);
   }
 
-  /** How the recipient gets it, by what their model takes in. */
+  /** How the recipient gets the file, by its model's input capabilities. */
   function note(chip) {
     if (chip.status !== 'ready' && chip.status !== 'uploading') return null;
     const kind = NEEDS[chip.kind] ? chip.kind : 'file';
@@ -91,7 +91,7 @@ export function mountTray(root, agent, changed, moveTo) {
     any: () => chips.some((one) => one.status === 'ready' || one.status === 'uploading'),
     busy: () => chips.some((one) => one.status === 'uploading'),
     ready: () => chips.filter((one) => one.status === 'ready').map((one) => one.artifact),
-    /** Everything goes to another's tray, whether it has arrived or not. */
+    /** Moves all chips to another agent's composer, also those still uploading. */
     hand(other) {
       handed.set(other, chips);
       chips = [];

@@ -1,4 +1,4 @@
-// Where the person writes. Nothing typed is ever lost: it is sent, waits as a draft, or comes back.
+// The composer. Typed text is never lost: it is sent, kept as a draft, or restored.
 
 import { button, fill, flag, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { newId, send } from './api.js';
@@ -10,13 +10,13 @@ import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
 
 const LONGEST = 200_000;
-let handedTo = null; // whose tray gets the files of another
+let handedTo = null; // the agent that gets moved files
 const kept = (agent) => `coterie.draft.${agent}`;
 
-/** The composer of one agent in the dock. Returns `{leave, replyTo, refill}`. */
+/** Shows the composer of one agent. Returns `{leave, replyTo, refill}`. */
 export function mountComposer(root, agent) {
   const draft = { text: '', files: [], replyTo: null, ...readDraft(agent) };
-  let tray = null; // attachments, loaded when the first one comes
+  let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
@@ -52,7 +52,7 @@ export function mountComposer(root, agent) {
     if (event.key === 'ArrowUp' && !text.value && !event.shiftKey && !event.altKey && !event.isComposing) return editLast(event);
     if (event.key === 'Escape' && draft.replyTo) return replyTo(null);
     if (event.key !== 'Enter' || event.shiftKey || event.altKey) return;
-    // Enter that ends a composition chooses a word; Safari tells of the end first.
+    // Enter that ends an IME composition does not send; Safari fires compositionend before keydown.
     if (event.isComposing || event.keyCode === 229 || performance.now() - composedAt < 20) return;
     const mod = event.ctrlKey || event.metaKey;
     if (flag('ctrlEnterSends') !== mod) return;
@@ -110,7 +110,7 @@ export function mountComposer(root, agent) {
     text.focus();
   }
 
-  /** Text that was not sent comes back, if nothing new was typed. */
+  /** Restores text that was not sent, unless new text was typed. */
   function refill({ text: words = '', files = [], replyTo: to = null }) {
     if (text.value || tray?.any()) return false;
     text.value = words;
@@ -150,7 +150,7 @@ export function mountComposer(root, agent) {
     text.focus();
   }
 
-  /** The whole draft goes over to somebody who can read what it carries. */
+  /** Moves the draft to an agent whose model accepts its attachments. */
   function moveTo(other) {
     const before = readDraft(other);
     const words = [before?.text, draft.text].filter(Boolean).join('\n');
@@ -200,7 +200,7 @@ export function mountComposer(root, agent) {
   };
 }
 
-/** Sends what was written; closes the questions it answers for as long as it is not refused. */
+/** Sends the message; shows the questions it answers as closed unless the server refuses it. */
 async function deliver({ agent, text, files, replyTo, refill, clientId = newId() }) {
   const payload = {};
   if (text.trim()) payload.text = text;
@@ -257,7 +257,7 @@ function readDraft(agent) {
   }
 }
 
-/** Files dropped anywhere on the conversation. */
+/** Accepts files dropped anywhere on the conversation. */
 function dropZone(attach) {
   const area = document.getElementById('main');
   const has = (event) => [...(event.dataTransfer?.types ?? [])].includes('Files');

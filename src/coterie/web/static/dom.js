@@ -1,4 +1,4 @@
-// Elements by createElement, text by textContent: there is no other way into the page.
+// DOM helpers. Elements are made with createElement and text with textContent only, never with HTML.
 
 export function h(tag, props, ...children) {
   const el = document.createElement(tag);
@@ -17,7 +17,7 @@ export function h(tag, props, ...children) {
 
 const some = (children) => children.flat(Infinity).filter((one) => one !== null && one !== undefined && one !== false);
 
-/** The same for drawings. */
+/** The same for SVG elements. */
 export function s(tag, attributes, ...children) {
   const el = document.createElementNS('http://www.w3.org/2000/svg', tag);
   for (const [name, value] of Object.entries(attributes)) el.setAttribute(name, value);
@@ -25,7 +25,7 @@ export function s(tag, attributes, ...children) {
   return el;
 }
 
-/** A drawing of index.html, by its name there. */
+/** An icon, by the id of its symbol in index.html. */
 export const icon = (name) => s('svg', { class: 'icon', 'aria-hidden': 'true' }, s('use', { href: `#i-${name}` }));
 
 export const fileIcon = (type) => icon(type === 'image' || type === 'audio' ? type : 'file');
@@ -37,7 +37,7 @@ export const iconButton = (name, label, props = {}) =>
 
 const nameOf = (el) => el.dataset.of ?? el.dataset.agent ?? el.getAttribute('href') ?? el.ariaLabel ?? el.textContent;
 
-/** Replaces what is inside. The focus stays where it was, or goes to whoever takes that place. */
+/** Replaces the children. Keeps the focus, or moves it to the element at the same position. */
 export function fill(el, ...children) {
   const had = document.activeElement;
   const inside = had !== el && el.contains(had);
@@ -49,21 +49,21 @@ export function fill(el, ...children) {
   return el;
 }
 
-/** A yes or no that this browser keeps; with `yes`, kept from now on. */
+/** Reads a boolean setting of this browser; with `yes`, stores it first. */
 export const flag = (name, yes) => (yes === undefined ? localStorage.getItem(`coterie.${name}`) === '1' : localStorage.setItem(`coterie.${name}`, yes ? '1' : '0'));
 
 export const toComposer = (how) => document.getElementById('composer')?.focus(how);
 
-/** Scrolls a box as little as brings something inside it. */
+/** Scrolls a box by the smallest distance that makes an element visible. */
 export function reveal(el, box) {
   const [has, wants] = [box.getBoundingClientRect(), el.getBoundingClientRect()];
   box.scrollTop += Math.min(0, wants.top - has.top) + Math.max(0, wants.bottom - has.bottom);
 }
 
-/** What stands where there is nothing else. */
+/** Placeholder of an empty list. */
 export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
 
-/** Sets text only where it changed: an untouched node costs no layout. */
+/** Sets the text only if it changed, to avoid a layout. */
 export function setText(el, text) {
   if (el.textContent !== text) el.textContent = text;
 }

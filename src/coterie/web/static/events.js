@@ -1,4 +1,4 @@
-// What the server tells, and what it changes in the store.
+// Applies the server's events to the state.
 
 import { dropLocal, join, keep, loadPlans, now, openQuestions, part, PERSON, queue, setOpen, state, thread, threadOf, touch, watchers } from './state.js';
 
@@ -27,7 +27,7 @@ const TOLD = {
 };
 
 const known = (agent) => state.threads.get(agent)?.loaded;
-/** Asks whoever has it for the whole of a reply under way. Set by the stream. */
+/** Requests the full text of a reply in progress. Set by stream.js. */
 export const asks = { draft: () => {} };
 
 export function apply(kind, data) {
@@ -56,7 +56,7 @@ function created(data) {
   touch(`message:${message.id}`);
 }
 
-/** A message of ours has come back: its stand-in goes. */
+/** Removes the local copy of a message that the server has confirmed. */
 function settle(message) {
   if (message.from !== PERSON) return;
   for (const [clientId, local] of state.locals) {
@@ -174,7 +174,7 @@ function cleared({ thread: id }) {
   touch(`thread:${id}`, 'threads', 'unread', 'questions', `agent:${id}`, `plans:${id}`);
 }
 
-// Replies that are being said
+// Replies in progress
 
 function drafted(data) {
   let draft = state.drafts.get(data.draftId);
@@ -191,10 +191,10 @@ function drafted(data) {
     draft.points += points(data.delta);
   }
   touch(`draft:${draft.id}`);
-  if (silent && draft.text) touch(`drafts:${draft.agent}`); // it enters the thread with its first word
+  if (silent && draft.text) touch(`drafts:${draft.agent}`); // the reply appears in the thread with its first text
 }
 
-/** Offsets count code points; a string's length does not. */
+/** Number of code points; the server's offsets count these, not UTF-16 units. */
 const points = (text) => text.length - (text.match(/[\ud800-\udbff][\udc00-\udfff]/g)?.length ?? 0);
 
 function draftEnded({ draftId, outcome, messages = [] }) {
@@ -204,7 +204,7 @@ function draftEnded({ draftId, outcome, messages = [] }) {
     draft.stopped = true;
     touch(`draft:${draftId}`);
   } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
-  else draft.ended = true; // its message is about to come and takes its place
+  else draft.ended = true; // stays until its message arrives
   touch(`drafts:${draft.agent}`);
 }
 

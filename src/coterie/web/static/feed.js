@@ -1,39 +1,38 @@
-// A long list of which only the part near the window is in the document.
+// A virtual list: only the items near the viewport are in the document.
 //
-// Heights are kept by key; every item stands at its own place, so one that holds the focus can stay while the rest goes.
-// There is one writer of `scrollTop`, and it is here. Where things are is known from numbers: to ask the document would make it
-// lay out everything once more.
+// Heights are cached by key. Items are positioned absolutely, so the focused item can stay while others are removed.
+// Only this module writes `scrollTop`. Positions are computed, because reading them from the document forces a layout.
 //
-// A frame that scrolls builds only what it shows. The rest of what is near is built between frames, in the page's idle time.
+// While scrolling, a frame builds only visible items. Other near items are built in idle time.
 
 const AROUND = 14;
-const AT_ONCE = 1; // of them, when the window moves
-const MOST = 60; // in the document, if there is no idle time to clear up in
-const PIECE_MS = 3; // to build one
-const GLIDE_MS = 150; // without a scroll, and the window is at rest
+const AT_ONCE = 1; // of these, per frame while scrolling
+const MOST = 60; // items in the document if there is no idle time to remove some
+const PIECE_MS = 3; // estimated time to build one item
+const GLIDE_MS = 150; // scrolling has ended after this time without a scroll event
 const NEAR_END = 48;
 const GUESS = 92;
-const END = 16; // below the last item
+const END = 16; // pixels below the last item
 const whenIdle = window.requestIdleCallback ?? ((work) => setTimeout(work, 30, { timeRemaining: () => 0 }));
 
 export class Feed {
-  /** `make(item)` gives `{el, update(item), leave()}`. `moved` is told where the window is. */
+  /** `make(item)` returns `{el, update(item), leave()}`. `moved` is called with the viewport's position. */
   constructor(scroller, list, make, moved = () => {}) {
     Object.assign(this, { scroller, list, make, moved });
     this.items = [];
     this.at = new Map(); // key -> index
     this.heights = new Map();
     this.tops = new Float64Array(1);
-    this.views = new Map(); // key -> view, in the document
+    this.views = new Map(); // key -> view of an item in the document
     this.follow = true;
-    this.lastTop = 0; // of the window, and how high it is
+    this.lastTop = 0; // scroll position; `high` is the viewport's height
     this.high = scroller.clientHeight;
-    this.shift = 0; // how far below its place everything stands
-    this.glided = -Infinity; // when the window moved last
+    this.shift = 0; // offset of all items from their computed positions
+    this.glided = -Infinity; // time of the last scroll
     this.sizes = new ResizeObserver((entries) => this.resized(entries));
     this.sizes.observe(scroller);
     const up = (event) => {
-      if (!this.lastTop) return; // nowhere to go
+      if (!this.lastTop) return; // already at the top
       if (event.type === 'wheel' ? event.deltaY < 0 : event.type === 'touchmove' || ['ArrowUp', 'PageUp', 'Home'].includes(event.key)) this.follow = false;
     };
     for (const type of ['wheel', 'touchmove', 'keydown']) scroller.addEventListener(type, up, { passive: true });
@@ -48,7 +47,7 @@ export class Feed {
 
   set(items, setSize = items.length) {
     const anchor = this.anchor();
-    this.list.hidden = !items.length; // a feed without articles is none
+    this.list.hidden = !items.length; // an empty element with role feed is invalid
     this.items = items;
     this.setSize = setSize;
     this.at = new Map(items.map((item, index) => [item.key, index]));
@@ -60,12 +59,12 @@ export class Feed {
     this.settle(anchor);
   }
 
-  /** Where the window begins, in the measure of `tops`. */
+  /** The viewport's top, in the coordinates of `tops`. */
   get y() {
     return this.lastTop - this.shift;
   }
 
-  /** The item at the top of the window, and how far it is scrolled out of it. */
+  /** The first visible item, and how many pixels of it are above the viewport. */
   anchor() {
     if (!this.items.length) return null;
     const index = this.indexAt(this.y);
@@ -89,13 +88,13 @@ export class Feed {
     let y = this.y;
     if (this.follow) y = this.total + END - this.high;
     else if (anchor && this.at.has(anchor.key)) y = this.tops[this.at.get(anchor.key)] + anchor.offset;
-    // What someone scrolls over stays where it was painted, and the numbers give way until the window rests.
+    // While the person scrolls, painted items must not move; `shift` absorbs changed heights until scrolling ends.
     this.shift = this.glides && Math.min(y, this.lastTop) > 2 * this.high ? this.lastTop - y : 0;
     const height = Math.round(this.total + END + this.shift);
     if (this.height !== height) this.list.style.height = `${(this.height = height)}px`;
     const top = Math.max(0, Math.min(Math.round(y + this.shift), height - this.high));
     if (Math.abs(top - this.lastTop) < 1) return;
-    // Someone may be scrolling, and the news of it be on its way: moved by as much, not to a place.
+    // A scroll event may be pending, so scroll by the difference and not to an absolute position.
     this.scroller.scrollTop = this.follow ? top : this.scroller.scrollTop + top - this.lastTop;
     this.lastTop = this.scroller.scrollTop;
   }
@@ -136,14 +135,14 @@ export class Feed {
     return low;
   }
 
-  /** The first and the last of the window, and of so many around it. */
+  /** Indexes of the first and last visible item, extended by `around` items. */
   range(around) {
     const first = this.indexAt(this.y);
     const last = this.indexAt(this.y + this.high);
     return [Math.max(0, first - around), Math.min(this.items.length - 1, last + around)];
   }
 
-  /** Those that are not in the document, nearest to the window first. */
+  /** Items that are not in the document, nearest to the viewport first. */
   missing(around) {
     if (!this.items.length) return [];
     const [first, last] = this.range(around);
@@ -152,7 +151,7 @@ export class Feed {
       .sort((a, b) => Math.abs(this.at.get(a.key) - middle) - Math.abs(this.at.get(b.key) - middle));
   }
 
-  /** Puts items into the document, while `goOn()`; true when heights turned out otherwise. */
+  /** Adds items to the document while `goOn()`; true if a height differs from the expected one. */
   mount(items, goOn = () => true) {
     if (this.views.size > MOST) this.clear();
     const fresh = [];
@@ -172,7 +171,7 @@ export class Feed {
     return changed;
   }
 
-  /** Takes out what is far from the window, but never what holds the focus. */
+  /** Removes items far from the viewport, but never the focused one. */
   clear() {
     const [first, last] = this.range(AROUND);
     for (const [key, view] of this.views) {
@@ -208,7 +207,7 @@ export class Feed {
     }
   }
 
-  /** Everything in the document at its place. */
+  /** Positions all items in the document. */
   put() {
     for (const [key, { el, placed }] of this.views) {
       const index = this.at.get(key);
@@ -270,7 +269,7 @@ export class Feed {
     else if (this.shift) this.settle(this.anchor());
   }
 
-  /** How much there is below the window. */
+  /** Pixels below the viewport. */
   get left() {
     return this.total + END - this.high - this.y;
   }
@@ -284,7 +283,7 @@ export class Feed {
     this.settle(null);
   }
 
-  /** Brings an item into the window, with `above` pixels over it. */
+  /** Scrolls to an item, with `above` pixels over it. */
   show(key, above = 80) {
     if (!this.at.has(key)) return null;
     this.follow = false;
@@ -296,7 +295,7 @@ export class Feed {
     return this.views.get(key)?.el ?? null;
   }
 
-  /** The keys now inside the window. */
+  /** Keys of the visible items. */
   seen() {
     if (!this.items.length) return [];
     return this.items.slice(this.indexAt(this.y), this.indexAt(this.y + this.high - 1) + 1);

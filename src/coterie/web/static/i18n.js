@@ -1,13 +1,13 @@
-// The page's words, in the language that is in use; `t('key', {name: 'Ada'})` fills `{name}`. Each language is a file of its own.
+// Translations: `t('key', {name: 'Ada'})` fills `{name}`. Each language is one file in words/.
 
 const KEPT = 'coterie.language';
 const known = (code) => (/^zh\b/i.test(code) ? 'zh' : 'en');
 
 export const onMac = /mac/i.test(navigator.platform);
-/** Keys by the names they have on this board. */
+/** Names of modifier keys on this platform. */
 export const keyNames = (text) => (onMac ? text.replace(/\bCtrl\b/g, '⌘').replace(/\bAlt\b/g, '⌥') : text);
 
-/** All words of a language. */
+/** All texts of a language. */
 export const wordsOf = async (code) => JSON.parse(keyNames(await (await fetch(`/static/words/${code}.json`)).text()));
 
 let language = known(localStorage.getItem(KEPT) ?? navigator.language);
@@ -31,7 +31,7 @@ export function t(key, values) {
   return values ? text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole)) : text;
 }
 
-// Times, sizes
+// Formatting of times and sizes
 
 const formats = new Map();
 

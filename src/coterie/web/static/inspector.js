@@ -1,4 +1,4 @@
-// The column at the right: what is delayed, the files, the organisation, each a screen in small; and who can take in what.
+// The right column: delayed messages, files and organisation as compact screens, and the agents' capabilities.
 
 import { fill, h } from './dom.js';
 import { t } from './i18n.js';
@@ -64,7 +64,7 @@ function mount() {
     caps.tabIndex = caps.scrollHeight > caps.clientHeight ? 0 : -1;
   }
 
-  // On a phone these are screens of their own, and a slide-over is filled when it is first opened.
+  // On a phone these are separate screens. A slide-over is filled when it is first opened.
   const begin = () => !small.matches && !leave && turn === 0 && open(shown);
   small.addEventListener('change', begin);
   paintTabs();

@@ -1,4 +1,4 @@
-// The keyboard map. Punctuation goes by its place on the board, so that other layouts work.
+// Keyboard shortcuts. Punctuation is matched by key position, so that other layouts work.
 
 import { flag, h } from './dom.js';
 import { onMac, t } from './i18n.js';
@@ -14,7 +14,7 @@ export function start() {
   addEventListener('keydown', pressed);
 }
 
-/** Its script may be on its way still: what is typed meanwhile is typed into a field, and not said to anybody. */
+/** Opens the palette. While its script loads, a temporary input collects what is typed. */
 export async function openPalette(agent = null) {
   if (document.querySelector('.early-find')) return;
   const had = document.activeElement;
@@ -27,7 +27,7 @@ export async function openPalette(agent = null) {
   early.focus();
   const there = await import('./screens/palette.js').catch(missed);
   const wanted = document.activeElement === early;
-  if (wanted) had.focus(); // the dialog gives it back to whoever has it now
+  if (wanted) had.focus(); // the dialog restores the focus to the element that has it now
   early.remove();
   if (wanted) there?.openPalette({ agent, find: early.value, entered, actions: [
     { label: t('theme'), run: nextTheme },
@@ -49,7 +49,7 @@ function pressed(event) {
 function handle(event) {
   const { key, code, altKey, shiftKey } = event;
   const mod = event.ctrlKey || event.metaKey;
-  // On a Mac, Ctrl moves and deletes in what is typed.
+  // On a Mac, Ctrl shortcuts edit text.
   const ours = onMac ? event.metaKey : event.ctrlKey;
   const letter = ours && !altKey && !shiftKey && key.toLowerCase();
   if (letter === 'k') return yes(openPalette());
@@ -72,7 +72,7 @@ function alt({ key, code, shiftKey }) {
   return false;
 }
 
-/** The newest open set: of this conversation; if it has none, of the one that has. */
+/** Focuses the newest open question of this conversation, else goes to one of another. */
 function quick() {
   if (focusNewest((message) => (openAgent() ? showMessage(message) : true))) return true;
   const other = openQuestions().find((one) => isOpen(one));
@@ -81,7 +81,7 @@ function quick() {
 }
 
 function step(by, onlyUnread) {
-  // Where the address leads: a second key may come before the first one's conversation is there.
+  // The agent in the address: a second key press may come before the first conversation is shown.
   const here = addressed();
   const rows = [...document.querySelectorAll('.tree [data-agent]')].map((el) => el.dataset.agent);
   const all = onlyUnread ? rows.filter((id) => state.threads.get(id)?.unread || id === here) : rows;
@@ -93,7 +93,7 @@ function step(by, onlyUnread) {
 
 let foundAt = -10_000;
 
-/** Ours first, since most of the thread is not in the document; pressed again, the browser's. */
+/** Opens our search, because most of the thread is not in the document. Pressed again: the browser's search. */
 function find() {
   if (place().name !== 'a' || performance.now() - foundAt < 2_000) return false;
   foundAt = performance.now();

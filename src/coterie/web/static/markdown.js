@@ -1,4 +1,4 @@
-// The server's tree of Markdown nodes as elements. A node of an unknown kind shows its text.
+// Renders the server's Markdown nodes as elements. An unknown node shows its text.
 
 import { button, h } from './dom.js';
 import { t } from './i18n.js';
@@ -7,7 +7,7 @@ import { copyText } from './notices.js';
 const PLAIN = { em: 'em', strong: 'strong', s: 's', p: 'p', quote: 'blockquote', ul: 'ul', hr: 'hr', br: 'br' };
 const COLOURS = [[/^k/, 'k'], [/^s/, 's'], [/^c/, 'c'], [/^m/, 'n'], [/^n[fcbd]/, 'f'], [/^o/, 'o']];
 
-let above = 1; // the page's own heading; a level is never left out, whatever a message begins with
+let above = 1; // level of the page's own heading; a message's headings follow without a gap
 
 export function nodes(list) {
   above = 1;

@@ -1,4 +1,4 @@
-// One message: who, when, what, and what became of it.
+// One message: sender, time, content and delivery state.
 
 import { button, fileIcon, fill, h, icon, setText } from './dom.js';
 import { artifactUrl, post } from './api.js';
@@ -8,12 +8,12 @@ import { copyText, oops } from './notices.js';
 import { everySecond, nameOf, now, on, PERSON, state, SYSTEM, untilNext } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
-const DEEPEST = 3; // of keys inside of keys
+const DEEPEST = 3; // levels of nested keys that are shown
 const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
 
 export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system') : nameOf(id));
 
-/** A stored message, or one of ours that is on its way (`item.local`). `acts`: replyTo(id), retry, edit, drop (of a local). */
+/** A stored message, or an unconfirmed one (`item.local`). `acts`: replyTo(id); retry, edit, drop for a local one. */
 export function messageView(item, acts) {
   const first = of(item);
   const mine = first.from === PERSON;
@@ -103,7 +103,7 @@ function brokeText({ withdrawn }) {
   return [t('interjectionsTaken'), cancelled].filter(Boolean).join(' · ');
 }
 
-/** What a message says, as elements: words, files, and whatever else it carries as a card. */
+/** The content of a message: text, files, and other fields as a card. */
 function content(message) {
   const payload = message.payload ?? {};
   const parts = [];
@@ -143,7 +143,7 @@ function file(one) {
     h('a', { class: 'file-name', href: artifactUrl(ref), download: filename, 'aria-label': t('download', { name: filename }) }, filename || ref), weight);
 }
 
-/** Keys and values in two columns; the JSON itself is one click away. */
+/** A table of keys and values, with the JSON on demand. */
 function structured(value) {
   return h('div', { class: 'fields', role: 'group', 'aria-label': t('fields') }, fields(value),
     h('details', {}, h('summary', {}, t('rawJson')), h('pre', { tabindex: '0' }, JSON.stringify(value, null, 2))));
@@ -154,7 +154,7 @@ function fields(value, depth = 0) {
   return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
 }
 
-/** A reply that is being said: plain text until its message takes its place. Painted every `pace()` milliseconds; `most`: its end only. */
+/** A reply in progress, as plain text. Repainted every `pace()` milliseconds; shows the last `most` characters. */
 export function draftView(item, pace, most = Infinity) {
   const draft = () => state.drafts.get(item.id);
   const text = document.createTextNode('');
@@ -193,7 +193,7 @@ export function draftView(item, pace, most = Infinity) {
   };
 }
 
-/** Why an agent does not go on, in plain words, with the way out. */
+/** Why an agent is blocked, and what to do. */
 export function problemView(id) {
   const words = h('p', { class: 'problem-what' });
   const detail = h('p', { class: 'problem-why', dir: 'auto' });
@@ -211,7 +211,7 @@ export function problemView(id) {
     const key = `problem_${told?.category}`;
     const why = told?.message ?? one?.why;
     setText(detail, why ?? '');
-    // What kind it was is told once; who comes later knows the reason only.
+    // Only the event has a category. A page that was opened later knows only the reason.
     setText(words, t(key) !== key ? t(key) : why || t('problem_other'));
     more.hidden = words.textContent === why;
     setup.hidden = told && told.category !== 'auth';

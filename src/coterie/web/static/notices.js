@@ -1,4 +1,4 @@
-// What a person is told on the side: short notices, and for a screen reader one line per finished message. Never tokens.
+// Notices, and announcements for screen readers: one line per finished message, never streamed text.
 
 import { button, h, iconButton, toComposer } from './dom.js';
 import { t } from './i18n.js';
@@ -52,9 +52,9 @@ function told(message) {
   }
 }
 
-// Notices, in the flow above the composer: information goes by itself, an error stays until it is closed
+// Notices above the composer: information disappears by itself, an error stays until it is closed
 
-/** `kind`: info or error. `retry` adds a button. Returns how to close it. */
+/** `kind`: info or error. `retry` adds a button. Returns a function that closes the notice. */
 export function toast({ kind = 'info', text, retry }) {
   const root = region('toasts');
   const el = h('div', { class: `toast toast-${kind}`, 'data-testid': 'toast', data: { kind } }, h('span', { class: 'toast-text', dir: 'auto' }, text));
@@ -92,7 +92,7 @@ export function toast({ kind = 'info', text, retry }) {
   return close;
 }
 
-/** Puts a text into the clipboard; by a selection where there is no clipboard to write to. */
+/** Copies a text; by a selection where the clipboard API is missing. */
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -109,10 +109,10 @@ export async function copyText(text) {
   toast({ text: t('copied') });
 }
 
-/** A script did not come: what it was for can be had from a page that is loaded anew. What was typed is kept. */
+/** A script could not be loaded: offers to reload the page. Typed text is kept. */
 export const missed = () => void toast({ kind: 'error', text: t('scriptMissed'), retry: () => location.reload() });
 
 addEventListener('unhandledrejection', ({ reason }) => /import|module/i.test(reason?.message) && missed());
 
-/** Something the person wanted did not work. */
+/** Shows an error of an action. */
 export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.status === 0 ? t('noAnswer') : error.detail ?? String(error) }), retry });

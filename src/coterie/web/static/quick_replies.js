@@ -1,4 +1,4 @@
-// Options under a message. A set is closed exactly when the server holds an answer; the page adds only `sending`.
+// Quick replies under a message. They close only when the server has an answer; the page itself adds the state `sending`.
 
 import { button, h, setAttr, setText, toComposer } from './dom.js';
 import { newId, send } from './api.js';
@@ -7,9 +7,9 @@ import { toast } from './notices.js';
 import { small } from './shell.js';
 import { isOpen, keep, on, openQuestions, optionsOf, PERSON, state, touch } from './state.js';
 
-const SHORT = 8; // full-width characters that fit half a phone
+const SHORT = 8; // full-width characters that fit half the width of a phone
 
-/** The options of a message as a toolbar, or as plain chips where they are not the person's to choose; null without any. */
+/** The options as a toolbar, or as plain chips if the person cannot choose; null if there are none. */
 export function quickReplies(message) {
   const options = optionsOf(message);
   if (!options) return null;
@@ -111,7 +111,7 @@ function toolbar(message, options) {
   };
 }
 
-/** How wide a text is, in full-width characters. */
+/** Width of a text in full-width characters. */
 function width(text) {
   let sum = 0;
   for (const sign of text.trim()) sum += sign.codePointAt(0) > 0x2e7f ? 1 : 0.5;
@@ -152,7 +152,7 @@ async function choose(question, option) {
 }
 
 function close(question, answer) {
-  // The name is used up: chosen again after a withdrawal, it is another message.
+  // The clientId is used: the same option chosen after a withdrawal must be a new message.
   for (const option of optionsOf(question).keys()) sessionStorage.removeItem(kept(question.id, option));
   state.sending.delete(question.id);
   keep({ id: question.id, answer });
@@ -176,7 +176,7 @@ function refused(question, option, error, text) {
   touch(`message:${question.id}`, 'questions');
 }
 
-/** The newest open set in the conversation gets the focus. */
+/** Focuses the newest open quick replies of the conversation. */
 export function focusNewest(showMessage) {
   const newest = openQuestions().filter(isOpen).sort((a, b) => (a.deliveredAt < b.deliveredAt ? 1 : -1)).find((one) => showMessage(one));
   const bar = newest && document.querySelector(`.quick-replies[data-message-id="${CSS.escape(newest.id)}"]`);

@@ -1,4 +1,4 @@
-// Which screen is shown: the part of the address behind `#/`.
+// Routing: the part of the address after `#/` names the screen.
 //
 // A screen is registered under the first part of its path:
 //
@@ -29,10 +29,10 @@ export function go(path) {
   else location.hash = path;
 }
 
-/** A conversation, at one of its messages if that is named. */
+/** The path of a conversation, optionally at one message. */
 export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}` + (message ? `?m=${encodeURIComponent(message)}` : '');
 
-/** `frame(place, what)` gives the element that the screen is shown in. */
+/** `frame(place, what)` returns the element to show the screen in. */
 export function start(frame) {
   shown = frame;
   addEventListener('hashchange', show);
@@ -51,7 +51,7 @@ export async function show() {
   leave = module.render(root, { args: at.args, query: at.query, compact: false }) ?? null;
 }
 
-/** In place of a screen whose script did not come. If it does not come from a server that answers, this page is older than the server. */
+/** Shown if a screen's script could not be loaded. If the server answers, the page is older than the server. */
 export function missed(root, what, again) {
   const retry = async () => {
     const answers = () => fetch('/', { cache: 'no-store' }).then(({ ok }) => ok, () => false);

@@ -1,4 +1,4 @@
-// Tool runs inside the thread, and the plans that an interjection withdrew: the trace says what was not done, too.
+// Tool runs in the thread, and plans that an interjection withdrew.
 
 import { h, icon, setText } from './dom.js';
 import { dayName, elapsed, seconds, t } from './i18n.js';
@@ -6,7 +6,7 @@ import { everySecond, nameOf, now, PERSON } from './state.js';
 
 const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated: '?', cancelled: '–', unknown: '?' };
 
-/** The calls of plans that are worth showing: what was sent to the person is in the thread already, unless `all` are asked for. */
+/** The calls of plans. Without `all`, omits messages to the person, which are in the thread already. */
 export function callsOf(plans, all = false) {
   return plans.flatMap((plan) => plan.calls.map((call) => ({ ...call, id: `${plan.at} ${call.callId}`, withdrawn: plan.outcome === 'withdrawn' || isCut(call) })))
     .filter((call) => all || call.withdrawn || !(call.name === 'send_message' && call.state === 'done' && target(call) === PERSON));
@@ -68,7 +68,7 @@ function title1(call) {
   return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
 }
 
-/** Rows of calls, one after the other: what was opened in one is open in the next of the same call. */
+/** Makes rows of calls; a new row of the same call stays open if the old one was open. */
 export function callRows() {
   const made = new Map();
   return (call) => {
@@ -81,7 +81,7 @@ export function callRows() {
   };
 }
 
-/** One call: its name, what came of it, what it was given and gave. */
+/** One call: name, state, arguments and result. */
 function callRow(call) {
   const ms = took(call);
   return h('li', { class: `run run-${call.withdrawn ? 'withdrawn' : call.state}`, 'data-testid': 'run', data: { state: call.withdrawn ? 'withdrawn' : call.state } },

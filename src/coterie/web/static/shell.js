@@ -1,4 +1,4 @@
-// The frame around every screen: banner, agents, the screen with its dock, the inspector. One of each, made once.
+// The frame around every screen: banner, agent list, screen with composer, inspector. Built once.
 
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
@@ -65,7 +65,7 @@ export function buildShell() {
   banners();
 }
 
-/** What was typed before the page was there, once. */
+/** Returns text that was typed before the page was ready, once. */
 export function takeEarly() {
   const early = parts.early;
   parts.early = null;
@@ -86,7 +86,7 @@ function footer() {
     h('a', { class: 'icon-btn', href: '#/setup', 'aria-label': t('setup'), title: t('setup'), 'data-testid': 'setup-link' }, icon('gear')));
 }
 
-/** The element that a screen is shown in. */
+/** Prepares and returns the element to show a screen in. */
 export function frame(at, what) {
   closeSlides(false);
   parts.at = at;
@@ -123,7 +123,7 @@ function banners() {
   fill(parts.banner, told);
 }
 
-// What slides in where the window is small
+// Slide-overs in small windows
 
 function toggleSlide(name) {
   const open = document.body.dataset.slide === name;
@@ -146,7 +146,7 @@ export const small = matchMedia('(max-width: 720px)');
 const medium = matchMedia('(max-width: 1099px)');
 for (const size of [small, medium]) size.addEventListener('change', reachable);
 
-/** What is slid out of sight is out of reach as well. */
+/** Makes hidden slide-overs unreachable for keyboard and screen readers. */
 function reachable() {
   if (!parts.side) return;
   const open = document.body.dataset.slide;
@@ -157,7 +157,7 @@ function reachable() {
   }
 }
 
-// The banner: whose conversation this is, what they are doing, how the line to the server is
+// The banner: agent, its status, connection state
 
 function mountHeader(root) {
   const title = h('h1', { class: 'top-title', 'data-testid': 'title' });
@@ -224,7 +224,7 @@ function mountHeader(root) {
 
 const steps = (one) => (one.phase === 'tool' && one.step ? ` ${t('stepOf', { n: one.step[0], m: one.step[1] })}` : '');
 
-// Not let in
+// Not authenticated
 
 export async function locked() {
   const say = async (code) => {

@@ -1,4 +1,4 @@
-// What the page knows: a cache of the server's facts, merged by id. It can be thrown away at any time.
+// A cache of the server's state, merged by id. It can be discarded at any time.
 
 import { get, query } from './api.js';
 import { place } from './router.js';
@@ -19,10 +19,10 @@ export const state = {
   questions: new Set(), // ids of open questions to the person
   drafts: new Map(), // draftId -> {id, agent, text, stopped}
   plans: new Map(), // agent -> plans, oldest first
-  breaks: new Map(), // message id -> {withdrawn}: interjections that were taken together, named by the first
-  problems: new Map(), // agent -> the last problem told
-  sending: new Map(), // question id -> {option, clientId, unsure}: an answer on its way
-  locals: new Map(), // clientId -> a message of ours that the server has not confirmed
+  breaks: new Map(), // first message id -> {withdrawn}: interjections that were taken together
+  problems: new Map(), // agent -> last problem event
+  sending: new Map(), // question id -> {option, clientId, unsure}: answer being sent
+  locals: new Map(), // clientId -> sent message that the server has not confirmed
   connection: 'ok', // ok | reconnecting | offline | restored | stopped
   shutdown: null,
 };
@@ -34,7 +34,7 @@ const heard = new Map();
 const dirty = new Set();
 let planned = false;
 
-/** Calls `fn(topic)` soon after anything under `topic` changed, once for many changes. Returns how to stop that. */
+/** Calls `fn(topic)` soon after `topic` changed, once for many changes. Returns a function that unsubscribes. */
 export function on(topics, fn) {
   const list = [topics].flat();
   for (const topic of list) {
@@ -63,16 +63,16 @@ function flush() {
   const calls = new Map();
   for (const topic of topics) {
     for (const fn of heard.get(topic) ?? []) if (!calls.has(fn)) calls.set(fn, topic);
-    // Whoever asks for `agent:*` is told of each.
+    // Subscribers of `agent:*` are called for each agent.
     for (const fn of heard.get(topic.replace(/:.*/, ':*')) ?? []) if (topic.includes(':')) fn(topic);
   }
   for (const [fn, topic] of calls) fn(topic);
 }
 
-// Looking things up
+// Lookups
 
 export const now = () => Date.now() + state.skew;
-/** Whose conversation the address leads to. */
+/** The agent whose conversation the address names. */
 export const addressed = () => ({ a: place().args[0], '': state.home })[place().name];
 export const nameOf = (id) => state.agents.get(id)?.name || id;
 
@@ -92,7 +92,7 @@ export function thread(id) {
   return state.threads.get(id);
 }
 
-/** Options that may be shown: 1 to 10 strings, none of them blank. Anything else is no set at all. */
+/** Valid quick replies: 1 to 10 strings, none blank; otherwise none. */
 export function optionsOf(message) {
   const options = message.payload?.quickReplies;
   if (!Array.isArray(options) || options.length < 1 || options.length > 10) return null;
@@ -107,15 +107,15 @@ export const openQuestions = (agent) =>
 export const upTo99 = (n) => (n > 99 ? '99+' : String(n));
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
-/** What somebody may look for an agent by. */
+/** The text that agent search matches. */
 export const called = ({ name, id, role }) => `${name} ${id} ${role ?? ''}`.toLowerCase();
 
-/** What an agent's model takes in, of what the page has a word for. */
+/** Input capabilities of an agent's model that the page can name. */
 export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind) => agent?.capabilities?.input?.includes(kind));
 
 export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
 
-/** The same at a glance, or read aloud: without Markdown's signs. */
+/** A message's text without Markdown syntax, for previews and screen readers. */
 export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
   .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
 
@@ -127,7 +127,7 @@ export function keep(message) {
   return known ?? message;
 }
 
-/** Puts a delivered message into its conversation, at its place, once. */
+/** Inserts a delivered message into its conversation, in order and only once. */
 export function join(message) {
   const id = threadOf(message);
   if (!id || !message.deliveredAt || message.state === 'withdrawn' || message.state === 'dead') return;
@@ -149,7 +149,7 @@ export function part(message) {
   touch(`thread:${id}`);
 }
 
-/** A page of a conversation: its own order counts, what came live meanwhile follows it. */
+/** Merges a page of a conversation; messages that arrived meanwhile follow it. */
 function joinPage(one, items, where) {
   const ids = items.map((item) => keep(item).id);
   const fresh = new Set(ids);
@@ -186,7 +186,7 @@ export async function loadOlder(agent) {
   touch(`thread:${agent}`);
 }
 
-/** Makes sure that a message and all behind it are loaded. */
+/** Loads a message and all later ones. */
 export async function loadAround(agent, id) {
   while (!thread(agent).ids.includes(id) && thread(agent).older) await loadOlder(agent);
 }
@@ -202,7 +202,7 @@ export function setOpen(message) {
 
 const asking = new Set();
 
-/** Tool runs of an agent, as the server holds them; asked for once for a burst of calls. */
+/** Loads an agent's tool runs, once for many requests. */
 export function loadPlans(agent) {
   if (asking.has(agent)) return;
   asking.add(agent);
@@ -224,7 +224,7 @@ async function readPlans(agent) {
 
 let fetching = null;
 
-/** Everything again from the server. Callers while it runs share one. */
+/** Reloads everything from the server. Concurrent calls share one request. */
 export function resync() {
   fetching ??= readSnapshot().finally(() => {
     fetching = null;
@@ -252,7 +252,7 @@ async function readSnapshot() {
   if (seen.agentCount > seen.agents.length) readAgents().catch(() => {});
 }
 
-/** A snapshot holds the first few hundred. */
+/** Loads the rest: a snapshot has only the first 200. */
 async function readAgents() {
   for (let after; after !== null; ) {
     const page = await query('/agents', { after, limit: 200 });
@@ -267,7 +267,7 @@ export const queue = (agent) => {
   return state.queues.get(agent);
 };
 
-// Messages of ours on their way
+// Sent messages that are not confirmed
 
 export function dropLocal(clientId) {
   const local = state.locals.get(clientId);
@@ -281,7 +281,7 @@ export function putLocal(local) {
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
 
-/** The server has our message under this name; the event that tells of it may come before or after. */
+/** The server has accepted a message. Its event may arrive before or after this call. */
 export function confirmLocal(clientId, receipt) {
   const local = state.locals.get(clientId);
   if (!local) return;
@@ -290,13 +290,13 @@ export function confirmLocal(clientId, receipt) {
   touch(`thread:${local.to}`, `queue:${local.to}`);
 }
 
-/** Called with every event, as it came: `(kind, data)`. */
+/** Functions called with every event: `(kind, data)`. */
 export const watchers = new Set();
 
-/** Until the next beat of that many milliseconds: whoever waits for it paints in the same frame as the others. */
+/** Time to the next multiple of `ms`, so that all repaints with this interval share a frame. */
 export const untilNext = (ms) => ms - (performance.now() % ms);
 
-// One tick a second for every clock on the page
+// One shared timer for all clocks of the page
 
 const ticking = new Set();
 let timer = null;

@@ -1,7 +1,7 @@
 // The event stream: one connection for all tabs of this browser.
 //
-// The tab that holds the lock reads the stream and passes every event on; the others check that none is missing. Where
-// there are no locks (plain http from another machine), each tab reads for itself.
+// The tab that holds the lock reads the stream and relays every event; the others check that none is missing. Without
+// locks (plain http from another machine), each tab reads its own stream.
 
 import { apply, asks, dropDrafts } from './events.js';
 import { resync, state, touch } from './state.js';
@@ -21,7 +21,7 @@ let wake = () => {};
 let heardAt = performance.now();
 let hiddenAt = null;
 let tries = 0;
-let waiting = Promise.resolve(); // events wait for a snapshot under way, and for each other
+let waiting = Promise.resolve(); // events are handled one after the other, after a running snapshot
 
 export function start() {
   asks.draft = askForDraft;
@@ -42,7 +42,7 @@ function seen() {
   else if (hiddenAt !== null && performance.now() - hiddenAt > AWAY_MS && performance.now() - heardAt > AWAY_MS / 2) again();
 }
 
-/** Cuts the connection that may be dead and makes a new one at once. */
+/** Closes a possibly dead connection and reconnects at once. */
 function again() {
   tries = 0;
   if (leading) {
@@ -51,7 +51,7 @@ function again() {
   }
 }
 
-// The tab that reads
+// The leading tab
 
 async function lead() {
   leading = true;
@@ -60,7 +60,7 @@ async function lead() {
     try {
       await connect(abort.signal);
     } catch {
-      // told by the chip, and tried again below
+      // the connection state shows it; retried below
     }
     trouble();
     tries += 1;
@@ -88,7 +88,7 @@ async function connect(signal) {
     const parts = (rest + letters.decode(value, { stream: true })).split('\n\n');
     rest = parts.pop();
     const events = parts.map(parsed).filter((one) => one.kind);
-    channel?.postMessage({ events }); // even none: the line lives
+    channel?.postMessage({ events }); // also without events: it shows that the connection is alive
     events.forEach(take);
   }
 }
@@ -117,7 +117,7 @@ function askForDraft(draft) {
   else channel?.postMessage({ ask: 'drafts', draft });
 }
 
-// The tabs that are told
+// The other tabs
 
 function relayed({ events, connection }) {
   if (!events && !connection) return;
@@ -128,7 +128,7 @@ function relayed({ events, connection }) {
 
 function watchRelay() {
   if (leading || performance.now() - heardAt < RELAY_MS) return;
-  lead(); // whoever holds the lock has gone quiet
+  lead(); // the leading tab is silent
 }
 
 // Events in order
@@ -174,7 +174,7 @@ function hello({ serverTime }) {
   fine();
 }
 
-// What the chip says
+// The connection state
 
 let showing = null;
 let hiding = null;

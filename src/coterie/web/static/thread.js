@@ -14,12 +14,12 @@ import { isQueued, isWaiting, waited } from './waiting.js';
 const NEAR_TOP = 1_200;
 const READ_MS = 250;
 const JOIN_MS = 180_000;
-const SEEN_MS = 50; // between two paintings of a reply under way
+const SEEN_MS = 50; // between two repaints of a reply in progress
 const UNSEEN_MS = 500;
 let runs = null;
 let current = null;
 
-/** The agent whose conversation opens when the address names none. */
+/** The agent whose conversation opens if the address names none. */
 function home() {
   const last = localStorage.getItem('coterie.lastAgent');
   if (state.agents.has(last)) return last;
@@ -56,7 +56,7 @@ function missing(root, id) {
   fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));
 }
 
-/** Brings a message of the open conversation into view; false when it is not of this one. */
+/** Scrolls to a message of the open conversation; false if it is not in it. */
 export const showMessage = (message) => current?.show(message) ?? false;
 export const openComposer = () => current?.composer;
 export const openAgent = () => current?.id;
@@ -73,7 +73,7 @@ function conversation(root, id, wanted) {
   const blank = h('div', { class: 'screen-fill', hidden: true });
   fill(root, scroller, blank, jump);
   const one = thread(id);
-  let line = null; // the first unread when the conversation was opened, and how many followed
+  let line = null; // first unread message when the conversation was opened, and the number of unread ones
   let newBelow = 0;
   let lastCount = 0;
   let busy = false;
@@ -96,7 +96,7 @@ function conversation(root, id, wanted) {
   const composer = mountComposer(dock(), id);
   current = { id, composer, show, feed };
 
-  // What the feed holds
+  // Items of the feed
 
   function items() {
     const all = [];
@@ -109,7 +109,7 @@ function conversation(root, id, wanted) {
     return finish(groups(all, oldest));
   }
 
-  /** Tool runs between the messages they happened between. */
+  /** Puts tool runs between the messages, by time. */
   function groups(all, oldest) {
     const plans = runs ? (state.plans.get(id) ?? []).filter((plan) => plan.at >= oldest) : [];
     let at = 0;
@@ -137,7 +137,7 @@ function conversation(root, id, wanted) {
     return all;
   }
 
-  /** Days, the line before what is new, where interjections were taken; what follows closely needs no name. */
+  /** Adds day separators, the unread line and interjection marks; hides the name on consecutive messages. */
   function decorate(all) {
     const breaks = breaksOf();
     let day = null;
@@ -219,9 +219,9 @@ function conversation(root, id, wanted) {
       await loadOlder(id);
       older.hidden = true;
       busy = false;
-      feed.tell(); // the window may be near the top still, and nothing else would say so
+      feed.tell(); // the viewport may still be near the top, without another scroll event
     } catch {
-      // Tried again by hand, so that a broken line is not asked for ever.
+      // Retried by a button only, to avoid endless requests on a broken connection.
       fill(older, h('span', {}, t('olderFailed')), button({ class: 'text-btn', onclick: () => {
         busy = false;
         fetchOlder();
@@ -230,7 +230,7 @@ function conversation(root, id, wanted) {
     list.setAttribute('aria-busy', 'false');
   }
 
-  // The window
+  // The viewport
 
   function moved({ left, top, follow }) {
     if (follow) newBelow = 0;
@@ -293,7 +293,7 @@ function conversation(root, id, wanted) {
   };
 }
 
-/** Up and down from message to message, Enter into one, Escape back to the composer. */
+/** Keyboard: up and down between messages, Enter into one, Escape back to the composer. */
 function walk(event, feed, scroller) {
   if (event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
   const inside = event.target.closest('.feed-item');

@@ -1,4 +1,4 @@
-// The strip above the composer: interjections that wait until the agent takes them.
+// The strip above the composer: interjections that the agent has not taken yet.
 
 import { button, fill, h, toComposer } from './dom.js';
 import { del } from './api.js';
@@ -6,7 +6,7 @@ import { t } from './i18n.js';
 import { oops, toast } from './notices.js';
 import { on, PERSON, plainText, state, touch } from './state.js';
 
-/** Ids that were shown here: once taken, they stand in the thread under a line that says so. */
+/** Ids of messages that were shown here; once taken, the thread marks them as interjections. */
 export const waited = new Set();
 const withdrawing = new Set();
 
@@ -15,10 +15,10 @@ function atWork(agent) {
   return (now === 'active' && phase !== 'starting') || now === 'paused' || now === 'blocked';
 }
 
-/** One of ours that waits, or is on its way to where it will. */
+/** True if a local message waits in the queue, or will when it is sent. */
 export const isQueued = ({ status, to }) => status === 'queued' || (status === 'sending' && atWork(to));
 
-/** What waits for an agent at work, as the person sent it; first those that the server has. */
+/** The person's messages that wait for a working agent; stored ones first. */
 export function waitingFor(agent) {
   const stored = (state.queues.get(agent) ?? []).map((id) => state.messages.get(id));
   const mine = stored.filter((each) => each && each.from === PERSON && each.state === 'pending' && (atWork(agent) || waited.has(each.id)));
@@ -29,7 +29,7 @@ export function waitingFor(agent) {
 
 export const isWaiting = (message, agent) => message.state === 'pending' && waitingFor(agent).some((each) => each.id === message.id);
 
-/** It was taken before it could be taken back, or something else went wrong. */
+/** Shows why a withdrawal failed: the message was taken already, or another error. */
 export function tooLate(error, words, retry) {
   if (error.code === 'already_taken') toast({ text: t(words) });
   else oops(error, retry);

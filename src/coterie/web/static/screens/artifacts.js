@@ -1,4 +1,4 @@
-// Files: a list, and one of them to look at. What a browser could run is shown as text or not at all.
+// Files: a list and a preview. Active content is shown as text or not at all.
 
 import { artifactUrl, get, query } from '../api.js';
 import { button, empty, fileIcon, fill, h } from '../dom.js';

@@ -1,4 +1,4 @@
-// What will be delivered later: by due time, with a countdown, and a way to call it off.
+// Delayed messages: by due time, with a countdown and a cancel button.
 
 import { del, query } from '../api.js';
 import { button, empty, fill, flag, h, setText } from '../dom.js';
@@ -45,12 +45,12 @@ export function render(root, { compact }) {
   return () => stops.forEach((stop) => stop());
 }
 
-/** The snapshot holds the first ones only. */
+/** Loads all delayed messages; the snapshot has only the first ones. */
 async function loadAll() {
   for (let after; ; ) {
     const page = await query('/delayed', { after, limit: 200 });
     for (const item of page.items) {
-      // One that has been delivered meanwhile is known better.
+      // Skip messages that were delivered meanwhile.
       if ((state.messages.get(item.id) ?? item).state === 'delayed') state.delayed.set(item.id, keep(item));
     }
     touch('delayed');
@@ -82,7 +82,7 @@ function row(message) {
   };
 }
 
-/** What is shown for each due time: wherever it is counted down, the same. */
+/** due time -> seconds shown, the same wherever it is counted down. */
 const counted = new Map();
 const leftTo = (due) => (Date.parse(due) - now()) / 1000;
 
@@ -91,7 +91,7 @@ function secondsTo(due) {
   return counted.get(due);
 }
 
-// Timers are never exact: a second shown is kept in step, and not shown twice or left out for a few milliseconds.
+// Timers are inexact: count down by whole seconds, so that none is shown twice or skipped.
 everySecond(() => {
   for (const [due, shown] of counted) {
     const left = leftTo(due);

@@ -1,4 +1,4 @@
-// Everything that was said to the person: what waits for an answer first, then all of it, newest first.
+// Messages to the person: open questions first, then all, newest first.
 
 import { query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
@@ -9,7 +9,7 @@ import { agentPath } from '../router.js';
 import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
-const TAIL = 280; // characters of a reply under way, and how often they are painted
+const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
 const SEEN_MS = 100;
 const UNSEEN_MS = 500;
 
@@ -20,7 +20,7 @@ export function render(root, { query: asked }) {
   const foot = h('div');
   const saying = section('inbox-live', t('inboxLive'));
   saying.className = 'saying';
-  const live = new Map(); // what is being said just now, to whomever
+  const live = new Map(); // views of replies in progress
   const cards = new Map();
   let ids = new Set();
   const onlyQuestions = asked.get('only') === 'questions';
@@ -37,7 +37,7 @@ export function render(root, { query: asked }) {
       cards.delete(id);
     }
     questions.querySelector('.empty')?.remove();
-    // Those that stay are not moved: a set with the focus in it would lose it.
+    // Do not move cards that stay: the focused one would lose the focus.
     [...cards.values()].sort((a, b) => (a.at < b.at ? 1 : -1)).forEach(({ el }, i) => {
       if (questions.children[i] !== el) questions.insertBefore(el, questions.children[i] ?? null);
     });

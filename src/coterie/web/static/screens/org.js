@@ -1,11 +1,11 @@
-// Who belongs to whom: as a tree to walk through, or as a drawing.
+// The organisation: agents by parent, as a tree or as a drawing.
 
 import { button, empty, fill, h, icon, s } from '../dom.js';
 import { t } from '../i18n.js';
 import { doing, dot, family, flat, treeItem, treeKeys } from '../agents_list.js';
 import { agentPath } from '../router.js';
 import { on, takes } from '../state.js';
-import './parts.js'; // it brings the rules of all screens
+import './parts.js'; // loads the style sheet of all screens
 
 const SHOWN = 'coterie.org';
 
@@ -116,7 +116,7 @@ function drawGraph(stage, roots) {
     svg.append(s('path', { class: 'edge', d: `M${x1} ${y1 + 58}C${x1} ${y1 + 80} ${x2} ${y2 - 40} ${x2} ${y2 - 18}` }));
   }
   for (const one of placed) svg.append(nodeOf(one, at(one)));
-  // It begins at its root; drawn anew, it stays where it was scrolled to.
+  // The first drawing shows the root; a redraw keeps the scroll position.
   const scrolled = stage.querySelector('.graph-frame')?.scrollLeft;
   const frame = h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);
   fill(stage, frame);

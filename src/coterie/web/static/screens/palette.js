@@ -1,4 +1,4 @@
-// One field that finds agents, things to do, and messages.
+// The command palette: finds agents, actions and messages.
 
 import { query } from '../api.js';
 import { fill, h, reveal } from '../dom.js';
@@ -13,8 +13,8 @@ const PAUSE_MS = 150;
 const SHOWN = 8;
 
 /**
- * `actions`: more things to do, `{label, run}`. `agent`: only messages of that conversation, until asked for all.
- * `find`: what was typed before this script was there, and `entered` whether Enter was pressed.
+ * `actions`: further actions, `{label, run}`. `agent`: search only this conversation at first.
+ * `find`: text typed while this script was loading; `entered`: true if Enter was pressed.
  */
 export function openPalette({ actions, find, entered, agent }) {
   let within = agent;

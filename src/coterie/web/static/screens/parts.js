@@ -1,4 +1,4 @@
-// The small things that screens are made of, and what lies over the page.
+// Shared parts of screens, and dialogs.
 
 import { artifactUrl } from '../api.js';
 import { button, h, iconButton } from '../dom.js';
@@ -7,10 +7,10 @@ import { oops } from '../notices.js';
 
 await styled('/static/screens/screens.css');
 
-/** A part of a screen under its heading; `id` names the heading. */
+/** A section with a heading; `id` is the heading's id. */
 export const section = (id, title, ...inside) => h('section', { 'aria-labelledby': id }, h('h2', { id, text: title }), inside);
 
-/** A line that says what was not fetched, with another try. */
+/** An error line with a retry button. */
 export const failed = (text, again) =>
   h('p', { class: 'inline-error' }, h('span', { text }), ' ', button({ class: 'text-btn', text: t('retry'), onclick: again }));
 
@@ -42,7 +42,7 @@ export function choice(options, value, changed) {
   return select;
 }
 
-/** While `work` goes on the button says so; what went wrong is told, and it can be pressed again. */
+/** Runs `work` with the button marked busy; shows an error and enables the button again. */
 export async function busy(el, work) {
   if (el.getAttribute('aria-disabled') === 'true') return;
   const label = el.textContent;
@@ -58,7 +58,7 @@ export async function busy(el, work) {
   }
 }
 
-/** Screens bring their own rules when the first of them is opened. */
+/** Loads the screens' style sheet when the first screen opens. */
 function styled(href) {
   const link = h('link', { rel: 'stylesheet', href });
   const there = new Promise((resolve) => {
@@ -69,9 +69,9 @@ function styled(href) {
   return there;
 }
 
-// Dialogs. The browser's own keeps the focus inside, gives it back, and closes on Escape.
+// Dialogs. The browser's dialog element traps and restores the focus, and closes on Escape.
 
-/** Shows `content` under a heading; `closed` is called at the end, whatever ended it. */
+/** Shows `content` under a heading; `closed` is called when the dialog closes for any reason. */
 export function openDialog(title, content, { wide = false, closed = () => {} } = {}) {
   const id = newName('dialog');
   const close = () => el.close();
@@ -85,14 +85,14 @@ export function openDialog(title, content, { wide = false, closed = () => {} } =
     el.remove();
     closed();
   });
-  // A click on the dark around it is one on the dialog itself.
+  // A click on the backdrop has the dialog as its target.
   el.addEventListener('click', (event) => event.target === el && close());
   document.body.append(el);
   el.showModal();
   return { el, close };
 }
 
-/** Asks before something that cannot be undone; resolves to yes or no. */
+/** Asks for confirmation; resolves to true or false. */
 export function confirm(question, yes) {
   return new Promise((resolve) => {
     let said = false;
@@ -110,7 +110,7 @@ export function confirm(question, yes) {
   });
 }
 
-/** One picture, as large as the window or as large as it is. */
+/** One picture, fitted to the window or in full size. */
 export function openImage({ artifactRef, filename, mimeType, size }) {
   const picture = h('img', { src: artifactUrl(artifactRef), alt: filename });
   const frame = h('div', { class: 'picture', tabindex: '0', role: 'group', 'aria-label': filename }, picture);

@@ -1,4 +1,4 @@
-// One service to be written down: where it is, which model, what it can do, and a key that is never shown again.
+// The form of one model service: address, model, capabilities and key. A key is never shown again.
 
 import { post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
@@ -9,7 +9,7 @@ const OUTPUT = ['text', 'tool_calling', 'structured_output'];
 const INPUT = ['text', 'vision', 'audio', 'file'];
 export const CAPABILITIES = [...INPUT, ...OUTPUT.slice(1)];
 
-/** `from`: a service or an offer; `known`: it exists, and fields that stay empty stay as they are. */
+/** `from`: a service or a preset; `known`: the service exists, and empty fields stay unchanged. */
 export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const text = (value, props = {}) => h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', value: value ?? '', ...props });
   const id = text(from.id, { required: true, readonly: known });
@@ -83,7 +83,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   return form;
 }
 
-/** What came of a trial, in the page's own language: the server gives a code, and its words in English. */
+/** The result of a service test in the page's language: the server sends a code and English text. */
 export function outcomeOf(trial) {
   if (!trial) return [h('span', { class: 'tag', text: t('untested') })];
   const told = trial.ok ? t('trial_ok', { s: (trial.ms / 1000).toFixed(1) }) : t(`trial_${trial.code}`);

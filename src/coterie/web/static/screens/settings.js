@@ -1,4 +1,4 @@
-// What is a matter of taste, kept in this browser.
+// Settings of this browser.
 
 import { flag, h } from '../dom.js';
 import { t } from '../i18n.js';
@@ -23,13 +23,13 @@ export function settings() {
   );
 }
 
-// A word from the browser when somebody writes and nobody looks at the page
+// Browser notifications for messages while the page is hidden
 
 const LENGTH = 140;
 
 const allowed = () => 'Notification' in globalThis && Notification.permission === 'granted';
 
-/** Browsers ask only when a person has just pressed something. */
+/** Asks for permission; browsers allow that only after a click or key press. */
 async function ask(on) {
   flag('notify', on);
   if (!on || !('Notification' in globalThis)) return false;
@@ -42,7 +42,7 @@ export const start = () => watchers.add(heard);
 function heard(kind, { message }) {
   if (kind !== 'message.created' || message?.to !== PERSON) return;
   if (!document.hidden || !flag('notify') || !allowed()) return;
-  // The same tag in every tab: the browser shows one.
+  // All tabs use the same tag, so that the browser shows one notification.
   const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
   note.onclick = () => {
     window.focus();

@@ -1,4 +1,4 @@
-// Model services: what there is, what each can do, whether it works, and what could be set up at a word.
+// Model services: the configured ones with capabilities and test results, and those that could be set up.
 
 import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
@@ -46,7 +46,7 @@ export function render(root) {
     );
   fill(root, body);
   load();
-  // Names come with the snapshot; a form that is being filled in stays as it is.
+  // The snapshot brings agents' names; do not redraw a form in use.
   const stop = on('snapshot', () => seen && !form.firstChild && draw());
   return () => {
     gone = true;
@@ -64,7 +64,7 @@ async function reload(load) {
   }
 }
 
-// What there is
+// Configured services
 
 function services({ items, problems }, doing) {
   return section(
@@ -119,7 +119,7 @@ function table(items) {
   );
 }
 
-// What could be
+// Services that could be set up
 
 function offers(found, { use, probe }) {
   const look = button({ class: 'plain-btn', text: t('setupProbe'), onclick: () => busy(look, probe) });
@@ -132,7 +132,7 @@ function offers(found, { use, probe }) {
   );
 }
 
-// An id is never given twice: whoever was dismissed keeps theirs.
+// Ids are never reused: terminated agents keep theirs.
 function unused(id) {
   for (let n = 1; ; n += 1) {
     const tried = n > 1 ? `${id}-${n}` : id;
@@ -140,7 +140,7 @@ function unused(id) {
   }
 }
 
-// The tour: it speaks by itself while there is no service, and beside one when it is wished for.
+// The tour: active while there is no service, and on request beside one.
 
 function tour(items, changed) {
   const alone = items.every((one) => one.tour);

@@ -1,4 +1,4 @@
-// Which keys do what.
+// The list of keyboard shortcuts.
 
 import { flag, h } from '../dom.js';
 import { keyNames, t } from '../i18n.js';
@@ -36,7 +36,7 @@ export function openShortcuts() {
     KEYS.map(([title, rows]) =>
       h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keyNames(keys) })), h('dd', { text: t(what) }))))),
     ),
-    // They can be in the way of those who speak to their computer.
+    // Single-key shortcuts can disturb people who use speech input.
     toggle(t('singleKeysOn'), !flag('noSingleKeys'), (wanted) => flag('noSingleKeys', !wanted)),
   );
   return openDialog(t('shortcuts'), content);

@@ -1,4 +1,4 @@
-// All messages and tool runs of everybody, newest first, with filters that stand in the address.
+// All messages and tool runs, newest first. The filters are part of the address.
 
 import { query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
@@ -63,7 +63,7 @@ export function render(root, { query: asked }) {
     source.open = Boolean(page.next);
   };
   const draw = () => {
-    // Up to where every source has been read: behind that something would be missing in between.
+    // Show only the time range that every source has loaded; older items would have gaps.
     const open = Object.values(sources).filter((one) => one.open);
     const edge = open.reduce((latest, one) => (one.oldest > latest ? one.oldest : latest), '');
     const since = filters.time ? new Date(Date.now() + state.skew - HOURS[filters.time] * 3_600_000).toISOString() : '';
@@ -78,7 +78,7 @@ export function render(root, { query: asked }) {
       if (source.path === (filters.kind === 'tool' ? '/messages' : filters.kind === 'message' ? '/runs' : '')) continue;
       const page = await query(source.path, { agent: filters.agent, limit: 50 }).catch(() => null);
       if (mine !== turn || !page) return;
-      // In front of what is there: of two within one millisecond, the page knows which came first.
+      // New items first: the server's order decides between items of the same millisecond.
       items = new Map([...page.items.map(source.take).map((one) => [one.id, one]), ...items]);
     }
     draw();
@@ -131,7 +131,7 @@ function messageRow(message) {
       when(message.createdAt),
     ),
     h('p', { class: 'item-text', dir: 'auto', text: glance(message) || t('noText') }),
-    // Somebody else's question: options to read, not to press.
+    // A question to another recipient: its options are shown but not clickable.
     !mine && quickReplies(message)?.el,
   );
 }
