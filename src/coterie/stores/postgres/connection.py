@@ -361,12 +361,13 @@ class ReaderPool:
         self._pool.close()
 
     def _take(self) -> _TimeoutConnection:
+        """Wait for a connection. The pool retries meanwhile, so `StoreError` is final for the caller."""
         self._connect_error = None
         try:
             return self._pool.getconn()
         except psycopg_pool.PoolTimeout:
             if self._connect_error:
-                raise self._connect_error from None
+                raise to_store_error(self._connect_error) from self._connect_error
             raise StoreUnavailable("all connections to the database are in use: try again in a moment") from None
 
     def _note_error(self, error: psycopg.Error) -> None:
