@@ -29,7 +29,7 @@ from coterie.messages import PERSON, Receipt
 from coterie.society import Society
 from coterie.stores.postgres import cluster
 from coterie.stores.sql import unit_of_work
-from coterie.stores.sql.jobs import Job
+from coterie.stores.sql.store import Job
 from coterie.text import to_storable
 from coterie.web.sse import Hub
 from tests.engines import Postgres

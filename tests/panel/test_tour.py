@@ -69,7 +69,9 @@ async def test_a_newcomer_walks_through_it(browser: Browser, tmp_path: Path, chi
             ("assistant", "chart.png")
         ]
 
-        await expect(says(page, script.DELAY.arguments["payload"]["text"].text(chinese))).to_be_visible(timeout=THE_COUNT)
+        await expect(says(page, script.DELAY.arguments["payload"]["text"].text(chinese))).to_be_visible(
+            timeout=THE_COUNT
+        )
         await click(script.SETUP)
         await expect(says(page, told(script.SETUP.then))).to_be_visible(timeout=SECONDS_2)
         await page.locator('[data-testid="banner-tour"] a').click()

@@ -130,8 +130,7 @@ def _run_tool(request: dict[str, Any]) -> tuple[str, bytes]:
     import asyncio
     import inspect
 
-    from coterie.agent.tool_output import encode_result
-    from coterie.agent.tools import ToolResult, parameters_of
+    from coterie.agent.tools import ToolResult, encode_result, parameters_of
     from coterie.agent.user_tools import import_tool_file
 
     function = getattr(import_tool_file(request["module"], Path(request["file"])), request["name"])
@@ -152,7 +151,7 @@ async def _awaited(value: Any) -> Any:
 
 
 def _failure(name: str, error: BaseException) -> bytes:
-    from coterie.agent.tool_output import exception_result
+    from coterie.agent.tools import exception_result
 
     return exception_result(name, error).text.encode("utf-8", "replace")
 

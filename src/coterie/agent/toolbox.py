@@ -15,17 +15,21 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
 
 from coterie.agent.builtins import SEND_MESSAGE
-from coterie.agent.tool_output import NoToolResult, ToolProcessDied, encode_result, exception_result, fit_result
 from coterie.agent.tools import (
     BadArguments,
     InProcess,
     InThread,
+    NoToolResult,
     OnLoop,
     OnToolLoop,
     Tool,
     ToolContext,
+    ToolProcessDied,
     ToolResult,
+    encode_result,
     error_result,
+    exception_result,
+    fit_result,
     unknown_result,
 )
 from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, bridge_context, run_in_process

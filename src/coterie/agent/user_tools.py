@@ -45,8 +45,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from coterie.agent.tool_output import NoToolResult, ToolProcessDied, safe_message
-from coterie.agent.tools import InProcess, OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, get_tool
+from coterie.agent.tools import (
+    InProcess,
+    NoToolResult,
+    OnLoop,
+    OnToolLoop,
+    Tool,
+    ToolContext,
+    ToolProcessDied,
+    ToolResult,
+    get_tool,
+    safe_message,
+)
 from coterie.errors import Problem
 from coterie.ids import id_for
 from coterie.text import one_line, to_storable

@@ -34,10 +34,9 @@ from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
-from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, make_secret, read_secret, to_message
-from coterie.stores.sql.store import SqlStore
+from coterie.stores.sql.store import Result, SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.transfer import SqliteTarget, transfer_rows
 from coterie.supervision import Shutdown

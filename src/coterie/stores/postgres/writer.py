@@ -31,7 +31,7 @@ from coterie.stores.postgres.errors import (
 )
 from coterie.stores.postgres.session import BatchCheckpoint, BatchCommit, PostgresSession
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
+from coterie.stores.sql.store import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
 
 log = logging.getLogger(__name__)
 

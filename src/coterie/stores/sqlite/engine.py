@@ -21,7 +21,6 @@ from coterie.ids import new_id
 from coterie.messages import Message
 from coterie.store import Limits, Page, StoreInfo, Worker, worker_name
 from coterie.stores.sql.claims import EagerClaimer
-from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.rows import (
     MESSAGE_COLUMNS,
@@ -33,7 +32,7 @@ from coterie.stores.sql.rows import (
     to_message,
 )
 from coterie.stores.sql.session import SqliteSession
-from coterie.stores.sql.store import SqlStore
+from coterie.stores.sql.store import Result, SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
