@@ -7,6 +7,7 @@ validates messages and answers with error codes of its own, so those request fie
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
@@ -474,7 +475,7 @@ class RunPage(Schema):
 
 class Usage(Schema):
     day: str
-    agent: str
+    agent_id: str = field(name="agent")
     service: str
     requests: int
     withdrawn: int
@@ -484,16 +485,7 @@ class Usage(Schema):
 
     @classmethod
     def of(cls, usage: store.Usage) -> Self:
-        return cls(
-            day=usage.day,
-            agent=usage.agent_id,
-            service=usage.service,
-            requests=usage.requests,
-            withdrawn=usage.withdrawn,
-            input_tokens=usage.input_tokens,
-            output_tokens=usage.output_tokens,
-            estimated_tokens=usage.estimated_tokens,
-        )
+        return cls(**asdict(usage))
 
 
 class UsagePage(Schema):
