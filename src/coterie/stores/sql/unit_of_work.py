@@ -340,7 +340,10 @@ class UnitOfWork:
             "SELECT id, queued, deliver_at FROM messages WHERE id = :id OR id = :unkeyed_id",
             {"id": envelope.id, "unkeyed_id": unkeyed_id},
         ).fetchone()
-        return row and _receipt(row[0], bool(row[1]), row[2])
+        if row is None:
+            return None
+        message_id, queued, deliver_at = row
+        return _receipt(message_id, bool(queued), deliver_at)
 
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
         mailbox, limits = self._mailboxes.get(envelope.to), self._limits
