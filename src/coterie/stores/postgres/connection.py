@@ -293,9 +293,9 @@ def translate_sql(sql: str) -> bytes:
     return _SQLITE_SYNTAX.sub(_translate_token, _POSTGRES_CLAUSE.sub(r"\1", sql)).encode()
 
 
-def _translate_token(match: re.Match[str]) -> str:
-    text = match.group(match.lastgroup or 0)
-    match match.lastgroup:
+def _translate_token(token: re.Match[str]) -> str:
+    text = token.group(token.lastgroup or 0)
+    match token.lastgroup:
         case "name":
             return f"%({text})s"
         case "positional":

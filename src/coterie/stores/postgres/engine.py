@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import psycopg
 
@@ -239,14 +239,14 @@ def _open(url: str, *, read_only: bool = False) -> StoreInfo:
                 check_version(raw)
             else:
                 migrate(raw)
-            raw.execute("INSERT INTO meta VALUES ('log_id', %s) ON CONFLICT DO NOTHING", (new_id(),))
-            row: Any = raw.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
-            secret = read_secret(PgConnection(raw)) if read_only else make_secret(PgConnection(raw))
+            db = PgConnection(raw)
+            db.execute("INSERT INTO meta VALUES ('log_id', :log_id) ON CONFLICT DO NOTHING", {"log_id": new_id()})
+            log_id, last_at = db.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
+            secret = read_secret(db) if read_only else make_secret(db)
             version = raw.info.parameter_status("server_version") or ""
     except psycopg.Error as error:
         raise _unusable(error) from error
-    last_seen = from_ms(row[1])
-    return StoreInfo(engine="postgresql", version=version, log_id=row[0], last_seen=last_seen, secret=secret)
+    return StoreInfo(engine="postgresql", version=version, log_id=log_id, last_seen=from_ms(last_at), secret=secret)
 
 
 def _unusable(error: psycopg.Error) -> StoreError:

@@ -28,19 +28,19 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "M3 dense mailboxes": (
         "{0} has assigned {1} mailbox positions, but {2} messages have one, the last is {3}",
         """
-        SELECT a.id, a.next_in_seq - 1, count(m.in_seq), coalesce(max(m.in_seq), 0)
-          FROM agents a LEFT JOIN messages m ON m.recipient = a.id AND m.in_seq IS NOT NULL
-         GROUP BY a.id, a.next_in_seq
-        HAVING coalesce(max(m.in_seq), 0) > a.next_in_seq - 1
-            OR (count(m.in_seq) <> a.next_in_seq - 1
+        SELECT agents.id, agents.next_in_seq - 1, count(messages.in_seq), coalesce(max(messages.in_seq), 0)
+          FROM agents LEFT JOIN messages ON messages.recipient = agents.id AND messages.in_seq IS NOT NULL
+         GROUP BY agents.id, agents.next_in_seq
+        HAVING coalesce(max(messages.in_seq), 0) > agents.next_in_seq - 1
+            OR (count(messages.in_seq) <> agents.next_in_seq - 1
                 AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned'))
         """,
     ),
     "M3 order of delivery": (
         "message {0} was delivered before {1}, which precedes it in the mailbox",
         """
-        SELECT later.id, earlier.id FROM messages later
-          JOIN messages earlier ON earlier.recipient = later.recipient AND earlier.in_seq = later.in_seq - 1
+        SELECT later.id, earlier.id FROM messages AS later
+          JOIN messages AS earlier ON earlier.recipient = later.recipient AND earlier.in_seq = later.in_seq - 1
          WHERE later.delivered_at < earlier.delivered_at
         """,
     ),
@@ -54,13 +54,13 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "counters": (
         "{0} counts {1} waiting and {2} delayed messages, but has {3} and {4}",
         """
-        SELECT a.id, a.waiting, a.delayed, coalesce(m.waiting, 0), coalesce(m.delayed, 0)
-          FROM agents a
+        SELECT agents.id, agents.waiting, agents.delayed, coalesce(counted.waiting, 0), coalesce(counted.delayed, 0)
+          FROM agents
           LEFT JOIN (SELECT recipient,
                             sum(CASE WHEN state = 'pending' THEN 1 ELSE 0 END) AS waiting,
                             sum(CASE WHEN state = 'delayed' THEN 1 ELSE 0 END) AS delayed
-                       FROM messages GROUP BY recipient) m ON m.recipient = a.id
-         WHERE a.waiting <> coalesce(m.waiting, 0) OR a.delayed <> coalesce(m.delayed, 0)
+                       FROM messages GROUP BY recipient) AS counted ON counted.recipient = agents.id
+         WHERE agents.waiting <> coalesce(counted.waiting, 0) OR agents.delayed <> coalesce(counted.delayed, 0)
         """,
     ),
     "A1 idle agents have no mail": (
@@ -79,23 +79,24 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "A2 plans and states": (
         "{0} is {1} and has {2} open plans",
         """
-        SELECT a.id, a.state, count(p.agent_id)
-          FROM agents a LEFT JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
-         GROUP BY a.id, a.state
-        HAVING count(p.agent_id) <> CASE WHEN a.state IN ('tools', 'wait_approval') THEN 1 ELSE 0 END
+        SELECT agents.id, agents.state, count(plans.agent_id)
+          FROM agents LEFT JOIN plans ON plans.agent_id = agents.id AND plans.outcome = 'open'
+         GROUP BY agents.id, agents.state
+        HAVING count(plans.agent_id) <> CASE WHEN agents.state IN ('tools', 'wait_approval') THEN 1 ELSE 0 END
         """,
     ),
     "A2 one call at a time": (
         "{0} is {1}, but {2} calls of its plan run or wait for the person",
         # A turn that a pause of the society suspended has no started call and no worker.
         """
-        SELECT a.id, a.state, count(c.idx)
-          FROM agents a
-          JOIN plans p ON p.agent_id = a.id AND p.outcome = 'open'
-          LEFT JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-                           AND c.state = CASE a.state WHEN 'tools' THEN 'started' ELSE 'gated' END
-         GROUP BY a.id, a.state, a.worker
-        HAVING count(c.idx) <> 1 AND NOT (a.state = 'tools' AND a.worker IS NULL AND count(c.idx) = 0)
+        SELECT agents.id, agents.state, count(calls.idx)
+          FROM agents
+          JOIN plans ON plans.agent_id = agents.id AND plans.outcome = 'open'
+          LEFT JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                         AND calls.step_no = plans.step_no
+                         AND calls.state = CASE agents.state WHEN 'tools' THEN 'started' ELSE 'gated' END
+         GROUP BY agents.id, agents.state, agents.worker
+        HAVING count(calls.idx) <> 1 AND NOT (agents.state = 'tools' AND agents.worker IS NULL AND count(calls.idx) = 0)
         """,
     ),
     "H1 rows fit their roles": (
@@ -110,27 +111,32 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "H2 whole groups": (
         "call {1} of {0} is closed, but its result is not at its position after the call",
         """
-        SELECT c.agent_id, c.call_id
-          FROM plans p
-          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-         WHERE p.outcome = 'closed'
+        SELECT calls.agent_id, calls.call_id
+          FROM plans
+          JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                    AND calls.step_no = plans.step_no
+         WHERE plans.outcome = 'closed'
         EXCEPT SELECT agent_id, call_id FROM history WHERE role = 'tool'
          UNION ALL
-        SELECT t.agent_id, t.call_id
-          FROM history t
-          JOIN calls c ON c.agent_id = t.agent_id AND c.turn_no = t.turn_no AND c.call_id = t.call_id
-          LEFT JOIN history a ON a.agent_id = t.agent_id AND a.seq = t.seq - c.idx - 1
-         WHERE a.calls IS NULL OR replace(a.calls, '"' || c.call_id || '"', '') = a.calls
+        SELECT result.agent_id, result.call_id
+          FROM history AS result
+          JOIN calls ON calls.agent_id = result.agent_id AND calls.turn_no = result.turn_no
+                    AND calls.call_id = result.call_id
+          LEFT JOIN history AS request
+                 ON request.agent_id = result.agent_id AND request.seq = result.seq - calls.idx - 1
+         WHERE request.calls IS NULL OR replace(request.calls, '"' || calls.call_id || '"', '') = request.calls
         """,
     ),
     "H3 no result without its call": (
         "row {1} of the history of {0} is the result of {2}, which is not a call of a closed plan",
         """
-        SELECT t.agent_id, t.seq, t.call_id
-          FROM history t
-          LEFT JOIN calls c ON c.agent_id = t.agent_id AND c.turn_no = t.turn_no AND c.call_id = t.call_id
-          LEFT JOIN plans p ON p.agent_id = c.agent_id AND p.turn_no = c.turn_no AND p.step_no = c.step_no
-         WHERE t.role = 'tool' AND (p.outcome IS NULL OR p.outcome <> 'closed')
+        SELECT history.agent_id, history.seq, history.call_id
+          FROM history
+          LEFT JOIN calls ON calls.agent_id = history.agent_id AND calls.turn_no = history.turn_no
+                         AND calls.call_id = history.call_id
+          LEFT JOIN plans ON plans.agent_id = calls.agent_id AND plans.turn_no = calls.turn_no
+                         AND plans.step_no = calls.step_no
+         WHERE history.role = 'tool' AND (plans.outcome IS NULL OR plans.outcome <> 'closed')
         """,
     ),
     "H4 call ids": (
@@ -145,104 +151,111 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "H5 closed groups": (
         "row {1} of the history of {0} makes calls, and no result follows it",
         """
-        SELECT a.agent_id, a.seq
-          FROM history a LEFT JOIN history t ON t.agent_id = a.agent_id AND t.seq = a.seq + 1
-         WHERE a.calls IS NOT NULL AND (t.role IS NULL OR t.role <> 'tool')
+        SELECT request.agent_id, request.seq
+          FROM history AS request
+          LEFT JOIN history AS result ON result.agent_id = request.agent_id AND result.seq = request.seq + 1
+         WHERE request.calls IS NOT NULL AND (result.role IS NULL OR result.role <> 'tool')
         """,
     ),
     "H6 dense histories": (
         "the history of {0} has {1} rows, but its last row is {3} and the next one would be {2}",
         """
-        SELECT a.id, count(h.seq), a.next_hist_seq, coalesce(max(h.seq), 0)
-          FROM agents a LEFT JOIN history h ON h.agent_id = a.id
-         GROUP BY a.id, a.next_hist_seq
-        HAVING count(h.seq) <> a.next_hist_seq - 1 OR coalesce(max(h.seq), 0) <> a.next_hist_seq - 1
+        SELECT agents.id, count(history.seq), agents.next_hist_seq, coalesce(max(history.seq), 0)
+          FROM agents LEFT JOIN history ON history.agent_id = agents.id
+         GROUP BY agents.id, agents.next_hist_seq
+        HAVING count(history.seq) <> agents.next_hist_seq - 1
+            OR coalesce(max(history.seq), 0) <> agents.next_hist_seq - 1
         """,
     ),
     "H7 taken is read": (
         "message {0} was taken by {1}, but is not in its history",
         """
-        SELECT m.id, m.recipient
-          FROM messages m
-          JOIN agents a ON a.id = m.recipient AND a.kind = 'agent'
-          LEFT JOIN history h ON h.message_id = m.id
-         WHERE m.state = 'taken' AND h.message_id IS NULL AND m.in_seq > a.cleared_seq
+        SELECT messages.id, messages.recipient
+          FROM messages
+          JOIN agents ON agents.id = messages.recipient AND agents.kind = 'agent'
+          LEFT JOIN history ON history.message_id = messages.id
+         WHERE messages.state = 'taken' AND history.message_id IS NULL AND messages.in_seq > agents.cleared_seq
         """,
     ),
     "H7 read is taken": (
         "row {1} of the history of {0} is message {2}, which {0} has not taken",
         """
-        SELECT h.agent_id, h.seq, h.message_id
-          FROM history h LEFT JOIN messages m ON m.id = h.message_id
-         WHERE h.message_id IS NOT NULL
-           AND (m.state <> 'taken' OR m.recipient <> h.agent_id
-                OR (m.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
+        SELECT history.agent_id, history.seq, history.message_id
+          FROM history LEFT JOIN messages ON messages.id = history.message_id
+         WHERE history.message_id IS NOT NULL
+           AND (messages.state <> 'taken' OR messages.recipient <> history.agent_id
+                OR (messages.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
         """,
     ),
     "H8 read in order": (
         "message {1} follows a later message in the history of {0}",
         """
         SELECT agent_id, message_id
-          FROM (SELECT h.agent_id, h.message_id, m.in_seq,
-                       lag(m.in_seq) OVER (PARTITION BY h.agent_id ORDER BY h.seq) AS previous
-                  FROM history h JOIN messages m ON m.id = h.message_id) AS read_in_turn
+          FROM (SELECT history.agent_id, history.message_id, messages.in_seq,
+                       lag(messages.in_seq) OVER (PARTITION BY history.agent_id ORDER BY history.seq) AS previous
+                  FROM history JOIN messages ON messages.id = history.message_id) AS positions
          WHERE previous > in_seq
         """,
     ),
     "H9 results": (
         "call {1} of {0} was executed, but its result is not in the history",
         """
-        SELECT c.agent_id, c.call_id, c.result
-          FROM plans p
-          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-         WHERE p.outcome <> 'open' AND c.state IN ('done', 'failed', 'unknown')
+        SELECT calls.agent_id, calls.call_id, calls.result
+          FROM plans
+          JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                    AND calls.step_no = plans.step_no
+         WHERE plans.outcome <> 'open' AND calls.state IN ('done', 'failed', 'unknown')
         EXCEPT SELECT agent_id, call_id, content FROM history WHERE role = 'tool'
         """,
     ),
     "H9 ended calls": (
         "call {1} of {0} is {2}, but its plan is {3}",
         """
-        SELECT c.agent_id, c.call_id, c.state, p.outcome
-          FROM plans p
-          JOIN calls c ON c.agent_id = p.agent_id AND c.turn_no = p.turn_no AND c.step_no = p.step_no
-         WHERE (p.outcome = 'closed' AND c.state IN ('planned', 'gated', 'started'))
-            OR (p.outcome = 'withdrawn' AND c.state <> 'cancelled')
+        SELECT calls.agent_id, calls.call_id, calls.state, plans.outcome
+          FROM plans
+          JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                    AND calls.step_no = plans.step_no
+         WHERE (plans.outcome = 'closed' AND calls.state IN ('planned', 'gated', 'started'))
+            OR (plans.outcome = 'withdrawn' AND calls.state <> 'cancelled')
         """,
     ),
     "H10 summaries end between groups": (
         "the summary of {0} ends at row {1}, inside a call group or after the last row",
         """
-        SELECT s.agent_id, s.upto
-          FROM summaries s
-          JOIN agents a ON a.id = s.agent_id
-          LEFT JOIN history h ON h.agent_id = s.agent_id AND h.seq = s.upto + 1
-         WHERE h.role = 'tool' OR s.upto >= a.next_hist_seq
+        SELECT summaries.agent_id, summaries.upto
+          FROM summaries
+          JOIN agents ON agents.id = summaries.agent_id
+          LEFT JOIN history ON history.agent_id = summaries.agent_id AND history.seq = summaries.upto + 1
+         WHERE history.role = 'tool' OR summaries.upto >= agents.next_hist_seq
         """,
     ),
     "H13 withdrawn plans": (
         "row {1} of the history of {0} makes call {2}, which was withdrawn",
         """
-        SELECT a.agent_id, a.seq, c.call_id
-          FROM history a
-         CROSS JOIN calls c
-         CROSS JOIN plans p
-         WHERE a.calls IS NOT NULL AND c.agent_id = a.agent_id AND c.turn_no = a.turn_no AND c.idx = 0
-           AND p.agent_id = c.agent_id AND p.turn_no = c.turn_no AND p.step_no = c.step_no AND p.outcome = 'withdrawn'
-           AND replace(a.calls, '"' || c.call_id || '"', '') <> a.calls
+        SELECT history.agent_id, history.seq, calls.call_id
+          FROM history
+         CROSS JOIN calls
+         CROSS JOIN plans
+         WHERE history.calls IS NOT NULL AND calls.agent_id = history.agent_id AND calls.turn_no = history.turn_no
+           AND calls.idx = 0 AND plans.agent_id = calls.agent_id AND plans.turn_no = calls.turn_no
+           AND plans.step_no = calls.step_no AND plans.outcome = 'withdrawn'
+           AND replace(history.calls, '"' || calls.call_id || '"', '') <> history.calls
         """,
     ),
     "H8 taken in order": (
         "{0} has taken messages up to position {1}, but message {2} before it still waits",
         """
-        SELECT a.id, a.taken_seq, m.id FROM agents a
-          JOIN messages m ON m.recipient = a.id AND m.state = 'pending' AND m.in_seq <= a.taken_seq
+        SELECT agents.id, agents.taken_seq, messages.id FROM agents
+          JOIN messages ON messages.recipient = agents.id AND messages.state = 'pending'
+                       AND messages.in_seq <= agents.taken_seq
         """,
     ),
     "H12 attachments exist": (
         "message {0} names the artifact {1}, which does not exist",
         """
-        SELECT m.id, t.artifact_ref FROM attachments t JOIN messages m ON m.seq = t.message_seq
-         WHERE NOT EXISTS (SELECT 1 FROM artifacts a WHERE a.ref = t.artifact_ref)
+        SELECT messages.id, attachments.artifact_ref
+          FROM attachments JOIN messages ON messages.seq = attachments.message_seq
+         WHERE NOT EXISTS (SELECT 1 FROM artifacts WHERE artifacts.ref = attachments.artifact_ref)
         """,
     ),
     "H12 sizes": (
@@ -252,22 +265,24 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "questions and answers": (
         "question {0} is answered by {1}, which is not an accepted message of the person to the asker",
         """
-        SELECT q.id, q.answered_by
-          FROM messages q LEFT JOIN messages m ON m.id = q.answered_by
-         WHERE q.answered_by IS NOT NULL AND q.answered_by <> q.id
-           AND (q.question = 0 OR m.sender <> 'user' OR m.recipient <> q.sender OR m.state = 'withdrawn'
-                OR (q.answered_option IS NOT NULL AND (m.option IS NULL OR m.option <> q.answered_option
-                                                       OR m.in_reply_to <> q.id))
-                OR (m.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
+        SELECT asked.id, asked.answered_by
+          FROM messages AS asked LEFT JOIN messages AS answer ON answer.id = asked.answered_by
+         WHERE asked.answered_by IS NOT NULL AND asked.answered_by <> asked.id
+           AND (asked.question = 0 OR answer.sender <> 'user' OR answer.recipient <> asked.sender
+                OR answer.state = 'withdrawn'
+                OR (asked.answered_option IS NOT NULL
+                    AND (answer.option IS NULL OR answer.option <> asked.answered_option
+                         OR answer.in_reply_to <> asked.id))
+                OR (answer.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
         """,
     ),
     "one answer": (
         "the button that {0} pressed on question {1} does not count",
         """
-        SELECT m.id, q.id
-          FROM messages m JOIN messages q ON q.id = m.in_reply_to AND q.question = 1
-         WHERE m.sender = 'user' AND m.option IS NOT NULL AND m.state <> 'withdrawn'
-           AND (q.answered_by IS NULL OR q.answered_by <> m.id)
+        SELECT answer.id, asked.id
+          FROM messages AS answer JOIN messages AS asked ON asked.id = answer.in_reply_to AND asked.question = 1
+         WHERE answer.sender = 'user' AND answer.option IS NOT NULL AND answer.state <> 'withdrawn'
+           AND (asked.answered_by IS NULL OR asked.answered_by <> answer.id)
         """,
     ),
     "threads": (
@@ -282,7 +297,9 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "replies point somewhere": (
         "message {0} answers {1}, which was sent after it",
         """
-        SELECT m.id, q.id FROM messages m JOIN messages q ON q.id = m.in_reply_to WHERE q.seq >= m.seq
+        SELECT reply.id, asked.id
+          FROM messages AS reply JOIN messages AS asked ON asked.id = reply.in_reply_to
+         WHERE asked.seq >= reply.seq
         """,
     ),
 }

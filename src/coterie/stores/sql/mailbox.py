@@ -136,10 +136,11 @@ class Mailboxes:
                 continue
             mailbox, before = locked
             self._set_times(mailbox, before, now)
-            columns = _changed_columns(before, mailbox)
-            row = {column: getattr(mailbox, column) for column in columns} | {"id": agent_id}
+            row = _changed_columns(before, mailbox)
+            columns = tuple(row)
+            row["id"] = agent_id
             changed.setdefault(columns, []).append(row)
-            self._session.cache_agent(agent_id, copy(mailbox))
+            self._session.cache_agent(agent_id, mailbox)
         for columns, rows in changed.items():
             if len(rows) == 1:
                 self._db.execute(_update_sql(columns), rows[0])
@@ -155,9 +156,9 @@ class Mailboxes:
             mailbox.runnable_at = now + self._session.lease_ms
 
 
-def _changed_columns(before: Mailbox, after: Mailbox) -> tuple[str, ...]:
+def _changed_columns(before: Mailbox, after: Mailbox) -> dict[str, Any]:
     values = zip(Mailbox.__struct_fields__, astuple(before), astuple(after), strict=True)
-    return tuple([column for column, old, new in values if old != new])
+    return {column: new for column, old, new in values if old != new}
 
 
 _SELECT_QUESTION = """

@@ -183,16 +183,22 @@ class MessageRow(msgspec.Struct):
         )
 
 
-class NewMessageRow(msgspec.Struct, kw_only=True):
-    """A message to insert; the fields are columns of `messages`."""
+class NewMessageRow(msgspec.Struct):
+    """A message to insert; the fields are columns of `messages`.
+
+    Pass the required fields by position: msgspec needs five times as long for 20 keywords.
+    """
 
     seq: int
     id: str
     sender: str
     recipient: str
     state: State
-    in_seq: int | None = None
     created_at: int
+    payload: str
+    thread: str | None
+    question: bool
+    in_seq: int | None = None
     deliver_at: int | None = None
     delivered_at: int | None = None
     taken_at: int | None = None
@@ -206,9 +212,6 @@ class NewMessageRow(msgspec.Struct, kw_only=True):
     stopped: bool = False
     plan: str | None = None
     reason: str | None = None
-    payload: str
-    thread: str | None = None
-    question: bool = False
     answered_by: str | None = None
     answered_option: int | None = None
 

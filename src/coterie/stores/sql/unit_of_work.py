@@ -153,13 +153,16 @@ class UnitOfWork:
             in_seq = mailbox.add_message(len(envelope.payload_json), self.now, envelope.sender)
             delivered_at = self.timestamp
         row = NewMessageRow(
-            seq=seq,
-            id=envelope.id,
-            sender=envelope.sender,
-            recipient=envelope.to,
-            state="delayed" if deliver_at else "pending",
+            seq,
+            envelope.id,
+            envelope.sender,
+            envelope.to,
+            "delayed" if deliver_at else "pending",
+            self.timestamp,
+            envelope.payload_json,
+            envelope.thread,
+            envelope.is_question,
             in_seq=in_seq,
-            created_at=self.timestamp,
             deliver_at=deliver_at,
             delivered_at=delivered_at,
             queued=queued and not deliver_at,
@@ -167,14 +170,8 @@ class UnitOfWork:
             option=envelope.option,
             in_reply_to=envelope.in_reply_to,
             cause=envelope.cause,
-            replay_of=replay_of,
-            automatic=automatic,
-            stopped=stopped,
-            plan=plan,
-            payload=envelope.payload_json,
-            thread=envelope.thread,
-            question=envelope.is_question,
         )
+        row.replay_of, row.automatic, row.stopped, row.plan = replay_of, automatic, stopped, plan
         self._new_rows.append(row)
         if not deliver_at:
             self._new_waiting.setdefault(envelope.to, []).append(row)
@@ -232,19 +229,19 @@ class UnitOfWork:
                 self._attachments.append((ref, seq))
         self._new_rows.append(
             NewMessageRow(
-                seq=seq,
-                id=envelope.id,
-                sender=envelope.sender,
-                recipient=envelope.to,
-                state="dead",
-                created_at=self.timestamp,
+                seq,
+                envelope.id,
+                envelope.sender,
+                envelope.to,
+                "dead",
+                self.timestamp,
+                envelope.payload_json,
+                envelope.thread,
+                envelope.is_question,
                 in_reply_to=envelope.in_reply_to,
                 cause=envelope.cause,
                 automatic=True,
                 reason=reason,
-                payload=envelope.payload_json,
-                thread=envelope.thread,
-                question=envelope.is_question,
             )
         )
         self.record_event("message.updated", envelope.id)
@@ -343,7 +340,10 @@ class UnitOfWork:
             "SELECT id, queued, deliver_at FROM messages WHERE id = :id OR id = :unkeyed_id",
             {"id": envelope.id, "unkeyed_id": unkeyed_id},
         ).fetchone()
-        return row and _receipt(row[0], bool(row[1]), row[2])
+        if row is None:
+            return None
+        message_id, queued, deliver_at = row
+        return _receipt(message_id, bool(queued), deliver_at)
 
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
         mailbox, limits = self._mailboxes.get(envelope.to), self._limits
