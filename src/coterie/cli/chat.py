@@ -23,7 +23,7 @@ from coterie.cli.conversation import (
 )
 from coterie.cli.options import parse_duration_ms
 from coterie.cli.output import local_time, print_error
-from coterie.cli.terminal import MessageView, PromptScreen, Screen, format_message, printable_lines, read_stdin
+from coterie.cli.terminal import MessageView, Screen, format_message, printable_lines, read_stdin
 from coterie.errors import NoAnswer, Refused, ServerStopping, ServerUnusable
 from coterie.messages import PERSON, Receipt
 from coterie.text import one_line
@@ -55,8 +55,11 @@ async def run_chat(folder: Path, agent_id: str, token: str | None) -> bool:
 
 async def _chat_on_terminal(conversation: Conversation) -> None:
     """Handle keys and events one after the other, in the order in which they come."""
+    from coterie.cli.prompt import PromptScreen  # prompt_toolkit takes 0.1 s to import
+
     actions: asyncio.Queue[Action] = asyncio.Queue()
     screen = PromptScreen(
+        sys.stdin,
         sys.stdout,
         on_line=lambda text: actions.put_nowait(partial(session.enter, text)),
         on_interrupt=lambda: actions.put_nowait(session.interrupt),
