@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 
-from coterie.cli.serve import JsonFormatter, TextFormatter
+from coterie.cli.logs import JsonFormatter, TextFormatter
 from coterie.telemetry import LogContextFilter, log_context
 
 

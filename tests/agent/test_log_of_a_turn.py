@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.cli.serve import JsonFormatter
+from coterie.cli.logs import JsonFormatter
 from coterie.telemetry import LogContextFilter
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import stage

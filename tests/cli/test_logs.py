@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from coterie.cli.serve import JsonFormatter, TextFormatter
+from coterie.cli.logs import JsonFormatter, TextFormatter
 
 EVIL = "two\nlines \x1b[31mred\x9b0m \u202e\u2028 é"
 TAMED = r"two\nlines \x1b[31mred\x9b0m \u202e\u2028 é"

@@ -11,10 +11,17 @@ Note = dict[str, Any]
 
 
 class Witness:
-    """Writes one JSON line per note with one system call: a SIGKILL cannot undo it."""
+    """Writes one JSON line per note with one system call: a SIGKILL cannot undo it.
+
+    A SIGKILL can cut a write at a page boundary. Then the writer died before it acknowledged anything, and the next one
+    starts a new line.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
 
     def note(self, **fact: Any) -> None:
         os.write(self._file, json.dumps(fact).encode() + b"\n")
@@ -43,9 +50,17 @@ class Reader:
             written = file.read()
         whole = written[: written.rfind(b"\n") + 1]
         self._upto += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
+        new = [note for line in whole.split(b"\n") if (note := _decode(line)) is not None]
         self._notes += new
         return new
+
+
+def _decode(line: bytes) -> Note | None:
+    """Decode a line; None if it is empty, or was cut by a SIGKILL."""
+    try:
+        return json.loads(line)  # type: ignore[no-any-return]
+    except json.JSONDecodeError:
+        return None
 
 
 def read_notes(path: Path) -> list[Note]:

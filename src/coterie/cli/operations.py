@@ -236,10 +236,10 @@ def migrate(
 ) -> None:
     """Bring the society's database to the schema of this version. A start does so, too."""
     from coterie.admin.migrate import migrate_society, read_schema
-    from coterie.cli import serve
+    from coterie.cli import logs
     from coterie.stores.open import require_society
 
-    serve.silence()
+    logs.silence()
     folder = require_society(dir)
     with Progress.show("Looking at the database"):
         schema = read_schema(folder) if check else migrate_society(folder)
@@ -294,12 +294,12 @@ def _long_operation(title: str) -> Iterator[Progress]:
     """Show progress, write no log, and let SIGTERM end the command like Ctrl-C, so that it removes partial files."""
     import signal
 
-    from coterie.cli import serve
+    from coterie.cli import logs
 
     def end(*_: object) -> None:
         raise typer.Exit(128 + signal.SIGTERM)
 
-    serve.silence()
+    logs.silence()
     before = signal.signal(signal.SIGTERM, end)
     try:
         with Progress.show(title) as progress:

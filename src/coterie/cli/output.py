@@ -30,9 +30,9 @@ def run_quietly(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine without a log, because the command itself says what went wrong."""
     import asyncio
 
-    from coterie.cli import serve
+    from coterie.cli import logs
 
-    serve.silence()
+    logs.silence()
     return asyncio.run(work)
 
 

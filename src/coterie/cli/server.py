@@ -20,8 +20,8 @@ import typer
 
 from coterie import __version__
 from coterie.admin.inspect import Inspection, owner_pid
+from coterie.cli.logs import is_debugging
 from coterie.cli.output import count_of, escape_controls, print_line
-from coterie.cli.serve import is_debugging
 from coterie.clock import SystemClock
 from coterie.config import ServerAddress, ServerSettings, SocietyFolder, read_config, remove_address, write_address
 from coterie.errors import CoterieError, StoreError, StoreOwned, StoreUnusable
