@@ -19,6 +19,8 @@ from coterie.stores.transfer import BATCH_ROWS, TABLES
 _BLOCK_WRITES = (
     f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}; LOCK TABLE {', '.join(TABLES)}, log, processes IN EXCLUSIVE MODE"
 )
+# The planner has no statistics of the new tables. ANALYZE without names would also lock tables of other schemas.
+_ANALYZE = f"ANALYZE {', '.join(TABLES)}"
 _COUNT_PROCESSES = f"SELECT count(*) FROM processes WHERE seen_at > {CLOCK} - :lease_ms"
 _READ_CHUNK = "SELECT bytes FROM pieces WHERE sha256 = :sha256 AND start >= :start ORDER BY start LIMIT 1"
 _INSERT_BLOB = f"INSERT INTO blobs (sha256, size, at) VALUES (:sha256, :size, {CLOCK})"
@@ -126,7 +128,7 @@ class PostgresTarget:
     def finish(self) -> None:
         self.db.execute(_RESET_LOG)
         self.db.execute(_RELEASE_CLAIMS)
-        self.db.execute_now("ANALYZE")  # the planner has no statistics of the new tables
+        self.db.execute_now(_ANALYZE)
 
 
 def _require_no_process(db: PgConnection, lease: timedelta) -> None:
