@@ -32,7 +32,7 @@ WATCHER_QUEUE_SIZE = 256
 
 
 class Watcher:
-    """One reader of the event log with a bounded queue. A slow reader delays nobody; it gets `Lagged`."""
+    """One reader of the event log, with a bounded queue. When the queue is full, the reader gets `Lagged`."""
 
     def __init__(self, store: Store, seen: int, size: int) -> None:
         """`seen`: seq of the last event that the reader has seen."""

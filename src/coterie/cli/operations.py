@@ -263,7 +263,7 @@ def copy(
     ],
     json: Json = False,
 ) -> None:
-    """Copy a society from one database to another, from SQLite to PostgreSQL or back. Nobody may run it meanwhile.
+    """Copy a society from one database to another, from SQLite to PostgreSQL or back. Stop the society first.
 
     For a folder, its coterie.toml says which database. The owner's files, the token and the keys stay where they are.
     """
