@@ -12,7 +12,7 @@ from typing import Any
 
 from playwright.async_api import Browser, CDPSession, Page
 from tests.panel import chromium
-from tests.panel.room import Room, room
+from tests.panel.harness import Panel, open_panel
 
 from bench import panel_moments
 from bench.report import Report, percentile
@@ -126,11 +126,11 @@ def run() -> None:
 
 
 async def _measure(report: Report) -> None:
-    async with chromium.launched() as browser:
+    async with chromium.launch() as browser:
         await _first_paint(report, browser)
         await _long_thread(report, browser)
-        await _many_voices(report, browser, "a/a0", "a thread", fps=58, p95=None)
-        await _many_voices(report, browser, "inbox", "the inbox", fps=55, p95=20)
+        await _many_streams(report, browser, "a/a0", "a thread", fps=58, p95=None)
+        await _many_streams(report, browser, "inbox", "the inbox", fps=55, p95=20)
         await panel_moments.measure(report, browser)
 
 
@@ -139,9 +139,9 @@ async def _measure(report: Report) -> None:
 
 async def _first_paint(report: Report, browser: Browser) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        async with room(Path(folder), browser) as panel:
+        async with open_panel(Path(folder), browser) as panel:
             for n in range(60):
-                await panel.tell(f"Message {n}")
+                await panel.send_as_agent(f"Message {n}")
             for name, slower, paint, usable in (("", 1, 800, 1_500), (" on a slow processor", 4, 1_200, 3_000)):
                 rounds = [await _opened(panel, slower) for _ in range(ROUNDS)]
                 report.line(f"first paint{name}", min(one[0] for one in rounds), "ms", at_most=paint, check=29)
@@ -149,7 +149,7 @@ async def _first_paint(report: Report, browser: Browser) -> None:
                 report.line(f"layout shift{name}", min(one[2] for one in rounds), "", at_most=0.05, check=29)
 
 
-async def _opened(panel: Room, slower: int) -> list[float]:
+async def _opened(panel: Panel, slower: int) -> list[float]:
     context = await panel.browser()
     await context.add_init_script(PAINTS)
     page = await context.new_page()
@@ -158,7 +158,7 @@ async def _opened(panel: Room, slower: int) -> list[float]:
     await page.goto(f"{panel.url}/#/a/ada", wait_until="commit")
     figures = list[float](await page.evaluate(FIRST))
     await context.close()
-    panel.watched.pop()
+    panel.contexts.pop()
     return figures
 
 
@@ -167,9 +167,9 @@ async def _opened(panel: Room, slower: int) -> list[float]:
 
 async def _long_thread(report: Report, browser: Browser) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        async with room(Path(folder), browser) as panel:
+        async with open_panel(Path(folder), browser) as panel:
             for n in range(MANY):
-                await panel.tell(f"Message {n}: " + "some words " * (n % 40))
+                await panel.send_as_agent(f"Message {n}: " + "some words " * (n % 40))
             page = await panel.open()
             await page.evaluate(ALL_OF_IT)
             cdp = await _metered(page)
@@ -214,19 +214,19 @@ async def _scrolled(page: Page, script: str = SCROLLS) -> dict[str, Any]:
 # Many streaming agents
 
 
-async def _many_voices(
-    report: Report, browser: Browser, place: str, where: str, *, fps: float, p95: float | None
+async def _many_streams(
+    report: Report, browser: Browser, fragment: str, where: str, *, fps: float, p95: float | None
 ) -> None:
     agents = "".join(f'[agents.a{n}]\nname = "Agent {n}"\n' for n in range(AGENTS))
     words = " ".join(f"word{n}" for n in range(TOKENS * SECONDS))
     rounds: list[dict[str, Any]] = []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as folder:
-            async with room(Path(folder), browser, agents=agents) as panel:
+            async with open_panel(Path(folder), browser, agents=agents) as panel:
                 panel.server.default = Says(words, token_delay=1 / TOKENS)
-                page = await panel.open(f"#/{place}")
+                page = await panel.open(f"#/{fragment}")
                 await page.evaluate(COUNTS)
-                rounds.append(await _heard(panel, page))
+                rounds.append(await _watched(panel, page))
     best = min(rounds, key=lambda one: percentile(one["frames"], 0.99))
     name = f"{AGENTS} agents talk, {where} open"
     _frames(report, name, best["frames"], fps=fps, p95=p95, check=31)
@@ -240,7 +240,7 @@ async def _many_voices(
     report.line(f"{name}: changes of the document for each piece of a reply", best["writes"] / best["deltas"], "")
 
 
-async def _heard(panel: Room, page: Page) -> dict[str, Any]:
+async def _watched(panel: Panel, page: Page) -> dict[str, Any]:
     cdp = await _metered(page)
     for n in range(AGENTS):
         await panel.society.send(to=f"a{n}", text="Talk")
@@ -268,8 +268,8 @@ async def _metered(page: Page) -> CDPSession:
 
 
 async def _work(cdp: CDPSession, since: dict[str, float] | None = None) -> dict[str, float]:
-    told = await cdp.send("Performance.getMetrics")
-    now = {one["name"]: float(one["value"]) for one in told["metrics"]}
+    reported = await cdp.send("Performance.getMetrics")
+    now = {one["name"]: float(one["value"]) for one in reported["metrics"]}
     return {name: value - (since or {}).get(name, 0) for name, value in now.items()}
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from playwright.async_api import Browser, Page
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.room import Room, room
+from tests.panel.harness import Panel, open_panel
 
 from bench.report import Report
 from coterie.testing import Calls, Says
@@ -91,9 +91,9 @@ TICKS = """async ms => {
   }
   return seen; }"""
 USABLE = "() => until(() => document.querySelector('#composer') && !document.querySelector('#composer').disabled)"
-LISTEN = """async () => { const { watchers } = await import('/static/state.js'); window.told = {};
-  watchers.add((kind, data) => { if (data.message) told[data.message.id] ??= wall(); }); }"""
-TOLD = "async id => { await until(() => id in window.told); return window.told[id]; }"
+WATCH_MESSAGES = """async () => { const { watchers } = await import('/static/state.js'); window.arrived = {};
+  watchers.add((kind, data) => { if (data.message) arrived[data.message.id] ??= wall(); }); }"""
+ARRIVED = "async id => { await until(() => id in window.arrived); return window.arrived[id]; }"
 UNREAD_GONE = """async () => {
   await until(() => !$('[data-testid="agent-bob"] [data-testid="unread"]') && !document.title.startsWith('('));
   return wall(); }"""
@@ -110,31 +110,31 @@ OPTIONS = """async text => {
 async def measure(report: Report, browser: Browser) -> None:
     for moment in (_options, _interjection, _stop, _delayed, _tabs, _unread):
         with tempfile.TemporaryDirectory() as folder:
-            async with room(Path(folder), browser) as panel:
+            async with open_panel(Path(folder), browser) as panel:
                 await moment(report, panel)
     await _tour(report, browser)
 
 
-async def _open(panel: Room, place: str = "#/a/ada") -> Page:
+async def _open(panel: Panel, fragment: str = "#/a/ada") -> Page:
     context = await panel.browser()
     await context.add_init_script(TOOLS)
-    return await panel.open(place, context=context)
+    return await panel.open(fragment, context=context)
 
 
 async def _best(measure: Callable[[], Awaitable[float]]) -> float:
     return min([await measure() for _ in range(ROUNDS)])
 
 
-async def _options(report: Report, panel: Room) -> None:
+async def _options(report: Report, panel: Panel) -> None:
     page = await _open(panel)
 
     async def chosen() -> float:
-        question = await panel.tell("Which?", "one", "two")
+        question = await panel.send_as_agent("Which?", "one", "two")
         await page.wait_for_selector(f'.quick-replies[data-message-id="{question}"]')
         return float(await page.evaluate(CHOSEN, question))
 
     async def both() -> float:
-        question = await panel.tell("Which?", "one", "two")
+        question = await panel.send_as_agent("Which?", "one", "two")
         tabs = [page, other]
         for tab in tabs:
             await tab.wait_for_selector(f'.quick-replies[data-message-id="{question}"]')
@@ -142,7 +142,7 @@ async def _options(report: Report, panel: Room) -> None:
         return float(max(end for _, end in ends) - min(start for start, _ in ends))
 
     async def refused() -> float:
-        question = await panel.tell("Which?", "one", "two")
+        question = await panel.send_as_agent("Which?", "one", "two")
         await page.wait_for_selector(f'.quick-replies[data-message-id="{question}"]')
         return float(await page.evaluate(REFUSED, question))
 
@@ -153,7 +153,7 @@ async def _options(report: Report, panel: Room) -> None:
     report.line("options open again after a refusal", await _best(refused), "ms", at_most=200, check=5)
 
 
-async def _interjection(report: Report, panel: Room) -> None:
+async def _interjection(report: Report, panel: Panel) -> None:
     page = await _open(panel)
     Bell.may_end.clear()
     panel.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "Read")
@@ -165,7 +165,7 @@ async def _interjection(report: Report, panel: Room) -> None:
     await panel.stage.state("ada", "idle")
 
 
-async def _stop(report: Report, panel: Room) -> None:
+async def _stop(report: Report, panel: Panel) -> None:
     page = await _open(panel)
 
     async def stopped() -> float:
@@ -177,7 +177,7 @@ async def _stop(report: Report, panel: Room) -> None:
     report.line("a turn ends after Stop", await _best(stopped), "ms", at_most=1_000, check=16)
 
 
-async def _delayed(report: Report, panel: Room) -> None:
+async def _delayed(report: Report, panel: Panel) -> None:
     context = await panel.browser()
     await context.add_init_script(TOOLS + f"const real = Date.now; Date.now = () => real() + {HOUR};")
     page = await panel.open("#/delayed", context=context)
@@ -194,7 +194,7 @@ async def _delayed(report: Report, panel: Room) -> None:
     report.line("a countdown's second, at worst off by", worst, "ms", at_most=200, check=17)
 
 
-async def _tabs(report: Report, panel: Room) -> None:
+async def _tabs(report: Report, panel: Panel) -> None:
     context = await panel.browser()
     await context.add_init_script(TOOLS)
     tabs: list[Page] = []
@@ -204,13 +204,13 @@ async def _tabs(report: Report, panel: Room) -> None:
         await tab.goto(f"{panel.url}/#/a/ada", wait_until="commit")
         usable.append(float(await tab.evaluate(USABLE)))
         await tab.wait_for_selector("[data-ready]")
-        await tab.evaluate(LISTEN)
+        await tab.evaluate(WATCH_MESSAGES)
         tabs.append(tab)
 
     async def reached() -> float:
         start = time.time() * 1000
-        message_id = await panel.tell("To all of you")
-        return float(max(await asyncio.gather(*(tab.evaluate(TOLD, message_id) for tab in tabs)))) - start
+        message_id = await panel.send_as_agent("To all of you")
+        return float(max(await asyncio.gather(*(tab.evaluate(ARRIVED, message_id) for tab in tabs)))) - start
 
     report.line(f"each of {TABS} tabs is usable", max(usable), "ms", at_most=1_500, check=22)
     report.line(f"a message reaches {TABS} tabs", await _best(reached), "ms", at_most=500, check=22)
@@ -223,14 +223,14 @@ async def _tabs(report: Report, panel: Room) -> None:
     report.line(f"streams open for {TABS} tabs", max(streams, panel.streams), "streams", at_most=2, check=22)
 
 
-async def _unread(report: Report, panel: Room) -> None:
+async def _unread(report: Report, panel: Panel) -> None:
     here = await _open(panel)
     there = await panel.open(context=here.context)
     await here.bring_to_front()
 
     async def cleared() -> float:
         await here.goto(f"{panel.url}/#/a/ada")
-        await panel.tell("News", by="bob")
+        await panel.send_as_agent("News", by="bob")
         for tab in (here, there):
             await tab.wait_for_selector('[data-testid="agent-bob"] [data-testid="unread"]')
         waits = [asyncio.ensure_future(tab.evaluate(UNREAD_GONE)) for tab in (here, there)]
@@ -244,7 +244,7 @@ async def _tour(report: Report, browser: Browser) -> None:
     figures = []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as folder:
-            async with room(Path(folder), browser, agents="") as panel:
+            async with open_panel(Path(folder), browser, agents="") as panel:
                 (Path(folder) / "llmservices.json").write_text(json.dumps({"services": []}))
                 await panel.society.reload()
                 page = await _open(panel, "#/a/assistant")

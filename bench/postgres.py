@@ -25,7 +25,7 @@ from bench.peers import environment
 from bench.report import Report, best, percentile, settle
 
 COUNT, FEW = 10_000, 300
-TURNS, TOLD = 300, 100
+TURNS, EVENTS = 300, 100
 TOKEN = "bench-token-0123456789abcdef"
 SIDES = "bench.queue_sides"
 
@@ -171,7 +171,7 @@ class _Prompt:
     id = "prompt"
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
-        from coterie.llm.types import Completion
+        from coterie.llm.service import Completion
 
         print(time.perf_counter(), flush=True)
         yield Completion(text="yes")
@@ -215,7 +215,7 @@ async def _post_and_listen(client: Any, one: str, lines: AsyncIterator[str]) -> 
     took = []
     while "hello" not in await anext(lines):
         pass
-    for number in range(TOLD):
+    for number in range(EVENTS):
         text, sent = f"note {number}.", time.perf_counter()
         answer = await client.post(f"{one}/messages", json={"to": "ada", "payload": {"text": text}})
         answer.raise_for_status()

@@ -120,25 +120,25 @@ async def _send_all(url: str, count: int, begin: Begin) -> None:
 
 async def _take_all(url: str, count: int, begin: Begin) -> None:
     """Each claim takes all waiting mail; each turn ends without text and takes the mail that arrived meanwhile."""
-    from coterie.llm.types import TokenUsage
+    from coterie.llm.service import TokenUsage
     from coterie.turn import ModelAnswered, Rest, Rules
 
     store, rules, taken = await open_store(url), Rules(), 0
     news = asyncio.Event()
-    store.on_change = news.set
+    store.subscribe_changes(news.set)
     begin()
 
     async def turn(claim: Any) -> int:
-        told: int = sum(row.role == "user" for row in claim.added)
-        while not isinstance(claim.effect, Rest):
+        read: int = sum(row.role == "user" for row in claim.added_rows)
+        while not isinstance(claim.action, Rest):
             claim = await store.advance(
                 claim, ModelAnswered(text="", calls=(), usage=TokenUsage(), service="none"), rules
             )
-            told += sum(row.role == "user" for row in claim.added)
-        return told
+            read += sum(row.role == "user" for row in claim.added_rows)
+        return read
 
     while taken < count:
-        claims = await store.claim("bench", rules, AGENTS)
+        claims = await store.claim_ready("bench", rules, AGENTS)
         taken += sum(await asyncio.gather(*map(turn, claims)))
         if not claims:
             news.clear()

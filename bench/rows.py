@@ -10,10 +10,10 @@ from typing import Any
 
 from coterie.config import SocietyFolder
 from coterie.ids import new_id
+from coterie.stores.sql.migrations import migrate_sqlite
 from coterie.stores.sql.rows import insert
 from coterie.stores.sqlite.connection import open_writer
 from coterie.stores.sqlite.engine import DATABASE
-from coterie.stores.sqlite.migrate import migrate
 
 TEXT = "x" * 440
 PAYLOAD = {"text": TEXT, "kind": "note", "topic": "benchmark"}
@@ -50,7 +50,7 @@ def open_plain(path: Path, agents: int) -> sqlite3.Connection:
     """Create a database as the store does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     db = open_writer(path, "full")
-    migrate(db)
+    migrate_sqlite(db)
     db.execute("BEGIN")
     db.execute("INSERT INTO agents (id, kind, name, created_at) VALUES ('user', 'person', 'You', 0)")
     db.executemany(

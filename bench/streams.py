@@ -72,16 +72,16 @@ async def measure(client: Callable[[str], Awaitable[list[int]]], url: str) -> No
 
 async def ours(url: str) -> list[int]:
     from coterie.llm.providers.openai import OpenAIService
-    from coterie.llm.types import Completion, ModelRequest, TextPart, UserMessage
+    from coterie.llm.service import Completion, ModelRequest, TextPart, UserMessage
 
     service = OpenAIService(id="bench", base_url=url, model="m")
     request = ModelRequest(messages=(UserMessage((TextPart(PROMPT),)),))
 
-    async def hear() -> int:
+    async def read_stream() -> int:
         pieces = [piece async for piece in service.generate(request)]
         return sum(len(piece.text.split()) for piece in pieces if not isinstance(piece, Completion))
 
-    counts = await asyncio.gather(*(hear() for _ in range(STREAMS)))
+    counts = await asyncio.gather(*(read_stream() for _ in range(STREAMS)))
     await service.close()
     return counts
 
@@ -90,12 +90,12 @@ async def sdk(url: str) -> list[int]:
     client: Any = importlib.import_module("openai").AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
     request = {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
 
-    async def hear() -> int:
+    async def read_stream() -> int:
         stream = await client.chat.completions.create(**request)
         texts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
         return sum(len(text.split()) for text in texts)
 
-    counts = await asyncio.gather(*(hear() for _ in range(STREAMS)))
+    counts = await asyncio.gather(*(read_stream() for _ in range(STREAMS)))
     await client.close()
     return counts
 

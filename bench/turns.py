@@ -20,7 +20,6 @@ from typing import Any
 
 from bench.peers import ask, environment
 from bench.report import Report, best
-from coterie import agent_runtime
 
 TURNS = 200
 TURNS_EACH = 10
@@ -112,15 +111,15 @@ def _society(durability: str, agents: int) -> Any:
     """An open society with a stub model, and a queue that gets the agent of each finished turn."""
     from contextlib import asynccontextmanager
 
-    from coterie import Society
-    from coterie.llm.types import Completion, ToolCall, ToolMessage
+    from coterie import Society, agent_runtime
+    from coterie.llm.service import Completion, ToolCall, ToolMessage
     from coterie.turn import Rest
 
     class Stub:
         id = "main"
 
         async def generate(self, request: Any) -> Any:
-            if isinstance(request.said[-1], ToolMessage):
+            if isinstance(request.messages[-1], ToolMessage):
                 yield Completion(text="ok")
             else:
                 yield Completion(text="", calls=(ToolCall(id="c1", name="add", arguments={"x": 1}),))

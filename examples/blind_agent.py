@@ -7,7 +7,7 @@ import re
 from stand_in import PICTURE, society
 
 from coterie.testing import Calls, Says
-from coterie.testing.replies import ReceivedRequest
+from coterie.testing.model_server import ReceivedRequest
 
 AGENTS = '[agents.reader]\nservice = "blind"\n[agents.seer]\nservice = "seeing"\n'
 
@@ -21,7 +21,7 @@ def answer(request: ReceivedRequest) -> Says | str:
     if described and messages[-1]["role"] == "user" and messages[-2]["role"] == "system":
         attachment = json.loads(described[0])["attachment"]
         needs, readers = attachment["unsupported"], attachment["capableAgents"]
-        print(f"reader is told: {attachment['filename']} needs {needs}, ask {readers}")
+        print(f"reader gets: {attachment['filename']} needs {needs}, ask {readers}")
         payload = {"text": "What is this?", "attachments": [{"artifactRef": attachment["artifactRef"]}]}
         return Says(calls=(Calls("send_message", {"to": attachment["capableAgents"][0], "payload": payload}),))
     return "The seer sees one red pixel." if "one red pixel" in json.dumps(messages) else "I passed it on."

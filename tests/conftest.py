@@ -34,22 +34,25 @@ os.environ["COTERIE_PORT"] = "0"
 ENGINES = ["sqlite", "postgres"]
 SLOW_FOLDERS = ("cli", "faults", "panel")
 SLOW_FILES = {
+    "test_agent_service.py",
     "test_any_llm.py",
     "test_artifacts.py",
     "test_bus_model.py",
+    "test_connections.py",
+    "test_crowd.py",
     "test_faults.py",
+    "test_request_faults.py",
     "test_history_fuzz.py",
-    "test_make.py",
+    "test_lockout.py",
     "test_matrix.py",
-    "test_reading.py",
-    "test_agent_service.py",
+    "test_mutants.py",
     "test_security.py",
     "test_server.py",
     "test_simulator.py",
-    "test_toolbox.py",
+    "test_process_tools.py",
     "test_tracing.py",
 }
-"""Slow tests: run before a change is handed in, not at every edit."""
+"""Files whose tests count as slow."""
 LONGEST = (
     {"test_shared.py", "test_kill_cycles.py"},  # not at the same time: their kills depend on CPU time
     {"test_crash_images.py", "test_canary.py"},
@@ -78,7 +81,7 @@ def _longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # the collected tests live until the end: garbage collection need not scan them
+    gc.freeze()  # collected tests stay until the end, so garbage collection need not scan them
 
 
 @pytest.fixture

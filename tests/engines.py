@@ -19,8 +19,8 @@ from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import open_writer
 
 EMPTY = """
-TRUNCATE agents, messages, artifacts, attachments, events, history, plans, calls, roles, llm_calls, summaries, blobs,
-         pieces, processes, places, batches RESTART IDENTITY;
+TRUNCATE agents, messages, artifacts, attachments, events, history, plans, calls, roles, llm_calls, summaries, tasks,
+         turns, schedules, blobs, pieces, processes, places, batches RESTART IDENTITY;
 UPDATE log SET last = 0, last_at = 0, paused = 0; DELETE FROM meta WHERE key <> 'schema'
 """
 EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"
@@ -71,6 +71,11 @@ class Postgres(Engine):
         schema = self._schemas[folder]
         options = f"options={quote(f'-c search_path={schema}')}&application_name={schema}"
         return f"{self.server}{'&' if '?' in self.server else '?'}{options}"
+
+    def new_url(self, folder: Path) -> str:
+        """URL of the society at `folder` in a schema that has no tables."""
+        self._schemas[folder] = self._new_schema()
+        return self.url(folder)
 
     def release(self) -> None:
         """Empty the schemas for reuse. The test must have closed its stores."""

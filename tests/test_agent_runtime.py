@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from coterie.errors import CoterieError
 from coterie.testing import Calls, Says
 from coterie.testing.model_faults import stall
 from tests.agent.stage import stage
-from tests.faults.harness import patience
+from tests.faults.harness import scaled_timeout
 
 
 async def refused(call: Any) -> tuple[str, int]:
@@ -38,7 +39,8 @@ async def test_an_agent_made_by_the_person_answers_and_is_still_there_after_a_re
             assert await here.texts(2) == ["ok", "ok"]
             asked = here.server.requests[-1].body
             assert "You draw." in asked["messages"][0]["content"]
-            assert {tool["function"]["name"] for tool in asked["tools"]} == {"send_message", "look"}
+            offered = {tool["function"]["name"] for tool in asked["tools"]}
+            assert {"send_message", "look"} <= offered and "ring" not in offered
 
 
 async def test_a_missing_id_is_generated_and_a_missing_name_is_the_id(tmp_path: Path) -> None:
@@ -86,7 +88,7 @@ async def test_terminating_an_agent_ends_its_children_and_its_turn(tmp_path: Pat
             assert await refused(here.society.terminate_agent(gone)) == ("recipient_terminated", 410)
             assert await refused(here.society.send(to=gone, text="hello?")) == ("recipient_terminated", 410)
         assert list(here.society.agents) == ["bob"]
-        await asyncio.wait_for(here.society.stop(), patience(10))  # there is no turn left to wait for
+        await asyncio.wait_for(here.society.stop(), scaled_timeout(10))  # there is no turn left to wait for
 
 
 async def test_a_terminated_agent_of_the_file_stays_terminated_after_a_restart(tmp_path: Path) -> None:
@@ -139,3 +141,71 @@ async def test_a_society_opened_without_agents_raises_a_clear_error(tmp_path: Pa
                 await call
         with pytest.raises(CoterieError, match="work=False"):
             _ = society.setup
+
+
+CONTEXT_TOOL = """
+from coterie import ToolContext, tool
+from coterie.llm.config import ServiceEntry
+from coterie.llm.service import Attachment, ModelRequest, UserMessage
+
+@tool
+async def examine(ref: str, *, ctx: ToolContext) -> dict:
+    blind = ServiceEntry(id="blind", base_url="http://127.0.0.1:1/v1", model="m")
+    picture = Attachment(artifact_ref=ref, type="image", filename="a.png", mime_type="image/png", size=1)
+    fitted = await ctx.router.fit(ModelRequest(messages=(UserMessage((picture,)),)), blind, agent_id=ctx.agent_id)
+    return {
+        "agent": ctx.agent_id,
+        "input": sorted(ctx.capabilities.input),
+        "output": sorted(ctx.capabilities.output),
+        "fitted": fitted.messages[0].parts[0].text,
+    }
+"""
+
+
+async def test_a_tool_finds_its_agents_capabilities_and_the_societys_router_in_its_context(tmp_path: Path) -> None:
+    """003-4.3, 003-6.3"""
+    capabilities = {"input": ["text", "vision"], "output": ["text", "tool_calling"]}
+    async with stage(tmp_path, tools=CONTEXT_TOOL, capabilities=capabilities) as here:
+        picture = await here.society.artifacts.put(b"\x89PNG\r\n\x1a\n" + bytes(100), "a.png")
+        here.server.script(Says(calls=(Calls("examine", {"ref": picture.ref}),)), "done")
+        await here.say("look")
+        await here.texts()
+        result = json.loads(here.server.requests[1].body["messages"][-1]["content"])
+
+    assert (result["agent"], result["input"], result["output"]) == ("ada", ["text", "vision"], ["text", "tool_calling"])
+    described = json.loads(result["fitted"])["attachment"]
+    assert (described["artifactRef"], described["capableAgents"]) == (picture.ref, ["bob"])
+
+
+REMINDERS = """
+from coterie import Refused, ToolContext, tool
+
+async def remind(name, ctx):
+    try:
+        await ctx.send(ctx.agent_id, {"text": "x"}, every="now and then")
+    except Refused as refusal:
+        receipt = await ctx.send("bob", {"text": name}, every="weekdays 08:00", time_zone="Europe/Berlin")
+        return {"refused": refusal.code} | receipt.to_dict()
+
+@tool
+async def remind_here(*, ctx: ToolContext) -> dict:
+    return await remind("here", ctx)
+
+@tool(process=True)
+async def remind_in_a_process(*, ctx: ToolContext) -> dict:
+    return await remind("in a process", ctx)
+"""
+
+
+@pytest.mark.parametrize(("tool", "text"), [("remind_here", "here"), ("remind_in_a_process", "in a process")])
+async def test_a_tool_sends_recurring_messages(tmp_path: Path, tool: str, text: str) -> None:
+    async with stage(tmp_path, tools=REMINDERS) as here:
+        here.server.script(Says(calls=(Calls(tool, {}),)), "done")
+        await here.say("remind bob")
+        await here.texts()
+        result = json.loads(here.server.requests[1].body["messages"][-1]["content"])
+        (schedule,) = await here.society.store.schedules()
+
+    assert (result["refused"], result["state"], result["scheduleId"]) == ("every_invalid", "delayed", schedule.id)
+    assert (schedule.sender, schedule.to, schedule.payload) == ("ada", "bob", {"text": text})
+    assert schedule.every == "weekdays 08:00 Europe/Berlin"

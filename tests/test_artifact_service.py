@@ -29,7 +29,7 @@ async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
-async def test_what_was_put_comes_back_byte_for_byte_whole_or_in_part(society: Society) -> None:
+async def test_a_stored_artifact_is_read_back_whole_or_in_part(society: Society) -> None:
     artifact = await society.artifacts.put(pieces(PNG[:5], PNG[5:]), "chart.png")
     assert (artifact.type, artifact.mime_type, artifact.size) == ("image", "image/png", len(PNG))
     assert await society.artifacts.read(artifact.ref) == PNG
@@ -44,13 +44,13 @@ async def test_the_same_bytes_twice_are_two_artifacts_and_one_file(society: Soci
     assert len(files_in(tmp_path)) == 1
 
 
-async def test_put_again_under_the_same_key_is_the_same_artifact(society: Society) -> None:
+async def test_a_put_with_the_same_key_returns_the_same_artifact(society: Society) -> None:
     first = await society.artifacts.put(b"one", "a.txt", key="call-1")
     again = await society.artifacts.put(b"one", "other.txt", key="call-1")
     assert again == first
 
 
-async def test_a_file_over_the_limit_is_refused_while_it_comes_in_and_leaves_nothing(
+async def test_a_file_over_the_limit_is_refused_during_the_upload_and_leaves_no_file(
     society: Society, tmp_path: Path
 ) -> None:
     asked = 0
@@ -67,7 +67,7 @@ async def test_a_file_over_the_limit_is_refused_while_it_comes_in_and_leaves_not
     assert asked == 101 and files_in(tmp_path) == []
 
 
-async def test_an_upload_that_breaks_off_leaves_nothing(society: Society, tmp_path: Path) -> None:
+async def test_an_aborted_upload_leaves_no_file(society: Society, tmp_path: Path) -> None:
     async def broken() -> AsyncIterator[bytes]:
         yield b"half"
         raise ConnectionResetError
@@ -82,7 +82,7 @@ async def test_an_unknown_artifact_is_refused(society: Society) -> None:
         await society.artifacts.read("nothing")
 
 
-async def test_files_that_no_message_names_are_gone_after_a_day_and_the_others_stay(
+async def test_files_without_a_reference_are_deleted_after_a_day_and_the_others_stay(
     society: Society, clock: FakeClock, tmp_path: Path
 ) -> None:
     kept = await society.artifacts.put(b"kept", "kept.txt")
@@ -154,7 +154,7 @@ def test_text_cut_in_the_middle_of_a_character_is_still_text() -> None:
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes_have_some_type(head: bytes) -> None:
+def test_any_bytes_have_a_media_type(head: bytes) -> None:
     type_, mime = detect_type(head)
     assert type_ in ("image", "audio", "file") and "/" in mime
 
@@ -165,6 +165,14 @@ def test_a_filename_is_never_a_path_and_never_empty(name: str) -> None:
     assert 1 <= len(shown) <= MAX_FILENAME
     assert "/" not in shown and "\\" not in shown and shown not in (".", "..")
     assert shown.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("given_name", "shown"),
+    [(".gitignore", ".gitignore"), ("src/.env", ".env"), ("..x", "..x"), ("..", "file"), (". .", "file"), ("a.", "a")],
+)
+def test_a_leading_dot_stays_and_a_name_of_dots_does_not(given_name: str, shown: str) -> None:
+    assert sanitize_filename(given_name) == shown
 
 
 def test_a_long_filename_keeps_its_ending() -> None:

@@ -1,4 +1,4 @@
-"""A benchmark compares like with like, or it says nothing."""
+"""The reference of a benchmark does the same work as Coterie."""
 
 from __future__ import annotations
 

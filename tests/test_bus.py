@@ -1,4 +1,4 @@
-"""The bus: what was sent arrives, once, when it is due."""
+"""The bus delivers each message once, when it is due."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 
 from coterie.bus import MessageBus, Watcher
 from coterie.errors import Lagged, Refused
-from coterie.events import Event
 from coterie.messages import Message, Receipt
 from coterie.society import Society
-from coterie.store import Store
+from coterie.store import Event, Store
 from coterie.testing import FakeClock
 
 HOUR = 3_600_000
@@ -28,7 +27,7 @@ async def send(bus: MessageBus, text: str = "hello", to: str = "ada", delay_ms: 
     return await bus.send(sender="user", to=to, payload={"text": text}, delay_ms=delay_ms)
 
 
-# Seed 002
+# Delayed messages (requirements 002)
 
 
 async def test_a_delayed_message_is_stored_as_delayed_and_not_delivered_before_it_is_due(
@@ -71,7 +70,7 @@ async def test_a_message_due_sooner_than_the_one_the_timer_waits_for_is_not_late
     assert (await store.waiting("ada"))[0].delivered_at == clock.now()
 
 
-async def test_the_sweep_finds_within_a_second_what_no_timer_was_set_for(
+async def test_the_sweep_delivers_within_a_second_messages_without_a_timer(
     store: Store, bus: MessageBus, clock: FakeClock
 ) -> None:
     from coterie.messages import make_envelope
@@ -93,13 +92,12 @@ async def test_a_delivery_is_logged_with_the_time_it_was_sent_and_the_time_it_ar
     assert "delivered 2030-01-01T00:01:30.000Z" in line
 
 
-async def test_the_receipt_of_a_delayed_message_tells_when_it_will_be_delivered(
-    bus: MessageBus, clock: FakeClock
-) -> None:
+async def test_the_receipt_of_a_delayed_message_has_its_delivery_time(bus: MessageBus, clock: FakeClock) -> None:
     receipt = await send(bus, delay_ms=1500)
     assert receipt.to_dict() == {
         "messageId": receipt.message_id,
         "state": "delayed",
+        "task": receipt.message_id,
         "scheduledDeliveryTime": "2030-01-01T00:00:01.500Z",
     }
 
@@ -147,7 +145,7 @@ async def test_a_forced_exit_warns_about_undelivered_messages_and_loses_none(
     assert await store.delayed_count() == 1
 
 
-# Moving and withdrawing
+# Rescheduling and withdrawing
 
 
 async def test_a_message_rescheduled_to_an_earlier_time_is_delivered_then(
@@ -203,12 +201,12 @@ async def test_a_watcher_can_continue_where_another_stopped(bus: MessageBus) -> 
     assert event.subject == missed.message_id
 
 
-async def test_a_watcher_that_does_not_read_gets_lagged_and_delays_nobody(bus: MessageBus, clock: FakeClock) -> None:
+async def test_a_watcher_that_does_not_read_gets_lagged_and_delays_no_other(bus: MessageBus, clock: FakeClock) -> None:
     async with bus.watch(queue=4) as slow, bus.watch(queue=100) as quick:
         for recipient in ("ada", "bob") * 4:
             await send(bus, to=recipient)
         assert len(await next_events(quick, 8)) == 8
-        # The bus serves its watchers in rounds, in any order. After two more rounds the slow one was served too.
+        # The bus serves its watchers in rounds, in any order. After two more rounds the slow watcher was served too.
         for recipient in ("ada", "bob"):
             await send(bus, to=recipient)
             assert len(await next_events(quick, 1)) == 1
@@ -279,3 +277,35 @@ async def test_the_timer_survives_store_errors(
     await clock.advance(seconds=1)
     assert len(await store.waiting("ada")) == 1
     assert timedelta(0) < clock.now() - (await store.waiting("ada"))[0].created_at
+
+
+# Recurring messages
+
+
+async def test_a_stop_leaves_recurring_messages_scheduled_and_delivers_the_others(
+    store: Store, bus: MessageBus, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await bus.send(sender="user", to="ada", payload={"text": "daily"}, every="daily 08:00", time_zone="UTC")
+    await send(bus, "once", delay_ms=HOUR)
+    assert await bus.stop(deliver_delayed=True) == 1
+    assert "delivering 1 delayed messages early" in caplog.text
+    assert texts(await store.waiting("ada")) == ["once"]
+    assert texts(await store.delayed()) == ["daily"]
+
+
+async def test_a_recurring_message_arrives_when_it_is_due_without_a_sweep(
+    store: Store, bus: MessageBus, clock: FakeClock
+) -> None:
+    await clock.advance(milliseconds=1)
+    receipt = await bus.send(sender="ada", to="user", payload={"text": "tick"}, every="1m")
+    assert receipt.schedule_id is not None
+    await clock.advance(minutes=3)
+    arrived = [message.delivered_at for message in await store.waiting("user")]
+    assert [time and time - clock.now() for time in arrived] == [timedelta(minutes=-n) for n in (2, 1, 0)]
+    await bus.change_schedule(receipt.schedule_id, every="2m")
+    await clock.advance(minutes=2)
+    assert len(await store.waiting("user")) == 4
+    await bus.end_schedule(receipt.schedule_id)
+    await clock.advance(minutes=5)
+    assert len(await store.waiting("user")) == 4

@@ -215,7 +215,7 @@ def machine_settings(examples: int, steps: int) -> settings:
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
     )
 
 

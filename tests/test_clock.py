@@ -18,7 +18,7 @@ def test_instants_on_the_wire_are_rfc_3339_in_utc_with_milliseconds() -> None:
 
 
 @pytest.mark.parametrize("milliseconds", [0, 1, 999, 1_767_322_645_006, 4_102_444_800_123])
-def test_an_instant_survives_the_way_to_the_store_and_back(milliseconds: int) -> None:
+def test_an_instant_is_unchanged_after_a_round_trip_to_milliseconds(milliseconds: int) -> None:
     assert to_ms(from_ms(milliseconds)) == milliseconds
 
 
@@ -85,7 +85,7 @@ async def test_waiting_ends_with_the_event_or_with_the_time() -> None:
     assert await clock.wait(event, timedelta(hours=1)) is True
 
 
-async def test_the_clock_of_tests_rings_every_alarm_at_its_own_moment() -> None:
+async def test_the_fake_clock_wakes_every_sleeper_at_its_own_time() -> None:
     clock, rang = FakeClock(), list[datetime]()
 
     async def sleeper(seconds: float) -> None:

@@ -30,7 +30,7 @@ def test_an_empty_file_means_the_documented_defaults_and_one_agent(tmp_path: Pat
     assert (read.server.host, read.server.port) == ("127.0.0.1", 8642)
     assert (read.store.url, read.store.durability, read.store.keep_days) == ("sqlite", "full", 0)
     assert (read.shutdown.delayed, read.shutdown.drain_seconds) == ("deliver", 25)
-    assert (read.limits.max_hops, read.limits.mailbox, read.limits.upload_mb) == (32, 10_000, 100)
+    assert (read.limits.max_hops, read.limits.mailbox, read.limits.upload_mb) == (256, 10_000, 100)
     assert [agent.id for agent in read.agents] == ["assistant"]
     assert read.problems == ()
 
@@ -61,6 +61,7 @@ def test_commented_lines_of_the_template_show_the_defaults(tmp_path: Path) -> No
         ("server = 7", "coterie.toml: server: expected a table [server], got 7"),
         ("[agents.Ada]", "coterie.toml: agents.Ada: an id is 1 to 64 of a-z, 0-9, _ and -"),
         ("[agents.user]", 'coterie.toml: agents.user: the id "user" is taken: choose another'),
+        ("[agents.ada]\ndescription = 3", "agents.ada.description: expected a string of at most 500 characters, got 3"),
         ("[agents.ada]\ntools = 3", "coterie.toml: agents.ada.tools: expected a list of strings, got 3"),
         ('[agents.ada]\nprompt_file = "no.md"', "agents.ada.prompt_file: there is no file 'no.md' in the folder"),
         ('[agents.ada]\nparent = "bbo"\n[agents.bob]', "there is no agent 'bbo', did you mean \"bob\"?"),
@@ -77,6 +78,11 @@ def test_a_mistake_is_reported_with_its_location_and_remedy(tmp_path: Path, text
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (
+            '[mcp.files]\ncommand = "x"\nheaders = { A = "canary" }',
+            "coterie.toml: mcp.files.headers: only a server with a url has headers: use env",
+        ),
+        ("[mcp.files]\nstart_seconds = 0", "coterie.toml: mcp.files.start_seconds: expected a whole number, 1 to 3600"),
         ('[mcp.files]\nenv = "canary"', "coterie.toml: mcp.files.env: expected a table of strings"),
         ('[mcp.files]\nargs = "--token canary"', "coterie.toml: mcp.files.args: expected a list of strings"),
         ('[mcp]\nfiles = "http://x?token=canary"', "coterie.toml: mcp.files: expected a table [mcp.files]"),
@@ -87,8 +93,8 @@ def test_a_mistake_is_reported_with_its_location_and_remedy(tmp_path: Path, text
     ],
 )
 def test_problems_do_not_show_possible_secrets(tmp_path: Path, text: str, sentence: str) -> None:
-    told = " ".join(problems(tmp_path, text))
-    assert sentence in told and "canary" not in told
+    reported = " ".join(problems(tmp_path, text))
+    assert sentence in reported and "canary" not in reported
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -134,3 +140,22 @@ def test_any_text_gives_a_configuration_or_a_list_of_problems(
     text = "\n".join(f"{section}.{key} = {value}" for (section, key), value in written.items())
     for problem in problems(tmp_path_factory.mktemp("config"), text):
         assert problem.startswith("coterie.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("temperature = 3", "temperature: expected a number, 0 to 2, got 3"),
+        ("temperature = nan", "temperature: expected a number, 0 to 2, got nan"),
+        ("top_p = true", "top_p: expected a number, 0 to 1, got true"),
+        ("max_tokens = 0", "max_tokens: expected a whole number, 1 or more, got 0"),
+        ('reasoning_effort = "Very high"', "reasoning_effort: expected a word such as none, minimal"),
+        ('extra_body = "x"', 'extra_body: expected a table, got "x"'),
+        ("extra_body = {stream = false}", 'extra_body: expected no "stream", which the runtime sets itself'),
+        ("extra_body = {at = 2026-01-01}", "extra_body: expected only values that JSON has"),
+        ("topP = 0.5", 'topP: unknown key, did you mean "top_p"?'),
+    ],
+)
+def test_a_wrong_sampling_value_of_an_agent_is_reported(tmp_path: Path, line: str, said: str) -> None:
+    (problem,) = problems(tmp_path, f"[agents.ada]\n{line}\n")
+    assert f"agents.ada.{said}" in problem

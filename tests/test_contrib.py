@@ -67,11 +67,25 @@ def test_secrets_come_from_the_environment_and_without_them_nothing_starts() -> 
         assert SERVICES[name]["environment"]["PGPASSWORD"].startswith("${POSTGRES_PASSWORD:?")
 
 
-def test_the_society_of_compose_is_sound_and_in_its_database() -> None:
+def test_the_society_of_compose_is_valid_and_uses_its_database() -> None:
     config = read_config(ROOT / "contrib" / "society")
     database = SERVICES["postgres"]["environment"]
     assert config.problems == ()
     assert config.store.url == f"postgresql://{database['POSTGRES_USER']}@postgres/{database['POSTGRES_DB']}"
+
+
+@pytest.mark.parametrize("folder", ["society", "server"])
+def test_the_societies_for_servers_are_valid_and_keep_delayed_messages_over_a_restart(folder: str) -> None:
+    config = read_config(ROOT / "contrib" / folder)
+
+    assert (config.problems, config.shutdown.delayed) == ((), "keep")
+
+
+def test_the_image_copies_only_from_stages_that_it_defines() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)$", dockerfile, re.MULTILINE))
+
+    assert set(re.findall(r"--from=(\w+)", dockerfile)) == stages
 
 
 def test_stop_timeouts_are_longer_than_the_drain_time() -> None:
@@ -82,7 +96,7 @@ def test_stop_timeouts_are_longer_than_the_drain_time() -> None:
         assert settings(unit)["KillSignal"] == "SIGTERM" and settings(unit)["KillMode"] == "mixed"
 
 
-def test_the_image_is_built_from_files_that_are_there_with_extras_that_exist() -> None:
+def test_the_image_is_built_from_existing_files_with_existing_extras() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for copied in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""A society moves from one engine to the other, and back, in the middle of everything."""
+"""Copying a society with running turns from one engine to the other and back."""
 
 from __future__ import annotations
 
@@ -67,11 +67,12 @@ async def test_a_society_transferred_there_and_back_is_equal_row_by_row(url: str
     assert (there.artifacts, there.lost) == (2, ())
     before, after = contents(tmp_path / "home"), contents(tmp_path / "back")
     assert len(before["messages"]) > 5  # type: ignore[arg-type]
+    assert before["tasks"] and before["turns"]
     assert after == before
     assert os.stat(tmp_path / "back" / "data" / "coterie.db").st_mode & 0o777 == 0o600
 
 
-async def goes_on(folder: Path, server: Any) -> None:
+async def check_continues(folder: Path, server: Any) -> None:
     """Check that running turns finish and delayed messages stay delayed."""
     server.default = each(ada=["I was interrupted", "and now done"], bob=["it is done"], cyd=["here I am"], dan=[])
     async with Society.open(folder) as society:
@@ -79,8 +80,8 @@ async def goes_on(folder: Path, server: Any) -> None:
         first = await here.heard(3)
         approval = next(one for one in first if "approval" in one.payload)
         await society.send(to="bob", text=approval.payload["quickReplies"][0], in_reply_to=approval.id, option=0)
-        heard = [message.payload["text"] for message in await here.heard(6)]
-        assert {"settled", "tea?", "here I am", "it is done"} <= set(heard)
+        texts = [message.payload["text"] for message in await here.heard(6)]
+        assert {"settled", "tea?", "here I am", "it is done"} <= set(texts)
         await here.state("ada", "idle")
         (later,) = await society.store.delayed("dan")
         assert later.payload["text"] == "think of it" and later.deliver_at is not None
@@ -97,13 +98,13 @@ async def goes_on(folder: Path, server: Any) -> None:
         await society.stop(quick=True)
 
 
-async def test_a_society_goes_on_in_postgresql_where_it_was_in_sqlite_and_back_again(url: str, tmp_path: Path) -> None:
+async def test_a_society_copied_to_postgresql_and_back_continues_its_turns(url: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     async with busy_society(home) as server:
         events = _last_event(home)
         await copied(home, url)
         moved(home, url)
-        await goes_on(home, server)
+        await check_continues(home, server)
         # And back, into a new folder; the event log continues its numbering.
         moved(home, "sqlite")
         await copied(url, tmp_path / "back")
@@ -132,12 +133,12 @@ def _last_event(folder: Path) -> int:
 async def test_turns_cut_off_by_a_crash_continue_in_the_other_engine(url: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     async with busy_society(home) as server:
-        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:  # as while its owner runs
+        with closing(sqlite3.connect(home / "data" / "coterie.db")) as db, db:  # as while a process runs it
             cut_off = "UPDATE agents SET runnable_at = NULL, worker = 'gone' WHERE state IN ('llm', 'tools')"
             assert db.execute(cut_off).rowcount > 0
         await copied(home, url)
         moved(home, url)
-        await goes_on(home, server)
+        await check_continues(home, server)
 
 
 async def test_a_watcher_continues_at_its_position_in_the_copy(url: str, tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ async def test_the_source_cannot_be_written_during_a_copy(
     refused: list[str] = []
     pieces = transfer.PostgresSource.read_blob
 
-    def meddle(self: transfer.PostgresSource, sha256: str) -> Any:
+    def write_during_copy(self: transfer.PostgresSource, sha256: str) -> Any:
         try:
             with owner_connection(url) as db:
                 db.execute_now("BEGIN; SET LOCAL lock_timeout = 50; UPDATE roles SET name = name")
@@ -202,7 +203,7 @@ async def test_the_source_cannot_be_written_during_a_copy(
             refused.append(str(error))
         return pieces(self, sha256)
 
-    monkeypatch.setattr(transfer.PostgresSource, "read_blob", meddle)
+    monkeypatch.setattr(transfer.PostgresSource, "read_blob", write_during_copy)
     await copied(url, tmp_path / "back")
     assert len(refused) == 2 and "another program is writing" in refused[0]
 
@@ -221,7 +222,7 @@ async def test_a_target_that_holds_a_society_is_left_as_it_is(url: str, tmp_path
 
 
 @pytest.mark.parametrize("there", ["postgres", "sqlite"])
-async def test_a_copy_that_fails_at_its_very_end_leaves_nothing(there: str, url: str, tmp_path: Path) -> None:
+async def test_a_copy_that_fails_in_its_last_step_leaves_no_data(there: str, url: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     target = url if there == "postgres" else str(tmp_path / "new")
     async with busy_society(home):
@@ -251,7 +252,7 @@ async def test_missing_bytes_are_reported_and_changed_ones_refused(url: str, tmp
         assert (await copied(home, url)).lost == (loose.name,)
 
 
-async def test_bytes_in_a_shared_folder_are_taken_along_and_put_there(url: str, tmp_path: Path) -> None:
+async def test_artifact_bytes_in_a_shared_folder_are_copied(url: str, tmp_path: Path) -> None:
     async with busy_society(tmp_path / "home"):
         there = tmp_path / "there"
         there.mkdir()

@@ -13,7 +13,7 @@ from coterie.config import Config, SocietyFolder, StoreSettings
 from coterie.files import LOW_SPACE_BYTES, MIN_SPACE_BYTES, DiskMonitor
 from coterie.stores.open import growing_folder
 from coterie.testing import FakeClock
-from coterie.testing.replies import Says
+from coterie.testing.model_server import Says
 from tests.agent.stage import each, stage
 
 Leave = Callable[[int], None]
@@ -97,7 +97,7 @@ async def test_a_missing_folder_does_not_count_as_a_full_disk(tmp_path: Path, cl
         (StoreSettings(url="postgresql://x/y", artifacts="files"), "files"),
     ],
 )
-def test_the_monitored_disk_is_the_one_that_the_society_fills(
+def test_the_monitored_disk_is_the_one_with_the_data_of_the_society(
     tmp_path: Path, store: StoreSettings, folder: str | None
 ) -> None:
     found = growing_folder(SocietyFolder(tmp_path), Config(store=store))

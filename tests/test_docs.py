@@ -55,7 +55,7 @@ def commands() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_resolve(page: Path) -> None:
     text = BLOCK.sub("", page.read_text())
     links = [link.partition("#")[0] for link in LINK.findall(text) if not re.match(r"[a-z]+:|#", link)]
     assert [link for link in links if not (page.parent / link).exists()] == []

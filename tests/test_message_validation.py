@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from datetime import datetime, timedelta
+from importlib.resources import files
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coterie.errors import HTTP_STATUS, Refused
-from coterie.messages import MAX_PAYLOAD_BYTES, Envelope, make_envelope, validate_delay, validate_quick_replies
+from coterie.messages import MAX_PAYLOAD_BYTES, Envelope, make_envelope, validate_delay
+from coterie.text import BLANK_CHARACTERS, is_blank
 
 json_values = st.recursive(
     st.none()
@@ -23,7 +25,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
-good_option = st.text(min_size=1).filter(lambda text: bool(text.strip()))
+good_option = st.text(min_size=1).filter(lambda text: not is_blank(text))
 
 
 def draft(**changed: Any) -> Envelope:
@@ -41,30 +43,53 @@ def code_of(**changed: Any) -> str:
     return refusal.value.code
 
 
-# Quick replies: seed 000 requirement 1, seed 001 property 1
+# Quick replies: requirements 000-1 and 001-P1
 
 
 def valid_quick_replies(value: object) -> bool:
     if value is None or value == []:
         return True
     return (
-        isinstance(value, list) and len(value) <= 10 and all(isinstance(item, str) and item.strip() for item in value)
+        isinstance(value, list)
+        and len(value) <= 10
+        and all(isinstance(item, str) and not is_blank(item) for item in value)
     )
 
 
-@given(json_values | st.lists(json_values | good_option, max_size=13) | st.lists(good_option, max_size=13))
+@given(
+    json_values
+    | st.lists(json_values | good_option, max_size=13)
+    | st.lists(good_option, max_size=13)
+    | st.lists(good_option, min_size=9, max_size=12)
+)
+@example([])
+@example(["x"] * 10)
+@example(["x"] * 11)
 def test_quick_replies_are_accepted_exactly_when_they_are_one_to_ten_non_blank_strings_or_none(value: object) -> None:
-    try:
-        validate_quick_replies(value)
-    except Refused as refusal:
-        assert not valid_quick_replies(value)
-        assert refusal.code.startswith("quickReplies_")
-    else:
-        assert valid_quick_replies(value)
+    """001-P1, for options given as the parameter and inside the payload."""
+    given_both_ways = {"quick_replies": value}, {"payload": {"text": "hello", "quickReplies": value}}
+    for given_as in given_both_ways:
+        try:
+            sent = payload_of(draft(**given_as))
+        except Refused as refusal:
+            assert not valid_quick_replies(value)
+            assert refusal.code.startswith("quickReplies_")
+        else:
+            assert valid_quick_replies(value)
+            assert bool(sent.get("quickReplies")) == bool(value)
+
+
+def test_server_and_page_agree_which_options_are_blank() -> None:
+    """The page shows no buttons for a blank option, so the server must refuse the same ones."""
+    page = (files("coterie.web") / "static" / "state.js").read_text()
+    assert f"/^[{BLANK_CHARACTERS}]*$/" in page
+    assert all(is_blank(text) for text in ("", "\ufeff", "\x1c\x1f", "\x85", "\u3000 \t"))
+    assert all(is_blank(char) for char in map(chr, range(0x110000)) if char.isspace())
+    assert not is_blank("\ufeffx") and not is_blank("0")
 
 
 @given(st.lists(good_option.filter(lambda text: "\x00" not in text), min_size=1, max_size=10))
-def test_valid_options_travel_in_the_payload_unchanged_and_in_order(options: list[str]) -> None:
+def test_valid_options_are_in_the_payload_unchanged_and_in_order(options: list[str]) -> None:
     assert payload_of(draft(quick_replies=options))["quickReplies"] == options
 
 
@@ -84,6 +109,8 @@ def test_no_options_are_the_same_as_none_given(nothing: object) -> None:
         (["a", None], "quickReplies_invalid_type"),
         (["a", ""], "quickReplies_empty_string"),
         (["  \n"], "quickReplies_empty_string"),
+        (["\ufeff"], "quickReplies_empty_string"),
+        (["\u200b \x85"], "quickReplies_empty_string"),
         (["a"] * 11, "quickReplies_too_many"),
         ([1] * 11, "quickReplies_too_many"),
         (["", 1], "quickReplies_empty_string"),
@@ -94,12 +121,12 @@ def test_wrong_quick_replies_are_refused_with_the_first_thing_wrong(value: objec
     assert code_of(payload={"text": "x", "quickReplies": value}) == code
 
 
-def test_options_given_both_ways_are_those_of_the_parameter() -> None:
+def test_the_options_parameter_overrides_options_in_the_payload() -> None:
     sealed = draft(payload={"text": "x", "quickReplies": ["inner"]}, quick_replies=["outer"])
     assert payload_of(sealed)["quickReplies"] == ["outer"]
 
 
-# Delays: seed 002 requirement 1
+# Delays: requirement 002-1
 
 
 @pytest.mark.parametrize(
@@ -112,7 +139,7 @@ def test_a_delay_is_whole_milliseconds_never_less_than_asked_and_never_below_zer
 
 
 @pytest.mark.parametrize("value", [True, "10", math.nan, math.inf, -math.inf, [1], 11 * 365.25 * 86_400_000, 10**400])
-def test_a_delay_that_is_no_number_or_beyond_ten_years_is_refused(value: object) -> None:
+def test_a_delay_that_is_not_a_number_or_over_ten_years_is_refused(value: object) -> None:
     assert code_of(delay_ms=value) == "delayMs_invalid"
 
 
@@ -146,11 +173,11 @@ def test_unknown_payload_fields_pass_unchanged(payload: dict[str, Any]) -> None:
         {"attachments": [{"filename": "a"}]},
     ],
 )
-def test_a_payload_that_is_no_json_object_is_refused(payload: object) -> None:
+def test_a_payload_that_is_not_a_json_object_is_refused(payload: object) -> None:
     assert code_of(payload=payload) == "payload_invalid"
 
 
-def test_a_payload_nested_too_deep_is_refused_and_not_a_crash() -> None:
+def test_a_payload_nested_too_deep_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"x": deep}

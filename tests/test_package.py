@@ -22,7 +22,7 @@ def test_importing_coterie_opens_nothing_and_loads_neither_server_nor_cli() -> N
     assert shown.stdout.strip() == "[]"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     import coterie
 
     assert all(getattr(coterie, name) is not None for name in coterie.__all__)
@@ -30,7 +30,7 @@ def test_every_public_name_is_there() -> None:
         coterie.nothing_of_the_kind  # noqa: B018
 
 
-def test_nothing_is_evaluated_unpickled_or_revived() -> None:
+def test_no_module_uses_eval_pickle_or_object_loading() -> None:
     forbidden = re.compile(r"\b(pickle|marshal|shelve|yaml\.load)\b|(?<![\w.])(eval|exec)\(")
     found = [path for path in PACKAGE.rglob("*.py") if forbidden.search(path.read_text())]
     assert found == []
@@ -45,7 +45,7 @@ def test_only_addresses_of_the_owner_are_contacted() -> None:
         "llm/providers/openai.py",  # baseURL of llmservices.json
         "llm/providers/http_transport.py",
         "llm/discovery.py",  # servers on this machine, when the setup page looks for them
-        "cli/client.py",  # the running society
+        "cli/client.py",  # the server of the running society
     }
     openers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if client.search(path.read_text())}
     assert openers == {"agent/mcp_connection.py"}  # [mcp.…] url of coterie.toml
@@ -86,6 +86,6 @@ def _literal_text(node: ast.Constant | ast.JoinedStr) -> tuple[str, list[str]]:
 
 
 def _is_constant(expression: str) -> bool:
-    # Table and columns of the bulk INSERT, and the fields of `Mailbox` that an UPDATE sets.
+    # Table and columns of the bulk INSERT, and the fields of `Mailbox` and `TaskChange` that an UPDATE sets.
     generated = ("into", "columns", "table", "', '.join([row] * size)", "sets")
     return expression.isupper() or expression in generated

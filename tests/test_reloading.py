@@ -16,7 +16,7 @@ from tests.agent.stage import Bell, Stage, each, stage
 TWO = "[agents.ada]\n[agents.bob]\n"
 
 
-def places(problems: Any) -> list[str]:
+def locations(problems: Any) -> list[str]:
     return [problem.location for problem in problems]
 
 
@@ -57,7 +57,7 @@ async def test_a_file_that_cannot_be_read_leaves_everything_as_it_was(
         (tmp_path / file).write_text(TWO if file == "coterie.toml" else '{"services": []}')
 
 
-async def test_new_agents_work_at_once_and_known_ones_are_as_the_file_says_now(tmp_path: Path) -> None:
+async def test_a_reload_adds_new_agents_and_updates_existing_ones(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         (tmp_path / "coterie.toml").write_text(
             '[agents.ada]\nname = "Countess"\nprompt = "You count."\n[agents.bob]\n[agents.zoe]\nparent = "ada"\n'
@@ -71,10 +71,12 @@ async def test_new_agents_work_at_once_and_known_ones_are_as_the_file_says_now(t
         assert ada is not None and ada.name == "Countess" and zoe is not None and zoe.parent == "ada"
 
 
-async def test_an_agent_taken_out_of_the_file_keeps_its_mail_and_goes_on_when_it_is_put_back(tmp_path: Path) -> None:
+async def test_an_agent_removed_from_the_file_keeps_its_mail_and_continues_when_it_is_added_again(
+    tmp_path: Path,
+) -> None:
     async with stage(tmp_path) as here:
         (tmp_path / "coterie.toml").write_text("[agents.ada]\n")
-        assert places(await here.society.reload()) == ["coterie.toml: agents.bob"]
+        assert locations(await here.society.reload()) == ["coterie.toml: agents.bob"]
         await here.say("where are you?", to="bob")
         await here.state("bob", "blocked")
         assert "bob" not in list(here.society.agents)
@@ -125,7 +127,7 @@ async def test_a_raised_token_budget_unblocks_agents(tmp_path: Path) -> None:
         assert (await here.texts(3))[2] == "ok"
 
 
-async def test_limits_count_from_the_next_step_on(tmp_path: Path) -> None:
+async def test_changed_limits_apply_from_the_next_step(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         rules = "[limits]\nmax_rounds = 1\nmailbox = 1\nupload_mb = 1\n[shutdown]\ndelayed = 'keep'\n"
         (tmp_path / "coterie.toml").write_text(rules + TWO)
@@ -137,13 +139,13 @@ async def test_limits_count_from_the_next_step_on(tmp_path: Path) -> None:
         assert here.society.config.shutdown.delayed == "keep" and here.society.store.limits.mailbox == 1
 
 
-async def test_what_only_a_restart_can_change_is_reported_until_then(tmp_path: Path) -> None:
+async def test_settings_that_need_a_restart_are_reported_until_then(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         later = '[server]\nport = 9999\n[store]\ndurability = "relaxed"\nkeep_days = 3\n[mcp.x]\nurl = "http://127.0.0.1:9"\n'
         (tmp_path / "coterie.toml").write_text(later + TWO)
         for _ in range(2):
             problems = await here.society.reload()
-            assert places(problems) == ["coterie.toml: server", "coterie.toml: store", "coterie.toml: mcp"]
+            assert locations(problems) == ["coterie.toml: server", "coterie.toml: store", "coterie.toml: mcp"]
         assert here.society.config.server.port == 8642 and here.society.config.store.keep_days == 3
         (tmp_path / "coterie.toml").write_text(TWO)
 
@@ -157,7 +159,7 @@ async def test_user_tools_are_reloaded_and_errors_in_them_are_reported(tmp_path:
         offered = [tool["function"]["name"] for tool in (await here.server.wait_for_request()).body["tools"]]
         assert "hum" in offered and "ring" not in offered
         (tmp_path / "tools.py").write_text("def oops(:\n")
-        assert places(await here.society.reload()) == ["tools.py: line 1"]
+        assert locations(await here.society.reload()) == ["tools.py: line 1"]
 
 
 async def test_an_unknown_service_of_an_agent_is_reported_with_a_suggestion(
@@ -173,7 +175,7 @@ async def test_an_unknown_service_of_an_agent_is_reported_with_a_suggestion(
         (tmp_path / "coterie.toml").write_text(TWO)
 
 
-async def test_a_turn_under_way_ends_undisturbed(tmp_path: Path) -> None:
+async def test_a_reload_does_not_disturb_a_running_turn(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         Bell.may_end.clear()
         here.server.script(Says(calls=(Calls("ring", {"name": "tower"}),)), "it rang")
@@ -185,7 +187,7 @@ async def test_a_turn_under_way_ends_undisturbed(tmp_path: Path) -> None:
         assert await here.texts() == ["it rang"]
 
 
-async def test_a_terminated_agent_does_not_come_back_by_being_described(tmp_path: Path) -> None:
+async def test_a_terminated_agent_in_the_file_stays_terminated_after_a_reload(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         await here.society.terminate_agent("bob")
         (problem,) = await here.society.reload()

@@ -12,9 +12,9 @@ import pytest
 
 from coterie import Refused, Society
 from coterie.errors import ConfigError, StoreUnavailable
-from coterie.testing import ModelServer, Status
+from coterie.testing import Calls, ModelServer, Says, Status
 from coterie.testing.model_faults import html, reset
-from coterie.testing.model_server import Reply
+from coterie.testing.model_server import ALL_CAPABILITIES, ReceivedRequest, Reply
 
 KEY, OTHER = "sk-first-0123456789abcdef", "sk-other-fedcba9876543210"
 
@@ -64,7 +64,7 @@ async def answer_of(society: Society, to: str) -> str:
     raise AssertionError
 
 
-async def test_the_tour_answers_until_a_real_service_is_there_and_again_when_the_last_is_gone(
+async def test_the_tour_answers_while_no_real_service_is_configured(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     assert ids(society) == ["tour", "tour-sees"] and society.setup.view("tour").to_dict()["tour"]
@@ -77,7 +77,7 @@ async def test_the_tour_answers_until_a_real_service_is_there_and_again_when_the
     assert written(tmp_path) == {"services": []}
 
 
-async def test_a_key_goes_to_the_secrets_and_the_file_gets_its_name(
+async def test_a_key_is_stored_as_a_secret_and_the_file_gets_its_name(
     society: Society, server: ModelServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     view = await society.setup.put("my model", entry(server), KEY)
@@ -96,7 +96,7 @@ async def test_a_key_in_the_api_key_field_is_stored_as_a_secret(
     assert KEY not in (tmp_path / "llmservices.json").read_text() and secrets(tmp_path) == {"MAIN_API_KEY": KEY}
 
 
-async def test_a_new_key_gets_a_new_name_so_that_the_old_address_never_sees_it_and_the_old_key_is_forgotten(
+async def test_a_new_key_gets_a_new_secret_name_and_the_old_key_is_deleted(
     society: Society, server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await society.setup.put("main", entry(server), KEY)
@@ -110,7 +110,7 @@ async def test_a_new_key_gets_a_new_name_so_that_the_old_address_never_sees_it_a
     assert secrets(tmp_path) == {} and "apiKey" not in written(tmp_path)["services"][0]
 
 
-async def test_two_services_whose_ids_read_alike_do_not_share_a_key(
+async def test_two_services_with_similar_ids_do_not_share_a_key(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     await society.setup.put("a-b", entry(server), KEY)
@@ -118,7 +118,7 @@ async def test_two_services_whose_ids_read_alike_do_not_share_a_key(
     assert secrets(tmp_path) == {"A_B_API_KEY": KEY, "A_B_API_KEY_2": OTHER}
 
 
-async def test_what_the_owner_wrote_stays_other_entries_unknown_keys_and_their_order(
+async def test_a_change_keeps_other_entries_unknown_keys_and_their_order(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     mine = {
@@ -151,7 +151,7 @@ async def test_a_symbolic_link_stays_a_link(society: Society, server: ModelServe
     assert (tmp_path / "llmservices.json").is_symlink() and "main" in (tmp_path / "elsewhere.json").read_text()
 
 
-async def test_an_entry_sent_back_as_it_was_listed_changes_nothing_that_matters(
+async def test_saving_an_entry_as_it_was_listed_changes_nothing(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     await society.setup.put("main", entry(server), KEY)
@@ -160,7 +160,25 @@ async def test_an_entry_sent_back_as_it_was_listed_changes_nothing_that_matters(
     again = society.setup.view("main")
     assert again.entry.api_key is not None and again.entry.api_key.reveal() == KEY
     assert again.entry.capabilities.inferred and again.entry.description == "for every day"
-    assert not {"problems", "trial", "usedBy", "tour", "source"} & set(written(tmp_path)["services"][0])
+    assert not {"problems", "check", "usedBy", "tour", "source"} & set(written(tmp_path)["services"][0])
+
+
+async def test_a_change_keeps_the_price_as_the_owner_wrote_it(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    price = {"input": 0.25, "output": 2, "_from": "the price list of May"}
+    (tmp_path / "llmservices.json").write_text(json.dumps({"services": [{"id": "main", "price": price}]}))
+    await society.setup.put("main", entry(server))
+    assert written(tmp_path)["services"][0]["price"] == price
+    shown = society.setup.view("main").to_dict()
+    await society.setup.put("main", shown | {"description": "for every day"})
+    assert society.setup.view("main").to_dict()["price"] == shown["price"]
+    assert shown["price"] == {"input": 0.25, "cachedInput": 0.25, "output": 2, "currency": "USD"}
+    euros = {"input": 1, "output": 1, "currency": "EUR"}
+    with pytest.raises(Refused, match='expected "USD", the currency of service "main"'):
+        await society.setup.put("other", entry(server, price=euros))
+    await society.setup.put("main", {"price": None})
+    assert society.setup.view("main").entry.price is None and "price" not in written(tmp_path)["services"][0]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +189,10 @@ async def test_an_entry_sent_back_as_it_was_listed_changes_nothing_that_matters(
         ({"baseURL": "http://127.0.0.1:9", "model": 7}, "model: expected"),
         ({"baseURL": "http://127.0.0.1:9", "model": "m", "timeout": "long"}, "timeout: expected"),
         ({"baseURL": "http://127.0.0.1:9", "model": "m", "capabilities": {"input": [7]}}, "capabilities.input[0]"),
+        ({"baseURL": "http://127.0.0.1:9", "model": "m", "price": {"input": 1}}, "price.output: expected"),
     ],
 )
-async def test_a_wrong_entry_is_refused_with_its_place_and_nothing_is_written(
+async def test_an_invalid_entry_is_refused_with_its_location_and_nothing_is_written(
     society: Society, tmp_path: Path, fields: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(Refused, match="expected") as refusal:
@@ -182,7 +201,7 @@ async def test_a_wrong_entry_is_refused_with_its_place_and_nothing_is_written(
     assert not (tmp_path / "llmservices.json").exists() and not (tmp_path / "data/secrets.json").exists()
 
 
-async def test_no_id_and_a_key_that_cannot_be_one_are_refused(society: Society, server: ModelServer) -> None:
+async def test_an_empty_id_and_an_invalid_key_are_refused(society: Society, server: ModelServer) -> None:
     assert await code(society.setup.put("  ", entry(server))) == "service_invalid"
     with pytest.raises(Refused, match="copy it again") as refusal:
         await society.setup.put("main", entry(server), "schlüssel\n2")
@@ -197,7 +216,7 @@ async def test_a_reference_to_a_missing_key_is_saved_and_reported(society: Socie
     assert (await society.setup.test("main")).code == "auth"
 
 
-async def test_a_file_that_is_no_json_is_not_written_over(
+async def test_a_file_that_is_not_json_is_not_overwritten(
     society: Society, server: ModelServer, tmp_path: Path
 ) -> None:
     (tmp_path / "llmservices.json").write_text("{ oops")
@@ -208,7 +227,7 @@ async def test_a_file_that_is_no_json_is_not_written_over(
     assert ids(society) == ["tour", "tour-sees"]
 
 
-async def test_when_the_file_cannot_be_written_no_key_stays_behind(
+async def test_when_the_file_cannot_be_written_the_key_is_not_stored(
     society: Society, server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await society.setup.put("main", entry(server), KEY)
@@ -281,10 +300,81 @@ async def test_a_health_check_gives_a_code_and_a_message(
     society: Society, server: ModelServer, reply: Reply, expected: str
 ) -> None:
     server.default = reply
-    trial = await society.setup.test_entry("main", entry(server), KEY)
-    assert (trial.code, trial.ok) == (expected, expected == "ok")
-    assert trial.message.endswith(".") and KEY not in str(trial.to_json()) and bool(trial.detail) != trial.ok
-    assert len(server.requests) == 1 and ids(society) == ["tour", "tour-sees"]
+    check = await society.setup.test_entry("main", entry(server), KEY)
+    assert (check.code, check.ok) == (expected, expected == "ok")
+    assert check.message.endswith(".") and KEY not in str(check.to_dict()) and bool(check.detail) != check.ok
+    assert len(server.requests) == (3 if check.ok else 1) and ids(society) == ["tour", "tour-sees"]
+
+
+def able(request: ReceivedRequest) -> Reply:
+    """The replies of a model that calls tools and sees."""
+    if "tools" in request.body:
+        return Says(calls=(Calls("confirm", {"word": "ready"}),))
+    return "Yellow." if isinstance(request.messages[-1]["content"], list) else "ok"
+
+
+def blind(request: ReceivedRequest) -> Reply:
+    """The replies of a model whose server ignores tools and pictures."""
+    return "Which tool? Which picture?"
+
+
+@pytest.mark.parametrize(
+    ("model", "supported", "found", "input_", "output"),
+    [
+        (able, ALL_CAPABILITIES, [True, True], ["text", "vision"], ["text", "tool_calling"]),
+        (able, {"tool_calling"}, [True, False], ["text"], ["text", "tool_calling"]),
+        (able, {"vision"}, [False, True], ["text", "vision"], ["text"]),
+        (blind, ALL_CAPABILITIES, [False, False], ["text"], ["text"]),
+    ],
+)
+async def test_a_health_check_finds_the_capabilities_that_are_saved(
+    society: Society, tmp_path: Path, model: Any, supported: Any, found: list[bool], input_: Any, output: Any
+) -> None:
+    async with ModelServer(capabilities=supported) as server:
+        server.default = model
+        check = await society.setup.test_entry("main", entry(server))
+        assert check.ok and check.capabilities == dict(zip(["tool_calling", "vision"], found, strict=True))
+        assert all(request.body["max_tokens"] <= 256 for request in server.requests)
+        view = await society.setup.put("main", entry(server))
+        assert view.health == check, "the result belongs to the entry that was written"
+    assert written(tmp_path)["services"][0]["capabilities"] == {"input": input_, "output": output}
+
+
+async def test_capabilities_that_the_owner_declares_are_saved_whatever_a_health_check_finds(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    declared = {"input": ["text"], "output": ["text", "tool_calling"]}
+    check = await society.setup.test_entry("main", entry(server, capabilities=declared))
+    assert check.capabilities == {"tool_calling": False, "vision": False}
+    await society.setup.put("main", entry(server, capabilities=declared))
+    assert written(tmp_path)["services"][0]["capabilities"] == declared
+
+
+async def test_a_model_that_thinks_too_long_for_a_check_keeps_its_tools(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    server.script("ok", Says("Let me think", finish="length"), "It is yellow")
+    check = await society.setup.test_entry("main", entry(server))
+    assert check.capabilities == {"vision": True}
+    await society.setup.put("main", entry(server))
+    assert "tool_calling" in written(tmp_path)["services"][0]["capabilities"]["output"]
+
+
+async def test_a_service_that_was_not_tested_is_saved_without_capabilities_and_gets_tools(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    await society.setup.put("main", entry(server))
+    assert "capabilities" not in written(tmp_path)["services"][0]
+    await answer_of(society, "bob")
+    assert server.requests[-1].body["tools"]
+
+
+@pytest.mark.parametrize(("configured", "sent"), [({}, 256), ({"maxTokens": 4096}, 256), ({"maxTokens": 16}, 16)])
+async def test_a_health_check_limits_its_tokens(
+    society: Society, server: ModelServer, configured: dict[str, int], sent: int
+) -> None:
+    assert (await society.setup.test_entry("main", entry(server, **configured), KEY)).ok
+    assert server.requests[0].body["max_tokens"] == sent
 
 
 async def test_a_silent_service_fails_its_health_check_in_time(
@@ -296,7 +386,7 @@ async def test_a_silent_service_fails_its_health_check_in_time(
 
     monkeypatch.setattr(
         "coterie.llm.discovery.HEALTH_CHECK_TIMEOUT", timedelta(seconds=1)
-    )  # connecting takes a part of it
+    )  # connecting takes a part of the timeout
     server.default = no_first_byte()
     assert (await society.setup.test_entry("main", entry(server))).code == "timeout"
 
@@ -320,7 +410,7 @@ async def test_a_health_check_belongs_to_one_entry_and_key_across_restarts(tmp_p
 # Discovery
 
 
-async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
+async def test_discovery_lists_keys_in_the_environment_by_name_only(
     society: Society, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
@@ -329,7 +419,7 @@ async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
     monkeypatch.setenv("ANTHROPIC_API_KEY", KEY)
     monkeypatch.setenv("GEMINI_API_KEY", "  ")
     (offer,) = await society.setup.discover()
-    assert offer.to_json() == {
+    assert offer.to_dict() == {
         "id": "anthropic",
         "name": "Anthropic",
         "provider": "openai",
@@ -345,7 +435,7 @@ async def test_keys_in_the_environment_are_offered_by_name_and_never_shown(
 
 
 @pytest.mark.parametrize("change", ["address", "address sent back as listed", "provider", "own reference"])
-async def test_a_key_is_asked_for_again_when_the_address_changes_and_is_not_sent_there(
+async def test_a_changed_address_requires_the_key_again_and_does_not_get_the_old_one(
     society: Society, server: ModelServer, tmp_path: Path, change: str
 ) -> None:
     async with ModelServer(models={"m"}) as elsewhere:
@@ -399,3 +489,18 @@ async def test_an_address_that_is_only_written_differently_keeps_its_key(
     await society.setup.put("main", entry(server), KEY)
     view = await society.setup.put("main", {"baseURL": same.format(server.base_url.upper().replace("/V1", "/v1"))})
     assert view.entry.api_key is not None and view.entry.api_key.reveal() == KEY
+
+
+async def test_a_secret_in_a_header_is_not_sent_to_another_address(
+    society: Society, server: ModelServer, tmp_path: Path
+) -> None:
+    await society.setup.put("main", entry(server), KEY)
+    headers = {"X-Team": "${MAIN_API_KEY}"}
+    view = await society.setup.put("main", {"headers": headers})
+    assert KEY not in str(view.to_dict()) and written(tmp_path)["services"][0]["headers"] == headers
+    await society.setup.put("main", {"headers": view.to_dict()["headers"], "name": "Main"})
+    assert written(tmp_path)["services"][0]["headers"] == headers, "masked values are not written"
+    elsewhere = {"baseURL": "http://127.0.0.1:9/v1"}
+    assert await code(society.setup.put("main", elsewhere, "")) == "service_invalid"
+    assert await code(society.setup.put("thief", {**elsewhere, "model": "m", "headers": headers})) == "service_invalid"
+    await society.setup.put("main", {**elsewhere, "headers": None}, "")

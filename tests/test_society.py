@@ -64,6 +64,34 @@ async def test_by_default_a_stop_delivers_delayed_messages_marked_early(tmp_path
         assert message.early and message.deliver_at == receipt.scheduled_delivery_time
 
 
+async def test_a_stop_logs_how_many_delayed_messages_it_delivers_early(
+    tmp_path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """002-4.1, 002-4.3"""
+    caplog.set_level(logging.INFO)
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
+        for number in range(3):
+            await society.send(to="assistant", text=str(number), delay_ms=HOUR)
+    assert "delivering 3 delayed messages early" in caplog.text
+    async with Society.open(tmp_path, clock=clock, work=False) as society:
+        assert len(await society.waiting("assistant")) == 3
+
+
+async def test_a_forced_exit_warns_about_delayed_messages_and_counts_them(
+    tmp_path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """002-4.2, 002-4.3"""
+    society = await Society.start(tmp_path, clock=clock, work=False)
+    for number in range(2):
+        await society.send(to="assistant", text=str(number), delay_ms=HOUR)
+    await society.abandon()
+    (warning,) = [record for record in caplog.records if "forced exit" in record.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert "2 delayed messages were not delivered" in warning.getMessage()
+    async with Society.open_read_only(tmp_path, clock=clock) as society:
+        assert await society.bus.delayed_count() == 2
+
+
 async def test_a_second_society_in_the_same_folder_is_refused_with_the_owners_pid(tmp_path: Path) -> None:
     import os
 
@@ -82,13 +110,13 @@ async def test_a_wrong_configuration_stops_the_start_and_leaves_the_folder_free(
         pass
 
 
-async def test_a_folder_that_cannot_be_created_gives_a_one_line_error(tmp_path: Path) -> None:
+async def test_opening_a_folder_that_cannot_be_created_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreUnusable, match="cannot be created or written"):
         await Society.start(tmp_path / "file" / "society")
 
 
-async def test_times_shown_never_go_back_when_the_clock_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_times_never_go_back_when_the_clock_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     await clock.advance(days=1)
     async with Society.open(tmp_path, clock=clock, work=False) as society:

@@ -22,9 +22,9 @@ from coterie.llm.gateway import ModelGateway
 from coterie.society import Society
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock, ModelServer
-from coterie.testing.replies import Says
+from coterie.testing.model_server import Calls, Says
 from tests.engines import Engine, Postgres
-from tests.faults.harness import patience
+from tests.faults.harness import scaled_timeout
 
 LOST = StoreUnavailable("the database went away for a moment")
 
@@ -52,7 +52,7 @@ def claims(engine: Engine, home: Path) -> list[tuple[Any, ...]]:
 
 
 async def next_answer(society: Society) -> str:
-    async with asyncio.timeout(patience(20)):
+    async with asyncio.timeout(scaled_timeout(20)):
         return str((await anext(society.inbox())).payload["text"])
 
 
@@ -210,7 +210,7 @@ async def test_watchers_get_events_again_after_an_unexpected_error(
             monkeypatch.setattr(type(society.store), "events", once)
             await society.send(to="ada", text="hello")
             await clock.advance(seconds=3)
-            async with asyncio.timeout(patience(20)):
+            async with asyncio.timeout(scaled_timeout(20)):
                 assert (await anext(watcher)).kind
     assert any(record.levelno == logging.ERROR and "event log" in record.getMessage() for record in caplog.records)
 
@@ -220,7 +220,7 @@ async def test_if_the_address_file_cannot_be_written_the_society_stops_cleanly(
 ) -> None:
     from coterie.cli import server
 
-    monkeypatch.setattr(server, "greet", fails(BrokenPipeError("nobody reads")))
+    monkeypatch.setattr(server, "greet", fails(BrokenPipeError("closed pipe")))
     with pytest.raises(BrokenPipeError):
         await server.run_server(server.ServeOptions(folder=home))
     if engine.name == "sqlite":
@@ -228,3 +228,45 @@ async def test_if_the_address_file_cannot_be_written_the_society_stops_cleanly(
             assert db.execute("SELECT value FROM meta WHERE key = 'clean'").fetchone()[0] == "1"
     async with Society.open(home, work=False):
         pass
+
+
+@pytest.mark.parametrize("policy", ["deliver", "keep"])
+async def test_a_delayed_message_sent_while_turns_drain_is_delivered_early_or_counted(
+    home: Path,
+    engine: Engine,
+    server: ModelServer,
+    clock: FakeClock,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+) -> None:
+    """The model lets ada send a reminder after the stop has begun."""
+    caplog.set_level(logging.INFO)
+    settings = (home / "coterie.toml").read_text().replace("drain_seconds = 0", f'delayed = "{policy}"')
+    (home / "coterie.toml").write_text(f"{settings}[agents.bob]\n")
+    held = asyncio.Event()
+    reminder = {"to": "user", "payload": {"text": "wake up"}, "delayMs": 3_600_000}
+    server.script(Says(calls=(Calls("send_message", reminder),), gate=held), Says("done"))
+    society = await Society.start(home, clock=clock)
+    await society.send(to="bob", text="tomorrow", delay_ms=7_200_000)
+    await society.send(to="ada", text="remind me twice")
+    await server.wait_for_request(1)
+    store, early = society.store, list[int]()
+
+    async def look(count: int) -> None:
+        early.append(count)
+        early.append(await store.delayed_count())
+
+    stopping = asyncio.create_task(society.stop(look))
+    while not any("delayed messages" in record.getMessage() for record in caplog.records):
+        await asyncio.sleep(0)
+    held.set()
+    async with asyncio.timeout(scaled_timeout(20)):
+        count = await stopping
+
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("stopping: ")]
+    if policy == "deliver":
+        assert (count, early) == (2, [2, 0])
+        assert lines == ["stopping: delivering 1 delayed messages early"] * 2
+    else:
+        assert (count, early) == (0, [0, 2])
+        assert lines == [f"stopping: {kept} delayed messages stay scheduled" for kept in (1, 2)]

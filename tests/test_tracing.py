@@ -1,4 +1,4 @@
-"""Tracing of a whole society with OpenTelemetry: who did what in which chain, without message text."""
+"""OpenTelemetry spans of turns, requests and tool calls, without message text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from coterie import Society
 from coterie.otel import OtelTracing
 from coterie.telemetry import Tracing, make_tracing
-from coterie.testing import Calls, Says, Status
+from coterie.testing import Calls, FakeClock, Says, Status
 from tests.agent.stage import Stage, each, stage
 
 
@@ -55,8 +55,11 @@ def parent(span: ReadableSpan) -> int | None:
 async def test_a_turn_holds_its_requests_and_tool_calls_with_the_names_of_the_conventions(
     tmp_path: Path, exporter: InMemorySpanExporter
 ) -> None:
-    async with stage(tmp_path, agents='[agents.ada]\nname = "Ada"\n', maxTokens=99) as here:
-        here.server.script(Says(calls=(Calls("look", {"name": "SECRET-ARGUMENT"}),)), "SECRET-ANSWER")
+    price = {"input": 1, "cachedInput": 0.5, "output": 2, "currency": "EUR"}
+    entry: dict[str, Any] = {"name": "Main model", "maxTokens": 99, "temperature": 0.5, "price": price}
+    async with stage(tmp_path, agents='[agents.ada]\nname = "Ada"\n', **entry) as here:
+        calls = (Calls("look", {"name": "SECRET-ARGUMENT"}),)
+        here.server.script(Says(calls=calls, cached_tokens=64), "SECRET-ANSWER")
         await here.say("SECRET-QUESTION")
         await here.texts()
         found = await spans(here, exporter)
@@ -70,14 +73,20 @@ async def test_a_turn_holds_its_requests_and_tool_calls_with_the_names_of_the_co
     asked = dict(chat.attributes or {})
     assert asked["gen_ai.provider.name"] == "openai" and asked["gen_ai.request.model"] == "m"
     assert asked["gen_ai.request.max_tokens"] == 99 and asked["server.address"] == "127.0.0.1"
-    assert asked["gen_ai.usage.input_tokens"] and asked["gen_ai.usage.output_tokens"]
+    read, written = asked["gen_ai.usage.input_tokens"], asked["gen_ai.usage.output_tokens"]
+    assert isinstance(read, int) and isinstance(written, int) and read > 64 and written > 0
+    assert (asked["gen_ai.usage.cache_read.input_tokens"], asked["coterie.currency"]) == (64, "EUR")
+    assert asked["coterie.cost"] == pytest.approx((read - 32 + 2 * written) / 1e6)
+    assert (asked["coterie.service.id"], asked["coterie.service.name"]) == ("main", "Main model")
+    assert asked["gen_ai.response.model"] == "m" and asked["gen_ai.response.finish_reasons"] == ("tool_calls",)
+    assert asked["gen_ai.request.temperature"] == 0.5 and "gen_ai.response.time_to_first_chunk" in asked
     assert dict(tool.attributes or {})["gen_ai.tool.name"] == "look"
     assert dict(tool.attributes or {})["gen_ai.tool.call.id"]
     assert all(span.status.is_unset for span in found)
     assert "SECRET" not in "".join(span.to_json() for span in found)
 
 
-async def test_a_chain_of_messages_is_one_trace_with_causing_turns_as_parents(
+async def test_a_cascade_is_one_trace_with_causing_turns_as_parents(
     tmp_path: Path, exporter: InMemorySpanExporter
 ) -> None:
     async with stage(tmp_path) as here:
@@ -102,7 +111,7 @@ async def test_two_messages_of_the_person_start_two_traces(tmp_path: Path, expor
     assert len({ids(span)[0] for span in found}) == 2 and len(found) == 4
 
 
-async def test_after_a_restart_a_chain_continues_its_trace_under_its_first_span(
+async def test_after_a_restart_a_cascade_continues_its_trace_under_its_first_span(
     tmp_path: Path, exporter: InMemorySpanExporter
 ) -> None:
     async with stage(tmp_path, agents="[shutdown]\ndelayed = 'keep'\n[agents.ada]\n[agents.bob]\n") as here:
@@ -134,7 +143,7 @@ async def test_failures_are_marked_with_their_kind_and_without_text(
     assert "SECRET" not in "".join(span.to_json() for span in found)
 
 
-async def test_an_interruption_begins_its_own_trace_and_the_rest_of_the_turn_belongs_to_it(
+async def test_an_interruption_of_the_person_stays_in_the_trace_of_the_task(
     tmp_path: Path, exporter: InMemorySpanExporter
 ) -> None:
     from tests.agent.stage import Bell
@@ -149,8 +158,30 @@ async def test_an_interruption_begins_its_own_trace_and_the_rest_of_the_turn_bel
         await here.texts()
         found = await spans(here, exporter)
     before, after = (span for span in found if span.name == "invoke_agent ada")
-    assert ids(before)[0] != ids(after)[0]
-    assert [ids(span)[0] for span in found if span.name == "chat m"] == [ids(before)[0], ids(after)[0]]
+    assert ids(before)[0] == ids(after)[0] and parent(after) == ids(before)[1]
+    assert {ids(span)[0] for span in found} == {ids(before)[0]}
+
+
+async def test_every_span_of_a_task_names_it_and_a_scheduled_task_has_a_trace_of_its_own_with_a_link(
+    tmp_path: Path, exporter: InMemorySpanExporter, clock: FakeClock
+) -> None:
+    async with stage(tmp_path, clock=clock) as here:
+        later = {"to": "bob", "payload": {"text": "later"}, "delayMs": 60_000}
+        here.server.default = each(ada=[Says(calls=(Calls("send_message", later),)), "done", "he is"], bob=["I am"])
+        task = await here.say("remind bob")
+        await here.texts()
+        await here.state("ada", "idle")
+        (reminder,) = await here.society.store.delayed("bob")
+        await clock.advance(seconds=61)
+        await here.texts(2)
+        found = await spans(here, exporter)
+    named_tasks: dict[int, set[object]] = {}
+    for span in found:
+        named_tasks.setdefault(ids(span)[0], set()).add((span.attributes or {}).get("coterie.task"))
+    assert sorted(named_tasks.values(), key=str) == sorted([{task}, {reminder.id}], key=str)
+    first, bob = found[0], named(found, "invoke_agent bob")
+    assert ids(first)[0] != ids(bob)[0] and parent(bob) is None
+    assert [(link.context.trace_id, link.context.span_id) for link in bob.links] == [ids(first)]
 
 
 async def test_a_store_error_loses_a_span_but_no_turn(
@@ -165,15 +196,15 @@ async def test_a_store_error_loses_a_span_but_no_turn(
         assert await here.texts() == ["ok"]
 
 
-async def nobody(_: str) -> None:
+async def no_parent(_: str) -> None:
     return None
 
 
 def test_tracing_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
-    assert type(make_tracing(nobody, {})) is Tracing
+    assert type(make_tracing(no_parent, {})) is Tracing
     off = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"}
-    assert type(make_tracing(nobody, off)) is Tracing
+    assert type(make_tracing(no_parent, off)) is Tracing
 
 
 async def test_a_collector_in_the_environment_turns_tracing_on_and_an_unreachable_one_delays_no_stop(
@@ -182,7 +213,7 @@ async def test_a_collector_in_the_environment_turns_tracing_on_and_an_unreachabl
     monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)
     monkeypatch.setattr("coterie.otel.EXPORT_TIMEOUT_SECONDS", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    spans = make_tracing(nobody)
+    spans = make_tracing(no_parent)
     assert isinstance(spans, OtelTracing)
     turn = spans.turn("ada", "Ada")
     await turn.set_cause(None)

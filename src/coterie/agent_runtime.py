@@ -1,25 +1,32 @@
-"""Wires the parts that run agents: model gateway, tools, turn handler and scheduler."""
+"""Wires the parts that run agents: model services and gateway, tools, turn handler and scheduler."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from coterie.agent.builtins import SEND_MESSAGE, agent_management_tools, built_in_tools
+from coterie.agent.context import HistoryCache, RequestBuilder, TurnPrompt
+from coterie.agent.context_window import estimate_tokens, mail_budget
 from coterie.agent.mcp import McpServers
+from coterie.agent.mcp_connection import secrets_of
 from coterie.agent.runner import LlmHandler
 from coterie.agent.scheduler import Scheduler, ServiceAdmission
 from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import ToolContext
+from coterie.agent.tools import CallTimer, Tool, ToolContext
 from coterie.agent.user_tools import load_user_tools
 from coterie.agents import Profile
+from coterie.answer_schema import WrongSchema, read_answer_schema
 from coterie.artifact_service import AgentArtifacts, ArtifactService
 from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
@@ -29,25 +36,30 @@ from coterie.errors import Lagged, Problem, Refused
 from coterie.files import DiskMonitor
 from coterie.ids import new_id
 from coterie.live import LiveReplies
+from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueues
-from coterie.llm.config import ServiceEntry, ServiceRegistry
+from coterie.llm.config import SecretsFile, ServiceEntry, ServiceRegistry, key_lookup
 from coterie.llm.gateway import ModelGateway
 from coterie.llm.learned_limits import LearnedLimits
-from coterie.llm.providers.factory import TOUR_ENTRIES, make_service
+from coterie.llm.providers.any_llm import AnyLLMService
+from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.routing import CapabilityRouter, ContentAdapter
+from coterie.llm.service import LLMService, Sampling, UnknownService
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.redaction import find_secrets
 from coterie.stores.open import is_shared
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
 from coterie.telemetry import make_tracing
-from coterie.tour.provider import SEER, TourSeer
+from coterie.tour.provider import SEER, TOUR_ENTRIES, TOUR_VISION, TourSeer, TourService
 from coterie.turn import Rules
 
 log = logging.getLogger(__name__)
 
 MCP_START_TIMEOUT = timedelta(seconds=5)
 MCP_RETRY_INTERVAL = timedelta(minutes=1)
+MAX_ANSWER_WAIT = timedelta(hours=1)
+"""How long a tool waits for the person's answer to its question."""
 
 
 class AgentRuntime:
@@ -68,34 +80,42 @@ class AgentRuntime:
     ) -> None:
         self._folder, self._config = folder, config
         self._store, self._bus, self._artifacts, self._clock = store, bus, artifacts, clock
+        self._follow_task: asyncio.Task[None] | None = None
+        self._tracing = make_tracing(store.message)
+        self.model_metrics = ModelCallMetrics()
+
+        # Agents and their models
         profiles, prompt_problems = read_profiles(config, folder)
         self._configured_ids = {profile.id for profile in profiles}
-        self._follow_task: asyncio.Task[None] | None = None
         self.services = load_services(folder)
-        learned_limits = LearnedLimits(clock, folder.data / "refusals.json")
+        learned_limits = _learned_limits(folder, clock)
         self.directory = AgentDirectory(self.services, learned_limits, profiles)
         self.router = CapabilityRouter(store, blobs, ContentAdapter(self.directory), learned_limits)
-        self._tracing = make_tracing(store.message)
         self._models = ModelGateway(
             self.services,
             self.router,
             learned_limits,
-            lambda entry: self._tracing.service(make_service(entry, clock), entry),
+            lambda entry: self._tracing.service(self.model_metrics.measure(make_service(entry, clock)), entry),
             clock,
             ServiceQueues(clock, store if is_shared(config) else None),
         )
         self._agents = AgentService(store, self.directory)
         self._tour_seer = TourSeer(self._agents, self.directory, self.services)
+
+        # Tools: built in, of MCP servers, of the owner
         self._toolbox = Toolbox(
-            (*built_in_tools(self.directory, bus, store), *agent_management_tools(self._agents)),
+            built_ins=(*built_in_tools(self.directory, bus, store), *agent_management_tools(self._agents)),
             deadline=timedelta(seconds=config.limits.tool_seconds),
             secrets=self._secrets(),
         )
-        self._mcp = McpServers(config.mcp, clock, self._toolbox.replace_tools)
+        self._mcp = McpServers(config.mcp, clock, self._toolbox.replace_tools, find_key=self._find_key)
         self._mcp_task: asyncio.Task[None] | None = None
+        self._mcp_refresh: asyncio.Task[object] | None = None
         self._mcp_attempted = asyncio.Event()
         self._file_problems = (*prompt_problems, *self._load_user_tools())
-        rules = _rules(config)
+
+        # Turns
+        rules = _rules(config, self.directory)
         self._handler = LlmHandler(
             store,
             bus,
@@ -111,6 +131,7 @@ class AgentRuntime:
             refresh_agents=self._agents.refresh_directory,
             artifact_writer=lambda agent_id: AgentArtifacts(artifacts, agent_id).put,
             is_paused=lambda: store.seen_paused,
+            model_metrics=self.model_metrics,
         )
         admission = ServiceAdmission(self._models, self.directory)
         self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission)
@@ -161,6 +182,11 @@ class AgentRuntime:
         finally:
             self._mcp_attempted.set()
 
+    def _refresh_mcp(self) -> None:
+        """Check the MCP servers in the background: a slow one must not delay a reload."""
+        if self._mcp_task and (self._mcp_refresh is None or self._mcp_refresh.done()):
+            self._mcp_refresh = asyncio.create_task(self._mcp.refresh(), name="coterie-mcp-refresh")
+
     async def create_agent(
         self,
         *,
@@ -170,14 +196,20 @@ class AgentRuntime:
         service: str | None,
         tools: Sequence[str] | None,
         parent: str | None,
+        description: str = "",
     ) -> Profile:
-        return await self._agents.create(id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent)
+        return await self._agents.create(
+            id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent, description=description
+        )
 
     async def terminate_agent(self, agent_id: str) -> Sequence[str]:
         terminated = await self._agents.terminate(agent_id, by=PERSON)
         for terminated_id in terminated:
             self._handler.stop_turn(terminated_id)
         return terminated
+
+    def system_prompt(self, agent_id: str) -> str:
+        return self._handler.system_prompt(self.directory.profile(agent_id))
 
     def stop_turn(self, agent_id: str) -> bool:
         """Stop the agent's current turn; its mail starts the next one. False if none runs here."""
@@ -196,6 +228,7 @@ class AgentRuntime:
         removed = self._apply_config(config) if config else ()
         self.services.replace_with(services)
         self._toolbox.set_secrets(self._secrets())
+        self._refresh_mcp()
         await self._update_tour_agent()
         changed = [agent for agent, before in blocked.items() if self._model_settings(agent) not in (None, before)]
         await self._store.unblock(changed)
@@ -220,8 +253,8 @@ class AgentRuntime:
         self._configured_ids = {profile.id for profile in profiles}
         self._file_problems = (*prompt_problems, *self._load_user_tools())
         self._toolbox.set_deadline(timedelta(seconds=config.limits.tool_seconds))
-        self._handler.update_limits(_rules(config), config.limits.tokens_per_day)
-        self._scheduler.update_rules(_rules(config))
+        self._handler.update_limits(_rules(config, self.directory), config.limits.tokens_per_day)
+        self._scheduler.update_rules(_rules(config, self.directory))
         return [_not_described(agent_id) for agent_id in sorted(removed) if not self.directory.is_terminated(agent_id)]
 
     @property
@@ -260,7 +293,7 @@ class AgentRuntime:
         """Wait up to `drain` for running turns, then stop. The next start resumes unfinished turns."""
         shutdown = Shutdown()
         await shutdown.step("release turns", partial(self._scheduler.finish, drain))
-        for task in filter(None, (self._mcp_task, self._follow_task)):
+        for task in filter(None, (self._mcp_task, self._mcp_refresh, self._follow_task)):
             task.cancel()
             await shutdown.step(f"end {task.get_name()}", partial(asyncio.wait, {task}))
         await shutdown.step("close MCP servers", self._mcp.close)
@@ -271,8 +304,13 @@ class AgentRuntime:
 
     def _secrets(self) -> tuple[str, ...]:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
-        servers = [part for entry in self._config.mcp for part in (entry.env, entry.args, entry.url)]
-        return find_secrets(os.environ, *servers, {f"{n}_KEY": key for n, key in enumerate(keys)})
+        keys += [secret for entry in self.services for header in entry.headers for secret in header.secrets]
+        servers = [key for entry in self._config.mcp for key in secrets_of(entry, self._find_key)]
+        return find_secrets(os.environ, {f"{n}_KEY": key for n, key in enumerate([*keys, *servers])})
+
+    def _find_key(self, name: str) -> str | None:
+        """The value of `${NAME}` in an MCP entry. The file is read again: the owner may have changed a key."""
+        return key_lookup(os.environ, SecretsFile(self._folder.data / "secrets.json").read()[0])(name)
 
     def _load_user_tools(self) -> Sequence[Problem]:
         loaded = load_user_tools(self._folder.path, reserved_names={SEND_MESSAGE.name})
@@ -282,7 +320,14 @@ class AgentRuntime:
         sent = itertools.count()
 
         async def send(
-            to: str, payload: Payload, *, delay_ms: float | None = None, quick_replies: list[str] | None = None
+            to: str,
+            payload: Payload,
+            *,
+            delay_ms: float | None = None,
+            quick_replies: list[str] | None = None,
+            every: str | None = None,
+            time_zone: str | None = None,
+            unless_answered: str | None = None,
         ) -> Receipt:
             return await self._bus.send(
                 sender=profile.id,
@@ -290,12 +335,26 @@ class AgentRuntime:
                 payload=payload,
                 delay_ms=delay_ms,
                 quick_replies=quick_replies,
+                every=every,
+                time_zone=time_zone,
+                unless_answered=unless_answered,
                 # Numbered within the call, so that a repeated call sends nothing twice.
                 client_id=f"{key}/{next(sent)}",
                 cause=cause,
             )
 
+        timer = CallTimer()
+
+        async def ask(text: str, quick_replies: list[str]) -> str | None:
+            with timer.paused():
+                position = await self._store.last_event()
+                question = (await send(PERSON, {"text": text}, quick_replies=quick_replies)).message_id
+                return await self._wait_for_answer(profile.id, question, position)
+
         return ToolContext(
+            ask=ask,
+            timer=timer,
+            tools=self._toolbox.given_names(self.directory.tools_of(profile.id)),
             agent_id=profile.id,
             capabilities=self.directory.capabilities_of(profile.id),
             router=self.router,
@@ -304,6 +363,55 @@ class AgentRuntime:
             idempotency_key=key,
         )
 
+    async def _wait_for_answer(self, agent_id: str, question: str, position: int) -> str | None:
+        """Return what the person says next to the agent. None: nothing within `MAX_ANSWER_WAIT`.
+
+        The message reaches the agent too, like every other. `position`: last event before the question.
+        """
+        with contextlib.suppress(TimeoutError, Lagged):
+            async with asyncio.timeout(MAX_ANSWER_WAIT.total_seconds()), self._bus.watch(position) as watcher:
+                async for event in watcher:
+                    message = await self._store.message(event.subject) if event.kind == "message.created" else None
+                    if message and (message.sender, message.to) == (PERSON, agent_id):
+                        return str(message.payload.get("text", ""))
+        return None
+
+
+async def read_directory(folder: SocietyFolder, config: Config, store: SqlStore, clock: Clock) -> AgentDirectory:
+    """The agents of a society that does not run in this process."""
+    profiles, _ = read_profiles(config, folder)
+    directory = AgentDirectory(load_services(folder), _learned_limits(folder, clock), profiles)
+    await AgentService(store, directory).refresh_directory()
+    return directory
+
+
+def fixed_costs(folder: SocietyFolder, config: Config, clock: Clock) -> Mapping[str, tuple[int, ServiceEntry]]:
+    """The estimated tokens of system prompt and tools of each agent in coterie.toml, and its service.
+
+    Every request has them. Tools of MCP servers are not counted, because no server is started.
+    """
+    directory = AgentDirectory(load_services(folder), _learned_limits(folder, clock), read_profiles(config, folder)[0])
+    user_tools = load_user_tools(folder.path, reserved_names={SEND_MESSAGE.name}).tools
+    requests, costs = offline_requests(directory, user_tools), dict[str, tuple[int, ServiceEntry]]()
+    for profile in directory.all_profiles():
+        with contextlib.suppress(UnknownService):
+            fixed = requests.fixed_part(profile, TurnPrompt())
+            costs[profile.id] = estimate_tokens(fixed), directory.service_of(profile.id)
+    return costs
+
+
+def offline_requests(directory: AgentDirectory, user_tools: Sequence[Tool] = ()) -> RequestBuilder:
+    """Builds system prompts and tools of agents that do not run in this process."""
+    # The tools are only described, never run, so they need neither bus nor store.
+    nothing: Any = None
+    toolbox = Toolbox((*built_in_tools(directory, nothing, nothing), *agent_management_tools(nothing)))
+    toolbox.replace_tools("tools", user_tools)
+    return RequestBuilder(nothing, directory, toolbox, HistoryCache())
+
+
+def _learned_limits(folder: SocietyFolder, clock: Clock) -> LearnedLimits:
+    return LearnedLimits(clock, folder.data / "refusals.json")
+
 
 def load_services(folder: SocietyFolder) -> ServiceRegistry:
     """The services of llmservices.json; if there are none, those of the tour."""
@@ -311,20 +419,83 @@ def load_services(folder: SocietyFolder) -> ServiceRegistry:
     return services if len(services) else ServiceRegistry(TOUR_ENTRIES, services.problems)
 
 
+def make_service(entry: ServiceEntry, clock: Clock) -> LLMService:
+    """Return a client of the service that `entry` describes."""
+    key, key_name = (entry.api_key.reveal(), entry.api_key.name) if entry.api_key else ("", "")
+    headers = {header.name: header.value.reveal() for header in entry.headers}
+    secrets = [secret for header in entry.headers for secret in header.secrets]
+    match entry.provider:
+        case "tour":
+            return TourService(id=entry.id, has_vision=entry.model == TOUR_VISION, clock=clock)
+        case "openai":
+            return OpenAIService(
+                id=entry.id,
+                base_url=entry.base_url,
+                model=entry.model,
+                api_key=key,
+                key_name=key_name,
+                deadlines=entry.deadlines,
+                sampling=entry.sampling,
+                headers=headers,
+                secrets=secrets,
+                clock=clock,
+            )
+    return AnyLLMService(
+        id=entry.id,
+        provider=entry.provider,
+        base_url=entry.base_url,
+        model=entry.model,
+        api_key=key,
+        key_name=key_name,
+        deadlines=entry.deadlines,
+        sampling=entry.sampling,
+        headers=headers,
+        secrets=secrets,
+        clock=clock,
+    )
+
+
 def read_profiles(config: Config, folder: SocietyFolder) -> tuple[Sequence[Profile], Sequence[Problem]]:
-    """The agents of coterie.toml, and a problem for each agent skipped because its prompt file cannot be read."""
+    """The agents of coterie.toml, and a problem for each agent skipped because a file of it cannot be used."""
     profiles, problems = [], list[Problem]()
     for entry in config.agents:
         try:
-            profiles.append(_profile(entry, folder))
+            profile = _profile(entry, folder)
         except OSError as error:
             location = f"coterie.toml: agents.{entry.id}.prompt_file"
             problems.append(Problem(location, f"{entry.prompt_file} cannot be read: {error.strerror}"))
+            continue
+        try:
+            profiles.append(_with_answer_schema(profile, entry, folder))
+        except (OSError, WrongSchema) as error:
+            location = f"coterie.toml: agents.{entry.id}.answer_schema"
+            reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+            problems.append(Problem(location, f"{entry.answer_schema} {reason}"))
     return profiles, problems
 
 
-def _rules(config: Config) -> Rules:
-    return Rules(max_withdrawals=config.interruption.max_withdrawals, max_rounds=config.limits.max_rounds)
+def _with_answer_schema(profile: Profile, entry: AgentEntry, folder: SocietyFolder) -> Profile:
+    if entry.answer_schema is None:
+        return profile
+    return replace(profile, answer_schema=read_answer_schema(folder.path / entry.answer_schema))
+
+
+def _rules(config: Config, directory: AgentDirectory) -> Rules:
+    def budget(agent_id: str) -> int:
+        try:
+            return mail_budget(directory.service_of(agent_id).context_tokens)
+        except Refused:  # it has no service; its turn reports that
+            return mail_budget(None)
+
+    interruption = config.interruption
+    return Rules(
+        max_withdrawals=interruption.max_withdrawals,
+        max_rounds=config.limits.max_rounds,
+        budget=config.limits.task.budget,
+        interrupt=interruption.interrupt,
+        max_cuts=interruption.max_cuts,
+        mail_budget=budget,
+    )
 
 
 def _not_described(agent_id: str) -> Problem:
@@ -339,9 +510,18 @@ def _profile(entry: AgentEntry, folder: SocietyFolder) -> Profile:
     return Profile(
         id=entry.id,
         name=entry.name or entry.id,
+        description=entry.description,
         service=entry.service,
         prompt=prompt,
         tools=entry.tools,
         services=entry.services,
         parent=entry.parent,
+        sampling=Sampling(
+            temperature=entry.temperature,
+            top_p=entry.top_p,
+            max_tokens=entry.max_tokens,
+            reasoning_effort=entry.reasoning_effort,
+            extra_body=json.dumps(entry.extra_body) if entry.extra_body else "",
+        ),
+        interrupt=entry.interrupt,
     )

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from coterie.llm.service import DEFAULT_SAMPLING, Sampling
+
 AgentState = Literal["idle", "ready", "llm", "tools", "wait_approval", "wait_retry", "blocked", "paused", "terminated"]
 ACTIVE_STATES: frozenset[AgentState] = frozenset({"llm", "tools", "wait_approval", "wait_retry"})
 """The agent is working on a turn; a message sent now interrupts it."""
 CLAIMED_STATES: frozenset[AgentState] = frozenset({"llm", "tools"})
 """A worker has claimed the agent; no other worker may continue its turn."""
+InterruptMode = Literal["step", "stream"]
+"""When a person's message is read: at the end of the step, or at once, even while the model writes its answer."""
 
 AGENT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+MAX_DESCRIPTION = 500
+"""Characters of an agent's description. It is part of the prompt of every other agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +59,26 @@ class Profile:
     service: str | None = None
     """Id of its model service. None: the first service."""
     prompt: str = ""
+    description: str = ""
+    """What it is for, in a sentence; other agents and people see it."""
     tools: tuple[str, ...] = ("*",)
-    """Names or patterns of the tools it may use, within its maker's rights. Empty: none."""
+    """Patterns of the tools it may use besides the built-in ones, within its maker's rights; `!name` excludes.
+
+    Empty: none, not even built-in ones, but `send_message`.
+    """
     services: tuple[str, ...] = ()
     """Ids or patterns of services that agents it creates may use, besides its own."""
     parent: str | None = None
     """The agent that may terminate it."""
+    sampling: Sampling = DEFAULT_SAMPLING
+    """Overrides the values of its service."""
+    answer_schema: str = ""
+    """JSON schema of its answers; empty: any text."""
     maker: str | None = None
     """The agent whose rights limit its own. None: the owner created it."""
     role: str | None = None
     """The role it was created from."""
+    interrupt: InterruptMode | None = None
+    """When it reads a person's message. None: as the society's setting says."""
     made_by: str = ""
     """Key of the tool call that created it; a repeated call creates nothing."""

@@ -64,9 +64,12 @@ class BlobStore(Protocol):
 
 
 def sanitize_filename(name: str | None) -> str:
-    """The last path component of `name` without control characters; `file` if nothing is left."""
+    """The last path component of `name` without control characters; `file` if nothing but dots and spaces is left.
+
+    A leading dot stays: `.gitignore` is a name. `.` and `..`, which mean folders, do not.
+    """
     last = to_storable(name or "").replace("\\", "/").rsplit("/", 1)[-1]
-    safe = "".join(c for c in last if c.isprintable()).strip(" .")
+    safe = "".join(c for c in last if c.isprintable()).lstrip(" ").rstrip(" .")
     if len(safe) > MAX_FILENAME:
         stem, dot, suffix = safe.rpartition(".")
         safe = stem[: MAX_FILENAME - 1 - len(suffix)] + dot + suffix if 0 < len(suffix) <= 16 else safe[:MAX_FILENAME]

@@ -17,9 +17,9 @@ import msgspec
 from coterie.artifacts import Artifact
 from coterie.clock import Clock, to_rfc3339
 from coterie.errors import Lagged, Refused, StoreError
-from coterie.events import Event
-from coterie.messages import PERSON, Envelope, Message, Receipt, encode_payload, make_envelope, validate_delay
-from coterie.store import Promotion, Store
+from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, encode_payload, make_envelope, validate_delay
+from coterie.recurrence import parse_recurrence
+from coterie.store import Event, Promotion, Store
 from coterie.supervision import supervise
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,8 @@ class MessageBus:
         self._rearm = asyncio.Event()
         self._wakes_at: float | None = None
         self._stopping = False
+        self._kept = 0
+        """Delayed messages that a stop leaves scheduled, as the log says."""
         self._timer: asyncio.Task[None] | None = None
         self._watchers: set[Watcher] = set()
         self._has_news = asyncio.Event()
@@ -106,6 +108,9 @@ class MessageBus:
         in_reply_to: object = None,
         option: object = None,
         cause: str | None = None,
+        every: object = None,
+        time_zone: object = None,
+        unless_answered: object = None,
     ) -> Receipt:
         """Validate a message and store it durably. `Refused`: it is invalid and was not sent."""
         envelope = make_envelope(
@@ -118,6 +123,9 @@ class MessageBus:
             in_reply_to=in_reply_to,
             option=option,
             cause=cause,
+            every=every,
+            time_zone=time_zone,
+            unless_answered=unless_answered,
         )
         return await self.send_envelope(envelope)
 
@@ -139,7 +147,9 @@ class MessageBus:
 
     def notify(self, envelope: Envelope | None = None) -> None:
         """Wake the log reader after a write; if `envelope` was stored with a delay, arm the timer for it."""
-        if envelope and envelope.delay:
+        if envelope and envelope.every:
+            self._rearm.set()  # the store knows when it is due
+        elif envelope and envelope.delay:
             self._arm(envelope.delay)
         self._has_news.set()
 
@@ -168,6 +178,32 @@ class MessageBus:
         self.notify()
         return message
 
+    # Recurring messages
+
+    async def change_schedule(
+        self,
+        schedule_id: str,
+        *,
+        every: object = None,
+        time_zone: object = None,
+        paused: bool | None = None,
+        by: str = PERSON,
+    ) -> Schedule:
+        """Change when a recurring message is due, pause it or resume it. What is None stays as it is."""
+        if every is None and time_zone is not None:
+            raise Refused("every_invalid", "timeZone needs every: give both")
+        text = None if every is None else parse_recurrence(every, time_zone).text
+        schedule = await self._store.change_schedule(schedule_id, by, every=text, paused=paused)
+        self._rearm.set()
+        self.notify()
+        return schedule
+
+    async def end_schedule(self, schedule_id: str, by: str = PERSON) -> Schedule:
+        """End a recurring message and withdraw its next occurrence. Idempotent."""
+        schedule = await self._store.end_schedule(schedule_id, by)
+        self.notify()
+        return schedule
+
     # Watching
 
     @contextlib.asynccontextmanager
@@ -176,7 +212,9 @@ class MessageBus:
         seen = await self._store.last_event() if after is None else after
         watcher = Watcher(self._store, seen, queue)
         self._watchers.add(watcher)
-        if self._log_reader is None:
+        if self._stopping:
+            watcher.close()  # a stop closed the others while this one was opened
+        elif self._log_reader is None:
             reading = supervise("reading the event log", self._read_log, self._clock)
             self._log_reader = asyncio.create_task(reading, name="coterie-bus-log")
         self.notify()
@@ -192,13 +230,24 @@ class MessageBus:
         self._timer = asyncio.create_task(self._run_timer(), name="coterie-bus-timer")
 
     async def stop(self, *, deliver_delayed: bool) -> int:
-        """Stop deliveries. `deliver_delayed`: deliver all delayed messages now, marked early; return their number."""
+        """Stop deliveries. `deliver_delayed`: deliver all delayed messages now, marked early; return their number.
+
+        Recurring messages stay scheduled: the next start delivers what was missed.
+        """
         await self._stop_tasks()
-        count = await self._store.delayed_count()
+        return await self.settle_delayed(deliver_delayed=deliver_delayed)
+
+    async def settle_delayed(self, *, deliver_delayed: bool) -> int:
+        """Deliver all delayed messages now, or log how many stay scheduled. Call it after `stop` once more when the
+        last turns have ended: they may have sent delayed messages.
+        """
+        count, known = await self._store.delayed_count() - await self._store.schedule_count(), self._kept
+        self._kept = 0 if deliver_delayed else count
         if not count:
             return 0
         if not deliver_delayed:
-            log.info("stopping: %d delayed messages stay scheduled", count)
+            if count != known:
+                log.info("stopping: %d delayed messages stay scheduled", count)
             return 0
         log.info("stopping: delivering %d delayed messages early", count)
         delivered = 0

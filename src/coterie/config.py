@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie import __version__
-from coterie.agents import AGENT_ID
+from coterie.agents import AGENT_ID, MAX_DESCRIPTION
+from coterie.answer_schema import WrongSchema, read_answer_schema
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
+from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body, is_number
 from coterie.messages import RESERVED_IDS
+from coterie.tasks import Budget
 from coterie.text import closest_match, to_storable
 
 CONFIG_FILE = "coterie.toml"
@@ -46,6 +49,17 @@ def _integer(least: int, most: int = 2**53) -> Check:
         return None
 
     return check
+
+
+def _number(most: float) -> Check:
+    def check(value: Any) -> str | None:
+        return None if is_number(value, most) else f"expected a number, 0 to {most:g}"
+
+    return check
+
+
+def _extra_body(value: Any) -> str | None:
+    return check_extra_body(value, "a table")
 
 
 def _one_of(*choices: str) -> Check:
@@ -83,6 +97,12 @@ def _store_url(value: Any) -> str | None:
 _string = _is(str, "a string")
 
 
+def _description(value: Any) -> str | None:
+    if isinstance(value, str) and len(value) <= MAX_DESCRIPTION:
+        return None
+    return f"expected a string of at most {MAX_DESCRIPTION} characters"
+
+
 def _setting(default: Any, check: Check) -> Any:
     return field(default=default, metadata={"check": check})
 
@@ -116,17 +136,38 @@ class ShutdownSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterruptionSettings:
+    interrupt: Literal["step", "stream"] = _setting("step", _one_of("step", "stream"))
+    """When a person's message is read: at the end of the step, or at once, which cuts the model's answer."""
+    max_cuts: int = _setting(3, _integer(1))
+    """Answers per turn that a person's messages may cut."""
     max_withdrawals: int = _setting(3, _integer(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskLimitSettings:
+    """What one task may use before the person is asked whether it may go on; 0: no limit."""
+
+    turns: int = _setting(100, _integer(0))
+    tokens: int = _setting(0, _integer(0))
+    cost: float = _setting(0.0, _number(1e9))
+    """In the currency of the prices in llmservices.json."""
+    minutes: float = _setting(0.0, _number(1e6))
+    """Of model time."""
+
+    @property
+    def budget(self) -> Budget:
+        return Budget(turns=self.turns, tokens=self.tokens, cost=self.cost, minutes=self.minutes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LimitSettings:
-    max_hops: int = _setting(32, _integer(1))
+    max_hops: int = _setting(256, _integer(1))
     max_rounds: int = _setting(50, _integer(1))
     tool_seconds: int = _setting(120, _integer(1))
     mailbox: int = _setting(10_000, _integer(1))
     upload_mb: int = _setting(100, _integer(1))
     tokens_per_day: int = _setting(0, _integer(0))
+    task: TaskLimitSettings = field(default=TaskLimitSettings(), metadata={"section": TaskLimitSettings})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +180,8 @@ class ArtifactSettings:
 class AgentEntry:
     id: str
     name: str = _setting("", _string)
+    description: str = _setting("", _description)
+    """What it is for, in a sentence; other agents and people see it."""
     service: str | None = _setting(None, _string)
     prompt: str = _setting("", _string)
     prompt_file: str | None = _setting(None, _string)
@@ -146,6 +189,16 @@ class AgentEntry:
     services: tuple[str, ...] = _setting((), _strings)
     """Services that agents it creates may use, besides its own."""
     parent: str | None = _setting(None, _string)
+    answer_schema: str | None = _setting(None, _string)
+    """A file with the JSON schema of its answers."""
+    temperature: float | None = _setting(None, _number(MAX_TEMPERATURE))
+    """This and the following override the values of its service."""
+    top_p: float | None = _setting(None, _number(1))
+    max_tokens: int | None = _setting(None, _integer(1))
+    reasoning_effort: str | None = _setting(None, check_effort)
+    extra_body: Mapping[str, Any] | None = _setting(None, _extra_body)
+    interrupt: Literal["step", "stream"] | None = _setting(None, _one_of("step", "stream"))
+    """None: as `interruption.interrupt` says."""
 
 
 ASSISTANT = AgentEntry(id="assistant", name="Assistant")
@@ -159,6 +212,16 @@ class McpEntry:
     args: tuple[str, ...] = _setting((), _strings)
     env: Mapping[str, str] | None = _setting(None, _table_of_strings)
     url: str | None = _setting(None, _string)
+    headers: Mapping[str, str] | None = _setting(None, _table_of_strings)
+    """HTTP headers. `${NAME}` in args, env, url and headers stands for a key of the environment or secrets.json."""
+    start_seconds: int = _setting(30, _integer(1, 3600))
+    """Time to connect and list tools. The first start of a server may download a package."""
+    approve: tuple[str, ...] = _setting((), _strings)
+    """Patterns of tools whose calls a person must approve."""
+    roots: tuple[str, ...] = _setting((), _strings)
+    """Folders that the server is told to work in."""
+    sampling: bool = _setting(False, _is(bool, "true or false"))
+    """The server may ask the model of an agent that calls it. The tokens count as the agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +285,12 @@ def _read_section(kind: type, path: str, table: Any, problems: list[Problem], *,
         problems.append(_problem(path, f"expected a table [{path}]{_got(path, table)}", fatal))
         return kind(**known)
     checks = {f.name: f.metadata["check"] for f in fields(kind) if "check" in f.metadata}
+    sections = {f.name: f.metadata["section"] for f in fields(kind) if "section" in f.metadata}
     for key, value in table.items():
-        if key not in checks:
-            problems.append(_unknown_key(f"{path}.{key}", key, set(checks)))
+        if key in sections:
+            known[key] = _read_section(sections[key], f"{path}.{key}", value, problems, fatal=fatal)
+        elif key not in checks:
+            problems.append(_unknown_key(f"{path}.{key}", key, {*checks, *sections}))
         elif wrong := checks[key](value):
             problems.append(_problem(f"{path}.{key}", wrong + _got(f"{path}.{key}", value), fatal))
         else:
@@ -256,6 +322,9 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
             message = f"there is no file {entry.prompt_file!r} in the folder"
             problems.append(_problem(f"agents.{entry.id}.prompt_file", message, False))
             continue
+        if entry.answer_schema and (wrong := _check_schema(folder / entry.answer_schema)):
+            problems.append(_problem(f"agents.{entry.id}.answer_schema", f"{entry.answer_schema} {wrong}", False))
+            continue
         agents.append(entry)
     known = {agent.id for agent in agents}
     for agent in agents:
@@ -265,6 +334,16 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
     return tuple(agents)
 
 
+def _check_schema(file: Path) -> str | None:
+    try:
+        read_answer_schema(file)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except WrongSchema as error:
+        return str(error)
+    return None
+
+
 def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
     servers = []
     for entry in _read_entries(McpEntry, "mcp", table, problems):
@@ -272,6 +351,8 @@ def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
             got = "both" if entry.url else "neither"
             problems.append(_problem(f"mcp.{entry.id}", f"expected a command or a url, got {got}", False))
             continue
+        if entry.headers and not entry.url:
+            problems.append(_problem(f"mcp.{entry.id}.headers", "only a server with a url has headers: use env", False))
         servers.append(entry)
     return servers
 

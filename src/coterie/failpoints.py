@@ -30,6 +30,11 @@ def arm(spec: str | None = None) -> None:
         _armed[name] = (int(nth), action)
 
 
+def hits() -> dict[str, int]:
+    """Hits of each armed failpoint since `arm`."""
+    return dict(_hits)
+
+
 def hit(name: str) -> None:
     if _armed and name in _armed:
         _trigger(name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from base64 import b32encode
 from collections.abc import Iterable
 
 ID_LENGTH = 44
-FRAME_MARK_BYTES = 8
+FRAME_MARK_BYTES = 5
+"""40 bits: a text of 1 MiB holds about 80,000 guesses, so 13 million such messages guess one mark."""
 
 
 def new_id() -> str:
@@ -27,11 +29,20 @@ def keyed_id(secret: bytes, *names: str) -> str:
 
 
 def frame_mark(secret: bytes, message_id: str, content: str) -> str:
-    """The 64-bit mark that frames a message in a model request; its author cannot predict it.
+    """The mark that frames a message in a model request, 8 of a-z and 2-7; its author cannot predict it.
 
     The content is hashed too, so a text that quotes a known mark gets a different one.
     """
-    return _hash(secret, ("frame", message_id, content), FRAME_MARK_BYTES)
+    return _to_mark(_digest(secret, ("frame", message_id, content), FRAME_MARK_BYTES))
+
+
+def random_mark() -> str:
+    """A mark for a message that has none yet."""
+    return _to_mark(os.urandom(FRAME_MARK_BYTES))
+
+
+def _to_mark(data: bytes) -> str:
+    return b32encode(data).decode().lower()
 
 
 def new_secret() -> str:
@@ -40,8 +51,12 @@ def new_secret() -> str:
 
 
 def _hash(key: bytes, names: Iterable[str], size: int) -> str:
+    return _digest(key, names, size).hex()
+
+
+def _digest(key: bytes, names: Iterable[str], size: int) -> bytes:
     digest = hashlib.blake2b(digest_size=size, key=key)
     for name in names:
         data = name.encode("utf-8", "replace")
         digest.update(len(data).to_bytes(8) + data)
-    return digest.hexdigest()
+    return digest.digest()

@@ -1,7 +1,8 @@
-"""Replies that models are writing now. They are never stored; a finished reply is stored as messages.
+"""Replies that models are writing now, and the progress of running tool calls. Neither is stored.
 
-`LiveReplies` holds those of this process. `LiveRelay` exchanges them with the other processes of the society: it
-broadcasts chunks, and a process that missed one asks for the whole text again.
+A finished reply is stored as messages. `LiveReplies` holds the replies and calls of this process. `LiveRelay` exchanges
+them with the other processes of the society: it broadcasts chunks, and a process that missed one asks for the whole
+text again. Of the progress of a call only the newest report counts, so a lost one is not repeated.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +30,8 @@ ReplyOutcome = Literal["stored", "withdrawn", "stopped", "failed"]
 
 BATCH_INTERVAL = timedelta(milliseconds=100)
 """Time in which chunks are collected before they are broadcast together."""
+PROGRESS_INTERVAL = timedelta(milliseconds=250)
+"""Reports of tool calls within this time are sent as one."""
 HEARTBEAT_INTERVAL = timedelta(seconds=5)
 REMOTE_TIMEOUT = timedelta(seconds=16)
 """A remote reply without news for this long has failed: its process is gone."""
@@ -60,14 +64,32 @@ class LiveReply:
         return self.chunks[0] if self.chunks else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallProgress:
+    """How far a running tool call is, as its tool reports."""
+
+    agent_id: str
+    call_id: str
+    tool: str
+    progress: float
+    total: float | None = None
+    message: str = ""
+    is_remote: bool = False
+    """The call runs in another process."""
+
+
 LiveListener = Callable[[LiveReply], None]
 """Called when a reply starts, grows or ends. Must not block."""
+ProgressListener = Callable[[str, CallProgress | None], None]
+"""Called with an agent's id when its tool call reports progress, and with None when the call ends. Must not block."""
 
 
 class LiveReplies:
     def __init__(self) -> None:
         self._replies: dict[str, LiveReply] = {}
         self._listeners: list[LiveListener] = []
+        self._progress: dict[str, CallProgress] = {}
+        self._progress_listeners: list[ProgressListener] = []
 
     def subscribe(self, listener: LiveListener) -> Callable[[], None]:
         """Call `listener` on every change. Returns a function that ends the subscription."""
@@ -99,6 +121,30 @@ class LiveReplies:
         for listener in tuple(self._listeners):
             listener(reply)
 
+    # The progress of tool calls. An agent runs one call at a time.
+
+    def subscribe_progress(self, listener: ProgressListener) -> None:
+        self._progress_listeners.append(listener)
+
+    @property
+    def progress(self) -> Sequence[CallProgress]:
+        """The newest report of each call that runs in this process."""
+        return tuple(self._progress.values())
+
+    def report_progress(self, progress: CallProgress) -> None:
+        if not progress.is_remote:
+            self._progress[progress.agent_id] = progress
+        self._notify_progress(progress.agent_id, progress)
+
+    def end_progress(self, agent_id: str) -> None:
+        """Forget the progress of the agent's call. Does nothing if it reported none."""
+        if self._progress.pop(agent_id, None):
+            self._notify_progress(agent_id, None)
+
+    def _notify_progress(self, agent_id: str, progress: CallProgress | None) -> None:
+        for listener in tuple(self._progress_listeners):
+            listener(agent_id, progress)
+
 
 # Messages between processes. Their JSON names are fixed: processes of different versions may run together.
 
@@ -129,7 +175,19 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     agent: str
 
 
-RelayMessage = ReplyChunk | ResendRequest | StopRequest
+class ProgressReport(msgspec.Struct, frozen=True, tag="progress", omit_defaults=True):
+    """The newest progress of the tool call that the agent runs."""
+
+    by: str
+    agent: str
+    call: str
+    tool: str
+    progress: float
+    total: float | None = None
+    message: str = ""
+
+
+RelayMessage = ReplyChunk | ResendRequest | StopRequest | ProgressReport
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(RelayMessage).decode
 
@@ -165,11 +223,15 @@ class LiveRelay:
         """Characters sent, by id of a local reply."""
         self._remote: dict[str, _RemoteReply] = {}
         self._requests: list[RelayMessage] = [ResendRequest(self._process)]
+        self._progress: dict[str, CallProgress] = {}
+        """Progress that was not sent yet, by agent."""
+        self._progress_sent_at = -math.inf
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._channel.subscribe_broadcasts(self._on_broadcast)
         self._live.subscribe(self._on_change)
+        self._live.subscribe_progress(self._on_progress)
         self._has_news.set()
         sending = supervise("sending live replies to other processes", self._send_changes, self._clock)
         self._task = asyncio.create_task(sending, name="coterie-relay")
@@ -196,6 +258,13 @@ class LiveRelay:
         self._changed[reply.id] = reply
         self._has_news.set()
 
+    def _on_progress(self, agent_id: str, progress: CallProgress | None) -> None:
+        if progress is None:
+            self._progress.pop(agent_id, None)
+        elif not progress.is_remote:
+            self._progress[agent_id] = progress
+            self._has_news.set()
+
     def _request(self, message: RelayMessage) -> None:
         if message not in self._requests:
             self._requests.append(message)
@@ -217,7 +286,7 @@ class LiveRelay:
 
     async def _send_batch(self) -> None:
         requests, self._requests = self._requests, []
-        messages = [*requests, *self._next_chunks()]
+        messages = [*requests, *self._next_chunks(), *self._next_progress()]
         if messages:
             await self._channel.broadcast([_encode(message).decode() for message in messages])
 
@@ -235,6 +304,18 @@ class LiveRelay:
             elif reply.outcome is not None:
                 del self._sent[reply.id]
             capacity = max(0, capacity - len(chunks))
+
+    def _next_progress(self) -> Iterator[ProgressReport]:
+        now = self._clock.monotonic()
+        if not self._progress or now - self._progress_sent_at < PROGRESS_INTERVAL.total_seconds():
+            if self._progress:
+                self._has_news.set()  # the next batch looks again
+            return
+        self._progress_sent_at = now
+        progress, self._progress = self._progress, {}
+        for one in progress.values():
+            text = to_storable(one.message)
+            yield ProgressReport(self._process, one.agent_id, one.call_id, one.tool, one.progress, one.total, text)
 
     def _unsent_chunks(self, reply: LiveReply) -> list[ReplyChunk]:
         """The text not sent yet; an empty chunk as heartbeat if there is none; the end if the reply has ended."""
@@ -264,6 +345,18 @@ class LiveRelay:
                 self._resend_all()
             case StopRequest():
                 self._stop_turn(message.agent)
+            case ProgressReport():
+                self._live.report_progress(
+                    CallProgress(
+                        agent_id=message.agent,
+                        call_id=message.call,
+                        tool=message.tool,
+                        progress=message.progress,
+                        total=message.total,
+                        message=message.message,
+                        is_remote=True,
+                    )
+                )
             case ReplyChunk():
                 self._receive(message)
 

@@ -18,12 +18,14 @@ from coterie.artifacts import Artifact
 from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Refused, StoreUnavailable
 from coterie.ids import id_for, new_id
-from coterie.text import one_line, to_storable
+from coterie.text import is_blank, one_line, to_storable
 
 log = logging.getLogger(__name__)
 
 Payload = dict[str, Any]
 State = Literal["delayed", "pending", "taken", "withdrawn", "dead"]
+CutOff = Literal["length", "content_filter"]
+"""Why a model's answer is incomplete: it reached the length limit, or a filter of the service ended it."""
 
 PERSON = "user"
 SYSTEM = "system"
@@ -43,6 +45,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     to: str
     payload_json: str
     delay: timedelta = timedelta(0)
+    every: str | None = None
+    """The recurrence, in its canonical form. None: the message is sent once."""
     may_exist: bool = False
     """The id is derived from a key, so the store may hold the message already."""
     is_keyed: bool = False
@@ -57,6 +61,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """True if it offers quick replies to the person."""
     about_agent: str | None = None
     """The agent that a system notice concerns."""
+    unless_answered: str | None = None
+    """A message of the sender. An answer to it withdraws this one, which is delayed."""
 
     @property
     def thread(self) -> str | None:
@@ -72,14 +78,21 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """Confirms that the message is stored durably."""
 
     message_id: str
-    state: Literal["pending", "queued", "delayed"]
-    """`queued`: the recipient is working on a turn; the message interrupts it."""
+    state: Literal["pending", "queued", "delayed", "withdrawn"]
+    """`queued`: the recipient is working on a turn; the message interrupts it. `withdrawn`: nobody will read it,
+    because the question of `unlessAnswered` is answered, or because the message stopped its own task."""
+    task: str = ""
+    """The task that the message belongs to; it starts one if that is its own id."""
     scheduled_delivery_time: datetime | None = None
+    schedule_id: str | None = None
+    """The schedule that sends the message again."""
 
     def to_dict(self) -> dict[str, Any]:
-        data = {"messageId": self.message_id, "state": self.state}
+        data = {"messageId": self.message_id, "state": self.state, "task": self.task or self.message_id}
         if self.scheduled_delivery_time:
             data["scheduledDeliveryTime"] = to_rfc3339(self.scheduled_delivery_time) or ""
+        if self.schedule_id:
+            data["scheduleId"] = self.schedule_id
         return data
 
 
@@ -88,11 +101,15 @@ class QuestionAnswer:
     """The message that answered a question."""
 
     message_id: str
+    """The question's own id: it was closed without an answer."""
     option: int | None
     """Index of the chosen quick reply. None: the person wrote text."""
+    is_stopped: bool = False
+    """The question was closed because its task was stopped."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"messageId": self.message_id, "option": self.option}
+        data = {"messageId": self.message_id, "option": self.option}
+        return data | {"closed": "stopped"} if self.is_stopped else data
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,11 +135,25 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     early: bool = False
     """Delivered before `deliver_at` because the society stopped."""
     stopped: bool = False
+    """The person stopped the agent in the middle of this answer."""
+    cut_off: CutOff | None = None
     reason: str | None = None
     """Why it is a dead letter."""
     replay_of: str | None = None
     answer: QuestionAnswer | None = None
     """The answer to a message with quick replies to the person."""
+    schedule_id: str | None = None
+    """The schedule that sends the message again and again."""
+    every: str | None = None
+    """The recurrence of the schedule when the message was stored: `weekdays 08:00 Europe/Berlin`."""
+    missed: int = 0
+    """Due times of the schedule that passed without a delivery; this message stands for them."""
+    task: str = ""
+    """Id of the first message of its task."""
+    parent_task: str | None = None
+    """The task that sent a message which starts a task of its own when it is due."""
+    unless_answered: str | None = None
+    """An answer to this message withdraws it."""
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -137,20 +168,67 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             "state": self.state,
             "inReplyTo": self.in_reply_to,
             "cause": self.cause,
+            "task": self.task or self.id,
             "hops": self.hops,
             "early": self.early,
             "stopped": self.stopped,
         }
-        optional: dict[str, Any] = {"option": self.option, "reason": self.reason, "replayOf": self.replay_of}
+        optional: dict[str, Any] = {
+            "option": self.option,
+            "cutOff": self.cut_off,
+            "reason": self.reason,
+            "replayOf": self.replay_of,
+            "scheduleId": self.schedule_id,
+            "every": self.every,
+            "missed": self.missed or None,
+            "parentTask": self.parent_task,
+            "unlessAnswered": self.unless_answered,
+        }
         if self.answer:
             optional["answer"] = self.answer.to_dict()
         return data | {key: value for key, value in optional.items() if value is not None}
+
+
+ScheduleState = Literal["active", "paused", "ended"]
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """A recurring message. While it is active, exactly one delayed message, its next occurrence, exists."""
+
+    id: str
+    sender: str
+    to: str
+    payload: Payload
+    every: str
+    """The recurrence with its time zone: `weekdays 08:00 Europe/Berlin`."""
+    state: ScheduleState
+    created_at: datetime
+    message_id: str
+    """The next occurrence; the last one if the schedule is not active."""
+    due_at: datetime
+    """When that occurrence is or was due."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "from": self.sender,
+            "to": self.to,
+            "payload": self.payload,
+            "every": self.every,
+            "state": self.state,
+            "createdAt": to_rfc3339(self.created_at),
+            "messageId": self.message_id,
+            "deliverAt": to_rfc3339(self.due_at) if self.state == "active" else None,
+        }
 
 
 MAX_PAYLOAD_BYTES = 1 << 20
 MAX_DEPTH = 64
 MAX_QUICK_REPLIES = 10
 MAX_DELAY = timedelta(days=3653)
+_TOO_DEEP = f"payload is nested more than {MAX_DEPTH} levels deep"
+_MAPPING = (dict, Mapping)
+"""`dict` first: the check of an abstract class takes ten times as long."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -166,8 +244,13 @@ def make_envelope(
     in_reply_to: object = None,
     option: object = None,
     cause: str | None = None,
+    every: object = None,
+    time_zone: object = None,
+    unless_answered: object = None,
 ) -> Envelope:
     """Validate a send and return its envelope; raise `Refused` if anything is invalid.
+
+    `every` makes it recurring; with `delay_ms` too, the first one is due no earlier than then.
 
     The same `client_id` gives the same message, which the store accepts once. The store derives the public id of
     such a message with the society's secret; the receipt has it.
@@ -179,13 +262,15 @@ def make_envelope(
     if options:
         checked["quickReplies"] = options
     attachments = validate_attachments(checked)
+    delay = validate_delay(delay_ms)
     return Envelope(
         # An empty client_id counts as none: otherwise all messages with an empty one would be the same message.
         id=id_for("message", sender, client_id) if client_id else new_id(),
         sender=sender,
         to=to_storable(to),
         payload_json=encode_payload(checked),
-        delay=validate_delay(delay_ms),
+        delay=delay,
+        every=_validate_every(every, time_zone, in_reply_to),
         may_exist=bool(client_id),
         is_keyed=bool(client_id),
         in_reply_to=_validate_in_reply_to(in_reply_to),
@@ -194,7 +279,15 @@ def make_envelope(
         attachments=attachments,
         is_question=options is not None and to == PERSON and sender != PERSON,
         about_agent=_problem_agent(checked) if sender == SYSTEM else None,
+        unless_answered=_validate_unless_answered(unless_answered, delay, every),
     )
+
+
+def thread_of(message: Message) -> str:
+    """The conversation of the person that a message belongs to: an agent's id, or `system` for other notices."""
+    if message.sender == PERSON:
+        return message.to
+    return (_problem_agent(message.payload) or SYSTEM) if message.sender == SYSTEM else message.sender
 
 
 def _problem_agent(payload: Payload) -> str | None:
@@ -204,7 +297,7 @@ def _problem_agent(payload: Payload) -> str | None:
 
 
 def validate_payload(payload: object) -> Payload:
-    if not isinstance(payload, Mapping):
+    if not isinstance(payload, _MAPPING):
         raise Refused(
             "payload_invalid", f'payload must be a JSON object such as {{"text": "…"}}, got {_shown(payload)}'
         )
@@ -237,8 +330,8 @@ def validate_quick_replies(value: object) -> list[str] | None:
     for index, item in enumerate(value):
         if not isinstance(item, str):
             raise Refused("quickReplies_invalid_type", f"quickReplies[{index}] must be a string, got {_shown(item)}")
-        if not item.strip():
-            raise Refused("quickReplies_empty_string", f"quickReplies[{index}] must not be empty")
+        if is_blank(item):
+            raise Refused("quickReplies_empty_string", f"quickReplies[{index}] must have visible characters")
     return [to_storable(item) for item in value]
 
 
@@ -253,6 +346,18 @@ def validate_delay(value: object) -> timedelta:
     if value > MAX_DELAY.total_seconds() * 1000:
         raise Refused("delayMs_invalid", "delayMs must be at most ten years")
     return timedelta(milliseconds=max(0, math.ceil(value)))
+
+
+def _validate_every(every: object, time_zone: object, in_reply_to: object) -> str | None:
+    if every is None:
+        if time_zone is not None:
+            raise Refused("every_invalid", "timeZone needs every: it says in which time zone the message recurs")
+        return None
+    if in_reply_to is not None:
+        raise Refused("every_invalid", "an answer cannot recur: leave out every or inReplyTo")
+    from coterie.recurrence import parse_recurrence  # few messages recur
+
+    return parse_recurrence(every, time_zone).text
 
 
 def validate_attachments(payload: Payload) -> tuple[str, ...]:
@@ -277,6 +382,20 @@ def _validate_in_reply_to(in_reply_to: object) -> str | None:
     raise Refused("inReplyTo_unknown", f"inReplyTo must be the id of a message, got {_shown(in_reply_to)}")
 
 
+def _validate_unless_answered(message_id: object, delay: timedelta, every: object) -> str | None:
+    if message_id is None:
+        return None
+    if not isinstance(message_id, str) or not message_id:
+        raise Refused(
+            "unlessAnswered_unknown", f"unlessAnswered must be the id of a message of yours, got {_shown(message_id)}"
+        )
+    if not delay or every is not None:
+        raise Refused(
+            "unlessAnswered_invalid", "unlessAnswered needs delayMs, and no every: how long the answer may take"
+        )
+    return to_storable(message_id)
+
+
 def _validate_option(option: object, in_reply_to: object) -> int | None:
     if option is None:
         return None
@@ -291,6 +410,17 @@ def _validate_option(option: object, in_reply_to: object) -> int | None:
 
 def _copy_json(value: object, path: str, depth: int) -> Any:
     """A copy made of JSON types only, with text that every engine can store."""
+    if isinstance(value, _MAPPING):
+        if depth == 0:
+            raise Refused("payload_invalid", _TOO_DEEP)
+        for key in value:
+            if not isinstance(key, str):
+                raise Refused("payload_invalid", f"{path} has the key {_shown(key)}; keys must be strings")
+        # Most items are strings: handling them here saves a call and the formatting of an unused path.
+        return {
+            to_storable(key): to_storable(item) if type(item) is str else _copy_json(item, f"{path}.{key}", depth - 1)
+            for key, item in value.items()
+        }
     if isinstance(value, str):
         return to_storable(value)
     if value is None or isinstance(value, bool):
@@ -304,16 +434,7 @@ def _copy_json(value: object, path: str, depth: int) -> Any:
             return value
         raise Refused("payload_invalid", f"{path} is {value}, which JSON cannot represent")
     if depth == 0:
-        raise Refused("payload_invalid", f"payload is nested more than {MAX_DEPTH} levels deep")
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise Refused("payload_invalid", f"{path} has the key {_shown(key)}; keys must be strings")
-        # Most items are strings: handling them here saves a call and the formatting of an unused path.
-        return {
-            to_storable(key): to_storable(item) if type(item) is str else _copy_json(item, f"{path}.{key}", depth - 1)
-            for key, item in value.items()
-        }
+        raise Refused("payload_invalid", _TOO_DEEP)
     if isinstance(value, list | tuple):
         return [_copy_json(item, f"{path}[{index}]", depth - 1) for index, item in enumerate(value)]
     raise Refused("payload_invalid", f"{path} is a {type(value).__name__}, which JSON cannot represent")
@@ -372,4 +493,31 @@ async def fit_answer(text: str, save_file: SaveFile | None) -> tuple[str, tuple[
 
 def describe_receipt(receipt: Receipt) -> dict[str, Any]:
     """Return the result that reports a sent message to the model."""
-    return {key: value for key, value in receipt.to_dict().items() if key != "state"}
+    hidden = ("task",) if receipt.state == "withdrawn" else ("task", "state")
+    return {key: value for key, value in receipt.to_dict().items() if key not in hidden}
+
+
+MAX_IDS_IN_NOTICE = 20
+_REASON_TEXT = {
+    "recipient_terminated": "terminated before it could be read",
+    "hop_limit": "since this chain of messages is too long already",
+    "mailbox_full": "whose mailbox is full",
+    "poison": "since it is damaged and cannot be read",
+}
+
+
+def undeliverable_payload(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
+    """Payload of the notice to the sender of dead letters, given as pairs of id and recipient."""
+    recipients = sorted({recipient for _, recipient in dead})
+    count = f"{len(dead)} messages" if len(dead) > 1 else "a message"
+    why = _REASON_TEXT.get(reason, f"refused as {reason}")
+    return {
+        "text": f"Not delivered: {count} to {', '.join(recipients)}, {why}. Kept as a dead letter.",
+        "notice": {
+            "kind": "undeliverable",
+            "reason": reason,
+            "recipients": recipients,
+            "count": len(dead),
+            "messageIds": [message_id for message_id, _ in dead[:MAX_IDS_IN_NOTICE]],
+        },
+    }

@@ -1,7 +1,7 @@
 """Tracing with OpenTelemetry, following its semantic conventions for generative AI.
 
-Each chain of messages is one trace. The trace id is derived from the id of the chain's first message, so it is the same
-after a restart and in other processes, and nothing about it needs to be stored.
+Each task is one trace. The trace id is derived from the id of the task, so it is the same after a restart and in other
+processes, and nothing about it needs to be stored. A task that another one scheduled has a link to that one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import logging
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -21,11 +22,11 @@ from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Tracer, TracerProvider
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, StatusCode, TraceFlags
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, StatusCode, TraceFlags
 
 from coterie.llm.config import ServiceEntry
-from coterie.llm.service import LLMService, PermanentError, ServiceError
-from coterie.llm.types import Completion, ModelRequest, TextDelta
+from coterie.llm.price import BILLION
+from coterie.llm.service import Completion, LLMService, ModelRequest, ServiceError, TextDelta, failure_code
 from coterie.telemetry import FindMessage, T, Tracing, TurnTrace
 from coterie.text import one_line
 
@@ -35,13 +36,14 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 CACHE_SIZE = 4096
-"""Entries in the cache of chain roots, and in the cache of parent spans."""
-MAX_CHAIN = 100
+"""Entries in the cache of parent spans."""
 EXPORT_TIMEOUT_SECONDS = 3.0
 """Time for sending the last spans at a stop."""
 
 _root_ids: ContextVar[tuple[int, int] | None] = ContextVar("coterie_root", default=None)
 """Trace id and span id for the root span that is being started."""
+_current_task: ContextVar[str | None] = ContextVar("coterie_task", default=None)
+"""The task that the current turn works on."""
 
 
 def open_tracing(find: FindMessage, *, collector: bool) -> OtelTracing | None:
@@ -71,8 +73,6 @@ class OtelTracing(Tracing):
         if isinstance(self.tracer, Tracer):
             # Affects only this tracer: get_tracer makes a new one at each call.
             self.tracer.id_generator = _RootIdGenerator(self.tracer.id_generator)
-        self._roots: OrderedDict[str, str] = OrderedDict()
-        """First message of the chain, by message."""
         self._spans: OrderedDict[tuple[str, str | None], SpanContext] = OrderedDict()
         """Span of an agent's work, by agent and cause."""
 
@@ -112,11 +112,19 @@ class OtelTracing(Tracing):
                 await done.wait()
 
     def start(
-        self, name: str, attributes: dict[str, Any], *, parent: Context | None = None, client: bool = False
+        self,
+        name: str,
+        attributes: dict[str, Any],
+        *,
+        parent: Context | None = None,
+        client: bool = False,
+        links: Sequence[Link] = (),
     ) -> Span:
         """`parent`: None for the current span. `client`: the span is a request to another system."""
         kind = SpanKind.CLIENT if client else SpanKind.INTERNAL
-        return self.tracer.start_span(name, parent, kind, attributes)
+        if task := _current_task.get():
+            attributes |= {"coterie.task": task}
+        return self.tracer.start_span(name, parent, kind, attributes, links)
 
     @contextlib.contextmanager
     def _span(self, name: str, attributes: dict[str, Any]) -> Iterator[Span]:
@@ -132,7 +140,7 @@ class OtelTracing(Tracing):
             span.end()
 
     async def start_turn(self, agent_id: str, name: str, cause: str | None) -> Span:
-        """Start the span of an agent's work on the message `cause`, in the trace of its chain."""
+        """Start the span of an agent's work on the message `cause`, in the trace of its task."""
         attributes = {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.provider.name": "coterie",
@@ -142,38 +150,31 @@ class OtelTracing(Tracing):
         label = f"invoke_agent {one_line(name)}"
         message = await self._find(cause) if cause else None
         if cause is None or message is None:
+            _current_task.set(None)
             return self.start(label, attributes, parent=Context())
-        root = await self._find_root(message.id, message.cause)
-        attributes |= {"coterie.message.id": cause, "coterie.chain.id": root}
-        root_ids = _derive_root_ids(root)
+        task = message.task or message.id
+        _current_task.set(task)
+        attributes |= {"coterie.message.id": cause}
+        root_ids = _derive_root_ids(task)
         parent = self._spans.get((agent_id, cause)) or self._spans.get((message.sender, message.cause))
-        if parent is None and root == cause:
-            span = self._start_trace(label, attributes, root_ids)
+        if parent is not None and parent.trace_id != root_ids[0]:
+            parent = None  # the message starts a task of its own
+        links = [Link(_remote_span(_derive_root_ids(message.parent_task)))] if message.parent_task else []
+        if parent is None and task == cause:
+            span = self._start_trace(label, attributes, root_ids, links)
         else:
-            span = self.start(label, attributes, parent=_child_of(parent or _remote_span(root_ids)))
+            span = self.start(label, attributes, parent=_child_of(parent or _remote_span(root_ids)), links=links)
         _cache(self._spans, (agent_id, cause), span.get_span_context())
         return span
 
-    def _start_trace(self, name: str, attributes: dict[str, Any], ids: tuple[int, int]) -> Span:
+    def _start_trace(self, name: str, attributes: dict[str, Any], ids: tuple[int, int], links: Sequence[Link]) -> Span:
         if not isinstance(self.tracer, Tracer):
-            return self.start(name, attributes, parent=_child_of(_remote_span(ids)))
+            return self.start(name, attributes, parent=_child_of(_remote_span(ids)), links=links)
         token = _root_ids.set(ids)
         try:
-            return self.start(name, attributes, parent=Context())
+            return self.start(name, attributes, parent=Context(), links=links)
         finally:
             _root_ids.reset(token)
-
-    async def _find_root(self, message_id: str, cause: str | None) -> str:
-        """Id of the first message of the chain; if that was pruned, of the oldest one known."""
-        chain = [message_id]
-        while cause and cause not in self._roots and len(chain) < MAX_CHAIN:
-            chain.append(cause)
-            message = await self._find(cause)
-            cause = message.cause if message else None
-        root = self._roots.get(cause, cause) if cause else chain[-1]
-        for passed_id in chain:
-            _cache(self._roots, passed_id, root)
-        return root
 
 
 class _OtelTurnTrace:
@@ -212,17 +213,21 @@ class _TracedService:
         return self._service.id
 
     async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
-        span = self._tracing.start(f"chat {self._entry.model}", _request_attributes(self._entry), client=True)
-        pieces, answered = self._service.generate(request), False
+        attributes = _request_attributes(self._entry, request)
+        span = self._tracing.start(f"chat {self._entry.model}", attributes, client=True)
+        pieces, answered, started = self._service.generate(request), False, time.monotonic()
+        has_begun = False
         try:
             async for piece in pieces:
+                if not has_begun:
+                    has_begun = True
+                    span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - started)
                 if isinstance(piece, Completion):
                     answered = True
-                    span.set_attribute("gen_ai.usage.input_tokens", piece.usage.input_tokens)
-                    span.set_attribute("gen_ai.usage.output_tokens", piece.usage.output_tokens)
+                    span.set_attributes(_response_attributes(piece, self._entry))
                 yield piece
         except ServiceError as error:
-            _fail(span, error.category if isinstance(error, PermanentError) else type(error).__name__)
+            _fail(span, failure_code(error))
             raise
         except BaseException as error:
             if not answered:  # a caller that has the answer closes the generator; that is no failure
@@ -252,26 +257,41 @@ class _RootIdGenerator(IdGenerator):
         return ids[1] if ids else self._default.generate_span_id()
 
 
-def _request_attributes(entry: ServiceEntry) -> dict[str, Any]:
+def _response_attributes(answer: Completion, entry: ServiceEntry) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "gen_ai.response.finish_reasons": [answer.finish_reason],
+        "gen_ai.usage.input_tokens": answer.usage.input_tokens,
+        "gen_ai.usage.output_tokens": answer.usage.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": answer.usage.cached_tokens,
+    }
+    if entry.price and answer.usage.input_tokens:  # 0: the service did not report its usage
+        attributes["coterie.cost"] = entry.price.cost(answer.usage) / BILLION
+        attributes["coterie.currency"] = entry.price.currency
+    return attributes | ({"gen_ai.response.model": answer.model} if answer.model else {})
+
+
+def _request_attributes(entry: ServiceEntry, request: ModelRequest) -> dict[str, Any]:
     url = urlsplit(entry.base_url)
+    sampling = entry.sampling.override_with(request.sampling)
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": entry.provider,
         "gen_ai.request.model": entry.model,
         "gen_ai.request.stream": True,
         "coterie.service.id": entry.id,
+        "coterie.service.name": entry.name or entry.id,
     }
-    if entry.max_tokens:
-        attributes["gen_ai.request.max_tokens"] = entry.max_tokens
+    chosen = {"max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    attributes |= {f"gen_ai.request.{name}": value for name, value in chosen.items() if value is not None}
     if url.hostname:
         attributes["server.address"] = url.hostname
         attributes["server.port"] = url.port or (443 if url.scheme == "https" else 80)
     return attributes
 
 
-def _derive_root_ids(root: str) -> tuple[int, int]:
-    """Trace id and root span id of a chain. 0 would be invalid; its probability is negligible."""
-    digest = hashlib.blake2b(root.encode(), digest_size=24, person=b"coterie-trace").digest()
+def _derive_root_ids(task: str) -> tuple[int, int]:
+    """Trace id and root span id of a task. 0 would be invalid; its probability is negligible."""
+    digest = hashlib.blake2b(task.encode(), digest_size=24, person=b"coterie-trace").digest()
     return int.from_bytes(digest[:16]), int.from_bytes(digest[16:])
 
 

@@ -40,8 +40,10 @@ from coterie.llm.discovery import (
     discover_keyed_services,
     discover_local_servers,
 )
-from coterie.llm.providers.factory import TOUR, make_service
-from coterie.llm.service import LLMService, UnknownService
+from coterie.llm.gateway import MakeService
+from coterie.llm.json_node import UNKNOWN_KEY
+from coterie.llm.service import UnknownService
+from coterie.tour.provider import TOUR
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +108,7 @@ class ServicesDocument:
 
     def key_names(self) -> set[str]:
         """Names of all keys that entries refer to."""
-        items = [item for item in self._services if isinstance(item, dict)]
-        return {name for item in items if (name := reference_name(item.get("apiKey")))}
+        return {name for item in self._services if isinstance(item, dict) for name in references(item)}
 
     def destination(self, service_id: str) -> Destination | None:
         """Where requests of the service go; None if there is no such entry."""
@@ -117,7 +118,7 @@ class ServicesDocument:
     def destinations_of_key(self, name: str) -> set[Destination]:
         """Where the key with this name is sent."""
         items = [item for item in self._services if isinstance(item, dict)]
-        return {destination(item) for item in items if reference_name(item.get("apiKey")) == name}
+        return {destination(item) for item in items if name in references(item)}
 
     def to_bytes(self) -> bytes:
         try:
@@ -142,12 +143,24 @@ def reference_name(value: object) -> str | None:
     return match[1] if match else None
 
 
+def references(entry: Mapping[str, Any]) -> set[str]:
+    """Names of the keys in the key and the headers of an entry, or of changed fields of one."""
+    headers = entry.get("headers")
+    values = [entry.get("apiKey"), *(headers.values() if isinstance(headers, dict) else ())]
+    return {found[1] for value in values if isinstance(value, str) for found in _REFERENCE.finditer(value)}
+
+
 def strip_derived(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a listed entry that belong in the file: no masked key, no inferred capabilities."""
     stripped = dict(fields)
     key = stripped.get("apiKey")
     if isinstance(key, str) and key.startswith("…"):
         del stripped["apiKey"]
+    headers = stripped.get("headers")
+    if isinstance(headers, dict) and any(
+        isinstance(value, str) and value.startswith("…") for value in headers.values()
+    ):
+        del stripped["headers"]
     capabilities = stripped.get("capabilities")
     if isinstance(capabilities, dict) and "source" in capabilities:
         given = {name: value for name, value in capabilities.items() if name != "source"}
@@ -173,9 +186,9 @@ class ServiceView:
     """Ids of the agents that use it."""
 
     def to_dict(self) -> dict[str, Any]:
-        return self.entry.to_json() | {
+        return self.entry.to_dict() | {
             "problems": [{"place": problem.location, "message": problem.message} for problem in self.problems],
-            "trial": self.health and self.health.to_json(),
+            "trial": self.health and self.health.to_dict(),
             "usedBy": list(self.used_by),
             "tour": self.entry.provider == TOUR,
         }
@@ -189,6 +202,7 @@ class Setup:
         services: ServiceRegistry,
         directory: AgentDirectory,
         reload: Reload,
+        make_service: MakeService,
         clock: Clock,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -196,7 +210,7 @@ class Setup:
         self._secrets = SecretsFile(folder.data / "secrets.json")
         self._health_checks = HealthChecks(folder.data / "trials.json")
         self._services, self._directory, self._reload = services, directory, reload
-        self._clock, self._environ = clock, environ
+        self._make_service, self._clock, self._environ = make_service, clock, environ
         self._write_lock = asyncio.Lock()
 
     @property
@@ -223,12 +237,17 @@ class Setup:
     async def put(self, service_id: str, fields: Mapping[str, Any], key: str | None = None) -> ServiceView:
         """Add or change a service in the file and in the running society. Fields not given stay as they are.
 
+        Capabilities that are not declared are those that `test_entry` found out for the same entry.
         `key`: stored in data/secrets.json, the file gets a reference; empty: none is needed; None: unchanged.
         A key is never sent to another address than it was entered for: with a new address, `key` is required.
         `Refused("service_invalid")`: the entry is wrong and nothing was written.
         """
         async with self._write_lock:
             change = self._prepare(service_id, fields, key)
+            check = self._health_checks.get_draft(change.entry)
+            if check and change.entry.capabilities.inferred and (found := check.declared_capabilities()):
+                change = self._prepare(service_id, {**fields, "capabilities": found}, key)
+                self._health_checks.record_draft(change.entry, check)
             if change.new_key_name:
                 name, value = change.new_key_name, change.key
                 await _write(lambda: self._secrets.put(name, value))
@@ -258,18 +277,22 @@ class Setup:
             await self._reload()
 
     async def test(self, service_id: str) -> HealthCheck:
-        """Send one real request to the service. The result is kept until the entry changes."""
+        """Send real requests to the service. The result is kept until the entry changes."""
         entry = self._services.get(service_id)
-        check = await check_health(entry, self._make, self._clock)
+        check = await self._check(entry)
         self._health_checks.record(entry, check)
         return check
 
     async def test_entry(self, service_id: str, fields: Mapping[str, Any], key: str | None = None) -> HealthCheck:
-        """Send one real request to the service that `put` would create from the same arguments. Saves nothing."""
+        """Send real requests to the service that `put` would create from the same arguments. Saves nothing."""
         change = self._prepare(service_id, fields, key)
-        check = await check_health(change.entry, self._make, self._clock)
+        check = await self._check(change.entry)
         self._health_checks.record_draft(change.entry, check)
         return check
+
+    async def _check(self, entry: ServiceEntry) -> HealthCheck:
+        is_scripted = entry.provider == TOUR  # its scripts know no trial
+        return await check_health(entry, self._make_service, self._clock, try_capabilities=not is_scripted)
 
     def _view(self, entry: ServiceEntry, index: int | None) -> ServiceView:
         problems = [] if index is None else [p for p in self._services.problems if _is_in_entry(p, index)]
@@ -297,9 +320,15 @@ class Setup:
         if key is not None:
             new_fields["apiKey"] = f"${{{key_name}}}" if key_name else None
         before = document.destination(service_id)
-        allowed = self._allowed_destinations(new_fields.get("apiKey"), document)
+        allowed = self._allowed_destinations({"apiKey": new_fields.get("apiKey")}, document)
+        allowed_headers = self._allowed_destinations({"headers": new_fields.get("headers")}, document)
         document.put(service_id, new_fields)
         after = document.destination(service_id)
+        in_headers = references({"headers": (document.entry(service_id) or {}).get("headers")})
+        keeps_headers = before not in (None, after) and "headers" not in new_fields and in_headers
+        if keeps_headers or (allowed_headers is not None and after not in allowed_headers):
+            message = "headers: they hold a key for another address; enter them again, or null to remove them"
+            raise Refused("service_invalid", message)
         keeps_key = (
             before is not None and "apiKey" not in new_fields and (document.entry(service_id) or {}).get("apiKey")
         )
@@ -315,12 +344,10 @@ class Setup:
             old_key_name=old_key_name,
         )
 
-    def _allowed_destinations(self, api_key: object, document: ServicesDocument) -> set[Destination] | None:
-        """Where the stored key that `api_key` refers to may be sent; None if it is not in data/secrets.json."""
-        name = reference_name(api_key)
-        if name is None or name not in self._secrets.read()[0]:
-            return None
-        return document.destinations_of_key(name)
+    def _allowed_destinations(self, fields: Mapping[str, Any], document: ServicesDocument) -> set[Destination] | None:
+        """Where the stored keys that `fields` refer to may be sent; None if none is in data/secrets.json."""
+        names = references(fields) & self._secrets.read()[0].keys()
+        return set.intersection(*map(document.destinations_of_key, names)) if names else None
 
     def _choose_key_name(self, service_id: str, document: ServicesDocument, key: str) -> str:
         """The current name if the key is unchanged; otherwise one that neither files nor the environment use."""
@@ -343,6 +370,7 @@ class Setup:
         entries, problems = parse_services(document.to_bytes(), key_lookup(self._environ, {**stored, **new_keys}))
         index = document.ids().index(service_id)
         own = [problem for problem in problems if _is_in_entry(problem, index)]
+        own = [problem for problem in own if not problem.message.startswith(UNKNOWN_KEY)]
         wrong = own if new_keys else [problem for problem in own if problem.message.startswith(_INVALID_VALUE)]
         entry = next((entry for entry in entries if entry.id == service_id), None)
         if wrong or entry is None:
@@ -356,9 +384,6 @@ class Setup:
             await asyncio.to_thread(self._secrets.remove, name)
         except (OSError, ConfigError) as error:
             log.warning("the key %s is no longer used, but could not be deleted: %s", name, error)
-
-    def _make(self, entry: ServiceEntry) -> LLMService:
-        return make_service(entry, self._clock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

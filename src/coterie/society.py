@@ -11,25 +11,41 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from msgspec.structs import asdict
+
 from coterie.agents import Agent
+from coterie.answers import Answer, AnswerDelta, AnswerFollower, wait_for_answer
 from coterie.artifact_service import ArtifactService
 from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import AgentEntry, Config, SocietyFolder, changes_needing_restart, merge_reloaded, read_config
-from coterie.errors import CoterieError, Lagged, Problem, StoreBroken
+from coterie.errors import CoterieError, Lagged, Problem, Refused, StoreBroken
 from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
-from coterie.messages import PERSON, Message, Receipt
-from coterie.store import Retention
-from coterie.stores.open import growing_folder, is_shared, open_store, require_driver, require_society, store_limits
+from coterie.messages import PERSON, Message, Receipt, thread_of
+from coterie.store import Page, Retention, Worker, worker_name
+from coterie.stores.open import (
+    growing_folder,
+    is_shared,
+    open_store,
+    open_store_read_only,
+    owner_pid,
+    require_database,
+    require_driver,
+    require_society,
+    store_limits,
+)
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
+from coterie.task_service import SentMessage, TaskService
+from coterie.tasks import StoppedTask, Task, TaskState, TaskTree
 
 if TYPE_CHECKING:
     from coterie.agent.service import AgentDirectory
     from coterie.agent_runtime import AgentRuntime
     from coterie.agents import Profile
+    from coterie.llm.call_metrics import ModelCallMetrics
     from coterie.llm.config import ServiceRegistry
     from coterie.llm.routing import CapabilityRouter
     from coterie.setup import Setup
@@ -38,6 +54,9 @@ log = logging.getLogger(__name__)
 
 PRUNE_INTERVAL = timedelta(hours=1)
 CLOCK_BEHIND_LIMIT = timedelta(minutes=5)
+INBOX_PAGE_MESSAGES = 200
+GONE = "gone"
+"""Name of a worker whose process has ended."""
 
 
 class Society:
@@ -58,9 +77,11 @@ class Society:
         self.bus = MessageBus(store, clock)
         store.subscribe_changes(self.bus.notify)
         self.live = LiveReplies()
+        self._tasks = TaskService(store, self.bus, clock)
         self._relay = LiveRelay(self.live, store, clock, self._stop_turn_here) if is_shared(config) else None
         self._folder, self._blobs, self._clock = folder, blobs, clock
         self._runtime: AgentRuntime | None = None
+        self._directory: AgentDirectory | None = None
         self._setup: Setup | None = None
         self._reload_lock = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -94,6 +115,26 @@ class Society:
             await society.store.close()
 
     @classmethod
+    @contextlib.asynccontextmanager
+    async def open_read_only(cls, folder: str | Path, *, clock: Clock | None = None) -> AsyncIterator[Self]:
+        """Open the society in `folder` for a look: no agent runs, nothing is written or delivered.
+
+        Other processes may run it meanwhile.
+        """
+        from coterie.agent_runtime import read_directory
+
+        society_folder, clock = require_society(Path(folder)), clock or SystemClock()
+        config = read_config(society_folder.path)
+        require_database(society_folder, config)
+        store, blobs = await open_store_read_only(society_folder, config, clock)
+        try:
+            society = cls._wire(society_folder, config, store, blobs, clock)
+            society._directory = await read_directory(society_folder, config, store, clock)
+            yield society
+        finally:
+            await store.close()
+
+    @classmethod
     async def start(cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True) -> Self:
         """Start the society as `open` does. The caller must call `stop`."""
         society_folder = SocietyFolder(Path(folder))
@@ -117,6 +158,10 @@ class Society:
         except BaseException:
             await store.close()
             raise
+        return cls._wire(folder, config, store, blobs, clock)
+
+    @classmethod
+    def _wire(cls, folder: SocietyFolder, config: Config, store: SqlStore, blobs: BlobStore, clock: Clock) -> Self:
         return cls(
             folder,
             config,
@@ -129,7 +174,7 @@ class Society:
 
     def _make_runtime(self) -> AgentRuntime:
         # Models and tools are slow to import, and a single command does not need them.
-        from coterie.agent_runtime import AgentRuntime
+        from coterie.agent_runtime import AgentRuntime, make_service
         from coterie.setup import Setup
 
         runtime = AgentRuntime(
@@ -148,6 +193,7 @@ class Society:
             services=runtime.services,
             directory=runtime.directory,
             reload=self._reload_services,
+            make_service=lambda entry: make_service(entry, self._clock),
             clock=self._clock,
         )
         return runtime
@@ -160,28 +206,67 @@ class Society:
         payload: dict[str, object] | None = None,
         sender: str = PERSON,
         delay_ms: float | None = None,
+        every: str | None = None,
+        time_zone: str | None = None,
         quick_replies: Sequence[str] | None = None,
         attachments: Sequence[str] = (),
         client_id: str | None = None,
         in_reply_to: str | None = None,
         option: int | None = None,
-    ) -> Receipt:
-        """Send a message, by default from the person. It is durable when this returns."""
+        unless_answered: str | None = None,
+    ) -> SentMessage:
+        """Send a message, by default from the person. It is durable when this returns.
+
+        The result is its receipt and a handle on its task: `wait()`, `stop()`. `every` makes it recurring
+        (`"weekdays 08:00"`), in the time zone `time_zone` or that of this machine. `unless_answered`: a question of
+        the sender; its answer withdraws this delayed message.
+        """
         content = dict(payload or {})
         if text is not None:
             content["text"] = text
         if attachments:
             content["attachments"] = [{"artifactRef": ref} for ref in attachments]
-        return await self.bus.send(
+        receipt = await self.bus.send(
             sender=sender,
             to=to,
             payload=content,
             delay_ms=delay_ms,
+            every=every,
+            time_zone=time_zone,
             quick_replies=quick_replies,
             client_id=client_id,
             in_reply_to=in_reply_to,
             option=option,
+            unless_answered=unless_answered,
         )
+        return SentMessage(**asdict(receipt), tasks=self._tasks)
+
+    async def tasks(
+        self, *, state: TaskState | None = None, agent: str | None = None, before: int | None = None, limit: int = 50
+    ) -> Sequence[Task]:
+        """Newest first. `agent`: only those that it got the first message of or worked on. `before`: a `Task.seq`."""
+        return await self.store.tasks(Page(before=before, limit=limit), state=state, agent=agent)
+
+    async def task(self, message_id: str) -> TaskTree:
+        """The task of this message, with its messages and turns. `Refused("unknown_task")` if there is none."""
+        return await self._tasks.tree(message_id)
+
+    async def stop_task(self, task_id: str) -> StoppedTask:
+        """End everything of the task that runs or would run. What tools have done stays done. Idempotent.
+
+        `Refused("unknown_task")` if there is none.
+        """
+        return await self._tasks.stop(task_id)
+
+    async def continue_task(self, task_id: str) -> Task:
+        """Grant the task one more budget. `Refused`: `unknown_task`, `task_stopped`."""
+        return await self._tasks.grant_budget(task_id)
+
+    @property
+    def currency(self) -> str | None:
+        """The currency of all costs; None if no service has a price, or the agents are not loaded."""
+        directory = self._runtime.directory if self._runtime else self._directory
+        return directory.currency if directory else None
 
     async def create_agent(
         self,
@@ -192,13 +277,21 @@ class Society:
         service: str | None = None,
         tools: Sequence[str] | None = None,
         parent: str | None = None,
+        description: str = "",
     ) -> Profile:
-        """Create an agent. It survives restarts.
+        """Create an agent. It survives restarts. `description`: what it is for, for other agents and people.
 
-        `Refused`: `id_taken`, `payload_invalid` (invalid id), `unknown_service`, `unknown_agent` (the parent).
+        `Refused`: `id_taken`, `payload_invalid` (invalid id or description), `unknown_service`, `unknown_agent` (the
+        parent).
         """
         profile = await self._require_runtime().create_agent(
-            id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent
+            id=id,
+            name=name,
+            prompt=prompt,
+            service=service,
+            tools=tools,
+            parent=parent,
+            description=description,
         )
         self.bus.notify()
         return profile
@@ -241,23 +334,111 @@ class Society:
             await self._require_runtime().apply(load_services(self._folder))
         self.bus.notify()
 
-    async def inbox(self, recipient: str = PERSON) -> AsyncGenerator[Message, None]:
-        """Yield the unread messages of `recipient`, then each new one, in order, without end."""
-        seen, lagged = 0, True
+    async def ask(
+        self,
+        to: str,
+        text: str,
+        *,
+        timeout: float | None = None,
+        attachments: Sequence[str] = (),
+        client_id: str | None = None,
+        in_reply_to: str | None = None,
+        option: int | None = None,
+    ) -> Answer:
+        """Send a message from the person and return the agent's answer, which then counts as read.
+
+        `timeout`: seconds. `NoAnswer` says why there is no answer; after a timeout it may still come. An agent that
+        waits for an approval answers with its question.
+        """
+        answer = await wait_for_answer(
+            self.stream(
+                to,
+                text,
+                timeout=timeout,
+                attachments=attachments,
+                client_id=client_id,
+                in_reply_to=in_reply_to,
+                option=option,
+            )
+        )
+        await self.mark_read(answer.message)
+        return answer
+
+    async def stream(
+        self,
+        to: str,
+        text: str,
+        *,
+        timeout: float | None = None,
+        attachments: Sequence[str] = (),
+        client_id: str | None = None,
+        in_reply_to: str | None = None,
+        option: int | None = None,
+    ) -> AsyncGenerator[AnswerDelta | Answer, None]:
+        """Send a message from the person; yield the text as the model writes it, and at the end the `Answer`.
+
+        As `ask`, but nothing is marked as read.
+        """
+        if not is_shared(self.config):
+            self._require_runtime()  # else nobody would answer
+        follower = AnswerFollower(to, store=self.store, bus=self.bus, live=self.live, clock=self._clock)
+
+        async def send() -> Receipt:
+            return await self.send(
+                to=to,
+                text=text,
+                attachments=attachments,
+                client_id=client_id,
+                in_reply_to=in_reply_to,
+                option=option,
+            )
+
+        async with contextlib.aclosing(
+            follower.follow(send, None if timeout is None else timedelta(seconds=timeout))
+        ) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def mark_read(self, message: Message) -> None:
+        """Record that the person has read the conversation up to this message, which must be one to the person."""
+        if message.to != PERSON:
+            raise Refused(
+                "unknown_message", f"only messages to {PERSON} are marked as read, this one is to {message.to}"
+            )
+        await self.store.mark_read(thread_of(message), message.id)
+        self.bus.notify()
+
+    async def inbox(self, recipient: str = PERSON, *, mark_read: bool = True) -> AsyncGenerator[Message, None]:
+        """Yield the unread messages of `recipient`, then each new one, in order, without end.
+
+        A message to the person counts as read when the next one is asked for, so after a crash the last one comes
+        again. With `mark_read=False` the caller marks them.
+        """
+        seen, limit, lagged = 0, INBOX_PAGE_MESSAGES, True
         while lagged:
             lagged = False
             async with self.bus.watch() as watcher:
                 try:
                     while True:
-                        for message in await self.store.waiting(recipient):
+                        page = await self.store.waiting(recipient, limit)
+                        for message in page:
                             if (message.mailbox_position or 0) > seen:
                                 seen = message.mailbox_position or 0
                                 yield message
-                        await anext(watcher)
+                                if mark_read and recipient == PERSON:
+                                    await self._mark_read_if_there(message)
+                        if len(page) == limit:  # more may follow; those that stay unread are read again
+                            limit *= 2
+                        else:
+                            await anext(watcher)
                 except Lagged:
                     lagged = True  # read the mailbox again
                 except StopAsyncIteration:
                     return
+
+    async def _mark_read_if_there(self, message: Message) -> None:
+        with contextlib.suppress(Refused):  # the conversation was cleared meanwhile
+            await self.mark_read(message)
 
     def stop_turn(self, agent_id: str) -> bool:
         """Stop the agent's current turn; its mail starts the next one. False if no turn runs in this process.
@@ -331,11 +512,24 @@ class Society:
     @property
     def agents(self) -> AgentDirectory:
         """The agents and their capabilities."""
-        return self._require_runtime().directory
+        return self._require_runtime().directory if self._directory is None else self._directory
+
+    def system_prompt(self, agent_id: str) -> str:
+        """The system prompt that the agent's next request has."""
+        if self._directory is None:
+            return self._require_runtime().system_prompt(agent_id)
+        from coterie.agent_runtime import offline_requests
+
+        return offline_requests(self._directory).system_prompt(self._directory.profile(agent_id))
 
     @property
     def router(self) -> CapabilityRouter:
         return self._require_runtime().router
+
+    @property
+    def model_metrics(self) -> ModelCallMetrics | None:
+        """Metrics of the model requests of this process; None if it runs no agents."""
+        return self._runtime.model_metrics if self._runtime else None
 
     def _require_runtime(self) -> AgentRuntime:
         if self._runtime is None:
@@ -345,6 +539,19 @@ class Society:
     async def waiting(self, agent_id: str) -> Sequence[Message]:
         """Messages delivered to the agent and not yet taken, in order."""
         return await self.store.waiting(agent_id)
+
+    async def shared_workers(self) -> Sequence[Worker]:
+        """The live processes of a society on PostgreSQL. Empty with SQLite, where only one process can run it."""
+        return await self.store.workers() if is_shared(self.config) else ()
+
+    async def worker_names(self) -> Callable[[Agent], str | None]:
+        """Return a function from an agent to its worker's name, `host/pid`; `gone` if that process has ended."""
+        if is_shared(self.config):
+            names = {worker.id: worker.name for worker in await self.store.workers()}
+            return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
+        pid = owner_pid(self._folder)
+        name = worker_name(pid) if pid and pid > 0 else GONE
+        return lambda agent: name if agent.worker else None
 
     @property
     def broken(self) -> asyncio.Future[StoreBroken]:
@@ -377,6 +584,9 @@ class Society:
         if self._runtime:
             drain = timedelta(seconds=0 if quick or shutdown.cancelled else settings.drain_seconds)
             await shutdown.step("stop the agents", partial(self._runtime.stop, drain))
+            # Turns that ended meanwhile may have sent delayed messages.
+            settle = partial(self.bus.settle_delayed, deliver_delayed=deliver)
+            early += await shutdown.step("settle the last delayed messages", settle) or 0
         await shutdown.step("close the relay", self._close_relay)
         if before_close:
             await shutdown.step("call before_close", partial(before_close, early))

@@ -36,7 +36,9 @@ class SseParser:
         while (end := self._buffer.find(b"\n", max(start, self._searched))) >= 0:
             line = bytes(self._buffer[start:end]).rstrip(b"\r")
             start = end + 1
-            if line:
+            if line[:6] == b"data: ":  # by far the most frequent line
+                self._data.append(line[6:])
+            elif line:
                 self._parse_line(line)
             elif event := self._take_event():
                 yield event

@@ -9,22 +9,59 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import UNIX_EPOCH, to_rfc3339
-from coterie.events import Event
-from coterie.messages import PERSON, Envelope, Message, Receipt, State
+from coterie.clock import UNIX_EPOCH
+from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
+from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
+
+EventKind = Literal[
+    "message.created",
+    "message.updated",
+    "delayed.scheduled",
+    "delayed.moved",
+    "delayed.delivered",
+    "delayed.withdrawn",
+    "queue.changed",
+    "quick_replies.changed",
+    "agent.upsert",
+    "agent.removed",
+    "agent.state",
+    "tool.started",
+    "tool.ended",
+    "artifact.created",
+    "read",
+    "problem",
+    "thread.cleared",
+    "society.state",
+    "schedule.changed",
+    "task.changed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An entry of the durable event log, which watchers read in order."""
+
+    seq: int
+    """Position in the log, strictly increasing."""
+    at: datetime
+    kind: EventKind
+    subject: str
+    """Id of the message, agent or artifact. For a tool call: `agent/call id`."""
+    data: str | None = None
+    """JSON with details that cannot be looked up later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    max_hops: int = 32
+    max_hops: int = 256
     mailbox: int = 10_000
     """Messages that may wait for one agent."""
     mailbox_bytes: int = 64 << 20
@@ -195,7 +232,10 @@ class Store(Protocol):
         ...
 
     async def promote_due(self, limit: int, *, early: bool = False) -> Promotion:
-        """Deliver up to `limit` due messages (`early`: also those not due), by due time, then send order."""
+        """Deliver up to `limit` due messages (`early`: also those not due), by due time, then send order.
+
+        The delivery of a recurring message stores its next occurrence. It is never early.
+        """
         ...
 
     async def until_next_due(self) -> timedelta | None: ...
@@ -206,6 +246,31 @@ class Store(Protocol):
 
     async def reschedule(self, message_id: str, delay: timedelta, by: str) -> Message:
         """Make a delayed message due `delay` from now. `Refused` if it was delivered."""
+        ...
+
+    async def change_schedule(
+        self, schedule_id: str, by: str, *, every: str | None = None, paused: bool | None = None
+    ) -> Schedule:
+        """Change the recurrence of a schedule, pause or resume it. `Refused` if it ended or is not from `by`.
+
+        Its next occurrence is withdrawn, and unless it is paused replaced by one that is due as `every` says.
+        """
+        ...
+
+    async def end_schedule(self, schedule_id: str, by: str) -> Schedule:
+        """End a schedule and withdraw its next occurrence. Idempotent. `Refused` if it is not from `by`."""
+        ...
+
+    async def schedule(self, schedule_id: str) -> Schedule | None: ...
+
+    async def schedules(
+        self, recipient: str | None = None, *, sender: str | None = None, after: str = "", limit: int = 50
+    ) -> Sequence[Schedule]:
+        """Active and paused schedules by id; `after`: only those with a greater id."""
+        ...
+
+    async def schedule_count(self) -> int:
+        """Number of active schedules."""
         ...
 
     async def mark_read(self, thread: str, upto: str) -> int:
@@ -306,17 +371,6 @@ class Worker:
     fenced: int
     takeovers: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "since": to_rfc3339(self.since),
-            "seenAt": to_rfc3339(self.seen_at),
-            "claims": self.claims,
-            "heartbeats": self.heartbeats,
-            "fencedWrites": self.fenced,
-            "leaseTakeovers": self.takeovers,
-        }
-
 
 def worker_name(pid: int | None = None) -> str:
     """Name of a process on this machine; by default the current one."""
@@ -344,6 +398,8 @@ class Statistics:
     """Messages in the fullest mailbox."""
     delayed: int
     agents: Mapping[str, int]
+    """By state."""
+    tasks: Mapping[str, int]
     """By state."""
 
 
@@ -381,6 +437,9 @@ class Snapshot:
     open_questions: Sequence[Message]
     """Newest first."""
     question_count: int
+    tasks: Sequence[Task] = ()
+    """Those that work or wait for the person, newest first."""
+    task_count: int = 0
     paused: bool = False
     """True if the whole society is paused."""
 
@@ -429,6 +488,11 @@ class Usage:
     """Requests whose answer an interruption withdrew."""
     input_tokens: int
     output_tokens: int
+    cached_tokens: int
+    cost: int
+    """In billionths of the currency, of the requests whose price is known."""
+    unpriced: int
+    """Requests whose price is not known."""
     estimated_tokens: int
     """Tokens of both counts that are estimated, because the service did not report them or the answer was cut off."""
 
@@ -493,64 +557,39 @@ class Overview(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class SlotGrant:
-    granted: int
-    """Number of additional slots."""
-    others_wait: bool = False
-    """Other processes wait for a slot."""
+class TaskStore(Protocol):
+    """Tasks: everything that one message set off. The store starts and counts them with its other writes."""
 
-
-@dataclass(frozen=True, slots=True)
-class OtherProcess:
-    """Slots of another process at the same service."""
-
-    held: int
-    waiting: int = 0
-    urgent: int = 0
-    """How many of the waiting requests are for the person."""
-
-
-class SlotSharing(Protocol):
-    """Divides the slots of a service between processes."""
-
-    def subscribe_slots(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the event loop when another process wants or releases a slot."""
+    async def tasks(self, page: Page, *, state: TaskState | None = None, agent: str | None = None) -> Sequence[Task]:
+        """Newest first. `agent`: only those that it got the first message of or worked on."""
         ...
 
-    async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
-        """Report the held slots and waiting requests of this process; return the additional slots it gets.
+    async def tasks_by_id(self, ids: Sequence[str]) -> Mapping[str, Task]:
+        """The tasks that exist."""
+        ...
 
-        `urgent`: how many waiting requests are for the person. A dead process's slots are free once its lease ends.
+    async def open_tasks(self, limit: int) -> tuple[Sequence[Task], int]:
+        """The newest tasks that work or wait for the person, and the number of all of them."""
+        ...
+
+    async def away(self, since: datetime, limit: int) -> Away:
+        """What happened since then; at most `limit` tasks in each list."""
+        ...
+
+    async def task_tree(self, message_id: str) -> TaskTree | None:
+        """The task of this message, with all its messages and turns in the order of time."""
+        ...
+
+    async def stop_task(self, task_id: str) -> StoppedTask:
+        """End everything of the task that runs or would run, in one transaction. Idempotent.
+
+        `Refused("unknown_task")` if there is none.
         """
         ...
 
+    async def continue_task(self, task_id: str) -> None:
+        """Grant one more budget and let the agents go on that are blocked by the last one.
 
-def divide_slots(
-    limit: int,
-    held: int,
-    waiting: int,
-    others: Iterable[OtherProcess],
-    *,
-    urgent: int = 0,
-    releases_slot: bool = False,
-) -> SlotGrant:
-    """Divide the free slots: requests for the person first, then the process with the fewest slots.
-
-    `releases_slot`: this process releases a slot in the same call. Then another process with equally many slots goes
-    first. Otherwise the only slot of a service would never leave a process with a long queue.
-    """
-    others = list(others)
-    others_wait = any(process.waiting for process in others)
-    free, granted = limit - held - sum(process.held for process in others), 0
-    rivals = [[process.held, process.waiting, process.urgent] for process in others]
-    while free > 0 and granted < waiting:
-        own_rank = (urgent <= granted, held + granted + releases_slot)
-        ahead = [rival for rival in rivals if rival[1] > 0 and (rival[2] <= 0, rival[0]) < own_rank]
-        if ahead:
-            first = min(ahead, key=lambda rival: (rival[2] <= 0, rival[0]))
-            first[0], first[1], first[2] = first[0] + 1, first[1] - 1, first[2] - 1
-        else:
-            granted += 1
-        free -= 1
-    return SlotGrant(granted, others_wait=others_wait)
+        `Refused`: there is no such task, or it was stopped.
+        """
+        ...

@@ -6,6 +6,15 @@ import re
 
 # PostgreSQL text cannot hold NUL; UTF-8 cannot encode lone surrogates.
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+BLANK_CHARACTERS = r"\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200d\u2028\u2029\u202f\u205f\u2060\u3000\ufeff"
+"""White space and zero-width characters, for a regular expression. `web/static/state.js` has the same: Python's `strip`
+and the page's `trim` disagree about some of them."""
+_BLANK = re.compile(f"[{BLANK_CHARACTERS}]*")
+
+
+def is_blank(text: str) -> bool:
+    """True if nothing of `text` is visible."""
+    return _BLANK.fullmatch(text) is not None
 
 
 def to_storable(text: str) -> str:

@@ -2,15 +2,21 @@
 
 All decisions about interruptions are made here; `agent/runner.py` executes them. The store calls `reduce` inside the
 transaction that writes the step, with the mail that waits at that moment. So no message is lost between two decisions.
+`is_echo` decides which message can interrupt, `is_interrupted` whether it does, `wakes` which agents it makes runnable,
+and `count_fitting` how much mail one request takes. The store only looks up the facts for them.
 
 How an interruption is handled:
 
-* Waiting mail is checked before every tool call and when the model has answered, nowhere else.
+* Waiting mail is checked before every tool call and when the model has answered, nowhere else. With the setting
+  `interrupt = "stream"`, a person's message also cuts the answer that the model is writing (`may_cut`, `Interrupted`).
 * No call has run yet: the plan is withdrawn. Its message was never appended to the history, so nothing is deleted. A
   record of the plan is kept outside the prompt.
 * Some calls have run: their results must stay, so the whole group is appended. Calls that did not run get a result
   that says so. Every provider accepts such a group.
-* All waiting mail is then taken in order, and the model is asked again.
+* A cut answer is withdrawn like a plan without calls: it was never in the history, and a record of it is kept.
+* All waiting mail is then taken in order, and the model is asked again. A burst that is too long for one request is
+  taken in parts, at least one message each. The rest stays waiting and is mail like any other: it interrupts the next
+  plan, so each part costs at most one request, and no plan runs with only a part of what a person said.
 * A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row. Then the
   next plan runs first, so that busy agents cannot block another agent for ever.
 * An echo does not interrupt: a message from the agent to itself, or an answer to a message that this plan sent.
@@ -18,31 +24,28 @@ How an interruption is handled:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
-from msgspec import Struct, json
-from msgspec.structs import replace
+from msgspec import Struct
 
-from coterie.llm.types import TokenUsage, ToolCall
-
-Effect = Literal["pure", "idempotent", "unsafe"]
-"""Effect of a tool. After a crash, a started `pure` or `idempotent` call runs again; an `unsafe` one does not."""
-CallState = Literal["planned", "gated", "started", "done", "failed", "cancelled", "unknown"]
-ENDED_STATES: frozenset[CallState] = frozenset({"done", "failed", "cancelled", "unknown"})
-
-INTERRUPTED_RESULT = '{"status":"cancelled","executed":false,"reason":"interrupted_by_new_message"}'
-STOPPED_RESULT = '{"status":"cancelled","executed":false,"reason":"stopped"}'
-DENIED_RESULT = '{"status":"denied","executed":false,"reason":"the person did not approve this call"}'
-UNKNOWN_RESULT = (
-    '{"status":"unknown","reason":"the runtime stopped while this call ran: it may or may not have happened,'
-    ' verify before repeating it"}'
+from coterie.agents import InterruptMode
+from coterie.llm.service import TokenUsage
+from coterie.messages import PERSON, CutOff
+from coterie.plan import (
+    DENIED_RESULT,
+    INTERRUPTED_RESULT,
+    SEND_MESSAGE_TOOL,
+    STOPPED_RESULT,
+    UNKNOWN_RESULT,
+    ArgumentsFile,
+    CallState,
+    Effect,
+    Plan,
+    PlannedCall,
 )
-SEND_MESSAGE_TOOL = "send_message"
-"""Name of the tool whose calls are stored in the transaction of their step."""
-MAX_QUESTION_ARGUMENT_BYTES = 256 << 10
-"""Longer arguments (as JSON) are attached to the approval question as a file."""
-
+from coterie.tasks import Budget
 
 # State. Structs, because they are faster to create than dataclasses and every step creates a dozen.
 
@@ -57,81 +60,26 @@ class WaitingMessage(Struct, frozen=True):
     """The agent sent it to itself, or it answers a message that the open plan sent."""
 
 
-class PlannedCall(Struct, frozen=True, kw_only=True):
-    call: ToolCall
-    effect: Effect = "unsafe"
-    needs_approval: bool = False
-    """A person must approve it before it runs. A started call that needs approval was approved."""
-    state: CallState = "planned"
-    result: str = ""
-
-    @property
-    def fits_question(self) -> bool:
-        """True if the approval question can carry all arguments inline."""
-        return len(json.encode(self.call.arguments)) <= MAX_QUESTION_ARGUMENT_BYTES
-
-
-class ArgumentsFile(Struct, frozen=True):
-    """An artifact with all arguments of a call as JSON."""
-
-    artifact_ref: str
-    filename: str
-    mime_type: str
-    size: int
-    sha256: str
-
-
-class Plan(Struct, frozen=True, kw_only=True):
-    """An assistant message whose calls are being run. It is appended to the history when all calls have a result."""
-
-    text: str
-    calls: tuple[PlannedCall, ...]
-
-    def with_state(self, index: int, state: CallState, result: str = "") -> Plan:
-        changed = replace(self.calls[index], state=state, result=result or self.calls[index].result)
-        return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
-
-    def with_rules(self, index: int, effect: Effect, needs_approval: bool) -> Plan:
-        changed = replace(self.calls[index], effect=effect, needs_approval=needs_approval)
-        return replace(self, calls=(*self.calls[:index], changed, *self.calls[index + 1 :]))
-
-    def close_remaining(self, result: str) -> Plan:
-        """Cancel calls that have not started, with `result`. The outcome of a started call is unknown."""
-
-        def close(call: PlannedCall) -> PlannedCall:
-            if call.state in ENDED_STATES:
-                return call
-            if call.state == "started":
-                return replace(call, state="unknown", result=UNKNOWN_RESULT)
-            return replace(call, state="cancelled", result=result)
-
-        return replace(self, calls=tuple(map(close, self.calls)))
-
-    def next_index(self) -> int | None:
-        """Index of the first call that has not started."""
-        return next((index for index, call in enumerate(self.calls) if call.state in ("planned", "gated")), None)
-
-    def has_completed(self, name: str) -> bool:
-        return any(planned.call.name == name and planned.state == "done" for planned in self.calls)
-
-    def awaiting_approval(self) -> str:
-        """Id of the call that waits for a person's approval; empty if none."""
-        return next((planned.call.id for planned in self.calls if planned.state == "gated"), "")
-
-    def started_index(self) -> int | None:
-        """Index of the call that has started and not ended."""
-        return next((index for index, call in enumerate(self.calls) if call.state == "started"), None)
-
-
 class Rules(Struct, frozen=True, kw_only=True):
     max_withdrawals: int = 3
     """Plans in a row that agents' messages may withdraw; 0: no limit."""
     max_rounds: int = 50
     """Model answers per turn."""
+    interrupt: InterruptMode = "step"
+    """For agents without a setting of their own."""
+    max_cuts: int = 3
+    """Answers per turn that a person's messages may cut."""
+    mail_budget: Callable[[str], int] | None = None
+    """Bytes of waiting mail that one request of an agent takes, by agent id; None: no limit. Called from any thread."""
+    budget: Budget = Budget()
+    """What a task may use before the person is asked."""
 
 
 class Turn(Struct, frozen=True, kw_only=True):
     mail: tuple[WaitingMessage, ...] = ()
+    """Waiting messages that decide about an interruption: not all of them."""
+    mail_waits: bool = False
+    """Messages wait, perhaps none of those in `mail`."""
     plan: Plan | None = None
     withdrawals: int = 0
     """Plans in a row that agents' messages have withdrawn."""
@@ -142,6 +90,10 @@ class Turn(Struct, frozen=True, kw_only=True):
     """Pause the agent after this turn, even if mail waits."""
     society_paused: bool = False
     """Start no model call and no tool."""
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self.mail) or self.mail_waits
 
 
 # Events: inputs of `reduce`
@@ -156,6 +108,7 @@ class ModelAnswered(Struct, frozen=True, kw_only=True):
     service: str = ""
     attachments: tuple[dict[str, Any], ...] = ()
     """Files sent with the reply."""
+    cut_off: CutOff | None = None
 
 
 class CallEnded(Struct, frozen=True, kw_only=True):
@@ -166,6 +119,8 @@ class CallEnded(Struct, frozen=True, kw_only=True):
     result: str
     is_outcome_unknown: bool = False
     """The call started, but it may or may not have taken effect."""
+    attachments: tuple[dict[str, Any], ...] = ()
+    """Files of the result for the model to see, as in a message."""
 
 
 class ToolRulesChanged(Struct, frozen=True, kw_only=True):
@@ -200,6 +155,16 @@ class Stopped(Struct, frozen=True):
     attachments: tuple[dict[str, Any], ...] = ()
 
 
+class Interrupted(Struct, frozen=True, kw_only=True):
+    """A person's message cut the answer that the model was writing, or came before the request was sent."""
+
+    partial_text: str = ""
+    usage: TokenUsage = TokenUsage()
+    """Estimated cost of the cut request."""
+    service: str = ""
+    """Empty: the request was not sent."""
+
+
 class ModelFailed(Struct, frozen=True, kw_only=True):
     """The model gave no answer.
 
@@ -226,6 +191,10 @@ class Terminated(Struct, frozen=True):
     """The agent was terminated during this turn."""
 
 
+class TaskDropped(Struct, frozen=True):
+    """The task of the turn was stopped, and the turn goes on for the other tasks whose messages it took."""
+
+
 class Deferred(Struct, frozen=True):
     """The society was paused before the model was asked."""
 
@@ -237,9 +206,11 @@ Event = (
     | Resumed
     | ApprovalDecided
     | Stopped
+    | Interrupted
     | ModelFailed
     | Poisoned
     | Terminated
+    | TaskDropped
     | Deferred
 )
 
@@ -252,7 +223,7 @@ class BeginNextTurn(Struct, frozen=True):
 
 
 class TakeMail(Struct, frozen=True):
-    """Append all waiting mail to the history, in order."""
+    """Append the waiting mail to the history, in order: all of it, or the first part if `count_fitting` says so."""
 
 
 class AppendText(Struct, frozen=True):
@@ -279,6 +250,7 @@ class SetCallState(Struct, frozen=True):
     index: int
     state: CallState
     result: str = ""
+    attachments: tuple[dict[str, Any], ...] = ()
 
 
 class SetCallRules(Struct, frozen=True):
@@ -290,7 +262,7 @@ class SetCallRules(Struct, frozen=True):
 
 
 class WithdrawPlan(Struct, frozen=True):
-    """Keep a plan of which no call ran as a record outside the prompt."""
+    """Keep a plan of which no call ran as a record outside the prompt. A cut answer is a plan without calls."""
 
     plan: Plan
     interrupted_by: str | None = None
@@ -305,6 +277,7 @@ class SendReply(Struct, frozen=True):
     is_error: bool = False
     """The text reports a failure; the runtime is its author."""
     attachments: tuple[dict[str, Any], ...] = ()
+    cut_off: CutOff | None = None
 
 
 class RequestApproval(Struct, frozen=True):
@@ -397,11 +370,12 @@ def _suspend(step: Step) -> Step:
 def _decide(turn: Turn, event: Event) -> Step:
     match event:
         case ModelAnswered(calls=()):
-            return _finish(turn, AppendText(event.text), SendReply(event.text, attachments=event.attachments))
+            reply = SendReply(event.text, attachments=event.attachments, cut_off=event.cut_off)
+            return _finish(turn, AppendText(event.text), reply)
         case ModelAnswered():
             return _begin_plan(turn, Plan(text=event.text, calls=event.calls))
         case CallEnded(index=index):
-            return _continue_plan(turn, SetCallState(index, _end_state(event), event.result))
+            return _continue_plan(turn, SetCallState(index, _end_state(event), event.result, event.attachments))
         case ToolRulesChanged():
             return _apply_changed_rules(turn, event)
         case ApprovalDecided(approved=approved):
@@ -412,12 +386,53 @@ def _decide(turn: Turn, event: Event) -> Step:
             return Step((SetState(state="llm"),), AskModel())
         case Stopped():
             return _stop(turn, event)
+        case Interrupted():
+            return _cut(turn, event)
         case Poisoned(message=message):
             return _abort(turn, message)
         case ModelFailed():
             return _fail(turn, event)
         case Terminated():
             return _terminate(turn)
+        case TaskDropped():
+            return _drop_task(turn)
+
+
+# Interruptions
+
+
+def is_echo(
+    sender: str, agent_id: str, *, answers_approval: Callable[[], bool], is_caused_by_plan: Callable[[], bool]
+) -> bool:
+    """True for a message to `agent_id` that waits until the open plan has ended, instead of interrupting it.
+
+    `answers_approval`: it is a button pressed on an approval question of the plan. `is_caused_by_plan`: a message that
+    the plan sent has caused it. Both are asked only if they matter.
+    """
+    if sender == PERSON:
+        return answers_approval()
+    return sender == agent_id or is_caused_by_plan()
+
+
+def wakes(state: str, *, unblocks: bool) -> bool:
+    """True if a message makes an agent in this state runnable. In other states the current step finds the message.
+
+    `unblocks`: the person sent it, or the budget of a task blocks the agent. In the second case the agent takes the
+    message and its budget is checked again: the message may belong to a task with budget left, and a message that is
+    never taken would keep its task in the state `working`.
+    """
+    return state in ("idle", "wait_approval") or (state == "blocked" and unblocks)
+
+
+def count_fitting(costs: Iterable[int], budget: int | None) -> int:
+    """Return how many waiting messages, in order, one request takes: those that fit, and always the first."""
+    count = total = 0
+    for cost in costs:
+        total += cost
+        if count and budget is not None and total > budget:
+            break
+        count += 1
+    return count
 
 
 def is_interrupted(turn: Turn) -> bool:
@@ -429,10 +444,28 @@ def is_interrupted(turn: Turn) -> bool:
     return bool(messages) and not (limit and turn.withdrawals >= limit)
 
 
+def may_cut(rules: Rules, mode: InterruptMode | None, cuts: int) -> bool:
+    """True if a person's message may cut the answer that the model is writing.
+
+    `mode`: setting of the agent; None: that of the society. `cuts`: answers of this turn that were cut. The limit
+    guarantees progress: a person who keeps typing gets an answer all the same.
+    """
+    return (mode or rules.interrupt) == "stream" and cuts < rules.max_cuts
+
+
+def _cut(turn: Turn, event: Interrupted) -> Step:
+    """Withdraw the unfinished answer, take the mail and ask again. The cutting message may be withdrawn by now."""
+    cut = (WithdrawPlan(Plan(text=event.partial_text, calls=()), _interrupting_id(turn)),) if event.service else ()
+    mail = (TakeMail(),) if turn.has_mail else ()
+    return Step((*cut, *mail), AskModel())
+
+
 def _begin_plan(turn: Turn, plan: Plan) -> Step:
     """Check the mail before the first call."""
     if is_interrupted(turn):
-        counters = SetCounters(withdrawals=_count_withdrawals(turn), rounds=turn.rounds + 1)
+        withdrawals = _count_withdrawals(turn)
+        # A person's message is new work: a long burst, taken in parts, must not use up the rounds of the turn.
+        counters = SetCounters(withdrawals=withdrawals, rounds=turn.rounds + (withdrawals > 0))
         return Step((WithdrawPlan(plan, _interrupting_id(turn)), TakeMail(), counters), AskModel())
     if turn.rounds + 1 >= turn.rules.max_rounds:
         text = f"I stopped after {turn.rules.max_rounds} rounds without coming to an end. Shall I go on?"
@@ -455,7 +488,7 @@ def _count_withdrawals(turn: Turn) -> int:
 def _continue_plan(turn: Turn, change: SetCallState) -> Step:
     """A call has ended: close the plan, or check the mail before the next call."""
     assert turn.plan is not None  # noqa: S101 - a call ended, so there is a plan
-    plan = turn.plan.with_state(change.index, change.state, change.result)
+    plan = turn.plan.with_state(change.index, change.state, change.result, change.attachments)
     if plan.next_index() is None:
         return _close(turn, plan, change)
     if is_interrupted(turn):
@@ -508,7 +541,7 @@ def _start_next(plan: Plan, *before: Write) -> Step:
 
 def _close(turn: Turn, plan: Plan, *before: Write, withdrawals: int = 0, interrupted_by: str | None = None) -> Step:
     """Append the whole group to the history, then the waiting mail, and ask the model."""
-    mail = (TakeMail(),) if turn.mail else ()
+    mail = (TakeMail(),) if turn.has_mail else ()
     counters = SetCounters(withdrawals=withdrawals, rounds=turn.rounds)
     group = AppendCallGroup(plan, interrupted_by)
     return Step((*before, group, *mail, counters, SetState(state="llm")), AskModel())
@@ -535,20 +568,24 @@ def _interrupt(turn: Turn, plan: Plan) -> Step:
 
 def _finish(turn: Turn, *last: Write) -> Step:
     """End the turn. The reply is written before waiting mail starts the next turn."""
-    if turn.mail and not turn.hold and not turn.society_paused:
+    if turn.has_mail and not turn.hold and not turn.society_paused:
         return Step((*last, BeginNextTurn(), TakeMail(), SetState(state="llm")), AskModel())
     return Step((*last, SetState(state="paused" if turn.hold else "idle")), Rest())
 
 
 def _resume(turn: Turn) -> Step:
     if turn.plan is None:
-        mail = (TakeMail(),) if turn.mail else ()
+        mail = (TakeMail(),) if turn.has_mail else ()
         return Step((*mail, SetState(state="llm")), AskModel())
     index = turn.plan.started_index()
     if index is None:
         return _interrupt(turn, turn.plan) if is_interrupted(turn) else _start_next(turn.plan)
-    if turn.plan.calls[index].effect == "unsafe":
-        # It may have happened, and must not happen twice. The model decides what to do.
+    started, has_interruption = turn.plan.calls[index], is_interrupted(turn)
+    if has_interruption and started.call.name == SEND_MESSAGE_TOOL:
+        # Its message is stored together with its result, so it was not sent.
+        return _interrupt(turn, turn.plan.with_state(index, "planned"))
+    if has_interruption or started.effect == "unsafe":
+        # It may have happened. Running it again would be wrong: it is unsafe, or somebody has spoken meanwhile.
         return _continue_plan(turn, SetCallState(index, "unknown", UNKNOWN_RESULT))
     return Step((SetState(state="tools"),), RunCall(index, is_retry=True))
 
@@ -559,6 +596,12 @@ def _stop(turn: Turn, stopped: Stopped) -> Step:
     if text := stopped.partial_text:
         return _finish(turn, AppendText(text), SendReply(text, is_partial=True, attachments=stopped.attachments))
     return _finish(turn)
+
+
+def _drop_task(turn: Turn) -> Step:
+    """Close the plan; the next worker asks the model again, without the messages of the stopped task."""
+    group = (AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)),) if turn.plan else ()
+    return Step((*group, SetState(state="llm", delay=timedelta(0), is_suspended=True)), Rest())
 
 
 def _abort(turn: Turn, reason: str) -> Step:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from coterie.errors import StoreError
-from coterie.ids import FRAME_MARK_BYTES
-from coterie.llm.types import Completion, ToolCall
+from coterie.ids import random_mark
+from coterie.llm.service import Completion, TokenUsage, ToolCall
 from coterie.messages import Envelope, Message
-from coterie.turn import Action, Event, Plan, PlannedCall, Rules
+from coterie.plan import Plan, PlannedCall
+from coterie.turn import Action, Event, Rules
 
 
 class StaleClaim(StoreError):
@@ -32,8 +32,10 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     calls: Sequence[ToolCall] = ()
     call_id: str | None = None
+    attachments: Sequence[Mapping[str, Any]] = ()
+    """Files of a tool's result, as in a message."""
     hidden: bool = False
-    mark: str = msgspec.field(default_factory=lambda: os.urandom(FRAME_MARK_BYTES).hex())
+    mark: str = msgspec.field(default_factory=random_mark)
     """Delimiter of the message in a request. The store derives it from the society's secret, so it is stable."""
 
 
@@ -46,6 +48,7 @@ class ReplyTarget(msgspec.Struct, frozen=True):
     in_reply_to: str | None
     cause: str | None
     hops: int
+    task: str
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +68,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The call to run."""
     cause: str | None = None
     """Id of the newest message of this turn."""
+    task: str | None = None
+    """The task that the turn counts for."""
     for_person: bool = False
     """A message of this turn, or one that waits, is from a person. Its requests have priority."""
     reply_target: ReplyTarget | None = None
@@ -80,12 +85,18 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     transaction of the change. A cached conversation may be used only if its version is equal."""
     reply_ids: Sequence[str] = ()
     """Ids of the messages that carry the model's text."""
+    newest_position: int = 0
+    """Position of the newest message that the agent had got at this step. Only a later one may cut the answer."""
+    cuts: int = 0
+    """Requests of this turn that a person's messages have cut."""
     withdrawn_calls: int = 0
     """Calls that did not run because of an interruption."""
     is_crash_suspect: bool = False
     """Two crashes happened at this step. Only one suspect runs at a time, so a third crash identifies the cause."""
     was_taken_over: bool = False
     """The previous worker did not release the turn."""
+    checked_seq: int = 0
+    """Waiting messages up to this mailbox position cannot interrupt the open plan; later checks skip them."""
 
     def call_key(self, index: int) -> str:
         """Return the permanent idempotency key of a call in the plan."""
@@ -116,6 +127,16 @@ class Admission(Protocol):
         ...
 
 
+class Interruption(NamedTuple):
+    """A person's message to an agent whose model is asked, or the end of an agent's turn."""
+
+    agent_id: str
+    position: int
+    """Of the message in the agent's mailbox."""
+    ended_epoch: int | None = None
+    """The turn was ended in the store: an action under an earlier epoch is in vain. None: a message arrived."""
+
+
 class TurnWorker(Protocol):
     """A worker to which the store pushes claims as soon as agents get mail."""
 
@@ -141,6 +162,14 @@ class TurnWorker(Protocol):
         """Cancel all turns without a further write; the lease may be lost. Called on the event loop."""
         ...
 
+    def interrupt(self, interruption: Interruption) -> None:
+        """A person's message arrived while the agent's model is asked, or its turn was ended. On the event loop.
+
+        The agent's turn may run in another process. The call may be missing: then the turn finds the message, or that
+        it was ended, at the end of its step.
+        """
+        ...
+
     def wake(self) -> None:
         """Look for ready agents that were not claimed. Called on the event loop."""
         ...
@@ -163,7 +192,15 @@ class TurnStore(Protocol):
         Agents with a person's message come first, then those that waited longest. `others`: maximum of agents without a
         person's message. `admission`: filter of agents.
 
-        The waiting mail of the claimed agents is in their history when this returns.
+        The waiting mail of the claimed agents is in their history when this returns: all of it, or as much as
+        `rules.mail_budget` allows. The rest stays waiting and is taken by the next steps.
+        """
+        ...
+
+    async def wake_forgotten(self) -> Sequence[str]:
+        """Wake agents that are idle although mail waits for them, and log each; return their ids.
+
+        No transaction of the store leaves an agent in such a state. The row was changed by other means.
         """
         ...
 
@@ -182,8 +219,8 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
-        """Return all rows after row `after`."""
+    async def history(self, agent_id: str, after: int = 0, limit: int | None = None) -> Sequence[HistoryRow]:
+        """Return the rows after row `after`: the first `limit` of them, or all."""
         ...
 
     async def history_view(self, agent_id: str, claim: Claim | None = None) -> HistoryView:
@@ -205,6 +242,12 @@ class TurnStore(Protocol):
         """Reserve `tokens` for the request of `claim`; False if `limit` tokens were used since `since`.
 
         The next step replaces the reservation by the real usage; a failure removes it. Fenced like a step.
+        """
+        ...
+
+    async def add_usage(self, claim: Claim, service: str, usage: TokenUsage) -> None:
+        """Add the tokens of a further model request to the cost of the step: one that a tool's server asked for, or one
+        whose own step was refused because a stop had ended the turn. Not fenced: they are paid for in any case.
         """
         ...
 

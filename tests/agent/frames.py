@@ -1,24 +1,24 @@
-"""Reads the frames of a request the way its reader is told to, so that a test sees who a model believes is speaking."""
+"""Parses the message frames of a request as the system prompt describes them."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from coterie.testing.replies import ReceivedRequest
+from coterie.testing.model_server import ReceivedRequest
 
-OPENING = re.compile(r"<message (\w+) (\{.*\})>")
+OPENING = re.compile(r"<([a-z2-7]{8}) (\S+) (\S+Z)((?: \S+)*)>")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     mark: str
-    known: dict[str, Any]
-    """What the opening line says."""
+    sender: str
+    more: str
+    """What the opening line says besides sender and time."""
     lines: list[str] = field(default_factory=list)
-    """Everything up to the closing line."""
+    """The lines before the closing line."""
 
     @property
     def text(self) -> str:
@@ -26,19 +26,19 @@ class Frame:
 
 
 def frames_of(request: ReceivedRequest) -> tuple[list[Frame], list[str]]:
-    """The messages that a request shows, and the lines of the user's role that stand outside of them."""
+    """Return the frames in the user messages of a request, and the lines outside of all frames."""
     texts = [_text(message["content"]) for message in request.body["messages"] if message["role"] == "user"]
     found: list[Frame] = []
     outside: list[str] = []
     frame: Frame | None = None
     for line in "\n".join(texts).split("\n"):
         if frame is not None:
-            if line == f"</message {frame.mark}>":
+            if line == f"</{frame.mark}>":
                 frame = None
             else:
                 frame.lines.append(line)
         elif opening := OPENING.fullmatch(line):
-            frame = Frame(opening[1], json.loads(opening[2]))
+            frame = Frame(opening[1], opening[2], opening[4])
             found.append(frame)
         elif line:
             outside.append(line)
@@ -46,9 +46,9 @@ def frames_of(request: ReceivedRequest) -> tuple[list[Frame], list[str]]:
     return found, outside
 
 
-def senders(request: ReceivedRequest) -> list[tuple[str, str]]:
+def senders(request: ReceivedRequest) -> list[str]:
     frames, _ = frames_of(request)
-    return [(frame.known["from"], frame.known["kind"]) for frame in frames]
+    return [frame.sender for frame in frames]
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

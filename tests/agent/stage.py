@@ -1,4 +1,4 @@
-"""A society with a stand-in model server, and tools whose beginning and end a test holds in its hand."""
+"""A society with a fake model server, and tools that start and end under the control of the test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,14 @@ async def dangerous(name: str) -> str:
 
 
 class Signal(asyncio.Event):
-    """An event of the test's loop that tools, which run on another loop, can set and wait for."""
+    """An event of the loop of the test. Tools on another loop can set it and wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._home = asyncio.get_running_loop()
 
     async def set_and_wait_for(self, other: asyncio.Event) -> None:
-        """Set this one and wait for the other, from any loop."""
+        """Set this event and wait for the other one, from any loop."""
 
         async def here() -> None:
             self.set()
@@ -55,7 +55,7 @@ class Signal(asyncio.Event):
 
 
 class Bell:
-    """Which tools ran, and whether they may end."""
+    """Records the calls of the tools, and holds them until `may_end` is set."""
 
     rings: list[str]
     rang: Signal
@@ -81,9 +81,9 @@ class Stage:
         return (await self.society.send(to=to, text=text, **more)).message_id
 
     async def heard(self, count: int = 1) -> list[Message]:
-        """The first `count` messages to the person."""
+        """Wait for the first `count` messages to the person."""
         messages: list[Message] = []
-        async with contextlib.aclosing(self.society.inbox()) as inbox:
+        async with contextlib.aclosing(self.society.inbox(mark_read=False)) as inbox:
             async for message in inbox:
                 messages.append(message)
                 if len(messages) == count:
@@ -94,7 +94,7 @@ class Stage:
         return [message.payload["text"] for message in await self.heard(count)]
 
     async def until(self, holds: Callable[[], Any]) -> None:
-        """Until the coroutine that `holds` makes says so; looked at after every event."""
+        """Wait until `holds()` is true; checked after every event."""
         async with self.society.bus.watch() as watcher:
             while not await holds():
                 await anext(watcher)
@@ -106,22 +106,30 @@ class Stage:
 
         await self.until(is_there)
 
+    async def ended(self, task: str) -> None:
+        """Wait until the task does not work."""
+
+        async def is_there() -> bool:
+            return (await self.society.task(task)).task.state != "working"
+
+        await self.until(is_there)
+
     async def history(self, agent: str = "ada") -> list[tuple[str, str]]:
         return [(row.role, spoken(row)) for row in await self.society.store.history(agent)]
 
     def roles_asked(self, index: int) -> list[str]:
-        """The roles that the server saw in its `index`-th request, without the system's."""
+        """Return the roles of the messages in request `index`, without the system message."""
         return [message["role"] for message in self.server.requests[index].body["messages"][1:]]
 
 
 def each(**replies: list[Reply]) -> Callable[[ReceivedRequest], Reply]:
-    """What each agent's model says, in order: agents work side by side, so nobody knows who asks first."""
-    left = {agent: iter(said) for agent, said in replies.items()}
+    """Script the replies per agent, because agents ask in any order."""
+    remaining = {agent: iter(script) for agent, script in replies.items()}
 
     def answer(request: ReceivedRequest) -> Reply:
         asking = re.search(r"\(id: ([\w-]+)\)", request.body["messages"][0]["content"])
         assert asking is not None
-        return next(left[asking[1]])
+        return next(remaining[asking[1]])
 
     return answer
 
@@ -140,18 +148,22 @@ async def stage(
     clock: Clock | None = None,
     window: int | None = None,
     unknown_keys: Set[str] = frozenset(),
+    tools: str = TOOLS,
+    services: Sequence[Mapping[str, Any]] = (),
     **entry: Any,
 ) -> AsyncIterator[Stage]:
-    """`window`: how many tokens the model takes; `entry`: more of its entry in llmservices.json.
+    """Run a society. Afterwards check that the server refused nothing and that no invariant is violated.
 
-    `unknown_keys`: of a request, those that the service refuses. Without `stream_options` it reports no usage.
+    `window`: context window of the model, in tokens. `entry`: more keys of its entry in llmservices.json.
+    `unknown_keys`: keys of a request that the service refuses. `tools`: the content of tools.py. `services`: more
+    entries, on the same server.
     """
     Bell.reset()
     async with ModelServer(context_tokens=window, unknown_keys=unknown_keys) as server:
-        services = [{"id": "main", "baseURL": server.base_url, "model": "m"} | entry]
+        entries = [{"baseURL": server.base_url, **one} for one in ({"id": "main", "model": "m"} | entry, *services)]
         (folder / "coterie.toml").write_text(agents)
-        (folder / "llmservices.json").write_text(json.dumps({"services": services}))
-        (folder / "tools.py").write_text(TOOLS)
+        (folder / "llmservices.json").write_text(json.dumps({"services": entries}))
+        (folder / "tools.py").write_text(tools)
         async with Society.open(folder, clock=clock) as society:
             yield Stage(society, server)
             assert server.refused == []

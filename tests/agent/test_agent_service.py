@@ -1,4 +1,4 @@
-"""Agents that make agents: roles, children, and who may end whom."""
+"""Agent service: roles, spawning, limits and termination."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def code(call: Any) -> str:
     return refusal.value.code
 
 
-async def test_a_spawned_agent_has_its_roles_prompt_and_a_parent_and_can_be_written_to(
+async def test_a_spawned_agent_has_the_prompt_of_its_role_and_a_parent(
     service: AgentService, directory: AgentDirectory, store: Store
 ) -> None:
     made = await service.spawn("ada", "scout", name="Scout", key="k1")
@@ -49,7 +49,7 @@ async def test_a_spawned_agent_has_its_roles_prompt_and_a_parent_and_can_be_writ
     assert stored is not None and (stored.name, stored.parent, stored.state) == ("Scout", "ada", "idle")
 
 
-async def test_the_same_call_run_again_makes_no_second_agent(service: AgentService, store: Store) -> None:
+async def test_a_repeated_spawn_creates_one_agent(service: AgentService, store: Store) -> None:
     first = await service.spawn("ada", "scout", key="k1")
     assert await service.spawn("ada", "scout", key="k1") == first
     named = await service.spawn("ada", "scout", id="sam", key="k2")
@@ -57,7 +57,7 @@ async def test_the_same_call_run_again_makes_no_second_agent(service: AgentServi
     assert len(await store.agents()) == 5
 
 
-async def test_a_taken_or_impossible_id_and_an_unknown_role_are_refused(service: AgentService) -> None:
+async def test_an_id_in_use_an_invalid_id_and_an_unknown_role_are_refused(service: AgentService) -> None:
     assert await code(service.spawn("ada", "scout", id="bob", key="k")) == "id_taken"
     assert await code(service.spawn("ada", "scout", id="user", key="k")) == "payload_invalid"
     assert await code(service.spawn("ada", "scout", id="No Way", key="k")) == "payload_invalid"
@@ -67,7 +67,7 @@ async def test_a_taken_or_impossible_id_and_an_unknown_role_are_refused(service:
         await service.create_role("fine", "x", service="nowhere")
 
 
-async def test_only_the_parent_or_the_person_ends_an_agent_and_its_children_go_with_it(
+async def test_only_the_parent_terminates_an_agent_and_its_descendants_with_it(
     service: AgentService, directory: AgentDirectory, store: Store
 ) -> None:
     child = await service.spawn("ada", "scout", id="child", key="1")
@@ -83,14 +83,16 @@ async def test_only_the_parent_or_the_person_ends_an_agent_and_its_children_go_w
     assert await code(service.terminate("nobody", by="ada")) == "unknown_agent"
 
 
-async def test_an_agent_cannot_make_agents_without_end(service: AgentService) -> None:
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # the limit does not depend on the engine
+async def test_the_number_of_children_is_limited(service: AgentService) -> None:
     for n in range(MAX_CHILDREN):
         await service.spawn("ada", "scout", key=str(n))
     assert await code(service.spawn("ada", "scout", key="one more")) == "too_many_children"
     await service.spawn("bob", "scout", key="bob's first")
 
 
-async def test_a_family_in_which_everybody_makes_two_more_has_an_end_and_others_make_theirs(
+@pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # the limit does not depend on the engine
+async def test_the_number_of_descendants_is_limited(
     service: AgentService,
 ) -> None:
     family = ["ada"]
@@ -104,7 +106,7 @@ async def test_a_family_in_which_everybody_makes_two_more_has_an_end_and_others_
     await service.spawn("bob", "scout", key="bob's first")
 
 
-async def test_through_the_tools_an_agent_makes_another_and_it_is_still_there_after_a_restart(tmp_path: Path) -> None:
+async def test_an_agent_spawned_with_a_tool_exists_after_a_restart(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         role = Calls("create_role", {"name": "scout", "prompt": "You look around."})
         spawn = Calls("spawn_agent", {"role": "scout", "id": "sam", "task": "what do you see?"})
@@ -120,3 +122,18 @@ async def test_through_the_tools_an_agent_makes_another_and_it_is_still_there_af
             here.society = again
             await here.say("still there?", to="sam")
             assert (await here.texts(3))[-1] == "still a tree"
+
+
+async def test_an_agent_has_the_description_of_its_role_unless_its_maker_gives_another(
+    service: AgentService, directory: AgentDirectory
+) -> None:
+    await service.create_role("guard", "You watch.", description="Watches\nthe door.")
+    first = await service.spawn("ada", "guard", key="1")
+    second = await service.spawn("ada", "guard", description="Watches the roof.", key="2")
+    await service.refresh_directory()  # as after a restart
+    assert [directory.description_of(agent.id) for agent in (first, second)] == [
+        "Watches the door.",
+        "Watches the roof.",
+    ]
+    assert await code(service.create_role("wordy", "x", description="x" * 501)) == "payload_invalid"
+    assert await code(service.spawn("ada", "guard", description="x" * 501, key="3")) == "payload_invalid"

@@ -1,4 +1,4 @@
-"""Which files an agent may read: those it made, and those that messages brought it."""
+"""An agent may read the files it made and the files of messages it has read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.agent.stage import Stage, each, stage
 from tests.engines import Engine, Postgres
 
 AGENTS = "[agents.ada]\n[agents.bob]\n"
-NOBODY = "0" * 32
+UNKNOWN_REF = "0" * 32
 
 
 def config(engine: Engine, folder: Path, more: str = "") -> str:
@@ -39,27 +39,27 @@ def send(ref: str, to: str) -> Calls:
     return Calls("send_message", {"to": to, "payload": {"text": "see", "attachments": [{"artifactRef": ref}]}})
 
 
-async def test_an_agent_reads_lists_and_forwards_only_what_it_made_or_was_sent(engine: Engine, tmp_path: Path) -> None:
+async def test_an_agent_reads_lists_and_forwards_only_files_it_made_or_received(engine: Engine, tmp_path: Path) -> None:
     async with stage(tmp_path, agents=config(engine, tmp_path)) as here:
-        secret = (await here.society.artifacts.put(b"not for everybody", "secret.txt")).ref
+        secret = (await here.society.artifacts.put(b"restricted", "secret.txt")).ref
         mine = Calls("put_artifact", {"filename": "mine.txt", "text": "by bob"})
-        tries = Says(calls=(read(secret), send(secret, "user"), read(NOBODY), mine, Calls("list_artifacts")))
+        tries = Says(calls=(read(secret), send(secret, "user"), read(UNKNOWN_REF), mine, Calls("list_artifacts")))
         here.server.default = each(bob=[tries, "done"], ada=[Says(calls=(read(secret),)), "read"])
         await here.say("look", to="bob")
-        assert await here.texts() == ["done"], "nothing was forwarded"
+        assert await here.texts() == ["done"], "the file was forwarded"
         hidden, sent, absent, made, listed = last_results(here, "bob")
         assert (hidden["error"], sent["error"]) == ("unknown_artifact", "attachment_unknown")
-        assert hidden["message"].replace(secret, NOBODY) == absent["message"], "it is not told whether it exists"
+        assert hidden["message"].replace(secret, UNKNOWN_REF) == absent["message"], (
+            "the error must not reveal that the file exists"
+        )
         assert [one["artifactRef"] for one in listed["artifacts"]] == [made["artifactRef"]]
 
         await here.say("read this", to="ada", attachments=[secret])
         await here.texts(2)
-        assert last_results(here, "ada")[0]["text"] == "not for everybody"
+        assert last_results(here, "ada")[0]["text"] == "restricted"
 
 
-async def test_what_is_forwarded_reaches_its_recipient_and_what_one_made_can_be_read_again(
-    engine: Engine, tmp_path: Path
-) -> None:
+async def test_an_agent_forwards_a_file_and_the_recipient_reads_it(engine: Engine, tmp_path: Path) -> None:
     async with stage(tmp_path, agents=config(engine, tmp_path)) as here:
         plan = (await here.society.artifacts.put(b"the plan", "plan.txt")).ref
         here.server.default = each(
@@ -73,7 +73,7 @@ async def test_what_is_forwarded_reaches_its_recipient_and_what_one_made_can_be_
         assert [one["artifactRef"] for one in listed["artifacts"]] == [plan]
 
 
-async def test_a_society_may_share_all_its_files(engine: Engine, tmp_path: Path) -> None:
+async def test_with_shared_artifacts_every_agent_reads_every_file(engine: Engine, tmp_path: Path) -> None:
     async with stage(tmp_path, agents=config(engine, tmp_path, "[artifacts]\nshared = true\n")) as here:
         note = (await here.society.artifacts.put(b"for all", "note.txt")).ref
         here.server.default = each(bob=[Says(calls=(read(note), send(note, "user"))), "done"])
@@ -82,16 +82,14 @@ async def test_a_society_may_share_all_its_files(engine: Engine, tmp_path: Path)
         assert last_results(here, "bob")[0]["text"] == "for all"
 
 
-async def test_a_file_that_waits_in_the_mailbox_is_not_read_yet_and_the_person_reads_all(
-    engine: Engine, tmp_path: Path
-) -> None:
+async def test_an_agent_cannot_read_a_file_of_a_message_that_it_has_not_read(engine: Engine, tmp_path: Path) -> None:
     async with stage(tmp_path, agents=config(engine, tmp_path)) as here:
-        library, store = here.society.artifacts, here.society.store
-        note = (await library.put(b"for bob", "note.txt")).ref
-        own = await library.put(b"bob's", "own.txt", maker="bob")
+        artifacts, store = here.society.artifacts, here.society.store
+        note = (await artifacts.put(b"for bob", "note.txt")).ref
+        own = await artifacts.put(b"bob's", "own.txt", maker="bob")
         await here.society.pause("bob")
         await here.say("read", to="bob", attachments=[note])
         with pytest.raises(Refused, match="there is no artifact"):
-            await library.describe(note, reader="bob")
+            await artifacts.describe(note, reader="bob")
         assert [one.ref for one in await store.latest_artifacts(reader="bob")] == [own.ref]
-        assert await library.read(note) == b"for bob" and await library.read(own.ref) == b"bob's"
+        assert await artifacts.read(note) == b"for bob" and await artifacts.read(own.ref) == b"bob's"

@@ -1,4 +1,4 @@
-"""What a service does not report counts all the same, as an estimate that is called one."""
+"""Usage that a service does not report is estimated, counted and marked as estimated."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from pathlib import Path
 
 from coterie.clock import UNIX_EPOCH
 from coterie.store import Usage
-from coterie.testing.model_server import Calls, CustomReply, Says, Status
-from coterie.testing.replies import ReceivedRequest, ServerConnection, chunk
+from coterie.testing.model_server import Calls, CustomReply, ReceivedRequest, Says, ServerConnection, Status, chunk
 from tests.agent.stage import Stage, stage
 
-SILENT = frozenset({"stream_options"})
-"""A service that does not know this key is never asked for usage, and reports none."""
+WITHOUT_USAGE = frozenset({"stream_options"})
+"""A service that refuses this key reports no usage."""
 
 
 async def used(here: Stage) -> list[Usage]:
     return list(await here.society.store.usage(UNIX_EPOCH))
 
 
-async def breaks_off(wire: ServerConnection) -> None:
+async def interrupted(wire: ServerConnection) -> None:
     await wire.begin()
     await wire.event(chunk({"role": "assistant", "content": "The beginning of an answer, and then"}))
 
 
-async def test_the_days_tokens_run_out_at_a_service_that_reports_no_usage(tmp_path: Path) -> None:
+async def test_the_daily_token_limit_holds_for_a_service_that_reports_no_usage(tmp_path: Path) -> None:
     agents = "[limits]\ntokens_per_day = 50\n[agents.ada]\n"
-    async with stage(tmp_path, agents=agents, unknown_keys=SILENT) as here:
+    async with stage(tmp_path, agents=agents, unknown_keys=WITHOUT_USAGE) as here:
         await here.say("first")
         assert await here.texts() == ["ok"]
         await here.say("second")
@@ -36,10 +35,10 @@ async def test_the_days_tokens_run_out_at_a_service_that_reports_no_usage(tmp_pa
         assert row.requests == 1
         assert row.input_tokens > 50 and row.output_tokens > 0
         assert row.estimated_tokens == row.input_tokens + row.output_tokens
-        here.server.refused.clear()  # the key that it does not know
+        here.server.refused.clear()  # it refused the unknown key, as expected
 
 
-async def test_what_a_service_reports_is_no_estimate(tmp_path: Path) -> None:
+async def test_reported_usage_is_not_counted_as_estimated(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         await here.say("first")
         await here.heard()
@@ -47,13 +46,13 @@ async def test_what_a_service_reports_is_no_estimate(tmp_path: Path) -> None:
         assert row.input_tokens and row.estimated_tokens == 0
 
 
-async def test_an_answer_that_breaks_off_counts_and_a_refusal_does_not(tmp_path: Path) -> None:
+async def test_tokens_of_an_interrupted_answer_count_and_those_of_a_refused_request_do_not(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(401, "wrong key"))
         await here.say("refused")
         await here.state("ada", "blocked")
         assert await used(here) == []
-        here.server.script(CustomReply(breaks_off), Status(401, "wrong key"))
+        here.server.script(CustomReply(interrupted), Status(401, "wrong key"))
         await here.say("broken off")
         await here.server.wait_for_request(2)
         await here.until(lambda: is_counted(here))
@@ -66,7 +65,7 @@ async def is_counted(here: Stage) -> bool:
     return bool(await used(here))
 
 
-async def test_a_request_that_is_stopped_counts(tmp_path: Path) -> None:
+async def test_tokens_of_a_stopped_request_count(tmp_path: Path) -> None:
     gate = asyncio.Event()
     async with stage(tmp_path) as here:
         here.server.script(Says("too late", gate=gate))
@@ -79,9 +78,9 @@ async def test_a_request_that_is_stopped_counts(tmp_path: Path) -> None:
         gate.set()
 
 
-async def test_a_withdrawn_answer_counts_as_an_estimate_too(tmp_path: Path) -> None:
+async def test_tokens_of_a_withdrawn_answer_count_as_estimated(tmp_path: Path) -> None:
     gate = asyncio.Event()
-    async with stage(tmp_path, unknown_keys=SILENT) as here:
+    async with stage(tmp_path, unknown_keys=WITHOUT_USAGE) as here:
         await here.say("warm up")
         await here.heard(1)
         here.server.script(Says(calls=(Calls("ring", {"name": "x"}),), gate=gate), "then this")
@@ -97,12 +96,12 @@ async def test_a_withdrawn_answer_counts_as_an_estimate_too(tmp_path: Path) -> N
         here.server.refused.clear()
 
 
-async def test_summaries_count_as_estimates_even_when_they_break_off(tmp_path: Path) -> None:
+async def test_tokens_of_an_interrupted_summary_count_as_estimated(tmp_path: Path) -> None:
     def answer(request: ReceivedRequest) -> Says | CustomReply:
         summary = str(request.body["messages"][0]["content"]).startswith("Summarise")
-        return CustomReply(breaks_off) if summary else Says("yes")
+        return CustomReply(interrupted) if summary else Says("yes")
 
-    async with stage(tmp_path, window=4_000, contextTokens=4_000, unknown_keys=SILENT) as here:
+    async with stage(tmp_path, window=4_000, contextTokens=4_000, unknown_keys=WITHOUT_USAGE) as here:
         here.server.default = answer
         sent = 0
         while sum(1 for one in here.server.requests if "Summarise" in str(one.body["messages"][0])) < 1:

@@ -1,4 +1,4 @@
-"""An owner's code that raises SystemExit or KeyboardInterrupt where nobody expects it: the society goes on."""
+"""Tools that raise SystemExit, KeyboardInterrupt or CancelledError in unusual places do not stop the society."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from coterie.agent.tools import ToolContext, get_tool, tool
 from coterie.agent.user_tools import load_user_tools
 from coterie.errors import Refused
 from coterie.testing import ModelServer
-from coterie.testing.replies import Calls, Says
-from tests.faults.harness import patience
+from coterie.testing.model_server import Calls, Says
+from tests.agent.tool_calls import HANG_SECONDS
+from tests.engines import Engine
 
-EXITS = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
+EXCEPTIONS = [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError]
 
 
 async def error_from(function: Any, ctx: ToolContext, **arguments: Any) -> dict[str, str]:
@@ -27,16 +28,22 @@ async def error_from(function: Any, ctx: ToolContext, **arguments: Any) -> dict[
     assert made
     result = await Toolbox([made]).call(made.name, arguments, ctx, patterns=["*"])
     assert not result.ok
-    told: dict[str, str] = json.loads(result.text)
-    return told
+    error: dict[str, str] = json.loads(result.text)
+    return error
 
 
-@pytest.mark.parametrize("kind", EXITS)
+@pytest.fixture
+def engine() -> Engine:
+    """Tool calls do not depend on the engine: SQLite only."""
+    return Engine()
+
+
+@pytest.mark.parametrize("kind", EXCEPTIONS)
 @pytest.mark.parametrize("in_thread", [True, False])
-async def test_an_exception_whose_words_raise_is_told_by_its_type(
+async def test_an_exception_whose_text_raises_is_reported_by_its_type(
     kind: type[BaseException], in_thread: bool, ctx: ToolContext
 ) -> None:
-    class Mute(Exception):
+    class WithoutText(Exception):
         def __str__(self) -> str:
             raise kind
 
@@ -44,55 +51,53 @@ async def test_an_exception_whose_words_raise_is_told_by_its_type(
 
     @tool
     def blocking() -> None:
-        raise Mute
+        raise WithoutText
 
     @tool
     async def waiting() -> None:
-        raise Mute
+        raise WithoutText
 
-    told = await error_from(blocking if in_thread else waiting, ctx)
-    assert told["error"] == "tool_failed" and told["message"].endswith("failed: Mute")
+    error = await error_from(blocking if in_thread else waiting, ctx)
+    assert error["error"] == "tool_failed" and error["message"].endswith("failed: WithoutText")
 
 
-@pytest.mark.parametrize("kind", EXITS)
-async def test_arguments_whose_construction_raises_are_an_error_result(
-    kind: type[BaseException], ctx: ToolContext
-) -> None:
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+async def test_an_argument_class_that_raises_is_an_error_result(kind: type[BaseException], ctx: ToolContext) -> None:
     @dataclass
-    class Place:
+    class Argument:
         name: str
 
         def __post_init__(self) -> None:
             raise kind("no")
 
-    async def go(place: Any) -> None: ...
+    async def use(argument: Any) -> None: ...
 
-    go.__annotations__["place"] = Place
-    told = await error_from(tool(go), ctx, place={"name": "x"})
-    assert told["error"] == "tool_failed"
+    use.__annotations__["argument"] = Argument
+    error = await error_from(tool(use), ctx, argument={"name": "x"})
+    assert error["error"] == "tool_failed"
 
 
-@pytest.mark.parametrize("kind", EXITS)
-async def test_a_result_that_raises_while_it_is_read_is_an_error_result(
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+async def test_a_result_that_raises_when_serialized_does_not_raise_from_the_call(
     kind: type[BaseException], ctx: ToolContext
 ) -> None:
-    class Mute(ValueError):
+    class WithoutText(ValueError):
         def __str__(self) -> str:
             raise kind
 
-    class Trap(dict[str, Any]):
+    class RaisingDict(dict[str, Any]):
         def items(self) -> Any:
             raise kind("no")
 
         def __iter__(self) -> Any:
             raise kind("no")
 
-    class Odd:
+    class WithoutClass:
         @property  # type: ignore[misc]
         def __class__(self) -> Any:
-            raise Mute
+            raise WithoutText
 
-    values: list[Any] = [Trap(a=1), [Trap(a=1)], Odd(), {"a": Odd()}]
+    values: list[Any] = [RaisingDict(a=1), [RaisingDict(a=1)], WithoutClass(), {"a": WithoutClass()}]
 
     @tool
     async def give() -> Any:
@@ -104,13 +109,13 @@ async def test_a_result_that_raises_while_it_is_read_is_an_error_result(
         await Toolbox([made]).call("give", {}, ctx, patterns=["*"])  # raises nothing
 
 
-async def test_a_refusal_without_its_parts_is_an_error_result(ctx: ToolContext) -> None:
-    class Half(Refused):
+async def test_a_refused_exception_without_its_attributes_is_an_error_result(ctx: ToolContext) -> None:
+    class Incomplete(Refused):
         def __init__(self) -> None: ...
 
     @tool
     async def fail() -> None:
-        raise Half
+        raise Incomplete
 
     assert (await error_from(fail, ctx))["error"] == "tool_failed"
 
@@ -123,12 +128,10 @@ async def test_a_refusal_without_its_parts_is_an_error_result(ctx: ToolContext) 
         "class E(Exception):\n    def __str__(self):\n        raise SystemExit\nraise E\n",
         "class E(Exception):\n    def __str__(self):\n        raise KeyboardInterrupt\nraise E\n",
         "class E(SyntaxError):\n    msg = 3\nraise E\n",
-        "class Odd:\n    @property\n    def __class__(self):\n        raise SystemExit\nodd = Odd()\n",
+        "class C:\n    @property\n    def __class__(self):\n        raise SystemExit\nx = C()\n",
     ],
 )
-def test_a_file_that_ends_the_program_when_it_is_imported_is_a_problem_and_the_others_are_loaded(
-    text: str, tmp_path: Path
-) -> None:
+def test_a_tools_file_that_exits_on_import_is_a_problem_and_the_others_are_loaded(text: str, tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools.py").write_text(text)
     good = "from coterie import tool\n\n@tool\nasync def good() -> str:\n    return 'good'\n"
@@ -140,20 +143,21 @@ def test_a_file_that_ends_the_program_when_it_is_imported_is_a_problem_and_the_o
     assert [problem.location.partition(":")[0] for problem in loaded.problems] == ["tools.py"]
 
 
-async def test_a_society_goes_on_with_both_kinds_of_tools(tmp_path: Path) -> None:
+async def test_a_society_survives_a_tools_file_and_a_tool_that_raise_exits(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools.py").write_text("raise KeyboardInterrupt\n")
     (tmp_path / "tools/bad.py").write_text(
-        "from coterie import tool\n\nclass Mute(Exception):\n    def __str__(self):\n        raise SystemExit\n\n"
-        "@tool\nasync def hurt() -> str:\n    raise Mute\n"
+        "from coterie import tool\n\n"
+        "class WithoutText(Exception):\n    def __str__(self):\n        raise SystemExit\n\n"
+        "@tool\nasync def fail() -> str:\n    raise WithoutText\n"
     )
     (tmp_path / "coterie.toml").write_text("[agents.ada]\n")
     async with ModelServer() as server:
         services = [{"id": "main", "baseURL": server.base_url, "model": "m"}]
         (tmp_path / "llmservices.json").write_text(json.dumps({"services": services}))
-        server.script(Says(calls=(Calls("hurt", {}),)), Says("I am still here"))
-        async with Society.open(tmp_path) as society, asyncio.timeout(patience(20)):
+        server.script(Says(calls=(Calls("fail", {}),)), Says("still running"))
+        async with Society.open(tmp_path) as society, asyncio.timeout(HANG_SECONDS):
             await society.send(to="ada", text="go")
-            assert (await anext(society.inbox())).payload["text"] == "I am still here"
+            assert (await anext(society.inbox())).payload["text"] == "still running"
             await society.reload()
-        assert "hurt failed: Mute" in json.dumps(server.requests[1].body)
+        assert "fail failed: WithoutText" in json.dumps(server.requests[1].body)

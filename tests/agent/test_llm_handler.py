@@ -1,27 +1,26 @@
-"""Agents at work: one sequence per agent, speech at any moment, and every history the services accept."""
+"""Turns of agents: messages at any moment, tools, approvals, errors, stops and restarts."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coterie import Society
+from coterie import Society, failpoints
 from coterie.errors import Refused
 from coterie.testing import Calls, Says, Status
 from tests.agent.stage import Bell, each, stage
-
-PATIENCE = 20
-"""Seconds. Nothing waits that long; it only keeps what hangs from hanging the tests."""
+from tests.agent.tool_calls import HANG_SECONDS, wait_until
 
 
 def calls(*names: str, tool: str = "ring") -> tuple[Calls, ...]:
     return tuple(Calls(tool, {"name": name}) for name in names)
 
 
-async def test_who_speaks_to_an_agent_gets_an_answer_and_the_agent_rests(tmp_path: Path) -> None:
+async def test_an_agent_answers_a_message_and_becomes_idle(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script("Good morning!")
         asked = await here.say("hello")
@@ -31,7 +30,7 @@ async def test_who_speaks_to_an_agent_gets_an_answer_and_the_agent_rests(tmp_pat
         assert await here.history() == [("user", "hello"), ("assistant", "Good morning!")]
 
 
-async def test_two_messages_during_one_model_call_cost_exactly_one_more(tmp_path: Path) -> None:
+async def test_two_messages_during_one_request_need_one_more_request(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         gate = asyncio.Event()
         here.server.script(Says("first", gate=gate), "to both")
@@ -58,7 +57,7 @@ async def test_a_message_before_the_first_call_withdraws_the_plan(tmp_path: Path
         gate.set()
         assert await here.texts() == ["as you wish"]
         assert Bell.rings == []
-        assert here.roles_asked(1) == ["user"]  # both messages, and no trace of the plan
+        assert here.roles_asked(1) == ["user"]  # both messages as one; the plan is not shown
         assert await here.history() == [("user", "ring!"), ("user", "no, do not"), ("assistant", "as you wish")]
 
 
@@ -95,7 +94,7 @@ async def test_a_delayed_message_that_falls_due_interrupts_like_any_other(tmp_pa
         assert Bell.rings == ["a"]
 
 
-async def test_answers_unwind_to_whoever_asked_first(tmp_path: Path) -> None:
+async def test_an_answer_to_an_answer_goes_to_the_original_asker(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         to_bob = Calls("send_message", {"to": "bob", "payload": {"text": "what is the time?"}})
         here.server.default = each(ada=[Says(calls=(to_bob,)), "I asked bob", "it is noon"], bob=["noon"])
@@ -125,30 +124,28 @@ async def test_a_plan_is_not_interrupted_by_the_answers_to_its_own_questions(tmp
         assert await here.history("eve") == [("user", "?"), ("assistant", "fine")]
 
 
-async def test_a_wrong_key_reaches_the_person_in_words_and_their_next_message_tries_again(tmp_path: Path) -> None:
+async def test_a_wrong_key_is_reported_to_the_person_and_the_next_message_retries(tmp_path: Path) -> None:
     async with stage(tmp_path, apiKey="wrong") as here:
         here.server.script(Status(401), "now it works")
         await here.say("hello")
-        (trouble,) = await here.heard()
-        assert trouble.sender == "system" and "llmservices.json" in trouble.payload["text"]
+        (notice,) = await here.heard()
+        assert notice.sender == "system" and "llmservices.json" in notice.payload["text"]
         await here.state("ada", "blocked")
         await here.say("again?")
         assert (await here.texts(2))[1] == "now it works"
         assert len(here.server.requests) == 2
 
 
-async def test_a_passing_failure_is_tried_again_and_nobody_is_bothered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_transient_error_is_retried_without_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.random", lambda: 0.0)
     async with stage(tmp_path) as here:
-        here.server.script(Status(503), Status(429), "there you are")
+        here.server.script(Status(503), Status(429), "answered")
         await here.say("hello")
-        assert await here.texts() == ["there you are"]
+        assert await here.texts() == ["answered"]
         assert len(here.server.requests) == 3
 
 
-async def test_a_call_that_makes_no_sense_is_a_result_the_model_reads(tmp_path: Path) -> None:
+async def test_an_invalid_call_is_an_error_result(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         wrong = (Calls("no_such_tool", {}), Calls("ring", {"nmae": "x"}), Calls("ring", "not json"))
         here.server.script(Says(calls=wrong), "sorry")
@@ -159,7 +156,7 @@ async def test_a_call_that_makes_no_sense_is_a_result_the_model_reads(tmp_path: 
         assert Bell.rings == []
 
 
-async def test_stopping_a_turn_keeps_what_was_said_and_the_mail_begins_the_next(tmp_path: Path) -> None:
+async def test_after_a_stop_the_waiting_message_begins_the_next_turn(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         gate = asyncio.Event()
         here.server.script(Says("one two three", gate=gate), "next")
@@ -169,14 +166,12 @@ async def test_stopping_a_turn_keeps_what_was_said_and_the_mail_begins_the_next(
         assert here.society.stop_turn("ada") is True
         assert await here.texts() == ["next"]
         gate.set()
-        await asyncio.gather(
-            *here.society._require_runtime()._scheduler._turns
-        )  # it is heard a moment before its turn ends
-        assert here.society.stop_turn("ada") is False
+        await here.state("ada", "idle")
+        await wait_until(lambda: here.society.stop_turn("ada") is False)  # its task ends after its last write
         assert await here.history() == [("user", "count"), ("user", "and then?"), ("assistant", "next")]
 
 
-async def test_a_stopped_tool_may_or_may_not_have_happened_and_the_model_is_told(tmp_path: Path) -> None:
+async def test_a_stopped_call_has_an_unknown_outcome(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         Bell.may_end.clear()
         here.server.script(Says(calls=calls("a", "b")))
@@ -189,7 +184,7 @@ async def test_a_stopped_tool_may_or_may_not_have_happened_and_the_model_is_told
 
 
 @pytest.mark.parametrize(("option", "rings"), [(0, ["x"]), (1, [])])
-async def test_a_dangerous_call_runs_only_when_the_person_says_so(
+async def test_a_call_that_needs_approval_runs_only_after_approval(
     tmp_path: Path, option: int, rings: list[str]
 ) -> None:
     async with stage(tmp_path) as here:
@@ -204,7 +199,7 @@ async def test_a_dangerous_call_runs_only_when_the_person_says_so(
         assert [role for role, _ in await here.history()] == ["user", "assistant", "tool", "user", "assistant"]
 
 
-async def test_any_other_word_voids_the_question_and_the_call(tmp_path: Path) -> None:
+async def test_any_other_message_closes_the_question_and_cancels_the_call(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Says(calls=calls("x", tool="dangerous")), "I left it")
         await here.say("do it")
@@ -216,7 +211,7 @@ async def test_any_other_word_voids_the_question_and_the_call(tmp_path: Path) ->
         assert Bell.rings == []
 
 
-async def test_a_file_that_an_agent_forwards_is_described_by_its_bytes(tmp_path: Path) -> None:
+async def test_the_type_of_a_forwarded_file_is_derived_from_its_bytes(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         kept = await here.society.artifacts.put(b"some notes", "notes.txt")
         attachment = {"artifactRef": kept.ref, "size": 7, "mimeType": "image/png"}
@@ -237,7 +232,7 @@ async def test_a_file_that_an_agent_forwards_is_described_by_its_bytes(tmp_path:
         assert "attachment_unknown" in results[1]
 
 
-async def test_two_agents_cannot_talk_for_ever(tmp_path: Path) -> None:
+async def test_the_hop_limit_ends_a_conversation_of_two_agents(tmp_path: Path) -> None:
     agents = "[limits]\nmax_hops = 5\n[agents.ada]\n[agents.bob]\n"
     async with stage(tmp_path, agents=agents) as here:
 
@@ -260,7 +255,7 @@ async def test_two_agents_cannot_talk_for_ever(tmp_path: Path) -> None:
         assert len(here.server.requests) <= 2 * 7
 
 
-async def test_a_turn_that_a_restart_cut_off_goes_on_and_its_pure_calls_run_again(tmp_path: Path) -> None:
+async def test_a_turn_interrupted_by_a_restart_continues_and_repeats_pure_calls(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="[shutdown]\ndrain_seconds = 0\n[agents.ada]\n") as here:
         Bell.may_end.clear()
         here.server.script(Says(calls=(*calls("a"), *calls("b", tool="look"))))
@@ -293,7 +288,7 @@ async def test_a_paused_agent_ends_its_turn_and_begins_no_other_until_it_is_resu
         assert (await here.texts(2))[1] == "second"
 
 
-async def test_a_blocked_agent_tries_again_when_it_is_resumed(tmp_path: Path) -> None:
+async def test_a_blocked_agent_retries_when_it_is_resumed(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(401), "mended")
         await here.say("hello")
@@ -302,9 +297,30 @@ async def test_a_blocked_agent_tries_again_when_it_is_resumed(tmp_path: Path) ->
         assert (await here.texts(2))[1] == "mended"
 
 
-async def test_what_goes_wrong_is_logged_with_the_agent_it_happened_to(
+async def test_a_failure_while_an_interjection_is_read_is_logged_and_never_leaves_the_agent_stuck(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """004-N2.1, 004-6.4"""
+    async with asyncio.timeout(30), stage(tmp_path) as here:
+        held = asyncio.Event()
+        here.server.script(Says(calls=(Calls("ring", {"name": "x"}),), gate=held), "read both")
+        await here.say("hello")
+        await here.server.wait_for_request()
+        await here.say("wait")
+        failpoints.arm("turn.before_save:1:raise")
+        try:
+            held.set()
+            assert await here.texts() == ["read both"]
+        finally:
+            failpoints.arm("")
+        await here.state("ada", "idle")
+        assert Bell.rings == []
+        assert await here.history() == [("user", "hello"), ("user", "wait"), ("assistant", "read both")]
+    (error,) = [record for record in caplog.records if "unexpected error" in record.getMessage()]
+    assert error.levelno == logging.ERROR and error.exc_info
+
+
+async def test_a_failed_request_is_logged_with_its_agent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(401), Says(calls=(Calls("ring", {"name": "x"}),)), "done")
         await here.say("hello")
@@ -312,7 +328,7 @@ async def test_what_goes_wrong_is_logged_with_the_agent_it_happened_to(
     assert any("ada got no answer" in record.getMessage() for record in caplog.records)
 
 
-async def test_an_agent_that_left_the_file_says_so_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+async def test_an_agent_removed_from_the_configuration_is_blocked_until_it_is_back(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="[shutdown]\ndrain_seconds = 0\n[agents.ada]\n[agents.bob]\n") as here:
         here.server.default = "here I am"
         await here.society.pause("bob")
@@ -331,10 +347,10 @@ async def test_an_agent_that_left_the_file_says_so_and_goes_on_when_it_is_back(t
             assert (await here.texts(2))[1] == "here I am"
 
 
-async def test_a_stop_that_comes_when_the_answer_is_being_written_down_does_not_end_the_next_turn(
+async def test_a_stop_during_the_write_of_an_answer_does_not_end_the_next_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with stage(tmp_path) as here, asyncio.timeout(PATIENCE):
+    async with stage(tmp_path) as here, asyncio.timeout(HANG_SECONDS):
         writing, go_on = asyncio.Event(), asyncio.Event()
         advance = here.society.store.advance
 
@@ -353,7 +369,7 @@ async def test_a_stop_that_comes_when_the_answer_is_being_written_down_does_not_
         assert await here.texts(2) == ["ok", "ok"]
 
 
-async def test_a_turn_that_waits_for_the_next_try_can_be_stopped(tmp_path: Path) -> None:
+async def test_a_turn_that_waits_for_a_retry_can_be_stopped(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(503, headers={"Retry-After": "500"}), "answered at once")
         await here.say("one")
@@ -367,7 +383,7 @@ async def test_a_turn_that_waits_for_the_next_try_can_be_stopped(tmp_path: Path)
         assert await here.history() == [("user", "one"), ("user", "two"), ("assistant", "answered at once")]
 
 
-async def test_mail_that_waits_beside_a_retry_begins_a_turn_when_the_first_is_stopped(tmp_path: Path) -> None:
+async def test_a_message_that_waits_during_a_retry_begins_a_turn_after_a_stop(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(503, headers={"Retry-After": "500"}), "answered at once")
         await here.say("one")
@@ -380,7 +396,7 @@ async def test_mail_that_waits_beside_a_retry_begins_a_turn_when_the_first_is_st
         assert await here.history() == [("user", "one"), ("user", "two"), ("assistant", "answered at once")]
 
 
-async def test_a_turn_that_waits_for_the_persons_word_can_be_stopped_and_nothing_runs(tmp_path: Path) -> None:
+async def test_a_turn_that_waits_for_approval_can_be_stopped_and_nothing_runs(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Says(calls=calls("bell", tool="dangerous")), "as you wish")
         await here.say("one")

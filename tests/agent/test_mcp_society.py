@@ -1,7 +1,8 @@
-"""MCP servers named in coterie.toml, in a whole society: agents call them, they die, they come back."""
+"""MCP servers of coterie.toml in a society: calls by agents, exits and restarts."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from coterie.testing import FakeClock
-from coterie.testing.replies import Calls, Says
-from tests.agent.mcp_room import HttpServer, until
+from coterie.testing.model_server import Calls, Says
+from tests.agent.mcp_harness import HttpServer
 from tests.agent.stage import Stage, each, stage
+from tests.agent.tool_calls import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
 
@@ -26,28 +28,32 @@ DIE_ONCE = Says(calls=(Calls("demo__die_once"),))
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A society begins when its servers are there or known to be absent, however busy the machine is."""
+def long_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine a society still waits for its servers before it starts turns.
+
+    Calls do not wait for a server: the clock of these tests stands still.
+    """
     monkeypatch.setattr("coterie.agent_runtime.MCP_START_TIMEOUT", timedelta(minutes=10))
+    monkeypatch.setattr("coterie.agent.mcp.MAX_WAIT", timedelta(0))
 
 
 @pytest.fixture
 async def child(tmp_path: Path, script: Path, clock: FakeClock) -> AsyncIterator[Stage]:
-    """Ada has the server's tools; bob may use no tools."""
+    """Ada has the tools of the server; bob has no tools."""
     entry = f'[mcp.demo]\ncommand = "{sys.executable}"\nargs = ["{script}"]\n'
     async with stage(tmp_path, agents=f"[agents.ada]\n[agents.bob]\ntools = []\n{entry}", clock=clock) as here:
         yield here
 
 
 @pytest.fixture
-async def net(tmp_path: Path, http: HttpServer, clock: FakeClock) -> AsyncIterator[Stage]:
+async def over_http(tmp_path: Path, http: HttpServer, clock: FakeClock) -> AsyncIterator[Stage]:
     agents = f'[agents.ada]\ntools = ["demo__*"]\n[agents.bob]\n[mcp.demo]\nurl = "{http.entry.url}"\n'
     async with stage(tmp_path, agents=agents, clock=clock) as here:
         yield here
 
 
 async def results(here: Stage, *replies: Says) -> list[str]:
-    """Ada's model makes these calls, one after the other, and then speaks: what it was told each time."""
+    """Let ada's model make these calls one after the other; return their results."""
     before, asked = len(here.server.requests), len(await here.society.waiting("user"))
     here.server.default = each(ada=[*replies, Says("done")])
     await here.say("go on")
@@ -66,20 +72,24 @@ def effects(folder: Path) -> dict[str, str]:
         return dict(db.execute("SELECT name, effect FROM calls"))
 
 
-async def test_an_agent_reads_what_a_tool_of_a_child_server_says_and_the_plan_knows_what_it_may_do_twice(
+async def test_an_agent_calls_tools_of_a_child_server_and_their_effects_are_stored(
     child: Stage, tmp_path: Path
 ) -> None:
     sum_, pid, alive = await results(child, ADD, PID, DIE_ONCE)
-    assert (sum_, pid.isdigit(), alive) == ("3", True, "alive")  # it died on the third, which may be repeated
+    assert (sum_, pid.isdigit(), alive) == (
+        "3",
+        True,
+        "alive",
+    )  # the server exits during the third call, which is idempotent
     assert effects(tmp_path) == {"demo__add": "pure", "demo__pid": "unsafe", "demo__die_once": "idempotent"}
 
 
-async def test_an_agent_reads_what_a_tool_of_an_http_server_says(net: Stage, tmp_path: Path) -> None:
-    assert await results(net, ADD) == ["3"]
+async def test_an_agent_calls_a_tool_of_an_http_server(over_http: Stage, tmp_path: Path) -> None:
+    assert await results(over_http, ADD) == ["3"]
     assert effects(tmp_path) == {"demo__add": "pure"}
 
 
-async def test_only_who_may_use_them_is_told_of_a_servers_tools(child: Stage) -> None:
+async def test_the_tools_of_a_server_are_offered_only_to_agents_that_may_use_them(child: Stage) -> None:
     child.server.default = each(ada=[Says("yes")], bob=[Says("yes")])
     offered = dict[str, set[str]]()
     for name in ("ada", "bob"):
@@ -89,7 +99,7 @@ async def test_only_who_may_use_them_is_told_of_a_servers_tools(child: Stage) ->
     assert "demo__add" in offered["ada"] and offered["bob"] == {"send_message"}
 
 
-async def test_a_child_server_that_dies_is_an_error_the_model_reads_and_is_there_again_for_the_next_call(
+async def test_a_child_server_that_exits_is_an_error_result_and_restarts_for_the_next_call(
     child: Stage, script: Path, clock: FakeClock
 ) -> None:
     (before,) = await results(child, PID)
@@ -106,20 +116,60 @@ async def test_a_child_server_that_dies_is_an_error_the_model_reads_and_is_there
     assert await results(child, ADD) == ["3"]
 
 
-async def test_an_http_server_that_is_gone_is_an_error_the_model_reads_until_it_is_back(
-    net: Stage, http: HttpServer, clock: FakeClock
+async def test_calls_to_a_stopped_http_server_are_error_results_until_it_is_back(
+    over_http: Stage, http: HttpServer, clock: FakeClock
 ) -> None:
-    assert await results(net, ADD) == ["3"]
+    assert await results(over_http, ADD) == ["3"]
     http.stop()
-    lost, absent = await results(net, PID, ADD)
+    lost, absent = await results(over_http, PID, ADD)
     assert error_in(lost).startswith("mcp_") and error_in(absent) == "mcp_unavailable"
 
     http.start()
     await clock.advance(minutes=1)
-    assert await results(net, ADD) == ["3"]
+    assert await results(over_http, ADD) == ["3"]
 
 
-async def test_a_society_whose_server_is_not_there_starts_and_works_and_finds_it_later(
+@pytest.fixture
+async def with_sessions(tmp_path: Path, sdk_script: Path, clock: FakeClock) -> AsyncIterator[Stage]:
+    server = HttpServer(sdk_script, "404")
+    agents = f'[agents.ada]\n[mcp.demo]\nurl = "{server.entry.url}"\n'
+    try:
+        async with stage(tmp_path, agents=agents, clock=clock) as here:
+            yield here
+    finally:
+        server.close()
+
+
+async def test_what_a_server_asks_becomes_questions_with_quick_replies(with_sessions: Stage) -> None:
+    here = with_sessions
+    here.server.default = each(ada=[Says(calls=(Calls("demo__order"),)), Says("ordered")])
+    await here.say("order")
+    [size] = await here.heard(1)
+    assert size.sender == "ada" and "The tool server demo asks: What shall I order?" in size.payload["text"]
+    assert size.payload["quickReplies"] == ["small", "large", "Decline"]
+    await here.say("large", in_reply_to=size.id, option=1)
+    count = (await here.heard(2))[1]
+    assert "How many?" in count.payload["text"] and count.payload["quickReplies"] == ["Decline"]
+    await here.say("many")
+    assert "expected a whole number" in (await here.texts(3))[2]
+    await here.say("3")
+    assert (await here.texts(4))[3] == "ordered"
+    result = next(one for one in here.server.requests[-1].body["messages"] if one["role"] == "tool")
+    assert result["content"] == 'accept {"size": "large", "count": 3}'
+
+
+async def test_a_declined_question_is_declined_to_the_server(with_sessions: Stage) -> None:
+    here = with_sessions
+    here.server.default = each(ada=[Says(calls=(Calls("demo__order"),)), Says("as you wish")])
+    await here.say("order")
+    await here.heard(1)
+    await here.say("decline")
+    await here.texts(2)
+    result = next(one for one in here.server.requests[-1].body["messages"] if one["role"] == "tool")
+    assert result["content"].startswith("decline")
+
+
+async def test_a_society_starts_without_its_mcp_server_and_connects_later(
     tmp_path: Path, script: Path, clock: FakeClock
 ) -> None:
     script.rename(script.with_suffix(".away"))
@@ -130,5 +180,6 @@ async def test_a_society_whose_server_is_not_there_starts_and_works_and_finds_it
         assert await here.texts() == ["done"]
         script.with_suffix(".away").rename(script)
         await clock.advance(minutes=2)
-        await until(lambda: "demo" in here.society._require_runtime()._mcp.connected_ids)
-        assert await results(here, ADD) == ["3"]
+        async with asyncio.timeout(HANG_SECONDS):
+            while await results(here, ADD) != ["3"]:
+                await asyncio.sleep(0.1)  # no event says that the server is connected

@@ -1,4 +1,4 @@
-"""What an agent may do, and that agents it makes may do no more."""
+"""Rights of agents: tools, roles and services. A child has no right that its parent does not have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from coterie.testing.model_server import ReceivedRequest
 from tests.agent.stage import Bell, Stage, each, stage
 from tests.llm.harness import Harness
 
-MAKER = '[agents.ada]\ntools = ["look", "create_role", "spawn_agent"]\n[agents.bob]\n'
+BUILT_IN = {
+    "send_message", "list_agents", "find_agents", "list_delayed", "withdraw_message", "put_artifact", "read_artifact",
+    "list_artifacts", "create_role", "spawn_agent", "terminate_agent",
+}  # fmt: skip
+PARENT = '[agents.ada]\ntools = ["look", "create_role", "spawn_agent"]\n[agents.bob]\n'
 
 
 def offered(request: ReceivedRequest) -> set[str]:
@@ -35,8 +39,8 @@ def results(request: ReceivedRequest) -> list[str]:
     return [message["content"] for message in request.body["messages"] if message["role"] == "tool"]
 
 
-async def test_a_child_is_offered_and_runs_no_tool_that_its_maker_may_not(tmp_path: Path) -> None:
-    async with stage(tmp_path, agents=MAKER) as here:
+async def test_a_child_has_no_tool_that_its_parent_may_not_use(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=PARENT) as here:
         role = Calls("create_role", {"name": "all", "prompt": "x", "tools": ["*"]})
         spawn = Calls("spawn_agent", {"role": "all", "id": "kid", "task": "go"})
         tries = Says(calls=(Calls("ring", {"name": "forbidden"}), Calls("look", {"name": "allowed"})))
@@ -44,15 +48,15 @@ async def test_a_child_is_offered_and_runs_no_tool_that_its_maker_may_not(tmp_pa
         await here.say("go")
         await here.texts(2)
         first, second = asked_by(here, "kid")
-        assert offered(first) == {"send_message", "look", "create_role", "spawn_agent"}
+        assert offered(first) == BUILT_IN | {"look"}
         assert Bell.rings == ["allowed"]
         assert "unknown_tool" in results(second)[0]
 
 
-async def test_an_empty_list_of_tools_is_none(tmp_path: Path) -> None:
+async def test_an_empty_list_of_tools_leaves_only_send_message(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="[agents.ada]\n[agents.eve]\ntools = []\n") as here:
-        role = Calls("create_role", {"name": "mute", "prompt": "x", "tools": []})
-        spawn = Calls("spawn_agent", {"role": "mute", "id": "kid", "task": "go"})
+        role = Calls("create_role", {"name": "toolless", "prompt": "x", "tools": []})
+        spawn = Calls("spawn_agent", {"role": "toolless", "id": "kid", "task": "go"})
         here.server.default = each(
             ada=[Says(calls=(role, spawn)), "made", "heard"], kid=["done"], eve=["hello"], web=["hello"]
         )
@@ -66,7 +70,52 @@ async def test_an_empty_list_of_tools_is_none(tmp_path: Path) -> None:
         }
 
 
-async def test_a_childs_rights_follow_its_makers_over_reload_and_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["*"], BUILT_IN | {"look", "ring", "dangerous"}),
+        (["look", "files__*"], BUILT_IN | {"look"}),
+        (["look", "!spawn_agent", "!*_role"], BUILT_IN - {"spawn_agent", "create_role"} | {"look"}),
+        (["!ring"], BUILT_IN | {"look", "dangerous"}),
+        (["*", "!send_message"], BUILT_IN - {"send_message"} | {"look", "ring", "dangerous"}),
+        (["!*", "look"], set()),
+    ],
+)
+async def test_built_in_tools_stay_unless_a_list_excludes_them(
+    tmp_path: Path, patterns: list[str], expected: set[str]
+) -> None:
+    async with stage(tmp_path, agents=f"[agents.ada]\ntools = {json.dumps(patterns)}\n") as here:
+        here.server.default = each(ada=["hello"])
+        await here.say("go")
+        await here.texts(1)
+        tools = here.server.requests[0].body.get("tools", [])
+        assert {tool["function"]["name"] for tool in tools} == expected
+
+
+async def test_an_excluded_tool_cannot_be_called_by_the_agent_or_its_children(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents='[agents.ada]\ntools = ["*", "!send_message", "!put_artifact"]\n') as here:
+        role = Calls("create_role", {"name": "any", "prompt": "x", "tools": ["*"]})
+        spawn = Calls("spawn_agent", {"role": "any", "id": "kid", "task": "go"})
+        send = Calls("send_message", {"to": "user", "payload": {"text": "out"}})
+        put = Calls("put_artifact", {"filename": "a.txt", "text": "x"})
+        tries = Says(calls=(send, put))
+        made = Says(calls=(role, spawn))
+        here.server.default = each(ada=[tries, "done", made, "made", "heard"], kid=[tries, "done"])
+        await here.say("go")
+        await here.texts(1)
+        await here.say("spawn")
+
+        async def has_tried() -> bool:
+            return len(asked_by(here, "kid")) == 2
+
+        await here.until(has_tried)
+        for agent in ("ada", "kid"):
+            refused = results(asked_by(here, agent)[1])
+            assert len(refused) == 2 and all("unknown_tool" in result for result in refused)
+        assert "put_artifact" not in offered(asked_by(here, "kid")[0])
+
+
+async def test_the_rights_of_a_child_follow_its_parent_over_reload_and_restart(tmp_path: Path) -> None:
     async with stage(tmp_path, agents='[agents.ada]\ntools = ["look", "ring", "create_role", "spawn_agent"]\n') as here:
         role = Calls("create_role", {"name": "any", "prompt": "x"})
         spawn = Calls("spawn_agent", {"role": "any", "id": "kid"})
@@ -82,7 +131,7 @@ async def test_a_childs_rights_follow_its_makers_over_reload_and_restart(tmp_pat
         await here.society.reload()
         await here.say("again", to="kid")
         await here.texts(3)
-        assert offered(asked_by(here, "kid")[-1]) == {"send_message", "look"}
+        assert offered(asked_by(here, "kid")[-1]) == BUILT_IN | {"look"}
 
         await here.society.stop()
         (tmp_path / "coterie.toml").write_text("[agents.bob]\n")
@@ -93,7 +142,7 @@ async def test_a_childs_rights_follow_its_makers_over_reload_and_restart(tmp_pat
             assert len(asked_by(here, "kid")) == 3
 
 
-async def test_a_right_that_is_taken_away_between_offer_and_call_does_not_count(tmp_path: Path) -> None:
+async def test_a_right_removed_during_a_plan_does_not_apply_to_its_next_call(tmp_path: Path) -> None:
     agents = '[agents.ada]\ntools = ["look", "ring", "create_role", "spawn_agent"]\n'
     async with stage(tmp_path, agents=agents) as here:
         Bell.may_end.clear()
@@ -135,7 +184,7 @@ async def code(call: Any) -> str:
     return refusal.value.code
 
 
-async def test_a_role_belongs_to_its_maker(agent_service: AgentService, store: Store) -> None:
+async def test_only_its_maker_may_change_a_role(agent_service: AgentService, store: Store) -> None:
     await agent_service.create_role("scout", "ada's", maker="ada")
     assert await code(agent_service.create_role("scout", "bob's", maker="bob")) == "role_taken"
     await agent_service.create_role("scout", "ada's second", maker="ada")
@@ -146,7 +195,7 @@ async def test_a_role_belongs_to_its_maker(agent_service: AgentService, store: S
     }  # fmt: skip
 
 
-async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(agent_service: AgentService) -> None:
+async def test_a_role_may_be_used_by_its_maker_and_its_descendants(agent_service: AgentService) -> None:
     await agent_service.create_role("scout", "x", maker="ada")
     await agent_service.create_role("guard", "x")
     assert await code(agent_service.spawn("bob", "scout", key="1")) == "unknown_role"
@@ -155,7 +204,7 @@ async def test_a_role_is_for_its_maker_and_for_agents_that_come_from_it(agent_se
     await agent_service.spawn("bob", "guard", key="4")
 
 
-async def test_a_child_thinks_with_its_makers_service_or_one_that_its_maker_may_use(
+async def test_a_child_uses_a_service_that_its_parent_may_use(
     agent_service: AgentService, directory: AgentDirectory
 ) -> None:
     await agent_service.create_role("plain", "x", maker="bob")
@@ -175,7 +224,7 @@ async def test_a_child_thinks_with_its_makers_service_or_one_that_its_maker_may_
     assert good.id not in list(directory)
 
 
-async def test_agents_stored_before_makers_were_kept_are_bound_by_their_parents(
+async def test_agents_stored_without_a_maker_have_the_rights_of_their_parent(
     agent_service: AgentService, directory: AgentDirectory, store: SqlStore
 ) -> None:
     old = {"id": "old", "name": "Old", "service": None, "prompt": "", "tools": ["*"], "parent": "ada", "role": "r"}

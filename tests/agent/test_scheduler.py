@@ -1,4 +1,4 @@
-"""The scheduler's door: a turn can be stopped from the moment it is claimed, and a stop ends no other."""
+"""A turn can be stopped at any moment from its claim to its last write, and the stop ends no other turn."""
 
 from __future__ import annotations
 
@@ -11,89 +11,87 @@ import pytest
 
 from coterie.agent.scheduler import Scheduler
 from coterie.live import LiveReply
-from coterie.testing.replies import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
+from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
 from coterie.turn_store import Claim
 from tests.agent.stage import Stage, stage
+from tests.agent.tool_calls import HANG_SECONDS
 
-PATIENCE = 20
-"""Seconds. Nothing waits that long; it only keeps what hangs from hanging the tests."""
-
-Moment = Literal["claimed", "taken", "asked", "speaking", "answered", "written"]
-SAID: dict[Moment, list[str]] = {
+Moment = Literal["claimed", "started", "requested", "streaming", "answered", "written"]
+ANSWERS: dict[Moment, list[str]] = {
     "claimed": [],
-    "taken": [],
-    "asked": [],
-    "speaking": ["one"],
+    "started": [],
+    "requested": [],
+    "streaming": ["one"],
     "answered": ["one and more"],
     "written": ["one and more"],
 }
-"""What is left of the answer to a turn that is stopped then."""
+"""The messages that a turn has sent when it was stopped at this moment."""
 
 
-@pytest.mark.parametrize("moment", list(SAID))
-async def test_whatever_moment_a_turn_is_stopped_at_it_ends_and_the_next_message_is_answered(
+@pytest.mark.parametrize("moment", list(ANSWERS))
+async def test_a_turn_stopped_at_any_moment_ends_and_the_next_message_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Moment
 ) -> None:
-    async with stage(tmp_path) as here, asyncio.timeout(PATIENCE):
+    async with stage(tmp_path) as here, asyncio.timeout(HANG_SECONDS):
         stop = Stop(here)
-        _at(moment, here, monkeypatch, stop)
+        stop_at(moment, here, monkeypatch, stop)
         await here.say("one")
-        was_at_work = await stop.came
+        found_turn = await stop.done
         await here.state("ada", "idle")
         await here.say("two")
 
-        assert was_at_work
-        assert await here.texts(len(SAID[moment]) + 1) == [*SAID[moment], "two and more"]
+        assert found_turn
+        assert await here.texts(len(ANSWERS[moment]) + 1) == [*ANSWERS[moment], "two and more"]
 
 
 class Stop:
-    """Asked for once, as a door asks for it."""
+    """Stops the turn of ada once, as the web API does."""
 
     def __init__(self, here: Stage) -> None:
         self._society = here.society
-        self._asking: asyncio.Task[None] | None = None
-        self.came: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether it found a turn to end."""
+        self._task: asyncio.Task[None] | None = None
+        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """True if a turn was stopped."""
 
     def now(self) -> None:
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask(self._society.stop_turn("ada")))
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(self._society.stop_turn("ada")))
 
-    async def _ask(self, stopped: bool) -> None:
-        self.came.set_result(stopped or await self._society.stop_waiting("ada"))
+    async def _run(self, stopped: bool) -> None:
+        self.done.set_result(stopped or await self._society.stop_waiting("ada"))
 
 
-def _at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop) -> None:
-    """Stop the turn exactly then."""
+def stop_at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop) -> None:
+    """Arrange that the turn is stopped exactly at `moment`."""
     store = here.society.store
-    take, advance = Scheduler.start_turns, store.advance
+    start_turns, advance = Scheduler.start_turns, store.advance
 
-    def taking(scheduler: Scheduler, claims: Sequence[Claim]) -> None:
-        if moment == "claimed" and claims:  # that is written, and on its way to us
+    def starting(scheduler: Scheduler, claims: Sequence[Claim]) -> None:
+        if moment == "claimed" and claims:  # committed, but the scheduler does not know yet
             stop.now()
-        take(scheduler, claims)
-        if moment == "taken" and claims:  # its task has yet to take its first step
+        start_turns(scheduler, claims)
+        if moment == "started" and claims:  # its task has not run yet
             stop.now()
 
     def answering(request: ReceivedRequest) -> Reply:
-        if moment == "asked":
+        if moment == "requested":
             stop.now()
         if "two" in str(request.body["messages"][-1]["content"]):
             return "two and more"
         if moment == "claimed":
-            return CustomReply(nothing_before)  # the stop has to wait for the store, and must not find the answer there
-        return CustomReply(only_half) if moment == "speaking" else "one and more"
+            return CustomReply(silent)  # the stop waits for the store; the turn must not end before
+        return CustomReply(half_an_answer) if moment == "streaming" else "one and more"
 
-    async def nothing_before(_: ServerConnection) -> None:
-        await stop.came
+    async def silent(_: ServerConnection) -> None:
+        await stop.done
 
-    async def only_half(wire: ServerConnection) -> None:
+    async def half_an_answer(wire: ServerConnection) -> None:
         await wire.begin()
         await wire.event(chunk({"role": "assistant", "content": "one"}))
-        await stop.came
+        await stop.done
 
-    def hearing(draft: LiveReply) -> None:
-        if moment == "speaking" and draft.outcome is None:
+    def on_draft(draft: LiveReply) -> None:
+        if moment == "streaming" and draft.outcome is None:
             stop.now()
 
     async def advancing(*step: Any, **more: Any) -> Claim:
@@ -104,7 +102,7 @@ def _at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: Stop
             stop.now()
         return after
 
-    monkeypatch.setattr(Scheduler, "start_turns", taking)
+    monkeypatch.setattr(Scheduler, "start_turns", starting)
     monkeypatch.setattr(store, "advance", advancing)
     here.server.default = answering
-    here.society.live.subscribe(hearing)
+    here.society.live.subscribe(on_draft)

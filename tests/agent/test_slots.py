@@ -1,51 +1,53 @@
-"""Slots of turns: counted across threads, taken in order, given back whatever happens to who waits for one."""
+"""Slots of turns: limits, order of waiting turns, and release on cancellation."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
 from coterie.agent.scheduler import Slots, TurnSlot
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+async def start(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task and let it run to its first wait."""
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(0)
+    return task
 
 
-def test_agents_leave_some_slots_to_the_person() -> None:
+def test_some_slots_are_reserved_for_the_person() -> None:
     slots = Slots(2, extra_for_person=1)
     assert slots.try_acquire(9, for_person=False) == 2
     assert slots.try_acquire(9, for_person=True) == 1
     assert slots.try_acquire(9, for_person=True) == 0
     slots.release(1)
-    assert slots.try_acquire(9, for_person=False) == 0, "two of three are still in use"
+    assert slots.try_acquire(9, for_person=False) == 0, "two of three slots are in use"
     assert slots.try_acquire(9, for_person=True) == 1
 
 
-def test_no_turn_begins_after_closing_but_slots_can_be_given_back() -> None:
+def test_a_closed_limiter_gives_no_slot_to_new_turns() -> None:
     slots = Slots(1, extra_for_person=0)
     slots.close()
     assert slots.try_acquire(1, for_person=True) == 0
 
 
-async def test_a_turn_under_way_gets_a_slot_before_one_that_has_yet_to_begin() -> None:
+async def test_a_running_turn_gets_a_slot_before_a_new_turn() -> None:
     slots = Slots(1, extra_for_person=0)
     slots.try_acquire(1, for_person=False)
-    waiting = asyncio.create_task(slots.acquire(for_person=False))
-    await settle()
+    waiting = await start(slots.acquire(for_person=False))
     slots.release(1)
     assert slots.try_acquire(1, for_person=False) == 0
     await waiting
     slots.close()
-    late = asyncio.create_task(slots.acquire(for_person=False))
-    await settle()
+    late = await start(slots.acquire(for_person=False))
     await asyncio.to_thread(slots.release, 1)
     await late
 
 
-async def test_the_persons_turn_goes_before_those_of_agents() -> None:
+async def test_turns_for_the_person_get_slots_first() -> None:
     slots, order = Slots(1, extra_for_person=0), list[str]()
     slots.try_acquire(1, for_person=False)
 
@@ -54,25 +56,23 @@ async def test_the_persons_turn_goes_before_those_of_agents() -> None:
         order.append(name)
         slots.release(1)
 
-    tasks = [asyncio.create_task(work(name, name == "person")) for name in ("a", "b", "person")]
-    await settle()
+    tasks = [await start(work(name, name == "person")) for name in ("a", "b", "person")]
     slots.release(1)
     await asyncio.gather(*tasks)
     assert order == ["person", "a", "b"]
 
 
 @pytest.mark.parametrize("granted", [False, True])
-async def test_a_turn_that_is_cancelled_while_it_waits_holds_nothing(granted: bool) -> None:
+async def test_a_turn_cancelled_while_it_waits_holds_no_slot(granted: bool) -> None:
     slots = Slots(1, extra_for_person=0)
     slots.try_acquire(1, for_person=False)
     slot = TurnSlot(slots, lambda: None)
     slot.release()
     slots.try_acquire(1, for_person=False)
-    waiting = asyncio.create_task(slot.acquire(for_person=False))
-    await asyncio.sleep(0)
+    waiting = await start(slot.acquire(for_person=False))
     if granted:
         slots.release(1)
-        await asyncio.sleep(0)  # it is granted by a callback of the loop
+        await asyncio.sleep(0)  # a callback of the loop grants it
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -82,10 +82,10 @@ async def test_a_turn_that_is_cancelled_while_it_waits_holds_nothing(granted: bo
     assert slots.available(for_person=False) == 1
 
 
-async def test_a_slot_is_given_back_once() -> None:
-    slots, told = Slots(1, extra_for_person=0), list[int]()
+async def test_a_slot_is_released_once() -> None:
+    slots, releases = Slots(1, extra_for_person=0), list[int]()
     slots.try_acquire(1, for_person=False)
-    slot = TurnSlot(slots, lambda: told.append(1))
+    slot = TurnSlot(slots, lambda: releases.append(1))
     slot.release()
     slot.release()
-    assert (slots.available(for_person=False), told) == (1, [1])
+    assert (slots.available(for_person=False), releases) == (1, [1])

@@ -1,4 +1,4 @@
-"""The owner's async tools run on an event loop of their own: one that blocks it stops nobody else."""
+"""Async tools of `tools.py` run on their own event loop, so that a blocking tool does not block the society."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from typing import Any
 import pytest
 
 from coterie.agent.toolbox import Toolbox
-from coterie.agent.tools import OnLoop, OnToolLoop, Tool, ToolContext, ToolResult, get_tool, tool
+from coterie.agent.tools import OnLoop, OnToolLoop, Tool, ToolContext, get_tool, tool
 from coterie.messages import Receipt
 from coterie.testing import Calls, Says
+from tests.engines import Engine
 
 from .stage import each, stage
+from .tool_calls import HANG_SECONDS, SOON, call, wait_until
 
-SOON = timedelta(milliseconds=150)
-LONG = timedelta(seconds=60)
-QUICK = timedelta(milliseconds=200)
+BLOCKED_AFTER = timedelta(milliseconds=200)
 
 
-def as_owners(function: Callable[..., Awaitable[object]]) -> Tool:
+@pytest.fixture
+def engine() -> Engine:
+    """Tool loops do not depend on the engine: SQLite only."""
+    return Engine()
+
+
+def on_tool_loop(function: Callable[..., Awaitable[object]]) -> Tool:
     made = get_tool(function)
     assert made is not None and isinstance(made.run, OnLoop)
     return replace(made, run=OnToolLoop(made.run.function))
@@ -38,7 +44,7 @@ async def make_box() -> AsyncIterator[Callable[..., Toolbox]]:
     boxes: list[Toolbox] = []
 
     def make(*functions: Callable[..., Awaitable[object]], **options: Any) -> Toolbox:
-        boxes.append(Toolbox([as_owners(function) for function in functions], **options))
+        boxes.append(Toolbox([on_tool_loop(function) for function in functions], **options))
         return boxes[-1]
 
     yield make
@@ -46,28 +52,22 @@ async def make_box() -> AsyncIterator[Callable[..., Toolbox]]:
         await box.close()
 
 
-async def call(box: Toolbox, name: str, ctx: ToolContext, deadline: timedelta = LONG, **arguments: Any) -> ToolResult:
-    return await box.call(name, arguments, ctx, deadline, patterns=["*"])
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not true():
-            await asyncio.sleep(0.01)
+async def wait_for(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, HANG_SECONDS)
 
 
 class Block:
-    """A tool that blocks its loop until the test lets it go."""
+    """A tool that blocks its loop until the test sets `may_end`."""
 
     def __init__(self) -> None:
-        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.begun, self.may_end = threading.Event(), threading.Event()
 
     def tool(self, **options: Any) -> Callable[..., Awaitable[object]]:
         @tool(name="block", **options)
         async def block() -> str:
             self.begun.set()
-            self.let_go.wait()
-            return "let go"
+            self.may_end.wait()
+            return "ended"
 
         return block
 
@@ -83,7 +83,7 @@ async def test_all_calls_share_one_loop_in_another_thread(ctx: ToolContext, make
     @tool
     async def connect() -> str:
         clients.append(asyncio.Queue())
-        asyncio.get_running_loop().call_later(0.01, clients[0].put_nowait, "from the first call")
+        asyncio.get_running_loop().call_soon(clients[0].put_nowait, "from the first call")
         return threading.current_thread().name
 
     @tool
@@ -95,49 +95,49 @@ async def test_all_calls_share_one_loop_in_another_thread(ctx: ToolContext, make
     assert (await call(box, "use", ctx)).text == "from the first call"
 
 
-async def test_a_tool_that_blocks_fails_at_its_deadline_and_the_society_goes_on(
+async def test_a_tool_that_blocks_its_loop_fails_at_its_deadline(
     ctx: ToolContext, make_box: Callable[..., Toolbox]
 ) -> None:
     """F41"""
     block = Block()
     box = make_box(block.tool(effect="pure"))
-    result = await call(box, "block", ctx, SOON)  # this test's own loop keeps the time, so it runs meanwhile
-    assert block.begun.is_set() and not block.let_go.is_set()
+    result = await call(box, "block", ctx, SOON)  # the deadline runs on this loop, which is not blocked
+    assert block.begun.is_set() and not block.may_end.is_set()
     assert "tool_timeout" in result.text and "abandoned" in result.text and not result.is_outcome_unknown
     assert box.abandoned_calls == 1
-    block.let_go.set()
-    await until(lambda: box.abandoned_calls == 0)
+    block.may_end.set()
+    await wait_until(lambda: box.abandoned_calls == 0)
 
 
-async def test_an_unsafe_tool_that_blocks_past_its_deadline_may_have_happened(
+async def test_an_unsafe_tool_that_blocks_past_its_deadline_has_an_unknown_outcome(
     ctx: ToolContext, make_box: Callable[..., Toolbox]
 ) -> None:
     block = Block()
     result = await call(make_box(block.tool()), "block", ctx, SOON)
     assert result.is_outcome_unknown and json.loads(result.text)["status"] == "unknown"
-    block.let_go.set()
+    block.may_end.set()
 
 
 async def test_a_blocked_loop_is_replaced_and_the_log_names_the_tool_and_its_agent(
     ctx: ToolContext, make_box: Callable[..., Toolbox], caplog: pytest.LogCaptureFixture
 ) -> None:
     block = Block()
-    box = make_box(block.tool(), which_loop, blocked_after=QUICK)
+    box = make_box(block.tool(), which_loop, blocked_after=BLOCKED_AFTER)
     first = (await call(box, "which_loop", ctx)).text
     with caplog.at_level(logging.WARNING, logger="coterie"):
         blocked = asyncio.create_task(call(box, "block", ctx))
-        await until(block.begun.is_set)
+        await wait_for(block.begun)
         waiting = [asyncio.create_task(call(box, "which_loop", ctx)) for _ in range(3)]
-        others = {(await one).text for one in waiting}  # they end while the other one still blocks
+        others = {(await one).text for one in waiting}  # they end while the first call still blocks
     assert not blocked.done() and first not in others and len(others) == 1
     assert box.blocked_loops >= 1
-    (words, *_) = [one.getMessage() for one in caplog.records if "blocks its event loop" in one.getMessage()]
-    assert "block (called by ada)" in words and "self.let_go.wait()" in words
-    block.let_go.set()
-    assert (await blocked).text == "let go"
+    (warning, *_) = [one.getMessage() for one in caplog.records if "blocks its event loop" in one.getMessage()]
+    assert "block (called by ada)" in warning and "self.may_end.wait()" in warning
+    block.may_end.set()
+    assert (await blocked).text == "ended"
 
 
-async def test_a_tool_that_has_blocked_once_has_a_loop_to_itself(
+async def test_a_tool_that_has_blocked_a_loop_gets_its_own_loop(
     ctx: ToolContext, make_box: Callable[..., Toolbox]
 ) -> None:
     blocks = [Block(), Block()]
@@ -147,21 +147,21 @@ async def test_a_tool_that_has_blocked_once_has_a_loop_to_itself(
     async def block() -> None:
         this = next(left)
         this.begun.set()
-        this.let_go.wait()
+        this.may_end.wait()
 
-    box = make_box(block, which_loop, blocked_after=QUICK)
+    box = make_box(block, which_loop, blocked_after=BLOCKED_AFTER)
     first = asyncio.create_task(call(box, "block", ctx))
-    await until(lambda: box.blocked_loops == 1)
+    await wait_until(lambda: box.blocked_loops == 1)
     shared = (await call(box, "which_loop", ctx)).text
     second = asyncio.create_task(call(box, "block", ctx))
-    await until(blocks[1].begun.is_set)
+    await wait_for(blocks[1].begun)
     assert (await call(box, "which_loop", ctx)).text == shared
     for one in blocks:
-        one.let_go.set()
+        one.may_end.set()
     await asyncio.gather(first, second)
 
 
-async def test_a_call_that_waits_behind_a_blocked_loop_and_is_given_up_never_begins(
+async def test_a_call_that_times_out_behind_a_blocked_loop_never_starts(
     ctx: ToolContext, make_box: Callable[..., Toolbox]
 ) -> None:
     block, ran = Block(), threading.Event()
@@ -172,15 +172,17 @@ async def test_a_call_that_waits_behind_a_blocked_loop_and_is_given_up_never_beg
 
     box = make_box(block.tool(), later, which_loop)
     blocked = asyncio.create_task(call(box, "block", ctx))
-    await until(block.begun.is_set)
+    await wait_for(block.begun)
     assert "tool_timeout" in (await call(box, "later", ctx, SOON)).text
-    block.let_go.set()
+    block.may_end.set()
     await blocked
     await call(box, "which_loop", ctx)
     assert not ran.is_set() and box.abandoned_calls == 0
 
 
-async def test_cancelling_the_caller_reaches_the_tool(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
+async def test_cancelling_the_caller_cancels_the_tool_on_its_loop(
+    ctx: ToolContext, make_box: Callable[..., Toolbox]
+) -> None:
     begun, ended = threading.Event(), threading.Event()
 
     @tool
@@ -193,7 +195,7 @@ async def test_cancelling_the_caller_reaches_the_tool(ctx: ToolContext, make_box
 
     box = make_box(hang)
     calling = asyncio.create_task(call(box, "hang", ctx))
-    await until(begun.is_set)
+    await wait_for(begun)
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
@@ -201,7 +203,7 @@ async def test_cancelling_the_caller_reaches_the_tool(ctx: ToolContext, make_box
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
-async def test_whatever_a_tool_raises_is_a_result_and_its_loop_goes_on(
+async def test_an_exception_of_a_tool_is_a_result_and_does_not_end_its_loop(
     ctx: ToolContext, make_box: Callable[..., Toolbox], error: BaseException
 ) -> None:
     @tool
@@ -214,7 +216,7 @@ async def test_whatever_a_tool_raises_is_a_result_and_its_loop_goes_on(
     assert (await call(box, "which_loop", ctx)).text == before
 
 
-async def test_what_a_tool_is_given_works_from_its_loop(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
+async def test_the_tool_context_works_on_the_tool_loop(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
     home, sent = asyncio.get_running_loop(), []
 
     async def send(to: str, payload: Any, **more: Any) -> Receipt:
@@ -245,12 +247,14 @@ async def test_what_a_tool_is_given_works_from_its_loop(ctx: ToolContext, make_b
         }
 
     result = await call(make_box(use), "use", replace(ctx, send=send))
-    told = {"opened": "one two", "read": "one two", "sent": "m1", "limit": ctx.artifacts.max_file_bytes}
-    assert json.loads(result.text) == told
+    expected = {"opened": "one two", "read": "one two", "sent": "m1", "limit": ctx.artifacts.max_file_bytes}
+    assert json.loads(result.text) == expected
     assert sent == [("bob", {"text": "hi"}, {"delay_ms": 5})]
 
 
-async def test_a_refusal_reaches_the_tool_as_the_same_error(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
+async def test_a_refusal_is_raised_on_the_tool_loop_with_the_same_code(
+    ctx: ToolContext, make_box: Callable[..., Toolbox]
+) -> None:
     @tool
     async def look(*, ctx: ToolContext) -> None:
         await ctx.artifacts.describe("nothing")
@@ -258,10 +262,12 @@ async def test_a_refusal_reaches_the_tool_as_the_same_error(ctx: ToolContext, ma
     assert "unknown_artifact" in (await call(make_box(look), "look", ctx)).text
 
 
-ASKED_BY: ContextVar[str] = ContextVar("asked_by", default="nobody")
+ASKED_BY: ContextVar[str] = ContextVar("asked_by", default="unset")
 
 
-async def test_a_tool_sees_the_context_of_its_call(ctx: ToolContext, make_box: Callable[..., Toolbox]) -> None:
+async def test_context_variables_of_the_caller_are_visible_to_the_tool(
+    ctx: ToolContext, make_box: Callable[..., Toolbox]
+) -> None:
     @tool
     async def note() -> str:
         return await asyncio.create_task(deeper())
@@ -275,25 +281,23 @@ async def test_a_tool_sees_the_context_of_its_call(ctx: ToolContext, make_box: C
         assert (await call(box, "note", ctx)).text == name
 
 
-async def test_the_loop_of_the_society_is_watched_too(
-    make_box: Callable[..., Toolbox],
-) -> None:
-    box = make_box(blocked_after=QUICK)
+async def test_a_blocked_loop_of_the_society_is_logged(make_box: Callable[..., Toolbox]) -> None:
+    box = make_box(blocked_after=BLOCKED_AFTER)
     box.watch_loop()
-    said = threading.Event()
+    logged = threading.Event()
 
-    class Heard(logging.Handler):
+    class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "event loop of the society is blocked" in record.getMessage():
-                said.set()
+                logged.set()
 
-    heard = Heard()
-    logging.getLogger("coterie.agent.user_tools").addHandler(heard)
+    handler = Handler()
+    logging.getLogger("coterie.agent.user_tools").addHandler(handler)
     try:
         await asyncio.sleep(0)
-        assert said.wait(60)  # blocks this loop until the log says so
+        assert logged.wait(HANG_SECONDS)  # blocks this loop until the watcher logs it
     finally:
-        logging.getLogger("coterie.agent.user_tools").removeHandler(heard)
+        logging.getLogger("coterie.agent.user_tools").removeHandler(handler)
 
 
 BLOCKING = """
@@ -303,10 +307,10 @@ from tests.agent.test_tool_loop import Gate
 
 @tool
 async def block() -> str:
-    "Blocks the event loop it runs on, until another agent has answered."
+    "Block the event loop until another agent has answered."
     Gate.begun.set()
     Gate.answered.wait()
-    return "went on"
+    return "unblocked"
 """
 
 
@@ -315,16 +319,16 @@ class Gate:
     answered: threading.Event
 
 
-async def test_an_agent_answers_while_the_tool_of_another_blocks_its_loop(tmp_path: Path) -> None:
+async def test_an_agent_answers_while_the_tool_of_another_agent_blocks(tmp_path: Path) -> None:
     Gate.begun, Gate.answered = threading.Event(), threading.Event()
-    async with stage(tmp_path) as here, asyncio.timeout(60):
+    async with stage(tmp_path) as here, asyncio.timeout(HANG_SECONDS):
         (tmp_path / "tools.py").write_text(BLOCKING)
         await here.society.reload()
         here.server.default = each(ada=[Says(calls=(Calls("block", {}),)), "ada is done"], bob=["bob is here"])
         await here.say("go", to="ada")
-        await until(Gate.begun.is_set)
+        await wait_for(Gate.begun)
         await here.say("are you there?", to="bob")
         assert await here.texts() == ["bob is here"]
         Gate.answered.set()
         assert (await here.texts(2))[1] == "ada is done"
-        assert [text for role, text in await here.history() if role == "tool"] == ["went on"]
+        assert [text for role, text in await here.history() if role == "tool"] == ["unblocked"]

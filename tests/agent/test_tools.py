@@ -1,4 +1,4 @@
-"""Functions as tools: what a model is told of them, what it may call them with, what cannot be declared."""
+"""The `@tool` decorator: schema, conversion of arguments, options and errors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from coterie.agent.tools import BadArguments, BadTool, InProcess, InThread, OnLoop, Tool, ToolContext, get_tool, tool
+from tests.engines import Engine
 
 if TYPE_CHECKING:
     from decimal import Decimal
 
 
+@pytest.fixture
+def engine() -> Engine:
+    """Conversion of arguments does not depend on the engine: SQLite only."""
+    return Engine()
+
+
 @dataclass
-class Place:
+class Stop:
     city: str
     zip: str | None = None
 
 
 @dataclass
 class Trip:
-    stops: list[Place]
+    stops: list[Stop]
     tags: dict[str, int] = field(default_factory=dict)
 
 
@@ -40,7 +47,7 @@ async def look_up(
     city: Annotated[str, "Where."],
     days: int = 1,
     unit: Literal["C", "F"] = "C",
-    near: Optional[list[Place]] = None,  # noqa: UP045
+    near: Optional[list[Stop]] = None,  # noqa: UP045
     exact: bool = False,
     reach: float | None = None,
     *,
@@ -78,8 +85,8 @@ def made(function: object) -> Tool:
     return found
 
 
-def test_the_model_is_told_the_parameters_as_the_signature_has_them() -> None:
-    place = {
+def test_the_schema_of_the_parameters_follows_the_signature() -> None:
+    stop = {
         "type": "object",
         "properties": {
             "city": {"type": "string"},
@@ -93,16 +100,15 @@ def test_the_model_is_told_the_parameters_as_the_signature_has_them() -> None:
             "city": {"type": "string", "description": "Where."},
             "days": {"type": "integer", "description": "How many days, from today on.", "default": 1},
             "unit": {"enum": ["C", "F"], "description": "The scale.", "default": "C"},
-            "near": {"anyOf": [{"type": "array", "items": place}, {"type": "null"}]},
+            "near": {"type": "array", "items": stop},
             "exact": {"type": "boolean", "default": False},
-            "reach": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+            "reach": {"type": "number"},
         },
         "required": ["city"],
-        "additionalProperties": False,
     }
 
 
-def test_the_description_is_the_docstring_without_what_it_says_of_parameters() -> None:
+def test_the_description_is_the_docstring_without_its_parameter_section() -> None:
     assert made(look_up).spec.description == "Weather for a city.\n\nAs the service sees it."
     assert made(plan).spec.description == "Plan a trip."
     properties = made(plan).spec.parameters["properties"]
@@ -110,7 +116,7 @@ def test_the_description_is_the_docstring_without_what_it_says_of_parameters() -
     assert properties["title"]["description"] == "What to call it."
 
 
-def test_a_docstring_goes_on_after_the_list_of_parameters() -> None:
+def test_text_after_the_parameter_section_belongs_to_the_description() -> None:
     @tool
     def measure(depth: int) -> None:
         """Measure.
@@ -125,20 +131,20 @@ def test_a_docstring_goes_on_after_the_list_of_parameters() -> None:
     assert made(measure).spec.parameters["properties"]["depth"]["description"] == "How deep."
 
 
-def test_a_schema_holds_no_references_and_no_titles_but_properties_may_be_called_so() -> None:
+def test_a_schema_has_no_references_and_no_titles() -> None:
     schema = made(plan).spec.parameters
     assert "$ref" not in msgspec.json.encode(schema).decode()
     assert schema["properties"]["trip"]["properties"]["stops"]["items"]["properties"]["city"] == {"type": "string"}
     assert "title" in schema["properties"] and "title" not in schema["properties"]["trip"]
 
 
-def test_a_tool_without_words_is_unsafe_and_asks_nobody() -> None:
+def test_a_tool_is_unsafe_and_needs_no_approval_by_default() -> None:
     declared = made(plan)
     assert (declared.name, declared.effect, declared.approval, declared.deadline) == ("plan", "unsafe", False, None)
     assert isinstance(declared.run, InThread)
 
 
-def test_a_tool_is_what_its_declaration_says() -> None:
+def test_the_options_of_the_decorator_apply_to_the_tool() -> None:
     @tool(name="send-off", effect="pure", approval=True, seconds=0.5)
     async def some_function() -> None: ...
 
@@ -148,46 +154,46 @@ def test_a_tool_is_what_its_declaration_says() -> None:
     assert isinstance(declared.run, OnLoop)
 
 
-def test_a_function_under_tool_stays_a_function() -> None:
+def test_a_decorated_function_can_be_called_directly() -> None:
     assert plan(Trip(stops=[]), title="x") == "x0"
     assert get_tool(Trip) is None and get_tool(len) is None and get_tool("plan") is None
 
 
-def test_a_process_tool_can_be_found_again_in_its_file() -> None:
-    run = made(kept_apart).run
-    assert run == InProcess(module=__name__, file=__file__, name="kept_apart", memory_mb=64)
+def test_a_process_tool_knows_its_module_and_name() -> None:
+    run = made(in_process).run
+    assert run == InProcess(module=__name__, file=__file__, name="in_process", memory_mb=64)
 
 
 @tool(process=True, memory_mb=64)
-def kept_apart() -> None: ...
+def in_process() -> None: ...
 
 
-def test_arguments_become_what_the_annotations_say(ctx: ToolContext) -> None:
+def test_arguments_are_converted_to_the_annotated_types(ctx: ToolContext) -> None:
     accepted = made(plan).convert_arguments(
         {"trip": {"stops": [{"city": "Rome"}, {"city": "Bern", "zip": "3011"}]}}, ctx
     )
-    assert accepted == {"trip": Trip(stops=[Place("Rome"), Place("Bern", "3011")])}
+    assert accepted == {"trip": Trip(stops=[Stop("Rome"), Stop("Bern", "3011")])}
 
 
-def test_the_context_is_given_to_whoever_wants_it_and_not_to_others(ctx: ToolContext) -> None:
+def test_the_context_is_passed_only_to_functions_with_that_parameter(ctx: ToolContext) -> None:
     assert made(look_up).convert_arguments({"city": "Rome"}, ctx) == {"city": "Rome", "ctx": ctx}
     assert "ctx" not in made(plan).convert_arguments({"trip": {"stops": []}}, ctx)
 
 
-def test_a_model_cannot_hand_in_the_context(ctx: ToolContext) -> None:
+def test_a_model_cannot_pass_the_context(ctx: ToolContext) -> None:
     with pytest.raises(BadArguments, match="ctx: no such parameter"):
         made(look_up).convert_arguments({"city": "Rome", "ctx": {}}, ctx)
 
 
 @pytest.mark.parametrize(("given_", "days"), [(3, 3), (3.0, 3), (None, None)])
-def test_whole_numbers_may_come_as_3_point_0_and_null_is_left_out(
+def test_an_integer_may_be_written_as_float_and_null_means_the_default(
     ctx: ToolContext, given_: object, days: int | None
 ) -> None:
     assert made(look_up).convert_arguments({"city": "Rome", "days": given_}, ctx).get("days") == days
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({}, "city: is missing"),
         ({"city": None}, "city: expected str, got null"),
@@ -201,10 +207,10 @@ def test_whole_numbers_may_come_as_3_point_0_and_null_is_left_out(
         ({"days": "x", "unit": 1}, "city: is missing; days: expected int, got str; unit: "),
     ],
 )
-def test_a_bad_call_is_told_what_is_wrong_with_it(ctx: ToolContext, arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_are_named_in_the_error(ctx: ToolContext, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(BadArguments) as error:
         made(look_up).convert_arguments(arguments, ctx)
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 json_values = st.recursive(
@@ -215,9 +221,9 @@ json_values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(["city", "days", "unit", "near", "exact", "reach"]) | st.text(), json_values))
-def test_whatever_a_model_writes_is_accepted_or_refused_with_words(ctx: ToolContext, arguments: dict[str, Any]) -> None:
+def test_any_arguments_are_accepted_or_refused_with_a_message(ctx: ToolContext, arguments: dict[str, Any]) -> None:
     try:
         accepted = made(look_up).convert_arguments(arguments, ctx)
     except BadArguments as error:
@@ -245,7 +251,7 @@ async def yielding_later() -> AsyncIterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("function", "message"),
     [
         (starred, r"\*cities.* has no schema: name every parameter"),
         (double_starred, r"\*\*cities.* has no schema"),
@@ -259,17 +265,17 @@ async def yielding_later() -> AsyncIterator[int]:
         (recursive, "Tree contains itself"),
         (yielding, "return a list"),
         (yielding_later, "return a list"),
-        (Place, "decorates a function, got type"),
+        (Stop, "decorates a function, got type"),
     ],
 )
-def test_a_function_that_cannot_be_a_tool_is_told_why(function: Callable[..., object], words: str) -> None:
-    with pytest.raises(BadTool, match=words) as error:
+def test_a_function_that_cannot_be_a_tool_raises_with_the_reason(function: Callable[..., object], message: str) -> None:
+    with pytest.raises(BadTool, match=message) as error:
         tool(function)
     assert str(error.value).startswith(f"tool {function.__name__}: ")
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"name": "look up"}, "a name is 1 to 64 of"),
         ({"name": ""}, "a name is 1 to 64 of"),
@@ -282,16 +288,8 @@ def test_a_function_that_cannot_be_a_tool_is_told_why(function: Callable[..., ob
         ({"process": True}, "must be at the top level of its file"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_where_they_are_written(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_raise_at_the_decorator(options: dict[str, Any], message: str) -> None:
     def local() -> None: ...
 
-    with pytest.raises(BadTool, match=words):
+    with pytest.raises(BadTool, match=message):
         tool(**options)(local)
-
-
-def with_context(ctx: ToolContext) -> None: ...
-
-
-def test_a_process_tool_cannot_have_the_context_and_is_told_what_there_is_instead() -> None:
-    with pytest.raises(BadTool, match="COTERIE_IDEMPOTENCY_KEY"):
-        tool(process=True)(with_context)

@@ -1,4 +1,4 @@
-"""The turn as a pure function: every rule about interruptions, approvals, failures and recovery."""
+"""The reducer of a turn: interruptions, approvals, failures and recovery."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coterie import turn as turn_module
-from coterie.llm.types import ToolCall
-from coterie.turn import (
+from coterie.agents import AgentState
+from coterie.llm.service import ToolCall
+from coterie.plan import (
     DENIED_RESULT,
     ENDED_STATES,
     INTERRUPTED_RESULT,
     MAX_QUESTION_ARGUMENT_BYTES,
+    SEND_MESSAGE_TOOL,
     STOPPED_RESULT,
     UNKNOWN_RESULT,
+    ArgumentsFile,
+    Effect,
+    Plan,
+    PlannedCall,
+)
+from coterie.turn import (
     AppendCallGroup,
     AppendText,
     ApprovalDecided,
-    ArgumentsFile,
     AskModel,
     BeginNextTurn,
     CallEnded,
-    Effect,
     Event,
+    Interrupted,
     ModelAnswered,
     ModelFailed,
     OpenPlan,
-    Plan,
-    PlannedCall,
     Poisoned,
     Quarantine,
     RequestApproval,
@@ -56,7 +61,11 @@ from coterie.turn import (
     WaitingMessage,
     WithdrawPlan,
     Write,
+    count_fitting,
+    is_echo,
+    may_cut,
     reduce,
+    wakes,
 )
 
 W = TypeVar("W", bound=Write)
@@ -96,26 +105,26 @@ RUNNING = call("second", state="started")
 PLANNED = call("third")
 
 
-# The model has spoken
+# Answers of the model
 
 
-def test_a_text_with_nobody_waiting_is_said_and_sent_and_ends_the_turn() -> None:
+def test_a_text_without_waiting_mail_is_appended_and_sent_and_ends_the_turn() -> None:
     step = reduce(Turn(), ModelAnswered(text="42"))
     assert step == Step((AppendText("42"), SendReply("42"), SetState(state="idle")), Rest())
 
 
-def test_a_text_goes_to_its_askers_before_the_mail_that_came_meanwhile_begins_the_next_turn() -> None:
+def test_a_text_is_sent_before_waiting_mail_begins_the_next_turn() -> None:
     step = reduce(Turn(mail=(FROM_AGENT, FROM_PERSON)), ModelAnswered(text="42"))
     assert step == Step(
         (AppendText("42"), SendReply("42"), BeginNextTurn(), TakeMail(), SetState(state="llm")), AskModel()
     )
 
 
-def test_even_an_echo_is_read_before_the_agent_rests() -> None:
+def test_an_echo_is_read_before_the_agent_becomes_idle() -> None:
     assert reduce(Turn(mail=(ECHO,)), ModelAnswered(text="42")).action == AskModel()
 
 
-def test_a_plan_nobody_objects_to_begins_with_its_first_call() -> None:
+def test_a_plan_without_waiting_mail_starts_its_first_call() -> None:
     step = reduce(Turn(rounds=2), answered(call("a"), call("b")))
     assert step.action == RunCall(0)
     assert only(step, OpenPlan).plan == plan(call("a"), call("b"))
@@ -124,7 +133,7 @@ def test_a_plan_nobody_objects_to_begins_with_its_first_call() -> None:
     assert only(step, SetState).state == "tools"
 
 
-def test_before_the_first_call_a_message_withdraws_the_whole_plan_and_the_model_is_asked_again() -> None:
+def test_a_message_before_the_first_call_withdraws_the_plan() -> None:
     step = reduce(Turn(mail=(FROM_AGENT,)), answered(call()))
     assert step == Step(
         (WithdrawPlan(plan(call()), interrupted_by=FROM_AGENT.id), TakeMail(), SetCounters(withdrawals=1, rounds=1)),
@@ -132,34 +141,34 @@ def test_before_the_first_call_a_message_withdraws_the_whole_plan_and_the_model_
     )
 
 
-def test_a_withdrawn_plan_is_a_record_and_never_said() -> None:
+def test_a_withdrawn_plan_is_not_in_the_history() -> None:
     step = reduce(Turn(mail=(FROM_PERSON,)), answered(call()))
     assert has(step, WithdrawPlan)
     assert not has(step, AppendText) and not has(step, AppendCallGroup) and not has(step, OpenPlan)
 
 
-def test_several_messages_are_taken_at_once() -> None:
+def test_all_waiting_messages_are_taken_at_once() -> None:
     step = reduce(Turn(mail=(FROM_AGENT, FROM_PERSON, ECHO)), answered(call()))
     assert [write for write in step.writes if isinstance(write, TakeMail)] == [TakeMail()]
 
 
-# A call has run
+# Ends of calls
 
 
-def test_after_a_call_the_next_begins() -> None:
+def test_after_a_call_the_next_call_starts() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED)), CallEnded(index=1, ok=True, result="two"))
     assert step == Step(
         (SetCallState(1, "done", "two"), SetCallState(2, "started"), SetState(state="tools")), RunCall(2)
     )
 
 
-def test_after_the_last_call_the_group_is_closed_whole_and_the_model_is_asked() -> None:
+def test_after_the_last_call_the_group_is_appended_and_the_model_is_asked() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING)), CallEnded(index=1, ok=False, result="broken"))
     assert results(only(step, AppendCallGroup).plan) == [("done", "one"), ("failed", "broken")]
     assert (step.action, only(step, SetState).state, has(step, TakeMail)) == (AskModel(), "llm", False)
 
 
-def test_after_a_call_has_run_a_message_closes_the_others_as_not_executed_and_keeps_the_result() -> None:
+def test_a_message_after_a_call_cancels_the_remaining_calls_and_keeps_the_result() -> None:
     step = reduce(
         Turn(plan=plan(RUNNING, PLANNED, PLANNED), mail=(FROM_PERSON,)), CallEnded(index=0, ok=True, result="one")
     )
@@ -173,56 +182,56 @@ def test_after_a_call_has_run_a_message_closes_the_others_as_not_executed_and_ke
     assert step.action == AskModel() and not has(step, WithdrawPlan)
 
 
-def test_mail_that_came_during_the_last_call_stands_behind_its_group() -> None:
+def test_mail_during_the_last_call_follows_its_group() -> None:
     step = reduce(Turn(plan=plan(RUNNING), mail=(FROM_AGENT,)), CallEnded(index=0, ok=True, result="one"))
     kinds = [type(write) for write in step.writes]
     assert kinds.index(AppendCallGroup) < kinds.index(TakeMail)
     assert results(only(step, AppendCallGroup).plan) == [("done", "one")]
 
 
-# Who interrupts
+# Interruptions
 
 
-def test_a_plan_is_not_interrupted_by_its_own_echo() -> None:
+def test_an_echo_does_not_interrupt_its_plan() -> None:
     assert reduce(Turn(mail=(ECHO,)), answered(call())).action == RunCall(0)
     step = reduce(Turn(plan=plan(RUNNING, PLANNED), mail=(ECHO,)), CallEnded(index=0, ok=True, result="one"))
     assert step.action == RunCall(1) and not has(step, TakeMail)
 
 
-def test_an_echo_is_taken_with_whatever_does_interrupt() -> None:
+def test_an_echo_is_taken_with_an_interrupting_message() -> None:
     step = reduce(Turn(mail=(ECHO, FROM_AGENT)), answered(call()))
     assert has(step, WithdrawPlan) and has(step, TakeMail)
 
 
-def test_after_so_many_withdrawn_plans_the_next_runs_whatever_agents_say() -> None:
+def test_at_the_withdrawal_limit_agents_do_not_interrupt_the_plan() -> None:
     rules = Rules(max_withdrawals=3)
     assert has(reduce(Turn(mail=(FROM_AGENT,), withdrawals=2, rules=rules), answered(call())), WithdrawPlan)
-    patient = Turn(mail=(FROM_AGENT,), withdrawals=3, rules=rules)
-    step = reduce(patient, answered(call(), call()))
+    at_limit = Turn(mail=(FROM_AGENT,), withdrawals=3, rules=rules)
+    step = reduce(at_limit, answered(call(), call()))
     assert step.action == RunCall(0) and not has(step, TakeMail)
-    assert only(step, SetCounters).withdrawals == 3  # so that the plan's later calls run as well
-    going_on = replace(patient, plan=plan(RUNNING, PLANNED))
-    assert reduce(going_on, CallEnded(index=0, ok=True, result="")).action == RunCall(1)
+    assert only(step, SetCounters).withdrawals == 3  # so that the later calls of the plan run too
+    running = replace(at_limit, plan=plan(RUNNING, PLANNED))
+    assert reduce(running, CallEnded(index=0, ok=True, result="")).action == RunCall(1)
 
 
-def test_when_the_plan_that_had_to_run_is_done_the_mail_follows_and_counting_begins_anew() -> None:
+def test_after_a_plan_at_the_withdrawal_limit_the_mail_is_taken_and_the_counter_is_reset() -> None:
     step = reduce(Turn(mail=(FROM_AGENT,), withdrawals=3, plan=plan(RUNNING)), CallEnded(index=0, ok=True, result=""))
     assert has(step, TakeMail)
     assert only(step, SetCounters).withdrawals == 0
 
 
-def test_without_a_limit_agents_can_interrupt_for_ever() -> None:
+def test_without_a_withdrawal_limit_agents_always_interrupt() -> None:
     turn = Turn(mail=(FROM_AGENT,), withdrawals=99, rules=Rules(max_withdrawals=0))
     assert has(reduce(turn, answered(call())), WithdrawPlan)
 
 
-def test_a_person_always_withdraws_the_plan_and_is_not_counted() -> None:
+def test_the_person_always_interrupts_and_does_not_count_as_a_withdrawal() -> None:
     step = reduce(Turn(mail=(FROM_AGENT, FROM_PERSON), withdrawals=3), answered(call()))
     assert has(step, WithdrawPlan)
     assert only(step, SetCounters).withdrawals == 0
 
 
-def test_rounds_without_an_end_are_ended_with_a_question_to_whoever_asked() -> None:
+def test_the_round_limit_ends_the_turn_with_a_message_to_the_asker() -> None:
     step = reduce(Turn(rounds=4, rules=Rules(max_rounds=5)), answered(call()))
     assert has(step, WithdrawPlan) and not has(step, OpenPlan)
     assert "5 rounds" in only(step, SendReply).text and only(step, AppendText).text == only(step, SendReply).text
@@ -236,7 +245,7 @@ def test_rounds_without_an_end_are_ended_with_a_question_to_whoever_asked() -> N
 GATED = call("pay", needs_approval=True, state="gated")
 
 
-def test_a_gated_call_waits_for_the_person_and_nobody_works_meanwhile() -> None:
+def test_a_gated_call_waits_for_approval() -> None:
     step = reduce(Turn(), answered(call("pay", needs_approval=True)))
     assert [write for write in step.writes if isinstance(write, SetCallState)] == [SetCallState(0, "gated")]
     assert only(step, RequestApproval) == RequestApproval(0)
@@ -248,7 +257,7 @@ def test_an_approved_call_runs() -> None:
     assert step == Step((SetCallState(1, "started"), SetState(state="tools")), RunCall(1))
 
 
-def test_a_denied_call_does_not_run_and_the_plan_goes_on() -> None:
+def test_a_denied_call_does_not_run_and_the_plan_continues() -> None:
     step = reduce(Turn(plan=plan(GATED, PLANNED)), ApprovalDecided(False))
     assert step.writes[0] == SetCallState(0, "cancelled", DENIED_RESULT)
     assert step.action == RunCall(1)
@@ -257,13 +266,13 @@ def test_a_denied_call_does_not_run_and_the_plan_goes_on() -> None:
 
 
 @pytest.mark.parametrize("event", [Resumed(), ApprovalDecided(True), ApprovalDecided(False)])
-def test_another_message_makes_the_question_void(event: Event) -> None:
+def test_another_message_cancels_the_gated_call(event: Event) -> None:
     step = reduce(Turn(plan=plan(DONE, GATED, PLANNED), mail=(FROM_PERSON,)), event)
     assert results(only(step, AppendCallGroup).plan)[1:] == [("cancelled", INTERRUPTED_RESULT)] * 2
     assert step.action == AskModel() and has(step, TakeMail)
 
 
-def test_the_word_itself_is_no_interruption() -> None:
+def test_the_approval_message_does_not_interrupt_the_plan() -> None:
     verdict = replace(FROM_PERSON, is_echo=True)
     assert reduce(Turn(plan=plan(GATED), mail=(verdict,)), ApprovalDecided(True)).action == RunCall(0)
 
@@ -271,16 +280,16 @@ def test_the_word_itself_is_no_interruption() -> None:
 def test_a_stream_of_agent_messages_cannot_prevent_an_approval() -> None:
     step = reduce(Turn(plan=plan(GATED), mail=(FROM_AGENT,), withdrawals=1), Resumed())
     assert only(step, SetCounters).withdrawals == 2
-    patient = reduce(Turn(plan=plan(GATED), mail=(FROM_AGENT,), withdrawals=3), Resumed())
-    assert (only(patient, SetState).state, patient.action) == ("wait_approval", Rest())
+    at_limit = reduce(Turn(plan=plan(GATED), mail=(FROM_AGENT,), withdrawals=3), Resumed())
+    assert (only(at_limit, SetState).state, at_limit.action) == ("wait_approval", Rest())
 
 
-def test_a_question_made_void_after_a_call_has_run_is_progress() -> None:
+def test_cancelling_a_gated_call_after_another_call_ran_resets_the_withdrawals() -> None:
     step = reduce(Turn(plan=plan(DONE, GATED), mail=(FROM_AGENT,), withdrawals=2), Resumed())
     assert only(step, SetCounters).withdrawals == 0
 
 
-def test_woken_for_nothing_it_asks_the_same_question_and_goes_on_waiting() -> None:
+def test_a_resumed_gated_call_asks_the_same_question_and_waits() -> None:
     step = reduce(Turn(plan=plan(GATED)), Resumed())
     assert only(step, RequestApproval) == RequestApproval(0)
     assert (only(step, SetState).state, step.action) == ("wait_approval", Rest())
@@ -289,7 +298,7 @@ def test_woken_for_nothing_it_asks_the_same_question_and_goes_on_waiting() -> No
 # Stop
 
 
-def test_stopped_in_the_middle_of_a_plan_the_rest_does_not_run_and_what_ran_is_unknown() -> None:
+def test_a_stop_during_a_plan_makes_the_running_call_unknown_and_cancels_the_rest() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED)), Stopped())
     assert results(only(step, AppendCallGroup).plan) == [
         ("done", "one"),
@@ -299,14 +308,14 @@ def test_stopped_in_the_middle_of_a_plan_the_rest_does_not_run_and_what_ran_is_u
     assert (only(step, SetState).state, step.action) == ("idle", Rest())
 
 
-def test_stopped_while_the_model_speaks_what_it_said_is_kept_and_marked() -> None:
+def test_a_stop_during_an_answer_keeps_the_partial_text() -> None:
     step = reduce(Turn(), Stopped("The answer is"))
     assert step == Step(
         (AppendText("The answer is"), SendReply("The answer is", is_partial=True), SetState(state="idle")), Rest()
     )
 
 
-def test_stopped_before_the_model_said_anything_the_turn_just_ends() -> None:
+def test_a_stop_before_any_text_ends_the_turn() -> None:
     assert reduce(Turn(), Stopped()) == Step((SetState(state="idle"),), Rest())
 
 
@@ -316,24 +325,24 @@ def test_mail_that_waits_begins_the_next_turn_at_once_after_a_stop() -> None:
         assert has(step, BeginNextTurn) and has(step, TakeMail) and step.action == AskModel()
 
 
-# The model fails
+# Model failures
 
 
-def test_a_failure_that_may_pass_is_waited_out_with_the_mail_left_where_it_is() -> None:
+def test_a_transient_failure_waits_for_a_retry_and_leaves_the_mail() -> None:
     step = reduce(Turn(mail=(FROM_PERSON,)), ModelFailed(message="busy", recovery="retry", delay=timedelta(seconds=3)))
     assert step == Step(
         (SetState(state="wait_retry", delay=timedelta(seconds=3), reason="busy", category="server"),), Rest()
     )
 
 
-def test_a_failure_that_somebody_must_mend_blocks_the_agent_and_is_told_to_whoever_asked() -> None:
+def test_a_permanent_failure_blocks_the_agent_and_notifies_the_asker() -> None:
     step = reduce(Turn(), ModelFailed(message="no key", recovery="block"))
     assert step == Step(
         (SendReply("no key", is_error=True), SetState(state="blocked", reason="no key", category="server")), Rest()
     )
 
 
-def test_an_answer_that_is_not_to_be_had_ends_the_turn_in_words() -> None:
+def test_a_failure_without_retry_ends_the_turn_with_an_error_reply() -> None:
     step = reduce(Turn(mail=(FROM_AGENT,)), ModelFailed(message="refused", recovery="give_up"))
     assert only(step, SendReply) == SendReply("refused", is_error=True)
     assert "refused" in only(step, AppendText).text
@@ -343,18 +352,18 @@ def test_an_answer_that_is_not_to_be_had_ends_the_turn_in_words() -> None:
 # Recovery
 
 
-def test_a_turn_found_without_a_plan_takes_its_mail_and_asks_the_model() -> None:
+def test_a_resumed_turn_without_a_plan_takes_its_mail_and_asks_the_model() -> None:
     assert reduce(Turn(), Resumed()) == Step((SetState(state="llm"),), AskModel())
     assert reduce(Turn(mail=(FROM_AGENT,)), Resumed()) == Step((TakeMail(), SetState(state="llm")), AskModel())
 
 
 @pytest.mark.parametrize("effect", ["pure", "idempotent"])
-def test_a_call_that_may_run_twice_is_run_again(effect: Effect) -> None:
+def test_a_resumed_pure_or_idempotent_call_runs_again(effect: Effect) -> None:
     found = Turn(plan=plan(DONE, replace(RUNNING, effect=effect), PLANNED))
     assert reduce(found, Resumed()) == Step((SetState(state="tools"),), RunCall(1, is_retry=True))
 
 
-def test_an_unsafe_call_found_running_is_never_run_again_and_the_model_is_told() -> None:
+def test_a_resumed_unsafe_call_is_unknown_and_does_not_run_again() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED)), Resumed())
     assert step.writes[0] == SetCallState(1, "unknown", UNKNOWN_RESULT)
     assert step.action == RunCall(2)
@@ -362,12 +371,67 @@ def test_an_unsafe_call_found_running_is_never_run_again_and_the_model_is_told()
     assert results(only(last, AppendCallGroup).plan) == [("done", "one"), ("unknown", UNKNOWN_RESULT)]
 
 
-def test_a_message_found_on_recovery_stops_what_has_not_run() -> None:
+def test_a_waiting_message_cancels_the_remaining_calls_of_a_resumed_plan() -> None:
     step = reduce(Turn(plan=plan(RUNNING, PLANNED), mail=(FROM_PERSON,)), Resumed())
     assert results(only(step, AppendCallGroup).plan) == [("unknown", UNKNOWN_RESULT), ("cancelled", INTERRUPTED_RESULT)]
 
 
-def test_a_turn_that_kills_the_runtime_is_set_aside_and_whoever_asked_is_told() -> None:
+@pytest.mark.parametrize("effect", ["pure", "idempotent"])
+def test_a_resumed_call_does_not_run_again_if_somebody_has_spoken(effect: Effect) -> None:
+    started = replace(RUNNING, effect=effect)
+    assert reduce(Turn(plan=plan(started, PLANNED)), Resumed()).action == RunCall(0, is_retry=True)
+    step = reduce(Turn(plan=plan(started, PLANNED), mail=(FROM_PERSON,)), Resumed())
+    assert step.action == AskModel() and has(step, TakeMail)
+    assert results(only(step, AppendCallGroup).plan) == [("unknown", UNKNOWN_RESULT), ("cancelled", INTERRUPTED_RESULT)]
+    echo = reduce(Turn(plan=plan(started, PLANNED), mail=(ECHO,)), Resumed())
+    assert echo.action == RunCall(0, is_retry=True)
+
+
+def test_a_message_that_was_not_sent_before_a_crash_is_cancelled_if_somebody_has_spoken() -> None:
+    """It is stored together with its result, so without a result it was not sent."""
+    sending = replace(RUNNING, effect="idempotent", call=replace(RUNNING.call, name=SEND_MESSAGE_TOOL))
+    step = reduce(Turn(plan=plan(sending), mail=(FROM_PERSON,)), Resumed())
+    assert results(only(step, AppendCallGroup).plan) == [("cancelled", INTERRUPTED_RESULT)]
+    assert step.action == AskModel()
+
+
+def test_a_person_who_interrupts_uses_up_no_round_and_an_agent_does() -> None:
+    by_person = reduce(Turn(mail=(FROM_PERSON,), rounds=7), answered(call()))
+    by_agent = reduce(Turn(mail=(FROM_AGENT,), rounds=7), answered(call()))
+    assert [only(step, SetCounters).rounds for step in (by_person, by_agent)] == [7, 8]
+
+
+def test_mail_that_cannot_interrupt_is_taken_when_the_plan_has_ended() -> None:
+    turn = Turn(plan=plan(RUNNING), mail_waits=True)
+    assert has(reduce(turn, CallEnded(index=0, ok=True, result="one")), TakeMail)
+    assert reduce(Turn(mail_waits=True), ModelAnswered(text="42")).action == AskModel()
+
+
+@pytest.mark.parametrize(
+    ("costs", "budget", "fitting"),
+    [([], 10, 0), ([99], 10, 1), ([4, 4, 4], 10, 2), ([5, 5], 10, 2), ([4, 4, 4], None, 3), ([99, 1], 10, 1)],
+)
+def test_mail_is_taken_in_order_as_far_as_it_fits_and_at_least_one_message(
+    costs: list[int], budget: int | None, fitting: int
+) -> None:
+    assert count_fitting(costs, budget) == fitting
+
+
+def test_an_echo_comes_from_the_agent_itself_from_its_plan_or_from_a_button_of_its_question() -> None:
+    def echo(sender: str, *, answers: bool = False, caused: bool = False) -> bool:
+        return is_echo(sender, "ada", answers_approval=lambda: answers, is_caused_by_plan=lambda: caused)
+
+    assert echo("ada") and echo("bob", caused=True) and echo("user", answers=True)
+    assert not echo("bob") and not echo("user", caused=True) and not echo("system")
+
+
+def test_a_message_wakes_agents_that_wait_for_one() -> None:
+    woken = {state for state in get_args(AgentState) if wakes(state, unblocks=False)}
+    assert woken == {"idle", "wait_approval"}
+    assert wakes("blocked", unblocks=True) and not wakes("wait_retry", unblocks=True)
+
+
+def test_a_poisoned_turn_is_quarantined_and_the_asker_is_notified() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED)), Poisoned("three crashes"))
     assert [state for state, _ in results(only(step, AppendCallGroup).plan)] == ["done", "unknown", "cancelled"]
     assert only(step, AppendText).text == "[turn aborted: three crashes]"
@@ -376,7 +440,7 @@ def test_a_turn_that_kills_the_runtime_is_set_aside_and_whoever_asked_is_told() 
     assert (only(step, SetState).state, step.action) == ("idle", Rest())
 
 
-def test_a_terminated_agent_leaves_no_open_group_takes_no_mail_and_its_askers_are_told() -> None:
+def test_termination_closes_the_group_takes_no_mail_and_notifies_the_askers() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED), mail=(FROM_PERSON,)), Terminated())
     assert [state for state, _ in results(only(step, AppendCallGroup).plan)] == ["done", "unknown", "cancelled"]
     assert only(step, SendReply).is_error and not has(step, TakeMail)
@@ -394,32 +458,32 @@ def changed(**rules: Any) -> ToolRulesChanged:
     return ToolRulesChanged(**known | rules)
 
 
-def test_a_call_whose_tool_came_under_approval_waits_for_the_person() -> None:
+def test_a_call_whose_tool_now_needs_approval_waits_for_the_person() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED)), changed(needs_approval=True))
     assert only(step, SetCallRules) == SetCallRules(1, "unsafe", needs_approval=True)
     assert (only(step, SetCallState), only(step, RequestApproval)) == (SetCallState(1, "gated"), RequestApproval(1))
     assert (only(step, SetState).state, step.action) == ("wait_approval", Rest())
 
 
-def test_a_call_that_the_person_approved_is_not_asked_about_again_when_its_effect_changes() -> None:
+def test_an_approved_call_needs_no_second_approval_when_its_effect_changes() -> None:
     approved = call("second", state="started", needs_approval=True, effect="pure")
     step = reduce(Turn(plan=plan(DONE, approved)), changed(needs_approval=True))
     assert step == Step((SetCallRules(1, "unsafe", needs_approval=True), SetState(state="tools")), RunCall(1))
 
 
-def test_a_call_that_may_have_run_under_the_old_rules_is_unknown_and_not_run_or_asked_about() -> None:
+def test_a_repeated_call_with_stricter_rules_is_unknown_and_does_not_run() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING)), changed(needs_approval=True, is_retry=True))
     assert results(only(step, AppendCallGroup).plan)[1] == ("unknown", UNKNOWN_RESULT)
     assert step.action == AskModel()
 
 
-def test_a_message_that_came_meanwhile_cancels_the_call_that_did_not_run() -> None:
+def test_a_message_cancels_a_call_whose_rules_changed_before_it_ran() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING, PLANNED), mail=(FROM_PERSON,)), changed(needs_approval=True))
     assert results(only(step, AppendCallGroup).plan)[1:] == [("cancelled", INTERRUPTED_RESULT)] * 2
     assert has(step, TakeMail) and step.action == AskModel()
 
 
-def test_arguments_too_long_for_a_question_go_to_the_handler_first_and_come_back_as_a_file() -> None:
+def test_arguments_too_long_for_a_question_are_stored_as_a_file_first() -> None:
     long = PlannedCall(call=LONG, needs_approval=True)
     step = reduce(Turn(), answered(long))
     assert only(step, SetCallRules) == SetCallRules(0, "unsafe", needs_approval=False)
@@ -431,29 +495,72 @@ def test_arguments_too_long_for_a_question_go_to_the_handler_first_and_come_back
     assert woken == Step((SetState(state="wait_approval"),), Rest())
 
 
-def test_a_call_whose_outcome_was_not_learned_is_unknown() -> None:
+def test_a_call_with_an_unknown_outcome_has_the_state_unknown() -> None:
     step = reduce(Turn(plan=plan(DONE, RUNNING)), CallEnded(index=1, ok=False, result="late", is_outcome_unknown=True))
     assert results(only(step, AppendCallGroup).plan)[1] == ("unknown", "late")
 
 
-# Where it is decided
+# One module decides
 
 
-def test_only_the_reducer_decides_on_interruptions_and_it_says_how() -> None:
+def test_only_the_reducer_decides_on_interruptions() -> None:
     deciding = {"is_interrupted", "WithdrawPlan", "AppendCallGroup", "TakeMail", "OpenPlan"}
     package = Path(turn_module.__file__).parent
+    sources = {
+        path: text for path in package.rglob("*.py") if any(name in (text := path.read_text()) for name in deciding)
+    }
     deciders = {
         path.relative_to(package).as_posix()
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, text in sources.items()
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in deciding
     }
     assert deciders == {"turn.py"}
-    explained = turn_module.__doc__ or ""
-    assert all(word in explained for word in ("interruption", "withdrawn", "in order", "echo", "person", "tool call"))
+    rules = {"is_interrupted", "is_echo", "wakes", "count_fitting"}
+    defined = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.lstrip("_") in rules
+    }
+    assert defined == {"turn.py"}
 
 
-# Whatever happens, in any order
+# Answers that a person's message cuts
+
+CUT = Interrupted(partial_text="The answer be", service="main")
+
+
+def test_a_cut_answer_is_withdrawn_and_the_model_is_asked_again_with_all_mail() -> None:
+    step = reduce(Turn(mail=(FROM_AGENT, FROM_PERSON), withdrawals=1, rounds=2), CUT)
+    withdrawn = WithdrawPlan(Plan(text="The answer be", calls=()), interrupted_by=FROM_PERSON.id)
+    assert step == Step((withdrawn, TakeMail()), AskModel())
+
+
+def test_a_request_that_was_not_sent_leaves_no_record_when_mail_joins_it() -> None:
+    assert reduce(Turn(mail=(FROM_PERSON,)), Interrupted()) == Step((TakeMail(),), AskModel())
+
+
+def test_a_cut_answer_stays_withdrawn_if_its_message_was_withdrawn_meanwhile() -> None:
+    step = reduce(Turn(), CUT)
+    assert step == Step((WithdrawPlan(Plan(text="The answer be", calls=())),), AskModel())
+
+
+def test_a_cut_in_a_paused_society_takes_the_mail_and_asks_after_the_pause() -> None:
+    step = reduce(Turn(mail=(FROM_PERSON,), society_paused=True), CUT)
+    assert has(step, WithdrawPlan) and has(step, TakeMail)
+    assert (step.action, only(step, SetState).is_suspended) == (Rest(), True)
+
+
+def test_only_the_mode_stream_cuts_answers_and_only_up_to_the_limit_of_the_turn() -> None:
+    stream, step = Rules(interrupt="stream", max_cuts=2), Rules(interrupt="step", max_cuts=2)
+    assert may_cut(stream, None, 0) and may_cut(stream, None, 1) and not may_cut(stream, None, 2)
+    assert not may_cut(step, None, 0)
+    assert may_cut(step, "stream", 0) and not may_cut(stream, "step", 0)
+    assert not may_cut(Rules(), None, 0)
+
+
+# Random events
 
 
 calls = st.builds(
@@ -462,7 +569,7 @@ calls = st.builds(
     effect=st.sampled_from(get_args(Effect)),
     needs_approval=st.booleans(),
 )
-letters = st.lists(
+mails = st.lists(
     st.builds(
         WaitingMessage, id=st.just("m"), position=st.just(1), is_from_person=st.booleans(), is_echo=st.booleans()
     ),
@@ -474,7 +581,7 @@ endings: st.SearchStrategy[Event] = st.sampled_from((Stopped(), Poisoned("crashe
 
 
 class Driven:
-    """What a store would hold, kept by the simplest means: it writes what the reducer says and nothing else."""
+    """A minimal store: applies the writes of the reducer and checks invariants."""
 
     def __init__(self) -> None:
         self.turn = Turn(rules=Rules(max_withdrawals=2, max_rounds=6))
@@ -484,22 +591,22 @@ class Driven:
         self.dropped: list[Plan] = []
         self.runs: list[tuple[int, int]] = []
         self.needs_approval: set[tuple[int, int]] = set()
-        """Calls whose tools came under approval when they were about to run."""
+        """Calls whose tools required approval just before they ran."""
         self.approved: set[tuple[int, int]] = set()
         self.not_run: int | None = None
-        """The call that was marked as started and did not run, while the event that says so is handled."""
+        """The started call that did not run, while its event is handled."""
         self.plans = 0
 
     def possible(self) -> list[str]:
         always = ["crash", "stop"]
         match self.effect:
             case AskModel():
-                return ["answer", "fail", *always]
+                return ["answer", "fail", "cut", *always]
             case RunCall():
-                return ["ran", "tool changed", *always]
-        return ["wake", "judge"] if self.state == "wait_approval" else ["wake"]
+                return ["call ended", "tool changed", *always]
+        return ["wake", "decide"] if self.state == "wait_approval" else ["wake"]
 
-    def happens(self, event: Event, mail: tuple[WaitingMessage, ...]) -> None:
+    def apply(self, event: Event, mail: tuple[WaitingMessage, ...]) -> None:
         self.turn = replace(self.turn, mail=mail)
         self.not_run = None
         if isinstance(event, ToolRulesChanged) and not event.is_retry:
@@ -522,7 +629,7 @@ class Driven:
             if one.effect == "unsafe":
                 assert (self.plans, step.action.index) not in self.runs, "an unsafe call was run twice"
             self.runs.append((self.plans, step.action.index))
-        self.holds()
+        self.check()
 
     def write(self, write: Write) -> None:
         match write:
@@ -532,7 +639,7 @@ class Driven:
                 self.plans += 1
             case SetCallState(index=index, state=state, result=result):
                 assert self.turn.plan is not None
-                assert self.turn.plan.calls[index].state not in ENDED_STATES, "a call that was over changed"
+                assert self.turn.plan.calls[index].state not in ENDED_STATES, "an ended call changed"
                 self.turn = replace(self.turn, plan=self.turn.plan.with_state(index, state, result))
             case SetCallRules(index=index, effect=effect, needs_approval=gated):
                 assert self.turn.plan is not None
@@ -541,9 +648,9 @@ class Driven:
                 assert self.turn.plan is not None
                 assert all(one.state in ENDED_STATES and one.result for one in closed.calls)
                 for index, (before, after) in enumerate(zip(self.turn.plan.calls, closed.calls, strict=True)):
-                    assert before.state not in ENDED_STATES or before == after, "a real result was replaced"
+                    assert before.state not in ENDED_STATES or before == after, "a result was replaced"
                     ran = before.state == "started" and index != self.not_run
-                    assert after.state != "cancelled" or not ran, "it ran, and is said not to have"
+                    assert after.state != "cancelled" or not ran, "a call that ran is cancelled"
                 self.turn = replace(self.turn, plan=None)
                 self.said.append("group")
             case WithdrawPlan(plan=dropped):
@@ -561,19 +668,19 @@ class Driven:
             case SetState(state=state):
                 self.state = state
 
-    def holds(self) -> None:
+    def check(self) -> None:
         assert (self.turn.plan is not None) == (self.state in ("tools", "wait_approval"))
         assert isinstance(self.effect, Rest) == (self.state not in ("llm", "tools"))
-        assert not (self.state == "idle" and self.turn.mail), "it rests while somebody waits"
+        assert not (self.state == "idle" and self.turn.mail), "idle with waiting mail"
         assert self.turn.withdrawals <= self.turn.rules.max_withdrawals
-        assert all(one.text not in self.said for one in self.dropped), "a withdrawn plan was said"
+        assert all(one.text not in self.said for one in self.dropped), "a withdrawn plan is in the history"
 
 
 @given(st.data())
-def test_whatever_happens_in_any_order_every_group_is_closed_and_nothing_unsafe_runs_twice(data: st.DataObject) -> None:
+def test_random_events_leave_no_open_group_and_run_no_unsafe_call_twice(data: st.DataObject) -> None:
     driven = Driven()
     for number in range(data.draw(st.integers(1, 25))):
-        mail = data.draw(letters)
+        mail = data.draw(mails)
         event: Event
         match data.draw(st.sampled_from(driven.possible())):
             case "answer":
@@ -581,22 +688,24 @@ def test_whatever_happens_in_any_order_every_group_is_closed_and_nothing_unsafe_
                 event = ModelAnswered(text=f"said {number}", calls=planned)
             case "fail":
                 event = ModelFailed(message="busy", recovery=data.draw(st.sampled_from(["retry", "block", "give_up"])))
-            case "ran":
+            case "call ended":
                 assert isinstance(driven.effect, RunCall)
                 event = CallEnded(index=driven.effect.index, ok=data.draw(st.booleans()), result=f"result {number}")
             case "tool changed":
                 assert isinstance(driven.effect, RunCall) and driven.turn.plan is not None
                 run = driven.effect
-                # A tool that was put under approval stays so for this run of the test, and so does its effect.
+                # A tool that needs approval keeps needing it, and keeps its effect.
                 gated = driven.turn.plan.calls[run.index].needs_approval or data.draw(st.booleans())
                 event = ToolRulesChanged(index=run.index, effect="unsafe", needs_approval=gated, is_retry=run.is_retry)
-            case "judge":
+            case "decide":
                 event = ApprovalDecided(data.draw(st.booleans()))
+            case "cut":
+                event = Interrupted(partial_text=f"cut {number}", service=data.draw(st.sampled_from(["", "main"])))
             case "stop":
                 event = Stopped(data.draw(st.sampled_from(["", "partly"])))
             case _:
                 event = data.draw(recoveries)
-        driven.happens(event, mail)
+        driven.apply(event, mail)
     if driven.state not in ("idle", "wait_retry", "blocked"):
-        driven.happens(data.draw(endings), ())
+        driven.apply(data.draw(endings), ())
         assert driven.turn.plan is None and driven.state in ("idle", "terminated")

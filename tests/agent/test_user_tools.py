@@ -1,4 +1,4 @@
-"""The owner's files: each by itself, their mistakes named with file and line."""
+"""Loading tools.py and tools/: errors are reported with file and line and affect no other file."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import pytest
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import ToolContext
 from coterie.agent.user_tools import UserTools, load_user_tools
+from tests.engines import Engine
 
 GOOD = """
 from coterie.agent.tools import tool
 
 @tool(effect="pure")
 async def {name}() -> str:
-    "A good one."
-    return "{name} at work"
+    "Return its name."
+    return "{name} ran"
 """
 
 
+@pytest.fixture
+def engine() -> Engine:
+    """Loading does not depend on the engine: SQLite only."""
+    return Engine()
+
+
 def write(folder: Path, **files: str) -> None:
-    """`tools=` is tools.py, every other name a file in tools/."""
+    """Write tools.py (`tools=`) and files in tools/ (all other names)."""
     (folder / "tools").mkdir(exist_ok=True)
     for name, text in files.items():
         (folder / "tools.py" if name == "tools" else folder / "tools" / f"{name}.py").write_text(text)
@@ -45,14 +52,14 @@ async def test_tools_come_from_the_file_and_from_the_folder_in_order(tmp_path: P
     loaded = load_user_tools(tmp_path)
     assert (names(loaded), problems(loaded)) == (["top", "ay", "bee"], [])
     box = Toolbox(loaded.tools)
-    assert (await box.call("bee", {}, ctx, patterns=["*"])).text == "bee at work"
+    assert (await box.call("bee", {}, ctx, patterns=["*"])).text == "bee ran"
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("x = 1\ndef broken(:\n", "tools/bad.py: line 2: cannot be loaded: SyntaxError: invalid syntax"),
-        ("\n\nimport nothing_of_the_kind\n", "tools/bad.py: line 3: cannot be loaded: ModuleNotFoundError: No module"),
+        ("\n\nimport no_such_module\n", "tools/bad.py: line 3: cannot be loaded: ModuleNotFoundError: No module"),
         ("def f():\n    return 1 / 0\n\nf()\n", "tools/bad.py: line 2: cannot be loaded: ZeroDivisionError: division"),
         ("import sys\nsys.exit(3)\n", "tools/bad.py: line 2: cannot be loaded: SystemExit: 3"),
         ("raise BaseException\n", "tools/bad.py: line 1: cannot be loaded: BaseException"),
@@ -64,7 +71,7 @@ async def test_tools_come_from_the_file_and_from_the_folder_in_order(tmp_path: P
         ("from . import _broken\n", "tools/bad.py: line 1: cannot be loaded: SyntaxError"),
     ],
 )
-def test_a_file_with_a_mistake_is_named_with_its_line_and_keeps_nobody_else_away(
+def test_an_error_in_a_file_is_reported_with_its_line_and_other_files_load(
     tmp_path: Path, text: str, problem: str
 ) -> None:
     write(tmp_path, tools=GOOD.format(name="top"), bad=text, good=GOOD.format(name="good"), _broken="def (\n")
@@ -74,20 +81,20 @@ def test_a_file_with_a_mistake_is_named_with_its_line_and_keeps_nobody_else_away
     assert not loaded.problems[0].fatal
 
 
-def test_a_file_that_is_no_text_is_a_problem_of_its_own(tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf_8_is_reported_and_other_files_load(tmp_path: Path) -> None:
     write(tmp_path, good=GOOD.format(name="good"))
     (tmp_path / "tools.py").write_bytes(b"x = '\xff\xfe'\n")
     loaded = load_user_tools(tmp_path)
     assert names(loaded) == ["good"] and problems(loaded)[0].startswith("tools.py")
 
 
-def test_a_mistake_in_tools_py_does_not_keep_the_folder_away(tmp_path: Path) -> None:
+def test_an_error_in_tools_py_does_not_affect_the_folder(tmp_path: Path) -> None:
     write(tmp_path, tools="1 / 0\n", good=GOOD.format(name="good"))
     loaded = load_user_tools(tmp_path)
     assert names(loaded) == ["good"] and problems(loaded)[0].startswith("tools.py: line 1")
 
 
-def test_built_in_tools_win_and_of_two_of_the_owners_the_first(tmp_path: Path) -> None:
+def test_a_tool_with_a_name_in_use_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, tools=GOOD.format(name="twin") + GOOD.format(name="send_message"), z=GOOD.format(name="twin"))
     loaded = load_user_tools(tmp_path, reserved_names={"send_message"})
     assert names(loaded) == ["twin"]
@@ -97,7 +104,7 @@ def test_built_in_tools_win_and_of_two_of_the_owners_the_first(tmp_path: Path) -
     ]
 
 
-def test_files_share_helpers_and_a_tool_that_is_imported_elsewhere_is_still_one_tool(tmp_path: Path) -> None:
+def test_files_can_import_each_other_and_an_imported_tool_counts_once(tmp_path: Path) -> None:
     write(
         tmp_path,
         _helpers="WORD = 'shared'\n" + GOOD.format(name="helper"),
@@ -108,7 +115,7 @@ def test_files_share_helpers_and_a_tool_that_is_imported_elsewhere_is_still_one_
     assert (sorted(names(loaded)), problems(loaded)) == (["helper", "weather"], [])
 
 
-def test_loading_again_reads_what_is_there_now(tmp_path: Path) -> None:
+def test_loading_again_reads_the_changed_files(tmp_path: Path) -> None:
     write(tmp_path, a=GOOD.format(name="one"))
     assert names(load_user_tools(tmp_path)) == ["one"]
     write(tmp_path, a=GOOD.format(name="two"))
@@ -117,17 +124,17 @@ def test_loading_again_reads_what_is_there_now(tmp_path: Path) -> None:
     assert names(load_user_tools(tmp_path)) == []
 
 
-def test_two_societies_in_one_process_do_not_mix(tmp_path: Path) -> None:
-    for place in ("here", "there"):
-        (tmp_path / place).mkdir()
-        write(tmp_path / place, _helpers=f"PLACE = '{place}'\n", a="from ._helpers import PLACE\n" + GOOD)
-        text = (tmp_path / place / "tools" / "a.py").read_text().replace("{name}", place)
-        (tmp_path / place / "tools" / "a.py").write_text(text + f"assert PLACE == '{place}'\n")
-    assert names(load_user_tools(tmp_path / "here")) == ["here"]
-    assert names(load_user_tools(tmp_path / "there")) == ["there"]
+def test_two_societies_in_one_process_have_separate_tools(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, _helpers=f"NAME = '{name}'\n", a="from ._helpers import NAME\n" + GOOD)
+        text = (tmp_path / name / "tools" / "a.py").read_text().replace("{name}", name)
+        (tmp_path / name / "tools" / "a.py").write_text(text + f"assert NAME == '{name}'\n")
+    assert names(load_user_tools(tmp_path / "one")) == ["one"]
+    assert names(load_user_tools(tmp_path / "two")) == ["two"]
 
 
-def test_loading_leaves_nothing_in_the_folder_and_nothing_on_the_path(
+def test_loading_writes_no_bytecode_and_does_not_change_the_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)

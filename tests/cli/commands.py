@@ -1,4 +1,4 @@
-"""Run commands: in this process, as a process of their own, and `coterie serve` as a server to test against."""
+"""Run commands in this process or as processes, and `coterie serve` as a process."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def coterie_process(*args: str | Path, env: Mapping[str, str] | None = None) -> 
 
 
 class ServeProcess(AbstractContextManager["ServeProcess"]):
-    """`coterie serve` as a process, ready when entered; killed on the way out if it still runs."""
+    """`coterie serve` as a process, ready when entered and killed at the exit of the context."""
 
     def __init__(self, folder: Path, timeout: float = TIMEOUT_SECONDS, *, prefix: Sequence[str] = ()) -> None:
-        """`prefix`: a command that runs the one behind it."""
+        """`prefix`: a command that runs the rest of its arguments, such as `env`."""
         self.banner: list[str] = []
         self.log: list[dict[str, Any]] = []
         self._changed = threading.Condition()

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def schedule(folder: Path, count: int) -> None:
-    """So many messages for the assistant, due tomorrow."""
+    """Send `count` messages to the assistant, due tomorrow."""
 
     async def send() -> None:
         async with Society.open_offline(folder) as society:
@@ -54,14 +54,14 @@ def delayed(folder: Path) -> Sequence[Message]:
 
 @pytest.fixture
 def env(tmp_path: Path) -> Iterator[Environment]:
-    """Nobody runs its society until a test says `serve`."""
+    """A society that runs after `env.serve()`."""
     with Environment(tmp_path / "home") as made:
         yield made
 
 
 @pytest.fixture(params=["with a server", "without one"])
 def either(request: pytest.FixtureRequest, env: Environment) -> Environment:
-    """Once beside a running server, once with a folder that nobody runs."""
+    """A society with a running server, and one without."""
     if request.param == "with a server":
         env.serve()
     return env

@@ -1,4 +1,4 @@
-"""What commands run against: a society with scripted models, its server, and a terminal."""
+"""Environment of CLI tests: a society with a scripted model, its server, and a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coterie.cli.server import SocietyServer, stop_server
 from coterie.config import ServerAddress, ServerSettings, SocietyFolder, write_address
 from coterie.society import Society
 from coterie.testing import ModelServer
-from coterie.testing.replies import Reply, Says
+from coterie.testing.model_server import Reply, Says
 from coterie.web.auth import load_token
 
 T = TypeVar("T")
@@ -101,20 +101,20 @@ class Environment(AbstractContextManager["Environment"]):
         assert self._server is not None
         self._server.refuse_requests()
 
-    def until(self, kind: str) -> None:
+    def wait_for_event(self, kind: str) -> None:
         """Wait until the served society has logged an event of that kind."""
 
-        async def look() -> None:
+        async def watch() -> None:
             assert self.society is not None
             async with self.society.bus.watch(after=0) as watcher:
                 async for event in watcher:
                     if event.kind == kind:
                         return
 
-        self.run(look())
+        self.run(watch())
 
     def gated(self, text: str = "", **more: Any) -> tuple[Says, Callable[[], None]]:
-        """An answer of the model, and the function that lets it begin."""
+        """A scripted answer, and the function that releases it."""
 
         async def make() -> asyncio.Event:
             return asyncio.Event()
@@ -125,19 +125,19 @@ class Environment(AbstractContextManager["Environment"]):
     def script(self, *replies: Reply) -> None:
         self.model.script(*replies)
 
-    def asked(self, count: int = 1) -> None:
-        """Wait until the model has got so many requests."""
+    def wait_for_request(self, count: int = 1) -> None:
+        """Wait until the model has received `count` requests."""
         self.run(self.model.wait_for_request(count))
 
 
 def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # A shell that runs the tests in the background lets them ignore SIGINT, and children inherit that.
+    # A shell starts background jobs with SIGINT ignored, and child processes inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal(AbstractContextManager["Terminal"]):
-    """A `coterie` process on a pseudo-terminal: `raw` is all it ever wrote, `screen` what a person sees of it."""
+    """A `coterie` process on a pseudo-terminal: `raw` is its whole output, `screen` the visible part."""
 
     def __init__(self, *args: str | Path) -> None:
         self._keyboard, inner = os.openpty()
@@ -171,29 +171,29 @@ class Terminal(AbstractContextManager["Terminal"]):
     def enter(self, text: str) -> None:
         self.type(f"{text}\r")
 
-    def sees(self, text: str) -> None:
-        """Wait until `text` is written, behind what was seen before."""
+    def wait_for(self, text: str) -> None:
+        """Wait until the output contains `text` after the last text that was waited for."""
         end = time.monotonic() + TIMEOUT_SECONDS
         while text not in (rest := self.raw[self._seen :]):
-            assert self._read(end), f"{text!r} never came, but: {rest!r}"
+            assert self._read(end), f"{text!r} was not written, but: {rest!r}"
         self._seen += rest.index(text) + len(text)
 
-    def shows(self, text: str) -> None:
-        """Wait until `text` stands on the screen."""
-        self._wait_for_screen(lambda rows: any(text in row for row in rows), text)
+    def wait_for_screen(self, text: str) -> None:
+        """Wait until the screen shows `text`."""
+        self._wait_until_screen(lambda rows: any(text in row for row in rows), text)
 
-    def rests(self) -> None:
-        """Wait until the prompt is there without a status above it: the agent is idle."""
-        self._wait_for_screen(
+    def wait_until_idle(self) -> None:
+        """Wait until the screen shows the prompt without a status line: the agent is idle."""
+        self._wait_until_screen(
             lambda rows: rows[-1].startswith(">") and not any("ada: active" in row for row in rows[-2:]), "idle prompt"
         )
 
-    def _wait_for_screen(self, is_reached: Callable[[list[str]], bool], what: str) -> None:
+    def _wait_until_screen(self, is_reached: Callable[[list[str]], bool], what: str) -> None:
         end = time.monotonic() + TIMEOUT_SECONDS
         while not is_reached(self.screen.rows):
-            assert self._read(end), f"{what!r} never came, but: {self.screen.rows}"
+            assert self._read(end), f"{what!r} did not appear, but: {self.screen.rows}"
 
-    def ends(self) -> int:
+    def wait_for_exit(self) -> int:
         end = time.monotonic() + TIMEOUT_SECONDS
         while self._read(end):
             pass
@@ -201,7 +201,7 @@ class Terminal(AbstractContextManager["Terminal"]):
 
     @contextlib.contextmanager
     def read_on(self) -> Iterator[None]:
-        """Read what is written during the block, and to the end of the process."""
+        """Read the output during the block and until the process ends."""
         reading = threading.Thread(target=self._read_all, name="terminal")
         reading.start()
         yield

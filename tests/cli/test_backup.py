@@ -22,7 +22,7 @@ from .conftest import delayed, schedule, waiting
 
 @pytest.fixture
 def full(folder: Path, tmp_path: Path) -> Path:
-    """A society with some of everything."""
+    """A society with messages, an artifact, delayed messages, prompts, tools, a token and keys."""
     (tmp_path / "note.txt").write_text("a note")
     coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
     schedule(folder, 3)
@@ -42,7 +42,7 @@ def archive(full: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_restored_society_is_the_one_that_was_backed_up(full: Path, archive: Path, tmp_path: Path) -> None:
+def test_a_restored_society_equals_the_one_that_was_backed_up(full: Path, archive: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
 
     done = coterie("restore", archive, "--dir", new)
@@ -67,7 +67,7 @@ def test_a_backup_is_private_and_holds_no_keys(full: Path, archive: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp_path: Path) -> None:
+def test_a_backup_of_a_running_society_can_be_restored_and_passes_verify(full: Path, tmp_path: Path) -> None:
     with ServeProcess(full) as society:
         made = coterie("backup", "--dir", full, "--to", tmp_path, "--json").json
         assert coterie("restore", made["file"], "--dir", tmp_path / "new").code == 0
@@ -81,7 +81,7 @@ def test_a_backup_beside_a_running_society_restores_and_verifies(full: Path, tmp
     assert not [line for line in restored.messages if "did not stop cleanly" in line]
 
 
-def test_a_restored_event_log_is_another_one(full: Path, archive: Path, tmp_path: Path) -> None:
+def test_a_restored_society_has_a_new_event_log_id(full: Path, archive: Path, tmp_path: Path) -> None:
     coterie("restore", archive, "--dir", tmp_path / "new")
 
     assert _log_id(full) != _log_id(tmp_path / "new")
@@ -108,7 +108,7 @@ def test_a_backup_that_fails_leaves_nothing_behind(full: Path, tmp_path: Path, m
     assert list(target.iterdir()) == []
 
 
-def test_lost_bytes_are_told_but_do_not_stop_a_backup(full: Path, tmp_path: Path) -> None:
+def test_a_backup_reports_missing_artifact_bytes_and_succeeds(full: Path, tmp_path: Path) -> None:
     ((sha256, _),) = artifact_hashes(full / "data" / "coterie.db")
     artifact_path(SocietyFolder(full), sha256).unlink()
 
@@ -120,7 +120,7 @@ def test_lost_bytes_are_told_but_do_not_stop_a_backup(full: Path, tmp_path: Path
     assert len(waiting(tmp_path / "new")) == 1
 
 
-def test_a_society_with_data_is_not_restored_over(full: Path, archive: Path) -> None:
+def test_a_restore_does_not_overwrite_a_society_with_data(full: Path, archive: Path) -> None:
     coterie("send", "assistant", "newer", "--dir", full)
     before = waiting(full)
 
@@ -129,7 +129,7 @@ def test_a_society_with_data_is_not_restored_over(full: Path, archive: Path) -> 
     assert waiting(full) == before
 
 
-def test_a_log_without_its_database_counts_as_data(archive: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_write_ahead_log_without_its_database_counts_as_data(archive: Path, folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     (target / "data").mkdir(parents=True)
     (target / "data" / "coterie.db-wal").write_bytes(b"x")
@@ -137,14 +137,14 @@ def test_a_log_without_its_database_counts_as_data(archive: Path, folder: Path, 
     assert "holds a society with data already" in coterie("restore", archive, "--dir", target).failure
 
 
-def test_a_folder_fresh_from_init_may_be_restored_into(archive: Path, tmp_path: Path) -> None:
+def test_a_restore_into_a_folder_fresh_from_init_succeeds(archive: Path, tmp_path: Path) -> None:
     coterie("init", tmp_path / "fresh")
 
     assert coterie("restore", archive, "--dir", tmp_path / "fresh").code == 0
     assert "prompt_file" in (tmp_path / "fresh" / "coterie.toml").read_text()
 
 
-def test_the_owners_own_work_is_not_overwritten(archive: Path, tmp_path: Path) -> None:
+def test_a_restore_does_not_overwrite_a_changed_configuration(archive: Path, tmp_path: Path) -> None:
     target = tmp_path / "mine"
     coterie("init", target)
     (target / "coterie.toml").write_text("# mine")
@@ -157,31 +157,31 @@ def test_the_owners_own_work_is_not_overwritten(archive: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.005, 0.02, 0.5, 0.9, 0.99, 0.999])
-def test_a_backup_cut_short_is_refused_and_leaves_nothing(archive: Path, tmp_path: Path, share: float) -> None:
+def test_a_truncated_backup_is_refused_and_leaves_no_files(archive: Path, tmp_path: Path, share: float) -> None:
     with tarfile.open(archive) as tar:
-        whole = max(member.offset_data + member.size for member in tar)  # behind it there is only padding
+        whole = max(member.offset_data + member.size for member in tar)  # the rest is padding
     cut = tmp_path / "cut.tar"
     cut.write_bytes(archive.read_bytes()[: int(whole * share)])
 
-    sentence = coterie("restore", cut, "--dir", tmp_path / "deep" / "new").failure
+    failure = coterie("restore", cut, "--dir", tmp_path / "deep" / "new").failure
 
-    assert "is cut short" in sentence or "is not a Coterie backup" in sentence
+    assert "is cut short" in failure or "is not a Coterie backup" in failure
     assert not (tmp_path / "deep").exists()
 
 
-def test_a_changed_byte_is_noticed_wherever_it_is(archive: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_in_any_member_is_detected(archive: Path, tmp_path: Path) -> None:
     with tarfile.open(archive) as tar:
-        places = [member.offset_data + member.size // 2 for member in tar if member.size]
+        offsets = [member.offset_data + member.size // 2 for member in tar if member.size]
     data = archive.read_bytes()
     changed = tmp_path / "changed.tar"
-    for place in places:
-        changed.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    for offset in offsets:
+        changed.write_bytes(data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
         assert coterie("restore", changed, "--dir", tmp_path / "new").failure
         assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"\0" * 10_240, b"PK\x03\x04" * 500, b"\x1f\x8b" + b"z" * 2000])
-def test_a_foreign_file_is_no_backup(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_backup_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "foreign").write_bytes(content)
 
     assert "is not a Coterie backup" in coterie("restore", tmp_path / "foreign", "--dir", tmp_path / "new").failure
@@ -216,10 +216,10 @@ def _member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile
     ],
     ids=lambda info: f"{info.name}:{info.type.decode()}",
 )
-def test_what_no_backup_contains_is_refused_before_it_is_written(
+def test_a_hostile_member_is_refused_before_anything_is_written(
     archive: Path, tmp_path: Path, hostile: tarfile.TarInfo
 ) -> None:
-    bad = _rebuilt(archive, tmp_path / "bad.tar", lambda tar: tar.addfile(hostile, io.BytesIO(b"12345")))
+    bad = _rebuild(archive, tmp_path / "bad.tar", lambda tar: tar.addfile(hostile, io.BytesIO(b"12345")))
     before = set(tmp_path.rglob("*"))
 
     assert "is not a Coterie backup" in coterie("restore", bad, "--dir", tmp_path / "new").failure
@@ -227,8 +227,8 @@ def test_what_no_backup_contains_is_refused_before_it_is_written(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_name_that_comes_twice_is_refused(archive: Path, tmp_path: Path) -> None:
-    twice = _rebuilt(
+def test_a_repeated_member_name_is_refused(archive: Path, tmp_path: Path) -> None:
+    twice = _rebuild(
         archive,
         tmp_path / "bad.tar",
         lambda tar: tar.addfile(_member("coterie-backup/coterie.toml"), io.BytesIO(b"12345")),
@@ -238,7 +238,7 @@ def test_a_name_that_comes_twice_is_refused(archive: Path, tmp_path: Path) -> No
     assert not (tmp_path / "new").exists()
 
 
-def test_a_society_that_contradicts_itself_is_not_put_in_place(full: Path, tmp_path: Path) -> None:
+def test_a_backup_that_violates_an_invariant_is_not_restored(full: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(full / "data" / "coterie.db")) as db, db:
         db.execute("UPDATE agents SET delayed = 7 WHERE id = 'assistant'")
     coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
@@ -247,17 +247,15 @@ def test_a_society_that_contradicts_itself_is_not_put_in_place(full: Path, tmp_p
     assert not (tmp_path / "new").exists()
 
 
-def test_a_restore_that_is_terminated_leaves_nothing(
-    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coterie.admin.restore._prepare_database", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+def test_a_terminated_restore_leaves_no_files(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coterie.admin.backup._prepare_database", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
     assert coterie("restore", archive, "--dir", tmp_path / "new").code == 143
 
     assert not (tmp_path / "new").exists()
 
 
-def test_what_a_killed_restore_left_is_no_hindrance(archive: Path, tmp_path: Path) -> None:
+def test_files_of_a_killed_restore_are_removed_by_the_next(archive: Path, tmp_path: Path) -> None:
     left = tmp_path / "new" / ".restoring-x"
     left.mkdir(parents=True)
     shutil.copy(archive, left)
@@ -266,8 +264,8 @@ def test_what_a_killed_restore_left_is_no_hindrance(archive: Path, tmp_path: Pat
     assert not left.exists()
 
 
-def _rebuilt(archive: Path, target: Path, change: Callable[[tarfile.TarFile], None]) -> Path:
-    """The same members, and something more before the manifest."""
+def _rebuild(archive: Path, target: Path, change: Callable[[tarfile.TarFile], None]) -> Path:
+    """Copy the archive, with `change` applied before the manifest."""
     with tarfile.open(archive) as old, tarfile.open(target, "w") as new:
         for member in old:
             if member.name.endswith("manifest.json"):

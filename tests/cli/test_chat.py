@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from coterie.testing.replies import Calls, Says
+from coterie.testing import model_faults
+from coterie.testing.model_server import Calls, Says
+from tests.agent.held_answer import HeldAnswer
 
 from .commands import coterie
 from .environment import TIMEOUT_SECONDS, Environment, Terminal
@@ -18,18 +20,18 @@ PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 pytestmark = pytest.mark.slow
 
 
-def test_words_go_out_and_the_answer_comes_back(either: Environment) -> None:
+def test_a_typed_line_is_sent_and_the_answer_is_shown(either: Environment) -> None:
     either.script("Good morning!")
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
         chat.enter("Hello")
-        chat.sees("You:")
-        chat.sees("Hello")
-        chat.sees("Good morning!")
-        chat.rests()  # it is said before it is stored
+        chat.wait_for("You:")
+        chat.wait_for("Hello")
+        chat.wait_for("Good morning!")
+        chat.wait_until_idle()  # it is said before it is stored
         chat.enter("/quit")
 
-        assert chat.ends() == 0
+        assert chat.wait_for_exit() == 0
     assert _said(either)[-2:] == [("user", "Hello"), ("ada", "Good morning!")]
 
 
@@ -37,11 +39,11 @@ def test_a_number_answers_the_open_question_with_that_option(either: Environment
     either.script(_asks("Tea?", "Yes", "No"), "", "Very well.")
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter("Hello")
-        chat.sees("2)")
+        chat.wait_for("2)")
         chat.enter("2")
-        chat.sees("Very well.")
+        chat.wait_for("Very well.")
         chat.type(CTRL_D)
-        assert chat.ends() == 0
+        assert chat.wait_for_exit() == 0
 
     messages = coterie_export(either.folder)
     question = next(one for one in messages if "quickReplies" in one["payload"])
@@ -50,155 +52,171 @@ def test_a_number_answers_the_open_question_with_that_option(either: Environment
     assert answer["inReplyTo"] == question["id"]
 
 
-def test_other_words_answer_it_too(either: Environment) -> None:
+def test_a_typed_text_answers_the_open_question(either: Environment) -> None:
     either.script(_asks("Tea?", "Yes", "No"), "", "Coffee it is.")
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter("Hello")
-        chat.sees("2)")
+        chat.wait_for("2)")
         chat.enter("Rather coffee")
-        chat.sees("Coffee it is.")
+        chat.wait_for("Coffee it is.")
 
     (question,) = [one for one in coterie_export(either.folder) if "quickReplies" in one["payload"]]
     assert question["answer"]["option"] is None
 
 
-def test_what_is_said_to_a_working_agent_is_queued_until_it_is_read(either: Environment) -> None:
+def test_a_message_to_a_working_agent_is_shown_as_queued_until_it_is_read(either: Environment) -> None:
     first, let_go = either.gated("Working on it.")
     second, let_go_again = either.gated("And the second.")
     either.script(first, second)
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter("one")
-        either.asked(1)
-        chat.shows("thinking")
+        either.wait_for_request(1)
+        chat.wait_for_screen("thinking")
         chat.enter("two")
-        chat.sees("queued")
+        chat.wait_for("queued")
         let_go()
-        chat.sees("ada has read: two")
+        chat.wait_for("ada has read: two")
         let_go_again()
-        chat.sees("And the second.")
-        chat.rests()  # it is said before it is stored
+        chat.wait_for("And the second.")
+        chat.wait_until_idle()  # it is said before it is stored
 
     said = [("user", "one"), ("user", "two"), ("ada", "Working on it."), ("ada", "And the second.")]
     assert _said(either) == said
 
 
-def test_ctrl_c_stops_the_turn_first_and_leaves_only_then(either: Environment) -> None:
+def test_the_first_ctrl_c_stops_the_turn_and_the_second_leaves_the_chat(either: Environment) -> None:
     first, _ = either.gated("Never said.")
     either.script(first)
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter("one")
-        either.asked(1)
-        chat.shows("thinking")
+        either.wait_for_request(1)
+        chat.wait_for_screen("thinking")
         chat.type(CTRL_C)
-        chat.sees("stopping")
+        chat.wait_for("stopping")
         chat.enter("still here?")
-        chat.sees("ok")  # what the model says when nothing is scripted
-        chat.rests()
+        chat.wait_for("ok")  # what the model says when nothing is scripted
+        chat.wait_until_idle()
         chat.type(CTRL_C)
 
-        assert chat.ends() == 0
+        assert chat.wait_for_exit() == 0
 
 
-def test_files_delays_and_withdrawals(either: Environment, tmp_path: Path) -> None:
+def test_chat_commands_attach_delay_and_withdraw(either: Environment, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
     with Terminal("chat", "ada", "--dir", either.folder) as chat:
         chat.enter(f"/attach {tmp_path / 'gone.txt'}")
-        chat.sees("not done")
+        chat.wait_for("not done")
         chat.enter(f"/attach {tmp_path / 'a.txt'}")
-        chat.sees("goes along")
+        chat.wait_for("goes along")
         chat.enter("/delay 1h look at this")
-        chat.sees("due")
+        chat.wait_for("due")
         (message,) = coterie("delayed", "--json", "--dir", either.folder).json["items"]
         assert message["payload"]["attachments"][0]["filename"] == "a.txt"
         chat.enter("/withdraw")
-        chat.sees("taken back")
+        chat.wait_for("taken back")
         chat.enter("/delay soon x")
-        chat.sees("expected a duration")
+        chat.wait_for("expected a duration")
         chat.enter("/nonsense")
-        chat.sees("there is no /nonsense")
+        chat.wait_for("there is no /nonsense")
         chat.enter("/help")
-        chat.sees("/attach FILE")
+        chat.wait_for("/attach FILE")
 
     assert coterie("delayed", "--json", "--dir", either.folder).json["count"] == 0
 
 
-def test_a_society_whose_agents_were_all_left_out_says_why(folder: Path) -> None:
+def test_a_society_without_valid_agents_reports_the_reason(folder: Path) -> None:
     (folder / "coterie.toml").write_text("[agents.Ada]\n")
 
     assert "agents.Ada: an id is" in coterie("chat", "--dir", folder).failure
 
 
-def test_the_end_of_the_conversation_is_shown_first(either: Environment) -> None:
+def test_the_last_messages_of_the_thread_are_shown_at_the_start(either: Environment) -> None:
     either.script("I remember.")
     coterie("send", "ada", "Do you?", "--wait", "--dir", either.folder)
 
     with Terminal("chat", "--dir", either.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
 
         assert chat.raw.index("Do you?") < chat.raw.index("I remember.") < chat.raw.index("You talk to ada.")
 
 
-def test_a_reply_is_shown_while_it_is_said(env: Environment) -> None:
+def test_an_answer_is_shown_while_it_streams(env: Environment) -> None:
     env.serve()
     assert env.society
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
         env.call(env.society.live.append, "ada", "draft-1", "Once upon")
-        chat.shows("ada: Once upon")
+        chat.wait_for_screen("ada: Once upon")
         env.call(env.society.live.append, "ada", "draft-1", " a time")
-        chat.shows("ada: Once upon a time")
+        chat.wait_for_screen("ada: Once upon a time")
         env.call(env.society.live.finish, "draft-1", "withdrawn")
-        chat.sees("(withdrawn)")
+        chat.wait_for("(the answer above was withdrawn)")
 
 
-def test_what_is_being_typed_stays_below_what_arrives(env: Environment) -> None:
+def test_an_answer_that_the_next_line_ends_is_marked_as_withdrawn(env: Environment) -> None:
+    (env.folder / "coterie.toml").write_text('[agents.ada]\ninterrupt = "stream"\n')
+    env.serve()
+    env.model.script(HeldAnswer("Once upon"), "As you like.")
+    with Terminal("chat", "ada", "--dir", env.folder) as chat:
+        chat.wait_for("You talk to ada.")
+        chat.enter("A story")
+        chat.wait_for_screen("ada: Once upon")
+        chat.enter("No, a poem")
+        chat.wait_for("(the answer above was withdrawn)")
+        chat.wait_for("As you like.")
+        chat.wait_until_idle()
+
+    assert _said(env) == [("user", "A story"), ("user", "No, a poem"), ("ada", "As you like.")]
+
+
+def test_incoming_text_appears_above_the_line_being_typed(env: Environment) -> None:
     env.serve()
     assert env.society
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
         chat.type("half of a")
-        chat.shows("> half of a")
+        chat.wait_for_screen("> half of a")
         env.call(env.society.live.append, "ada", "draft-1", "First line\nSecond")
-        chat.shows("ada: First line")
-        chat.shows("Second")
+        chat.wait_for_screen("ada: First line")
+        chat.wait_for_screen("Second")
         assert chat.screen.rows[-1] == "> half of a"
         chat.enter(" sentence")
-        chat.sees("You:")
+        chat.wait_for("You:")
 
     assert ("user", "half of a sentence") in _said(env)
 
 
-def test_a_long_reply_is_wrapped_while_it_grows(env: Environment) -> None:
+def test_a_long_streamed_answer_is_wrapped(env: Environment) -> None:
     env.serve()
     assert env.society
     words = " ".join(f"word{number}" for number in range(40))
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
         env.call(env.society.live.append, "ada", "draft-1", words)
-        chat.shows("word39")
+        chat.wait_for_screen("word39")
 
         start = next(number for number, row in enumerate(chat.screen.rows) if row.startswith("ada: word0"))
         assert " ".join(chat.screen.rows[start:-1]) == f"ada: {words}"
 
 
-def test_earlier_lines_can_be_recalled(env: Environment) -> None:
+def test_earlier_input_lines_can_be_recalled(env: Environment) -> None:
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
         chat.enter("/help")
-        chat.sees("/quit")
+        chat.wait_for("/quit")
         chat.enter("/nonsense")
-        chat.sees("there is no /nonsense")
+        chat.wait_for("there is no /nonsense")
         chat.type(UP + UP)
-        chat.shows("> /help")
+        chat.wait_for_screen("> /help")
 
 
 @pytest.mark.parametrize("keys", [f"one{ALT_ENTER}two", f"{PASTE_START}one\r\ntwo{PASTE_END}"])
 def test_alt_enter_and_pasted_lines_make_one_message(env: Environment, keys: str) -> None:
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
         chat.type(keys)
-        chat.shows("two")
+        chat.wait_for_screen("two")
         chat.enter("")
-        chat.sees("You:")
+        chat.wait_for("You:")
 
     assert ("user", "one\ntwo") in _said(env)
 
@@ -208,45 +226,45 @@ def test_a_signal_stops_the_turn_like_ctrl_c(env: Environment) -> None:
     env.script(first)
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
         chat.enter("one")
-        env.asked(1)
-        chat.shows("thinking")
+        env.wait_for_request(1)
+        chat.wait_for_screen("thinking")
         chat.process.send_signal(signal.SIGINT)
-        chat.sees("stopping")
+        chat.wait_for("stopping")
         chat.process.send_signal(signal.SIGINT)
 
-        assert chat.ends() == 0
+        assert chat.wait_for_exit() == 0
 
 
-def test_a_stop_of_the_server_ends_the_chat(env: Environment) -> None:
+def test_the_chat_ends_when_the_server_stops(env: Environment) -> None:
     env.serve()
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("You talk to ada.")
+        chat.wait_for("You talk to ada.")
         env.stop_serving()
-        chat.sees("The society was stopped.")
+        chat.wait_for("The society was stopped.")
 
-        assert chat.ends() == 0
+        assert chat.wait_for_exit() == 0
 
 
-def test_a_chat_that_begins_while_the_server_stops_ends_with_one_sentence(env: Environment) -> None:
+def test_a_chat_started_while_the_server_stops_ends_with_a_one_line_error(env: Environment) -> None:
     env.serve()
     env.refuse()
 
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("Error: the society is stopping: try again shortly")
+        chat.wait_for("Error: the society is stopping: try again shortly")
 
-        assert chat.ends() == 1
+        assert chat.wait_for_exit() == 1
 
 
-def test_the_terminal_is_left_as_it_was(env: Environment) -> None:
+def test_the_terminal_settings_are_restored(env: Environment) -> None:
     with Terminal("chat", "ada", "--dir", env.folder) as chat:
-        chat.sees("\x1b[?2004h")
+        chat.wait_for("\x1b[?2004h")
         chat.type(CTRL_D)
-        assert chat.ends() == 0
+        assert chat.wait_for_exit() == 0
 
         assert "\x1b[?2004l" in chat.raw
 
 
-def test_lines_of_a_pipe_are_answered_one_after_the_other(either: Environment) -> None:
+def test_lines_from_a_pipe_are_answered_in_order(either: Environment) -> None:
     either.script("first answer", _asks("Tea?", "Yes", "No"), "", "third answer")
 
     done = _piped("one\ntwo\n2\n", either.folder)
@@ -262,7 +280,7 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(either: Environment) -
     assert ("user", "No") in _said(either)
 
 
-def test_a_line_of_a_pipe_without_an_answer_is_a_failure(either: Environment) -> None:
+def test_a_line_from_a_pipe_without_an_answer_is_an_error(either: Environment) -> None:
     either.script("", "second answer")
 
     done = _piped("one\ntwo\n", either.folder)
@@ -300,3 +318,15 @@ def _piped(lines: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def _asks(text: str, *options: str) -> Says:
     arguments = {"to": "user", "payload": {"text": text}, "quickReplies": list(options)}
     return Says(calls=(Calls("send_message", arguments),))
+
+
+def test_a_broken_off_reply_stays_and_the_reason_of_the_retry_is_shown(env: Environment) -> None:
+    env.serve()
+    env.script(model_faults.cut(after=2), "Now I am done.")
+    with Terminal("chat", "ada", "--dir", env.folder) as chat:
+        chat.wait_for("You talk to ada.")
+        chat.enter("Hi")
+        chat.wait_for("HelloHello")
+        chat.wait_for("(broken off)")
+        chat.wait_for("the model is asked again")
+        chat.wait_for("Now I am done.")

@@ -14,7 +14,7 @@ from .commands import coterie
 from .environment import Environment
 
 
-def test_a_wrong_token_is_told_with_where_to_give_the_right_one(env: Environment) -> None:
+def test_a_wrong_token_is_reported_with_the_option_to_use(env: Environment) -> None:
     env.serve()
 
     failure = coterie("send", "ada", "x", "--token", "wrong", "--dir", env.folder).failure
@@ -22,7 +22,7 @@ def test_a_wrong_token_is_told_with_where_to_give_the_right_one(env: Environment
     assert failure.startswith("the running server does not accept this token")
 
 
-def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs(env: Environment) -> None:
+def test_commands_find_the_token_that_a_running_server_was_given(env: Environment) -> None:
     env.serve(token="given-by-hand")
     data = env.folder / "data"
 
@@ -33,7 +33,7 @@ def test_commands_beside_a_server_that_was_given_its_token_find_it_while_it_runs
     assert not [file for file in data.iterdir() if file.is_file() and b"given-by-hand" in file.read_bytes()]
 
 
-def test_a_token_that_lies_nowhere_must_be_given(env: Environment) -> None:
+def test_without_a_token_file_the_token_must_be_given(env: Environment) -> None:
     env.serve()
     kept = (env.folder / "data" / "token").read_text().strip()
     (env.folder / "data" / "token").unlink()
@@ -42,7 +42,7 @@ def test_a_token_that_lies_nowhere_must_be_given(env: Environment) -> None:
     assert coterie("send", "ada", "x", "--dir", env.folder, env={"COTERIE_TOKEN": kept}).code == 0
 
 
-def test_a_server_of_another_version_is_not_talked_to(env: Environment) -> None:
+def test_a_server_of_another_version_is_refused(env: Environment) -> None:
     env.serve()
     _rewrite(env.folder, version="99.0.0")
 
@@ -52,17 +52,17 @@ def test_a_server_of_another_version_is_not_talked_to(env: Environment) -> None:
     assert "restart the server" in failure
 
 
-def test_the_token_goes_to_this_machine_only(env: Environment) -> None:
+def test_the_token_is_sent_to_loopback_only(env: Environment) -> None:
     env.serve()
     _rewrite(env.folder, url="http://192.0.2.1:8642")
 
     assert "listens on 192.0.2.1 only" in coterie("send", "ada", "x", "--dir", env.folder).failure
 
 
-def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path) -> None:
+def test_an_unreachable_server_is_reported_with_its_process_id(folder: Path) -> None:
     coterie("send", "assistant", "x", "--dir", folder)
     (folder / "data" / "token").write_text("t")
-    with socket.socket() as taken:  # bound, and nobody listens
+    with socket.socket() as taken:  # bound, not listening
         taken.bind(("127.0.0.1", 0))
         lock = FolderLock(folder / "data")
         try:
@@ -77,52 +77,52 @@ def test_a_server_that_cannot_be_reached_is_named_with_its_process(folder: Path)
     assert "cannot be reached" in failure
 
 
-def test_a_note_left_by_a_server_that_died_counts_for_nothing(folder: Path) -> None:
+def test_the_address_file_of_a_dead_server_is_ignored(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
     write_address(folder / "data", ServerAddress(url="http://127.0.0.1:1", pid=1))
 
     assert coterie("send", "assistant", "x", "--dir", folder).code == 0
 
 
-def test_a_typo_beside_a_server_gets_a_hint(env: Environment) -> None:
+def test_a_typo_in_an_agent_id_gets_a_suggestion_from_the_server(env: Environment) -> None:
     env.serve()
 
     assert 'did you mean "ada"?' in coterie("send", "adda", "x", "--dir", env.folder).failure
 
 
-def test_a_refusal_of_the_server_keeps_its_code(env: Environment) -> None:
+def test_an_error_of_the_server_keeps_its_code(env: Environment) -> None:
     env.serve()
     options = [f"--quick-reply={n}" for n in range(11)]
 
     assert coterie("send", "ada", "x", *options, "--json", "--dir", env.folder).json["error"] == "quickReplies_too_many"
 
 
-@pytest.mark.parametrize("order", ["stop", "pause", "resume"])
-def test_orders_reach_an_agent(either: Environment, order: str) -> None:
-    expected = {"stop": "idle", "pause": "paused", "resume": "idle"}[order]
+@pytest.mark.parametrize("command", ["stop", "pause", "resume"])
+def test_stop_pause_and_resume_change_the_state_of_an_agent(either: Environment, command: str) -> None:
+    expected = {"stop": "idle", "pause": "paused", "resume": "idle"}[command]
 
-    assert coterie(order, "ada", "--json", "--dir", either.folder).json == {"id": "ada", "state": expected}
-    assert 'did you mean "ada"?' in coterie(order, "adda", "--dir", either.folder).failure
+    assert coterie(command, "ada", "--json", "--dir", either.folder).json == {"id": "ada", "state": expected}
+    assert 'did you mean "ada"?' in coterie(command, "adda", "--dir", either.folder).failure
 
 
-def test_one_order_can_halt_everybody(either: Environment) -> None:
-    halted = coterie("pause", "--all", "--json", "--dir", either.folder).json["items"]
+def test_pause_and_resume_all_change_every_agent(either: Environment) -> None:
+    paused = coterie("pause", "--all", "--json", "--dir", either.folder).json["items"]
 
-    assert halted == [{"id": "ada", "state": "paused"}, {"id": "bob", "state": "paused"}]
+    assert paused == [{"id": "ada", "state": "paused"}, {"id": "bob", "state": "paused"}]
     assert coterie("resume", "--all", "--dir", either.folder).stdout.splitlines() == ["ada goes on.", "bob goes on."]
     assert coterie("pause", "--dir", either.folder).code == 2
 
 
-def test_open_writes_a_link_where_there_is_no_display(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_prints_a_login_link_without_a_display(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "WSL_DISTRO_NAME"):
         monkeypatch.delenv(name, raising=False)
-    assert "nobody runs the society" in coterie("open", "--dir", env.folder).failure
+    assert "no process runs the society" in coterie("open", "--dir", env.folder).failure
     env.serve()
 
     assert "/?code=" in coterie("open", "--dir", env.folder).stdout
 
 
-def test_agents_are_listed_below_who_made_them(either: Environment) -> None:
+def test_agents_are_listed_below_their_parent(either: Environment) -> None:
     coterie("send", "bob", "x", "--delay", "1h", "--dir", either.folder)
 
     heading, ada, bob = coterie("agents", "--dir", either.folder).stdout.splitlines()
@@ -131,10 +131,10 @@ def test_agents_are_listed_below_who_made_them(either: Environment) -> None:
     assert ada.split() == ["ada", "Ada", "idle", "main", "0", "0"]
     assert bob.split() == ["└", "bob", "Bob", "idle", "main", "0", "0"]
     items = coterie("agents", "--json", "--dir", either.folder).json["items"]
-    assert [(one["id"], one["parent"]) for one in items] == [("ada", None), ("bob", "ada")]
+    assert [(agent["id"], agent["parent"]) for agent in items] == [("ada", None), ("bob", "ada")]
 
 
-def test_history_and_export_tell_what_was_said(either: Environment) -> None:
+def test_history_and_export_show_the_messages(either: Environment) -> None:
     either.script("Fine.")
     coterie("send", "ada", "How are you?", "--wait", "--dir", either.folder)
 
@@ -148,14 +148,14 @@ def test_history_and_export_tell_what_was_said(either: Environment) -> None:
     assert 'did you mean "ada"?' in coterie("export", "adda", "--dir", either.folder).failure
 
 
-def test_an_export_is_json_for_programs(either: Environment, tmp_path: Path) -> None:
+def test_an_export_with_json_prints_the_messages_or_the_written_file(either: Environment, tmp_path: Path) -> None:
     coterie("send", "ada", "How are you?", "--wait", "--dir", either.folder)
     file = tmp_path / "ada.md"
 
-    told = coterie("export", "ada", "--json", "--dir", either.folder).json
+    printed = coterie("export", "ada", "--json", "--dir", either.folder).json
     kept = coterie("export", "ada", "--json", "--to", file, "--format", "md", "--dir", either.folder).json
 
-    assert [one["from"] for one in told["messages"]] == ["user", "ada"]
+    assert [message["from"] for message in printed["messages"]] == ["user", "ada"]
     assert kept == {"agent": "ada", "file": str(file), "format": "md", "size": file.stat().st_size}
     assert file.read_text().startswith("# Ada\n")
     assert coterie("export", "ada", "--json", "--format", "md", "--dir", either.folder).code == 2
@@ -167,8 +167,8 @@ def test_an_export_is_json_for_programs(either: Environment, tmp_path: Path) -> 
     [("send", "\udcff", "hi"), ("history", "\udcff"), ("export", "\udcff"), ("stop", "\udcff"),
      ("delayed", "--recipient", "\udcff")],
 )  # fmt: skip
-def test_a_name_that_is_no_text_is_one_that_nobody_has(either: Environment, args: tuple[str, ...]) -> None:
-    coterie("pause", "ada", "--dir", either.folder)  # so that there is something to look into
+def test_an_agent_id_with_invalid_characters_is_unknown(either: Environment, args: tuple[str, ...]) -> None:
+    coterie("pause", "ada", "--dir", either.folder)  # creates the database
 
     assert "there is no agent" in coterie(*args, "--dir", either.folder).failure
 

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from coterie.cli.client import Client
-from coterie.cli.conversation import ChatMessage, Conversation, UnreadMessages
+from coterie.cli.conversation import ChatMessage, Conversation, UnreadMessages, wait_for_answers
 from coterie.config import ServerAddress
-from coterie.errors import Refused
-from tests.faults.harness import patience
+from coterie.errors import NoAnswer, Refused
+from tests.faults.harness import scaled_timeout
 
 
 def message(message_id: str, state: str = "taken") -> ChatMessage:
@@ -44,7 +44,7 @@ async def test_a_deleted_message_is_no_longer_unread() -> None:
     assert await unread.take_read() == frozenset()
 
 
-async def test_an_event_that_cannot_be_read_ends_the_wait_for_events() -> None:
+async def test_an_event_that_cannot_be_decoded_ends_the_wait_for_events() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
@@ -53,7 +53,7 @@ async def test_an_event_that_cannot_be_read_ends_the_wait_for_events() -> None:
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(patience(10)):
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(scaled_timeout(10)):
         host, port = server.sockets[0].getsockname()
         async with (
             Client(ServerAddress(url=f"http://{host}:{port}", pid=1), "token") as client,
@@ -61,3 +61,26 @@ async def test_an_event_that_cannot_be_read_ends_the_wait_for_events() -> None:
         ):
             with pytest.raises(ValueError, match="Expecting value"):
                 await conversation.next_event()
+
+
+async def test_a_request_that_fails_while_the_server_stops_reports_the_stop() -> None:
+    failed = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/events" in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\nevent: hello\ndata: {}\n\n")
+            await failed.wait()
+            writer.write(b"event: shutdown\ndata: {}\n\n")
+            await writer.drain()
+        else:
+            failed.set()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(scaled_timeout(10)):
+        host, port = server.sockets[0].getsockname()
+        async with (
+            Client(ServerAddress(url=f"http://{host}:{port}", pid=1), "token") as client,
+            Conversation.open(client, "ada") as conversation,
+        ):
+            with pytest.raises(NoAnswer, match="the society stopped before ada answered"):
+                await wait_for_answers(conversation, "message")

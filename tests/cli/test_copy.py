@@ -32,7 +32,7 @@ def use(folder: Path, url: str) -> Path:
     return folder
 
 
-def test_a_society_is_copied_to_postgresql_and_back_and_both_commands_say_how_much(
+def test_a_society_is_copied_to_postgresql_and_back_with_its_counts_printed(
     full: Path, url: str, tmp_path: Path
 ) -> None:
     there = coterie("copy", full, url)
@@ -48,7 +48,7 @@ def test_a_society_is_copied_to_postgresql_and_back_and_both_commands_say_how_mu
     assert coterie("verify", "--dir", tmp_path / "shared", "--deep").code == 0
 
 
-def test_a_copy_in_another_folder_is_run_there(full: Path, tmp_path: Path) -> None:
+def test_a_copy_in_another_folder_is_used_from_there(full: Path, tmp_path: Path) -> None:
     done = coterie("copy", full, tmp_path / "second")
 
     assert f"coterie serve {tmp_path / 'second'}" in done.stdout
@@ -62,7 +62,7 @@ def test_the_password_of_a_database_is_never_shown(full: Path) -> None:
     assert "hidden" not in done.stdout + done.stderr
 
 
-def test_what_is_no_society_cannot_be_copied(tmp_path: Path, folder: Path, url: str) -> None:
+def test_a_copy_of_a_folder_without_a_society_is_refused(tmp_path: Path, folder: Path, url: str) -> None:
     assert "there is no society in" in coterie("copy", tmp_path / "nothing", url).failure
     assert "has not run yet" in coterie("copy", folder, url).failure
     assert coterie("migrate", "--dir", use(tmp_path / "shared", url)).code == 0
@@ -70,7 +70,7 @@ def test_what_is_no_society_cannot_be_copied(tmp_path: Path, folder: Path, url: 
     assert not (tmp_path / "new").exists()
 
 
-def test_a_copy_that_is_terminated_leaves_nothing(
+def test_a_terminated_copy_leaves_no_data(
     full: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coterie.admin.copy.check_transfer", lambda *_: os.kill(os.getpid(), signal.SIGTERM))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from coterie.society import Society
+
 from .commands import coterie
-from .conftest import delayed, schedule
+from .conftest import DAY_MS, delayed, schedule
 from .environment import Terminal
 
 
@@ -21,7 +24,22 @@ def test_delayed_messages_are_listed_by_due_time_with_a_countdown(folder: Path) 
     assert "1 d 23 h" in later or "2 d" in later
 
 
-def test_a_program_gets_the_messages_and_how_many_there_are(folder: Path) -> None:
+def test_an_export_marks_messages_that_a_stop_delivered_early(folder: Path) -> None:
+    async def send_and_stop() -> None:
+        async with Society.open(folder, work=False) as society:
+            await society.send(to="assistant", text="now")
+            await society.send(to="assistant", text="later", delay_ms=DAY_MS)
+
+    asyncio.run(send_and_stop())
+    now, later = coterie("export", "assistant", "--dir", folder, "--json").json["messages"]
+    headings = [line for line in coterie("export", "assistant", "--dir", folder).stdout.splitlines() if "##" in line]
+
+    assert headings[0] == f"## You, {now['deliveredAt']}"
+    assert headings[1] == f"## You, {later['deliveredAt']} (delivered early, due {later['deliverAt']})"
+    assert (now["early"], later["early"]) == (False, True)
+
+
+def test_json_output_has_the_messages_and_their_total_count(folder: Path) -> None:
     schedule(folder, 3)
 
     listing = coterie("delayed", "--dir", folder, "--limit", "2", "--json").json
@@ -31,7 +49,7 @@ def test_a_program_gets_the_messages_and_how_many_there_are(folder: Path) -> Non
     assert 0 < listing["items"][0]["dueInMs"] <= 86_400_000
 
 
-def test_a_long_list_is_read_page_by_page_to_its_end(folder: Path) -> None:
+def test_a_long_list_is_read_through_all_pages(folder: Path) -> None:
     schedule(folder, 1201)
 
     listing = coterie("delayed", "--dir", folder, "--limit", "5000", "--json").json
@@ -39,13 +57,13 @@ def test_a_long_list_is_read_page_by_page_to_its_end(folder: Path) -> None:
     assert [item["id"] for item in listing["items"]] == [m.id for m in delayed(folder)]
 
 
-def test_what_is_not_shown_is_counted(folder: Path) -> None:
+def test_messages_over_the_limit_are_counted(folder: Path) -> None:
     schedule(folder, 60)
 
     assert "50 of 60 shown" in coterie("delayed", "--dir", folder).stdout
 
 
-def test_only_one_recipients_messages_can_be_asked_for(folder: Path) -> None:
+def test_delayed_messages_can_be_filtered_by_recipient(folder: Path) -> None:
     schedule(folder, 1)
 
     assert coterie("delayed", "--recipient", "user", "--dir", folder, "--json").json == {"count": 0, "items": []}
@@ -53,7 +71,7 @@ def test_only_one_recipients_messages_can_be_asked_for(folder: Path) -> None:
     assert 'did you mean "assistant"' in coterie("delayed", "--recipient", "assistent", "--dir", folder).failure
 
 
-def test_a_text_cannot_steer_the_terminal_or_forge_a_row(folder: Path) -> None:
+def test_control_characters_in_a_text_reach_neither_the_terminal_nor_the_layout(folder: Path) -> None:
     coterie("send", "assistant", "a\x1b[2Jb\nc\r[bold]d", "--delay", "1h", "--dir", folder)
 
     done = coterie("delayed", "--dir", folder)
@@ -64,17 +82,50 @@ def test_a_text_cannot_steer_the_terminal_or_forge_a_row(folder: Path) -> None:
     assert "[bold]d" in done.stdout
 
 
-def test_a_society_that_never_ran_says_so(folder: Path) -> None:
+def test_a_society_that_has_not_run_is_reported(folder: Path) -> None:
     assert "has not run yet" in coterie("delayed", "--dir", folder).failure
 
 
 @pytest.mark.slow
-def test_on_a_terminal_the_countdown_goes_on_until_ctrl_c(folder: Path) -> None:
+def test_watch_updates_the_countdown_until_ctrl_c(folder: Path) -> None:
     coterie("send", "assistant", "the tea", "--delay", "2h", "--dir", folder)
 
     with Terminal("delayed", "--watch", "--dir", folder) as terminal:
-        terminal.sees("1 h 59 min")
-        terminal.sees("1 h 59 min")
+        terminal.wait_for("1 h 59 min")
+        terminal.wait_for("1 h 59 min")
         terminal.type("\x03")
 
-        assert terminal.ends() == 0
+        assert terminal.wait_for_exit() == 0
+
+
+def test_recurring_messages_are_listed_paused_changed_and_ended(folder: Path) -> None:
+    sent = coterie(
+        "send", "assistant", "Stand up", "--every", "weekdays 08:00", "--time-zone", "Asia/Tokyo", "--dir", folder
+    )
+    assert sent.stdout.startswith("Recurring for assistant, first due ")
+    heading, row = coterie("delayed", "--dir", folder).stdout.splitlines()
+    assert heading.split() == ["DUE", "IN", "FROM", "TO", "EVERY", "TEXT"]
+    assert "weekdays 08:00 Asia/Tokyo" in row
+
+    (found,) = coterie("schedules", "--json", "--dir", folder).json["items"]
+    short = found["id"][:12]
+    assert short in coterie("schedules", "--dir", folder).stdout
+    paused = coterie("schedules", "--pause", short, "--dir", folder)
+    assert paused.stdout == "weekdays 08:00 Asia/Tokyo is paused.\n"
+    assert coterie("delayed", "--dir", folder).stdout == "No delayed messages.\n"
+    changed = coterie("schedules", "--change", short, "--every", "daily 09:00 UTC", "--dir", folder, "--json")
+    assert (changed.json["every"], changed.json["state"]) == ("daily 09:00 UTC", "paused")
+    assert coterie("schedules", "--resume", short, "--dir", folder).stdout.startswith("daily 09:00 UTC, next due ")
+    assert coterie("schedules", "--end", short, "--dir", folder).stdout == "daily 09:00 UTC is ended.\n"
+    assert coterie("schedules", "--dir", folder).stdout == "No recurring messages.\n"
+    assert "no recurring message has an id" in coterie("schedules", "--end", short, "--dir", folder).failure
+
+
+def test_a_recurrence_that_cannot_be_read_is_a_problem_and_a_contradiction_is_wrong_usage(folder: Path) -> None:
+    assert "every cannot be read" in coterie("send", "assistant", "x", "--every", "often", "--dir", folder).failure
+    for options in (
+        ["send", "assistant", "x", "--every", "1h", "--wait"],
+        ["schedules", "--pause", "a", "--end", "b"],
+        ["schedules", "--change", "a"],
+    ):
+        assert coterie(*options, "--dir", folder).code == 2

@@ -14,7 +14,7 @@ from .commands import coterie, coterie_process
 from .conftest import schedule
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     assert coterie("--version").stdout == f"coterie {package.__version__}\n"
 
 
@@ -27,23 +27,21 @@ def test_wrong_usage_exits_with_2_and_points_to_the_help(args: tuple[str, ...]) 
     assert "Traceback" not in done.stderr
 
 
-def test_an_error_nobody_planned_for_is_one_sentence_with_an_incident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_is_one_line_with_an_incident_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: SocietyFolder) -> list[Path]:
         raise KeyError("secret detail")
 
     monkeypatch.setattr(SocietyFolder, "create", fail)
 
-    sentence = coterie("init", tmp_path / "x").failure
+    failure = coterie("init", tmp_path / "x").failure
 
-    assert "incident" in sentence
-    assert "COTERIE_DEBUG=1" in sentence
-    assert "secret detail" not in sentence
+    assert "incident" in failure
+    assert "COTERIE_DEBUG=1" in failure
+    assert "secret detail" not in failure
 
 
 @pytest.mark.slow
-def test_debugging_shows_where_it_went_wrong(folder: Path) -> None:
+def test_debug_mode_shows_the_traceback(folder: Path) -> None:
     done = coterie_process(
         "send",
         "assistant",
@@ -58,7 +56,7 @@ def test_debugging_shows_where_it_went_wrong(folder: Path) -> None:
     assert "Traceback" in done.stderr
 
 
-def test_without_debugging_there_is_no_traceback(folder: Path) -> None:
+def test_without_debug_mode_there_is_no_traceback(folder: Path) -> None:
     done = coterie_process(
         "send", "assistant", "x", "--dir", folder, env={"COTERIE_FAILPOINTS": "commit.before:1:raise"}
     )
@@ -66,13 +64,13 @@ def test_without_debugging_there_is_no_traceback(folder: Path) -> None:
     assert "FailpointHit" in done.failure
 
 
-# As for people: what is written is held back until there is enough of it.
+# The environment of a user: output is buffered.
 BUFFERED = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [(), ("--json",)])
-def test_a_reader_who_leaves_early_hears_no_complaint(folder: Path, form: tuple[str, ...]) -> None:
+def test_a_closed_output_pipe_causes_no_error_message(folder: Path, form: tuple[str, ...]) -> None:
     schedule(folder, 2000)
     command = [sys.executable, "-m", "coterie", "delayed", "--limit", "2000", "--dir", str(folder), *form]
     with subprocess.Popen(
@@ -91,7 +89,7 @@ def test_a_reader_who_leaves_early_hears_no_complaint(folder: Path, form: tuple[
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("environment", [BUFFERED, BUFFERED | {"PYTHONUNBUFFERED": "1"}])
 @pytest.mark.parametrize("args", [("--help",), ("check",)])
-def test_output_that_cannot_be_written_is_a_failure_in_one_sentence(
+def test_output_that_cannot_be_written_is_a_one_line_error(
     folder: Path, args: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     with open("/dev/full", "w") as full:
@@ -109,7 +107,7 @@ def test_output_that_cannot_be_written_is_a_failure_in_one_sentence(
 
 
 @pytest.mark.slow
-def test_an_encoding_without_the_character_is_no_failure(folder: Path) -> None:
+def test_characters_missing_in_the_output_encoding_are_escaped(folder: Path) -> None:
     coterie("send", "assistant", "größer", "--delay", "1h", "--dir", folder)
 
     done = coterie_process("delayed", "--dir", folder, env={"PYTHONIOENCODING": "ascii"})
@@ -118,11 +116,11 @@ def test_an_encoding_without_the_character_is_no_failure(folder: Path) -> None:
     assert r"gr\xf6\xdfer" in done.stdout
 
 
-def test_importing_coterie_costs_next_to_nothing() -> None:
+def test_importing_coterie_loads_no_large_packages() -> None:
     assert _loaded_by("import coterie") & {"asyncio", "msgspec", "sqlite3", "typer", "rich", "httpx"} == set()
 
 
-def test_help_waits_for_nothing_that_only_a_command_needs() -> None:
+def test_help_loads_no_packages_that_only_commands_need() -> None:
     heavy = {"asyncio.events", "coterie.society", "httpx", "msgspec", "pydantic", "rich", "sqlite3", "tarfile"}
 
     assert _loaded_by("import sys; sys.argv[1:] = ['--help']; from coterie.cli import main; main()") & heavy == set()

@@ -12,7 +12,7 @@ SERVICE = '{"services": [{"id": "main", "baseURL": "http://127.0.0.1:9/v1", "mod
 
 
 @pytest.mark.parametrize(("lang", "first"), [("en_US.UTF-8", "Hello!"), ("zh_CN.UTF-8", "你好！")])
-async def test_the_tour_speaks_first_with_its_options_and_only_once(tmp_path: Path, lang: str, first: str) -> None:
+async def test_the_tour_sends_one_greeting_with_quick_replies(tmp_path: Path, lang: str, first: str) -> None:
     for _ in range(2):
         async with Society.open(tmp_path) as society:
             await greet(society, {"LANG": lang})
@@ -20,10 +20,10 @@ async def test_the_tour_speaks_first_with_its_options_and_only_once(tmp_path: Pa
         [greeting] = await society.store.thread("assistant")
     assert (greeting.sender, greeting.to) == ("assistant", PERSON)
     assert greeting.payload["text"].startswith(first)
-    assert len(greeting.payload["quickReplies"]) == 6
+    assert len(greeting.payload["quickReplies"]) == 7
 
 
-async def test_a_guide_who_was_spoken_to_does_not_greet(tmp_path: Path) -> None:
+async def test_there_is_no_greeting_in_a_thread_with_messages(tmp_path: Path) -> None:
     async with Society.open(tmp_path, work=False) as society:
         await society.send(to="assistant", text="I was first")
     async with Society.open(tmp_path) as society:
@@ -31,7 +31,7 @@ async def test_a_guide_who_was_spoken_to_does_not_greet(tmp_path: Path) -> None:
         assert [message.sender for message in await society.store.thread("assistant")] == [PERSON]
 
 
-async def test_nobody_greets_where_a_model_is_set_up(tmp_path: Path) -> None:
+async def test_there_is_no_greeting_with_a_configured_model(tmp_path: Path) -> None:
     (tmp_path / "llmservices.json").write_text(SERVICE)
     async with Society.open(tmp_path) as society:
         await greet(society, {})

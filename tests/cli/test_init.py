@@ -9,7 +9,7 @@ from coterie.agent.user_tools import load_user_tools
 from .commands import coterie
 
 
-def test_init_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
+def test_init_prints_the_written_files_and_the_next_command(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "society"
 
     done = coterie("init", folder)
@@ -21,7 +21,7 @@ def test_init_says_what_it_wrote_and_what_comes_next(tmp_path: Path) -> None:
     assert f"coterie serve {folder}" in done.stdout
 
 
-def test_a_program_is_told_what_was_written(tmp_path: Path) -> None:
+def test_init_with_json_prints_the_written_files(tmp_path: Path) -> None:
     folder = tmp_path / "society"
 
     done = coterie("init", folder, "--json")
@@ -32,7 +32,7 @@ def test_a_program_is_told_what_was_written(tmp_path: Path) -> None:
     assert (again.code, again.json["error"]) == (1, "store_unusable")
 
 
-def test_tools_that_lie_there_already_are_kept(tmp_path: Path) -> None:
+def test_init_keeps_existing_tools(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text("# mine")
 
     assert coterie("init", tmp_path).code == 0
@@ -40,7 +40,7 @@ def test_tools_that_lie_there_already_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "tools.py").read_text() == "# mine"
 
 
-def test_what_the_template_of_tools_shows_is_a_tool_once_it_is_no_comment(folder: Path) -> None:
+def test_the_commented_example_in_the_tools_template_is_valid(folder: Path) -> None:
     template = folder / "tools.py"
     lines = template.read_text().splitlines()
     template.write_text("\n".join(line.removeprefix("# ").removeprefix("#") for line in lines[3:]))
@@ -50,7 +50,7 @@ def test_what_the_template_of_tools_shows_is_a_tool_once_it_is_no_comment(folder
     assert (owned.problems, [tool.name for tool in owned.tools]) == ((), ["look_up", "water_the_plants"])
 
 
-def test_a_folder_without_a_name_is_wrong_usage_and_nothing_is_written(
+def test_an_empty_folder_name_is_wrong_usage_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -71,11 +71,11 @@ def test_init_leaves_an_existing_society_untouched(folder: Path) -> None:
     assert not (folder / "llmservices.json").exists()
 
 
-def test_what_init_wrote_passes_the_check(folder: Path) -> None:
+def test_the_files_of_init_pass_the_check(folder: Path) -> None:
     assert coterie("check", "--dir", folder, "--json").json["problems"] == []
 
 
-def test_the_folder_can_come_from_the_option_or_the_environment(tmp_path: Path) -> None:
+def test_the_folder_comes_from_the_option_or_the_environment(tmp_path: Path) -> None:
     assert coterie("init", "--dir", tmp_path / "a").code == 0
     assert coterie("init", env={"COTERIE_DIR": str(tmp_path / "b")}).code == 0
 
@@ -83,7 +83,7 @@ def test_the_folder_can_come_from_the_option_or_the_environment(tmp_path: Path) 
     assert (tmp_path / "b" / "coterie.toml").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_one_line_error_of_init(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     assert "choose another folder" in coterie("init", tmp_path / "file" / "society").failure

@@ -17,14 +17,14 @@ def _record(message: str, error: BaseException | None = None) -> logging.LogReco
     return logging.LogRecord("coterie.test", logging.WARNING, __file__, 1, "%s", (message,), trouble)
 
 
-def test_a_line_for_people_can_neither_forge_a_line_nor_steer_the_terminal() -> None:
+def test_text_log_lines_have_control_characters_escaped() -> None:
     line = TextFormatter().format(_record(EVIL))
 
     assert line.endswith(f" warning: {TAMED}")
     assert "\n" not in line
 
 
-def test_a_line_for_programs_is_json_and_stays_harmless_when_decoded() -> None:
+def test_json_log_lines_have_control_characters_escaped_after_decoding() -> None:
     line = JsonFormatter().format(_record(EVIL))
 
     assert "\n" not in line
@@ -34,7 +34,7 @@ def test_a_line_for_programs_is_json_and_stays_harmless_when_decoded() -> None:
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
-def test_an_error_is_logged_in_short_and_with_its_traceback_when_debugging(
+def test_an_error_is_logged_with_its_traceback_in_debug_mode_only(
     formatter: logging.Formatter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try:

@@ -12,22 +12,21 @@ import psycopg
 import pytest
 
 from coterie.ids import new_id
-from coterie.stores.postgres import migrate as shared_schema
 from coterie.stores.postgres.connection import connect
-from coterie.stores.sqlite import migrate as file_schema
+from coterie.stores.sql.migrations import APPLICATION_ID, schema_scripts
 from coterie.stores.sqlite.connection import FolderLock
 
 from .commands import coterie
 from .conftest import schedule
 
 OLD_SCHEMAS = Path(__file__).parents[1] / "stores" / "old_schemas"
-NEWEST_FILE = file_schema.SCHEMA.newest
-NEWEST_SHARED = shared_schema.SCHEMA.newest
+NEWEST_FILE = schema_scripts("sqlite").newest
+NEWEST_SHARED = schema_scripts("postgres").newest
 
 
 @pytest.fixture
 def database(postgres: str) -> Iterator[str]:
-    """A PostgreSQL that nobody has used yet."""
+    """URL of an empty PostgreSQL schema."""
     schema = f"m{new_id()}"
     with psycopg.connect(postgres, autocommit=True) as db:
         db.execute(f'CREATE SCHEMA "{schema}"'.encode())
@@ -37,7 +36,7 @@ def database(postgres: str) -> Iterator[str]:
 
 @pytest.fixture
 def shared(folder: Path, database: str) -> Path:
-    """A society that PostgreSQL is to keep."""
+    """A society configured for PostgreSQL."""
     (folder / "coterie.toml").write_text(f"[store]\nurl = {json.dumps(database)}\n")
     return folder
 
@@ -48,10 +47,10 @@ def make_old_database(folder: Path, version: int = 5) -> None:
     with closing(sqlite3.connect(folder / "data" / "coterie.db", isolation_level=None)) as db:
         db.executescript((OLD_SCHEMAS / "sqlite_0005.sql").read_text())
         db.execute(f"PRAGMA user_version = {version}")
-        db.execute(f"PRAGMA application_id = {file_schema.APPLICATION_ID}")
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
 
 
-def test_an_older_database_is_brought_to_the_newest_schema_and_a_second_time_there_is_nothing_to_do(
+def test_migrate_upgrades_an_older_database_once(
     folder: Path,
 ) -> None:
     make_old_database(folder)
@@ -65,27 +64,27 @@ def test_an_older_database_is_brought_to_the_newest_schema_and_a_second_time_the
     assert coterie("verify", "--dir", folder).code == 0
 
 
-def test_a_check_changes_nothing_and_says_with_its_exit_code_whether_there_is_something_to_do(folder: Path) -> None:
+def test_migrate_check_changes_nothing_and_exits_with_1_if_a_migration_is_due(folder: Path) -> None:
     make_old_database(folder)
 
     found = coterie("migrate", "--check", "--dir", folder, "--json")
-    told = coterie("migrate", "--check", "--dir", folder)
+    text = coterie("migrate", "--check", "--dir", folder)
 
-    assert (found.code, told.code) == (1, 1)
+    assert (found.code, text.code) == (1, 1)
     assert found.json == {"engine": "sqlite", "from": 5, "to": NEWEST_FILE, "migrated": False}
-    assert f"run coterie migrate --dir {folder}" in told.stdout
+    assert f"run coterie migrate --dir {folder}" in text.stdout
     coterie("migrate", "--dir", folder)
     assert coterie("migrate", "--check", "--dir", folder).code == 0
 
 
-def test_a_society_that_never_ran_gets_its_tables(folder: Path) -> None:
+def test_migrate_creates_the_tables_of_a_new_society(folder: Path) -> None:
     assert coterie("migrate", "--check", "--dir", folder).code == 1
     assert coterie("migrate", "--dir", folder, "--json").json["from"] == 0
     assert (folder / "data" / "coterie.db").stat().st_mode & 0o777 == 0o600
     schedule(folder, 1)
 
 
-def test_beside_whoever_runs_it_only_what_needs_no_change_is_fine(folder: Path) -> None:
+def test_migrate_is_refused_while_a_process_owns_an_older_database(folder: Path) -> None:
     make_old_database(folder)
     lock = FolderLock(folder / "data")
     try:
@@ -100,7 +99,7 @@ def test_beside_whoever_runs_it_only_what_needs_no_change_is_fine(folder: Path) 
         lock.release()
 
 
-def test_a_database_of_a_newer_coterie_is_refused_in_one_sentence_and_left_alone(folder: Path) -> None:
+def test_migrate_refuses_a_database_of_a_newer_version_and_leaves_it_unchanged(folder: Path) -> None:
     coterie("migrate", "--dir", folder)
     path = folder / "data" / "coterie.db"
     with closing(sqlite3.connect(path)) as db:
@@ -112,7 +111,7 @@ def test_a_database_of_a_newer_coterie_is_refused_in_one_sentence_and_left_alone
     assert path.read_bytes() == before
 
 
-def test_a_database_too_old_for_an_upgrade_is_refused_in_one_sentence_and_left_alone(folder: Path) -> None:
+def test_migrate_refuses_a_database_that_is_too_old_and_leaves_it_unchanged(folder: Path) -> None:
     make_old_database(folder, version=3)
     path = folder / "data" / "coterie.db"
     before = path.read_bytes()
@@ -122,7 +121,7 @@ def test_a_database_too_old_for_an_upgrade_is_refused_in_one_sentence_and_left_a
     assert path.read_bytes() == before
 
 
-def test_a_shared_database_is_brought_to_the_newest_schema(shared: Path, database: str) -> None:
+def test_migrate_upgrades_a_postgresql_database(shared: Path, database: str) -> None:
     with connect(database) as db:
         db.execute((OLD_SCHEMAS / "postgres_0004.sql").read_bytes())
         db.execute("INSERT INTO meta (key, value) VALUES ('schema', '4')")
@@ -139,9 +138,9 @@ def test_a_shared_database_is_brought_to_the_newest_schema(shared: Path, databas
     assert coterie("verify", "--dir", shared).code == 0
 
 
-def test_of_many_who_migrate_at_once_one_does_and_all_succeed(shared: Path) -> None:
-    with ThreadPoolExecutor(8) as crowd:
-        found = list(crowd.map(lambda _: _migrated(shared), range(8)))
+def test_of_concurrent_migrations_one_migrates_and_all_succeed(shared: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: _migrated(shared), range(8)))
 
     assert sorted(before for before, _ in found) == [0] + [NEWEST_SHARED] * 7
     assert {newest for _, newest in found} == {NEWEST_SHARED}
@@ -155,7 +154,7 @@ def _migrated(folder: Path) -> tuple[int, int]:
     return found.version, found.newest
 
 
-def test_a_shared_database_of_a_newer_coterie_is_refused_in_one_sentence(shared: Path, database: str) -> None:
+def test_commands_refuse_a_postgresql_database_of_a_newer_version(shared: Path, database: str) -> None:
     coterie("migrate", "--dir", shared)
     with connect(database) as db:
         db.execute("UPDATE meta SET value = '999' WHERE key = 'schema'")
@@ -164,7 +163,7 @@ def test_a_shared_database_of_a_newer_coterie_is_refused_in_one_sentence(shared:
         assert "last run by a newer Coterie (schema 999" in coterie(*command, "--dir", shared).failure
 
 
-def test_a_database_that_is_not_there_is_one_sentence_without_the_password(folder: Path) -> None:
+def test_an_unreachable_database_is_a_one_line_error_without_the_password(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[store]\nurl = "postgresql://me:hidden@127.0.0.1:1/x"\n')
 
     failure = coterie("migrate", "--dir", folder).failure

@@ -11,7 +11,7 @@ from coterie.cli.output import Progress
 from .commands import TIMEOUT_SECONDS
 
 
-def test_progress_that_takes_long_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_a_long_operation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     end = time.monotonic() + TIMEOUT_SECONDS
     with Progress.show("Packing", delay_seconds=0) as progress:
         while not (shown := capsys.readouterr().err):
@@ -21,14 +21,14 @@ def test_progress_that_takes_long_is_shown(capsys: pytest.CaptureFixture[str]) -
     assert shown + capsys.readouterr().err == "Packing …\nSending …\n"
 
 
-def test_progress_that_is_soon_over_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_a_short_operation_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress.show("Packing") as progress:
         progress.update("Sending")
 
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_on_a_terminal_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_a_terminal_is_erased_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     keyboard, screen = os.openpty()
     shown = ""
     with os.fdopen(screen, "w") as terminal:

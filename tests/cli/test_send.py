@@ -22,20 +22,21 @@ def test_a_message_is_stored_for_its_recipient(folder: Path) -> None:
     assert (message.sender, message.payload) == ("user", {"text": "hello"})
 
 
-def test_a_delayed_message_comes_with_its_due_time(folder: Path) -> None:
+def test_send_prints_the_due_time_of_a_delayed_message(folder: Path) -> None:
     receipt = coterie("send", "assistant", "later", "--delay", "2h", "--dir", folder, "--json").json
 
     (message,) = delayed(folder)
     assert receipt == {
         "messageId": message.id,
         "state": "delayed",
+        "task": message.id,
         "scheduledDeliveryTime": message.to_dict()["deliverAt"],
     }
     assert message.deliver_at is not None
     assert (message.deliver_at - message.created_at).total_seconds() == 7200
 
 
-def test_sending_delivers_nothing_else_early(folder: Path) -> None:
+def test_send_does_not_deliver_other_delayed_messages(folder: Path) -> None:
     schedule(folder, 3)
 
     assert coterie("send", "assistant", "now", "--dir", folder).code == 0
@@ -49,7 +50,7 @@ def test_a_typo_in_the_name_gets_a_hint(folder: Path) -> None:
     assert "assistant, user" in coterie("send", "zork", "hi", "--dir", folder).failure
 
 
-def test_a_program_learns_the_code_of_a_refusal(folder: Path) -> None:
+def test_json_output_of_a_refused_send_has_its_code(folder: Path) -> None:
     options = [f"--quick-reply={n}" for n in range(11)]
 
     done = coterie("send", "assistant", "pick", *options, "--dir", folder, "--json")
@@ -58,13 +59,13 @@ def test_a_program_learns_the_code_of_a_refusal(folder: Path) -> None:
     assert done.json["message"] == done.failure
 
 
-def test_quick_replies_travel_in_their_order(folder: Path) -> None:
+def test_send_keeps_the_order_of_quick_replies(folder: Path) -> None:
     coterie("send", "assistant", "pick", "--quick-reply", "No", "--quick-reply", "Yes", "--dir", folder)
 
     assert waiting(folder)[0].payload["quickReplies"] == ["No", "Yes"]
 
 
-def test_an_attached_file_is_kept_and_described_by_its_bytes(folder: Path, tmp_path: Path) -> None:
+def test_an_attached_file_is_stored_with_a_media_type_from_its_bytes(folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "chart.txt"
     picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
 
@@ -85,31 +86,31 @@ def test_a_missing_attachment_sends_nothing(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("delay", ["10", "soon", "-5s"])
-def test_a_delay_that_is_no_duration_is_wrong_usage(folder: Path, delay: str) -> None:
+def test_an_invalid_delay_is_wrong_usage(folder: Path, delay: str) -> None:
     done = coterie("send", "assistant", "hi", f"--delay={delay}", "--dir", folder)
 
     assert done.code == 2
     assert "500ms, 10s, 5m, 2h or 1d" in done.stderr
 
 
-def test_a_wrong_folder_is_named_and_not_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_and_not_created(tmp_path: Path) -> None:
     assert "coterie init" in coterie("send", "assistant", "hi", "--dir", tmp_path / "typo").failure
 
     assert not (tmp_path / "typo").exists()
 
 
 @pytest.mark.slow
-def test_a_society_that_runs_is_left_alone_and_its_process_named(folder: Path) -> None:
+def test_send_to_a_locked_society_reports_the_process_of_its_owner(folder: Path) -> None:
     lock = FolderLock(folder / "data")
     try:
-        # Another process, because a lock does not keep out its own.
+        # Another process, because a lock does not exclude its own process.
         assert f"process {_own_pid()}" in coterie_process("send", "assistant", "hi", "--dir", folder).failure
     finally:
         lock.release()
 
 
 @pytest.mark.slow
-def test_a_crash_before_the_commit_sends_nothing(folder: Path) -> None:
+def test_a_crash_before_the_commit_stores_no_message(folder: Path) -> None:
     coterie("send", "assistant", "first", "--dir", folder)
 
     killed = coterie_process(
@@ -135,12 +136,14 @@ def _bytes_of(folder: Path, ref: str) -> bytes:
     return asyncio.run(read())
 
 
-def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    coterie("send", "assistant", "there is room for this", "--dir", folder)
+def test_send_on_a_full_disk_is_a_one_line_error_and_stores_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coterie("send", "assistant", "this fits", "--dir", folder)
 
     def full(path: Path, durability: Durability) -> sqlite3.Connection:
         db = open_writer(path, durability)
-        db.execute("PRAGMA max_page_count = 1")  # it stays as large as it is
+        db.execute("PRAGMA max_page_count = 1")  # no growth
         return db
 
     with monkeypatch.context() as patched:
@@ -148,4 +151,4 @@ def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_sent(folder: Path, m
         failure = coterie("send", "assistant", "x" * 100_000, "--dir", folder).failure
 
     assert failure.startswith("the disk is full: free some space")
-    assert [message.payload["text"] for message in waiting(folder)] == ["there is room for this"]
+    assert [message.payload["text"] for message in waiting(folder)] == ["this fits"]

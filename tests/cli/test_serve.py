@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import patience
+from tests.faults.harness import scaled_timeout
 
 from .commands import ServeProcess, coterie, coterie_process
 from .conftest import delayed, schedule, waiting
 
 
 @pytest.mark.slow
-def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
+def test_serve_prints_its_address_and_keeps_running(folder: Path) -> None:
     with ServeProcess(folder) as society:
         banner = "".join(society.banner)
 
@@ -34,7 +34,7 @@ def test_serve_says_where_it_runs_and_stays_up(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
+def test_serve_creates_a_missing_folder(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "new") as society:
         assert society.stop() == 0
 
@@ -44,7 +44,7 @@ def test_serve_makes_a_missing_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Path, number: signal.Signals) -> None:
+def test_a_graceful_stop_delivers_delayed_messages_marked_early(folder: Path, number: signal.Signals) -> None:
     schedule(folder, 3)
 
     with ServeProcess(folder) as society:
@@ -56,7 +56,7 @@ def test_a_graceful_stop_delivers_what_is_delayed_and_marks_it_early(folder: Pat
 
 
 @pytest.mark.slow
-def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Path) -> None:
+def test_messages_survive_a_graceful_stop(folder: Path) -> None:
     schedule(folder, 3)
     with ServeProcess(folder) as first:
         first.stop()
@@ -68,7 +68,7 @@ def test_after_a_graceful_stop_everything_is_there_at_the_next_start(folder: Pat
 
 
 @pytest.mark.slow
-def test_a_stop_can_leave_the_schedule_as_it_is(folder: Path) -> None:
+def test_a_graceful_stop_can_keep_the_schedule(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[shutdown]\ndelayed = "keep"\n')
     schedule(folder, 2)
     before = delayed(folder)
@@ -94,7 +94,7 @@ def test_after_kill_9_every_delayed_message_is_still_there(folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once_and_counts_what_stays(folder: Path) -> None:
+def test_a_second_signal_ends_the_server_at_once_and_logs_undelivered_messages(folder: Path) -> None:
     schedule(folder, 20_000)
 
     with ServeProcess(folder) as society:
@@ -103,17 +103,20 @@ def test_a_second_signal_ends_it_at_once_and_counts_what_stays(folder: Path) -> 
         asked = time.monotonic()
         society.send_signal(signal.SIGTERM)
         assert society.wait() == 1
-        assert time.monotonic() - asked < patience(1)
+        assert time.monotonic() - asked < scaled_timeout(1)
 
     left = len(delayed(folder))
     assert left > 0
-    assert f"forced exit: {left} delayed messages were not delivered; they stay scheduled" in society.messages
+    # A loaded machine may not find the number in the short time that a forced exit has.
+    numbers = (str(left), "an unknown number of")
+    logged = [f"forced exit: {number} delayed messages were not delivered; they stay scheduled" for number in numbers]
+    assert set(logged) & set(society.messages)
     assert left + len(waiting(folder)) == 20_000
     assert coterie("verify", "--dir", folder).code == 0
 
 
 @pytest.mark.slow
-def test_a_long_stop_tells_every_second_how_much_is_left(folder: Path) -> None:
+def test_a_long_stop_logs_its_progress_every_second(folder: Path) -> None:
     schedule(folder, 50_000)
 
     with ServeProcess(folder) as society:
@@ -125,7 +128,7 @@ def test_a_long_stop_tells_every_second_how_much_is_left(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_process_is_turned_away_and_the_first_goes_on(folder: Path) -> None:
+def test_a_second_server_in_the_same_folder_is_refused_and_the_first_continues(folder: Path) -> None:
     with ServeProcess(folder) as first:
         second = coterie_process("serve", folder)
 
@@ -136,17 +139,17 @@ def test_a_second_process_is_turned_away_and_the_first_goes_on(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_configuration_that_stops_a_start_is_told_in_one_sentence(folder: Path) -> None:
+def test_a_fatal_configuration_problem_is_a_one_line_error(folder: Path) -> None:
     (folder / "coterie.toml").write_text('[server]\nport = "x"\n[agents.ada]\nnmae = "Ada"\n')
 
-    assert "coterie.toml: server.port" in coterie_process("serve", folder).failure
+    assert "coterie.toml: server.port" in coterie("serve", folder).failure
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process can be set on Linux only")
-def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) -> None:
+def test_a_failed_flush_ends_the_server_at_once(folder: Path) -> None:
     with ServeProcess(folder):
-        pass  # the files exist from here on
+        pass  # later starts only open existing files
     coterie("send", "assistant", "later", "--delay", "1d", "--dir", folder)
 
     with ServeProcess(folder) as society:
@@ -160,7 +163,7 @@ def test_a_disk_that_cannot_be_trusted_ends_the_process_at_once(folder: Path) ->
 
 
 @pytest.mark.slow
-def test_half_sent_requests_beyond_the_soft_limit_of_files_do_not_silence_the_owner(folder: Path) -> None:
+def test_incomplete_requests_over_the_soft_file_limit_do_not_block_the_owner(folder: Path) -> None:
     soft = ["sh", "-c", 'ulimit -S -n 256; exec "$@"', "sh"]
     with ServeProcess(folder, prefix=soft) as society, contextlib.ExitStack() as half_sent:
         running = json.loads((folder / "data" / "server.json").read_text())
@@ -177,7 +180,7 @@ def test_half_sent_requests_beyond_the_soft_limit_of_files_do_not_silence_the_ow
 
 
 @pytest.mark.slow
-def test_the_log_on_a_terminal_is_for_people(folder: Path) -> None:
+def test_the_log_on_a_terminal_is_text(folder: Path) -> None:
     keyboard, screen = os.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "coterie", "serve", str(folder)], stdout=subprocess.PIPE, stderr=screen, text=True
@@ -210,7 +213,7 @@ def _url(society: ServeProcess) -> str:
 
 
 @pytest.mark.slow
-def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path) -> None:
+def test_the_printed_login_link_works_once(folder: Path) -> None:
     with ServeProcess(folder) as society:
         (line,) = [line for line in society.banner if "?code=" in line]
         link, url = line.split()[1], _url(society)
@@ -233,32 +236,32 @@ def test_it_listens_where_it_says_and_the_link_opens_the_door_once(folder: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_an_address_that_others_reach_needs_a_token_of_ones_own(folder: Path, host: str) -> None:
-    assert "--token or COTERIE_TOKEN" in coterie_process("serve", folder, "--host", host).failure
+def test_a_public_address_requires_a_configured_token(folder: Path, host: str) -> None:
+    assert "--token or COTERIE_TOKEN" in coterie("serve", folder, "--host", host).failure
     (folder / "coterie.toml").write_text(f'[server]\nhost = "{host}"\n')
     assert "--token or COTERIE_TOKEN" in coterie("serve", folder).failure
 
 
 @pytest.mark.slow
-def test_a_taken_port_is_told_in_one_sentence(folder: Path) -> None:
+def test_a_taken_port_is_a_one_line_error(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port} is taken" in coterie_process("serve", folder, "--port", port).failure
-    assert coterie_process("serve", folder, "--port", "99999").code == 2
+        assert f"port {port} is taken" in coterie("serve", folder, "--port", port).failure
+    assert coterie("serve", folder, "--port", "99999").code == 2
 
 
 @pytest.mark.slow
-def test_every_address_has_a_name_in_the_sentence_that_refuses_it(folder: Path) -> None:
+def test_the_error_about_a_public_address_names_it(folder: Path) -> None:
     assert coterie("serve", folder, "--host", "").failure.startswith("every address can be reached")
 
 
-def test_a_token_that_no_header_can_carry_is_refused_before_anything_runs(folder: Path) -> None:
+def test_an_invalid_token_is_refused_before_the_society_starts(folder: Path) -> None:
     assert "without spaces" in coterie("serve", folder, "--token", "a b", "--port", "0").failure
 
     assert list((folder / "data").iterdir()) == []
 
 
-def test_a_token_that_cannot_be_kept_is_told_in_one_sentence(folder: Path) -> None:
+def test_a_token_file_that_cannot_be_written_is_a_one_line_error(folder: Path) -> None:
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "token").mkdir()
     result = coterie_process("serve", folder)

@@ -1,4 +1,4 @@
-"""Backups of a society that PostgreSQL keeps: the same file as any other, restored to either engine."""
+"""Backups of a society in PostgreSQL, restored into either engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def url(shared: Postgres, tmp_path: Path) -> str:
 
 @pytest.fixture
 def busy(url: str, tmp_path: Path) -> Path:
-    """In the middle of everything, in PostgreSQL."""
+    """A society in PostgreSQL with running turns and waiting mail."""
 
     async def make() -> None:
         async with busy_society(tmp_path / "home", url):
@@ -36,7 +36,7 @@ def busy(url: str, tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_a_backup_of_a_shared_society_is_restored_into_sqlite(busy: Path, url: str, tmp_path: Path) -> None:
+def test_a_backup_from_postgresql_is_restored_into_sqlite(busy: Path, url: str, tmp_path: Path) -> None:
     made = coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar", "--json")
     assert (made.json["artifacts"], made.json["lost"]) == (2, [])
 
@@ -48,17 +48,17 @@ def test_a_backup_of_a_shared_society_is_restored_into_sqlite(busy: Path, url: s
     asyncio.run(copied(url, tmp_path / "copy"))
     copy, restored = contents(tmp_path / "copy"), contents(tmp_path / "new")
     for what in (copy, restored):
-        del what["meta"]  # the log of a restored society is another one
+        del what["meta"]  # a restored society gets a new log id
     assert restored == copy and CHART in restored.values()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept_by", ["postgres", "sqlite"])
-def test_a_backup_is_restored_into_an_empty_database(
-    kept_by: str, busy: Path, url: str, shared: Postgres, tmp_path: Path
+@pytest.mark.parametrize("engine", ["postgres", "sqlite"])
+def test_a_backup_is_restored_into_an_empty_postgresql_database(
+    engine: str, busy: Path, url: str, shared: Postgres, tmp_path: Path
 ) -> None:
     source = busy
-    if kept_by == "sqlite":
+    if engine == "sqlite":
         asyncio.run(copied(url, tmp_path / "source"))
         source = tmp_path / "source"
     assert coterie("backup", "--dir", source, "--to", tmp_path / "a.tar").code == 0
@@ -80,7 +80,7 @@ def test_a_backup_is_restored_into_an_empty_database(
     assert not (tmp_path / "newer").exists()
 
 
-def test_where_a_shared_society_goes_is_for_its_owner_to_say(busy: Path, tmp_path: Path) -> None:
+def test_restoring_a_backup_from_postgresql_requires_a_store(busy: Path, tmp_path: Path) -> None:
     coterie("backup", "--dir", busy, "--to", tmp_path / "a.tar")
 
     assert "choose a store with --store" in coterie("restore", tmp_path / "a.tar", "--dir", tmp_path / "n").failure
@@ -88,7 +88,7 @@ def test_where_a_shared_society_goes_is_for_its_owner_to_say(busy: Path, tmp_pat
     assert not (tmp_path / "n").exists()
 
 
-def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: str, tmp_path: Path) -> None:
+def test_a_backup_does_not_contain_the_password_of_the_database(busy: Path, url: str, tmp_path: Path) -> None:
     file = busy / "coterie.toml"
     with_password = url.replace("postgres:@", "postgres:sesame@")
     assert with_password != url
@@ -104,13 +104,13 @@ def test_the_password_of_the_database_stays_out_of_the_backup(busy: Path, url: s
         assert kept.read().decode() == replace_store_url(file.read_text(), without_password(url))
 
 
-def test_a_backup_beside_those_who_run_it_is_of_one_moment(
+def test_a_backup_from_postgresql_is_one_snapshot(
     busy: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = PostgresSource.rows
 
     def meanwhile(self: PostgresSource, table: str, columns: str) -> Any:
-        if table == "agents":  # which is read long before this is
+        if table == "agents":  # read before `roles`
             with owner_connection(url) as db:
                 db.execute("INSERT INTO roles (name, profile) VALUES ('later', '{}')")
         return rows(self, table, columns)
@@ -125,7 +125,7 @@ def test_a_backup_beside_those_who_run_it_is_of_one_moment(
         assert db.execute("SELECT name FROM roles").fetchall() == [("later",)]
 
 
-def test_verify_finds_what_contradicts_itself_and_bytes_that_are_gone(
+def test_verify_finds_violated_invariants_and_missing_bytes_in_postgresql(
     busy: Path, shared: Postgres, tmp_path: Path
 ) -> None:
     assert coterie("verify", "--dir", busy, "--json", "--deep").json == {"ok": True, "violations": []}
@@ -140,5 +140,9 @@ def test_verify_finds_what_contradicts_itself_and_bytes_that_are_gone(
         db.execute("UPDATE agents SET delayed = 7 WHERE id = 'ada'")
     found = coterie("verify", "--dir", busy, "--json")
     assert found.code == 1
-    told = "\n".join(found.json["violations"])
-    assert "counters: ada counts" in told and "but its bytes are gone" in told and "has 7 bytes, but 19 were" in told
+    violations = "\n".join(found.json["violations"])
+    assert (
+        "counters: ada counts" in violations
+        and "but its bytes are gone" in violations
+        and "has 7 bytes, but 19 were" in violations
+    )

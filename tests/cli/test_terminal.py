@@ -1,12 +1,12 @@
-"""What a terminal shows of a message."""
+"""How a terminal shows a message."""
 
 from __future__ import annotations
 
 import io
 from typing import Any
 
+from coterie.cli.chat import Screen, format_message
 from coterie.cli.conversation import ChatMessage
-from coterie.cli.terminal import Screen, format_message
 
 
 def lines_of(payload: dict[str, Any]) -> list[str]:
@@ -14,7 +14,7 @@ def lines_of(payload: dict[str, Any]) -> list[str]:
     return format_message(ChatMessage.from_json(wire), Screen(io.StringIO()))
 
 
-def test_a_question_about_a_call_shows_all_of_its_arguments() -> None:
+def test_an_approval_shows_all_arguments_of_the_call() -> None:
     arguments = {"to": "bob", "amount": 12.5, "note": "rent\nfor June", "more": {"iban": "DE00"}}
     payload = {
         "text": "May I run `pay`?",
@@ -38,6 +38,6 @@ def test_arguments_cannot_write_control_characters_to_the_terminal() -> None:
     assert "\x1b" not in "".join(lines_of({"text": "May I?", "approval": approval}))
 
 
-def test_a_message_that_only_looks_like_such_a_question_is_shown() -> None:
+def test_a_message_that_imitates_an_approval_is_shown_as_a_message() -> None:
     for approval in ("yes", None, {}, {"arguments": "all"}):
         assert lines_of({"text": "Hello", "approval": approval}) == ["ada: Hello"]

@@ -14,15 +14,15 @@ from .conftest import schedule
 
 
 @pytest.fixture
-def kept(folder: Path, tmp_path: Path) -> Path:
-    """The bytes of the one artifact in the society."""
+def artifact(folder: Path, tmp_path: Path) -> Path:
+    """Path of the only stored artifact."""
     (tmp_path / "note.txt").write_text("twelve bytes")
     coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
     ((sha256, _),) = artifact_hashes(folder / "data" / "coterie.db")
     return artifact_path(SocietyFolder(folder), sha256)
 
 
-def test_a_sound_society_passes(folder: Path, kept: Path) -> None:
+def test_verify_passes_a_valid_society(folder: Path, artifact: Path) -> None:
     schedule(folder, 3)
 
     assert coterie("verify", "--dir", folder, "--deep").code == 0
@@ -41,26 +41,26 @@ def test_every_violation_is_listed(folder: Path) -> None:
     assert "Violation: M1 one state" in done.stdout
 
 
-def test_bytes_that_are_gone_are_a_violation(folder: Path, kept: Path) -> None:
-    kept.unlink()
+def test_missing_artifact_bytes_are_a_violation(folder: Path, artifact: Path) -> None:
+    artifact.unlink()
 
     assert "its bytes are gone" in _only_violation(coterie("verify", "--dir", folder, "--json"))
 
 
-def test_bytes_of_another_size_are_a_violation(folder: Path, kept: Path) -> None:
-    kept.write_text("more than twelve bytes")
+def test_artifact_bytes_of_another_size_are_a_violation(folder: Path, artifact: Path) -> None:
+    artifact.write_text("more than twelve bytes")
 
     assert "has 22 bytes, but 12 were stored" in _only_violation(coterie("verify", "--dir", folder, "--json"))
 
 
-def test_changed_bytes_are_found_by_a_deep_look(folder: Path, kept: Path) -> None:
-    kept.write_text("TWELVE bytes")
+def test_a_deep_verify_finds_changed_artifact_bytes(folder: Path, artifact: Path) -> None:
+    artifact.write_text("TWELVE bytes")
 
     assert coterie("verify", "--dir", folder).code == 0
     assert "holds other bytes" in _only_violation(coterie("verify", "--dir", folder, "--deep", "--json"))
 
 
-def test_a_damaged_database_is_told_in_one_sentence(folder: Path) -> None:
+def test_verify_of_a_damaged_database_is_a_one_line_error(folder: Path) -> None:
     schedule(folder, 1)
     (folder / "data" / "coterie.db").write_bytes(b"no database at all, " * 1000)
 
@@ -68,7 +68,7 @@ def test_a_damaged_database_is_told_in_one_sentence(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", range(2, 12))
-def test_a_damaged_page_is_found_and_told_without_a_traceback(folder: Path, page: int) -> None:
+def test_verify_reports_a_damaged_page_without_a_traceback(folder: Path, page: int) -> None:
     schedule(folder, 500)
     with open(folder / "data" / "coterie.db", "r+b") as database:
         database.seek((page - 1) * 4096)

@@ -1,4 +1,4 @@
-"""`coterie agents` and /metrics beside several processes that share a society."""
+"""`coterie agents` and /metrics with several processes of one society."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .environment import Environment
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
 
 
-def furnish(folder: Path, url: str, base_url: str) -> Path:
+def make_home(folder: Path, url: str, base_url: str) -> Path:
     folder.mkdir()
     text = f"[store]\nurl = {json.dumps(url)}\nlease_seconds = 2\n[shutdown]\ndrain_seconds = 0\n[agents.ada]\n"
     (folder / "coterie.toml").write_text(text)
@@ -36,13 +36,13 @@ def furnish(folder: Path, url: str, base_url: str) -> Path:
     return folder
 
 
-async def worker(folder: Path) -> asyncio.subprocess.Process:
+async def start_worker(folder: Path) -> asyncio.subprocess.Process:
     command = (sys.executable, "-m", "coterie", "worker", str(folder))
-    one = await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-3)
-    assert one.stdout
-    while line := await one.stdout.readline():
+    process = await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-3)
+    assert process.stdout
+    while line := await process.stdout.readline():
         if line.startswith(b"Ready"):
-            return one
+            return process
     raise AssertionError("the worker never got ready")
 
 
@@ -53,21 +53,21 @@ async def listed(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_agents_and_metrics_tell_which_process_holds_what_and_who_took_it_over(
+async def test_agents_and_metrics_show_the_worker_of_each_claim_and_its_takeovers(
     shared: Postgres, tmp_path: Path
 ) -> None:
     async with ModelServer() as server, asyncio.timeout(120):
         server.default = stall()
-        homes = [furnish(tmp_path / f"home{n}", shared.url(tmp_path), server.base_url) for n in range(3)]
+        homes = [make_home(tmp_path / f"home{n}", shared.url(tmp_path), server.base_url) for n in range(3)]
         async with Society.open(homes[0], work=False) as society:
-            workers = await asyncio.gather(*map(worker, homes[1:]))
-            names = {worker_name(one.pid): one for one in workers}
+            workers = await asyncio.gather(*map(start_worker, homes[1:]))
+            names = {worker_name(worker.pid): worker for worker in workers}
             await society.send(to="ada", text="hello")
             await server.wait_for_request(1)
             found = await listed(homes[0])
             holder = found["items"][0]["worker"]
             assert holder in names
-            assert {one["name"] for one in found["workers"]} == {worker_name(), *names}
+            assert {worker["name"] for worker in found["workers"]} == {worker_name(), *names}
             table = (await asyncio.to_thread(coterie, "agents", "--dir", homes[0])).stdout
             assert "WORKER" in table and f"{holder} (1 at work)" in table
 
@@ -83,12 +83,12 @@ async def test_agents_and_metrics_tell_which_process_holds_what_and_who_took_it_
             names[other].send_signal(signal.SIGTERM)
             assert await names[other].wait() == 0
             assert (await listed(homes[0]))["items"][0]["worker"] in (None, "gone")
-        for one in workers:
-            await one.wait()
+        for worker in workers:
+            await worker.wait()
 
 
 async def metrics_when(society: Society, line: str) -> str:
-    """The numbers, once they say so: what another process has counted comes with its next sign of life."""
+    """Return the metrics once they contain `line`. Other processes report theirs with the next heartbeat."""
     app = build_app(society, Access(TOKEN, society.store.info.log_id, SystemClock()), clock=SystemClock())
     headers = {"Authorization": f"Bearer {TOKEN}"}
     transport = httpx.ASGITransport(app)
@@ -98,15 +98,15 @@ async def metrics_when(society: Society, line: str) -> str:
     return text
 
 
-def test_a_society_in_a_file_has_one_process_that_works(env: Environment) -> None:
+def test_a_society_in_sqlite_has_one_worker(env: Environment) -> None:
     env.serve()
     gated, go_on = env.gated("done")
     env.script(gated)
     coterie("send", "ada", "hello", "--dir", env.folder)
-    env.asked()
+    env.wait_for_request()
 
     found = coterie("agents", "--json", "--dir", env.folder).json["items"]
 
-    assert {one["id"]: one["worker"] for one in found} == {"ada": worker_name(), "bob": None}
+    assert {agent["id"]: agent["worker"] for agent in found} == {"ada": worker_name(), "bob": None}
     go_on()
-    env.until("message.created")
+    env.wait_for_event("message.created")

@@ -1,4 +1,4 @@
-"""A society in which every key is a canary, and everybody who can repeats the keys they were given."""
+"""A society in which every key is a canary, and services, tools and MCP servers repeat the keys they get."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import httpx
 
 from coterie.testing.model_faults import document, error_in_stream
-from coterie.testing.replies import Calls, ReceivedRequest, Reply, Says, Status
+from coterie.testing.model_server import Calls, ReceivedRequest, Reply, Says, Status
 from tests.cli.environment import TIMEOUT_SECONDS, Environment
 
 CANARIES = {
@@ -23,11 +23,11 @@ ENVIRON = {
     "SHELL_API_KEY": CANARIES["shell"],
     "COTERIE_TOKEN": CANARIES["token"],
 }
-MEANT_TO_HOLD_THEM = {"coterie.toml", "llmservices.json", "data/token", "data/secrets.json", "data/server.json"}
-TROUBLES = ("status-401", "status-400", "status-500", "status-404", "stream", "page", "tools")
-"""One agent for each, and one whose key comes from the environment; what its model does."""
+SECRET_FILES = {"coterie.toml", "llmservices.json", "data/token", "data/secrets.json", "data/server.json"}
+FAILURES = ("status-401", "status-400", "status-500", "status-404", "stream", "page", "tools")
+"""How a model fails. Each has one agent with a key from the file and one with a key from the environment."""
 LAST_TOOL = "demo__die"
-AGENTS = [f"{kind}{one}" for one in TROUBLES for kind in ("", "env-")]
+AGENTS = [f"{kind}{name}" for name in FAILURES for kind in ("", "env-")]
 
 TOOLS = """
 import asyncio, os
@@ -40,7 +40,7 @@ async def leak() -> str:
 
 @tool(process=True)
 def leak_apart() -> str:
-    "Fail elsewhere."
+    "Fail in another process."
     raise RuntimeError("cannot log in with " + os.environ["SHELL_API_KEY"])
 
 @tool
@@ -50,7 +50,7 @@ async def wait() -> None:
 
 @tool
 def show() -> str:
-    "Say too much, and so much that it is kept as a file."
+    "Return the environment and so much text that the result is stored as a file."
     return str(dict(os.environ)) + "x" * 100_000
 """
 
@@ -60,7 +60,7 @@ from mcp.server import MCPServer
 
 server = MCPServer("Demo")
 keys = os.environ["DEMO_API_KEY"] + " and " + sys.argv[-1]
-print(os.environ["DEMO_API_KEY"], flush=True)  # so short that no error of the SDK's leaves a part of it out
+print(os.environ["DEMO_API_KEY"], flush=True)  # short, so that an error of the SDK shows it whole
 print("begun with " + keys, file=sys.stderr, flush=True)
 
 @server.tool()
@@ -76,10 +76,10 @@ server.run("stdio")
 """
 
 
-def furnish(stage: Environment) -> None:
-    folder, base_url = stage.folder, stage.model.base_url
-    stage.model.default = mind
-    agents = "".join(f"[agents.{one}]\n[agents.env-{one}]\nservice = 'second'\n" for one in TROUBLES)
+def make_society(env: Environment) -> None:
+    folder, base_url = env.folder, env.model.base_url
+    env.model.default = answer
+    agents = "".join(f"[agents.{one}]\n[agents.env-{one}]\nservice = 'second'\n" for one in FAILURES)
     command = f"command = {sys.executable!r}\nenv = {{ DEMO_API_KEY = {CANARIES['mcp']!r} }}\n"
     (folder / "coterie.toml").write_text(
         f"{agents}[mcp.demo]\n{command}args = ['server.py', '--token', {CANARIES['argument']!r}]\n".replace(
@@ -95,17 +95,17 @@ def furnish(stage: Environment) -> None:
     (folder / "server.py").write_text(SERVER)
 
 
-def mind(request: ReceivedRequest) -> Reply:
-    """Whatever goes wrong, the service repeats the key it was given."""
+def answer(request: ReceivedRequest) -> Reply:
+    """Fail as the id of the agent says, with an error that repeats the key of the request."""
     said = f"no luck with {request.headers['authorization'].removeprefix('Bearer ')}"
     messages = request.body["messages"]
     found = re.search(r"\(id: ([\w-]+)\)", str(messages[0]["content"]))
-    match found[1].removeprefix("env-") if found else "status-401":  # a trial of a service comes from nobody
+    match found[1].removeprefix("env-") if found else "status-401":  # a health check has no agent
         case "stream":
             return error_in_stream({"message": said, "type": "invalid_request_error"})
         case "page":
             return document(f"<html><p>{said}".encode(), status=400, content_type="text/html")
-        case "tools" if LAST_TOOL not in str(request.body["tools"]):  # a server that is slow to start comes late
+        case "tools" if LAST_TOOL not in str(request.body["tools"]):  # the MCP server has not started yet
             return Says(calls=(Calls("wait"),))
         case "tools" if LAST_TOOL not in str(messages[1:]):
             return Says(calls=tuple(Calls(name) for name in ("leak", "leak_apart", "show", "demo__leak", LAST_TOOL)))
@@ -116,13 +116,13 @@ def mind(request: ReceivedRequest) -> Reply:
 
 
 class Visitor:
-    """Talks with everybody, looks at everything and does much of it wrong; `heard` has every word, by its kind."""
+    """Sends messages, reads every resource and makes mistakes; `received` has all responses by kind."""
 
     def __init__(self, address: str) -> None:
         headers = {"Authorization": f"Bearer {CANARIES['token']}"}
         self._client = httpx.Client(base_url=f"{address}/api/v1", headers=headers, timeout=TIMEOUT_SECONDS)
         self._address = address
-        self.heard: dict[str, str] = {"events": "", "answers": "", "history": "", "errors": "", "artifacts": ""}
+        self.received: dict[str, str] = {"events": "", "answers": "", "history": "", "errors": "", "artifacts": ""}
 
     def __enter__(self) -> Visitor:
         return self
@@ -130,17 +130,17 @@ class Visitor:
     def __exit__(self, *exc: object) -> None:
         self._client.close()
 
-    def talk(self) -> None:
+    def send_messages(self) -> None:
         with self._client.stream("GET", "/events") as events:
             stream = events.iter_text()
             for name in AGENTS:
                 self._note("answers", self._client.post("/messages", json={"to": name, "payload": {"text": "go"}}))
             while not self._settled():
-                self.heard["events"] += next(stream)
+                self.received["events"] += next(stream)
 
-    def look(self) -> None:
+    def read_everything(self) -> None:
         lists = ("agents", "snapshot", "dead-letters", "messages", "services", "runs", "usage", "artifacts", "delayed")
-        for path in (*(f"/{one}" for one in lists), f"{self._address}/metrics"):
+        for path in (*(f"/{name}" for name in lists), f"{self._address}/metrics"):
             self._note("answers", self._client.get(path))
         for name in AGENTS:
             self._note("history", self._client.get(f"/agents/{name}/history"))
@@ -148,7 +148,7 @@ class Visitor:
         for one in self._client.get("/artifacts").json()["items"]:
             self._note("artifacts", self._client.get(f"/artifacts/{one['artifactRef']}"))
 
-    def err(self) -> None:
+    def make_mistakes(self) -> None:
         client, key, url = self._client, CANARIES["panel"], "http://127.0.0.1:9/v1"
         self._note("errors", client.get("/agents", headers={"Authorization": f"Bearer {CANARIES['token']}x"}))
         self._note("errors", client.post("/messages", json={"to": "tools", "payload": 1}))
@@ -162,9 +162,9 @@ class Visitor:
     def _settled(self) -> bool:
         agents = self._client.get("/agents", params={"limit": 50}).json()["items"]
         states = {one["id"]: (one["state"], one.get("phase")) for one in agents}
-        # Whoever waits to try again has told of its trouble.
+        # An agent that waits for a retry has reported its error.
         return all(states[name] in (("idle", None), ("blocked", None), ("active", "retry")) for name in AGENTS)
 
     def _note(self, kind: str, answer: httpx.Response) -> None:
         assert answer.is_success is (kind != "errors"), (answer.url, answer.text)
-        self.heard[kind] += f"{answer.headers}\n{answer.text}\n"
+        self.received[kind] += f"{answer.headers}\n{answer.text}\n"

@@ -1,4 +1,4 @@
-"""What the fault tests share: a fork server for what is to be killed."""
+"""Fixtures of the fault tests: a fork server, and a folder in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def quick_folder() -> Iterator[Path]:
-    """In memory where there is such a place: for files whose flushes are not what a test is about."""
+    """A folder in memory if possible, for tests that do not depend on flushes."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     yield folder

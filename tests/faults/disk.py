@@ -1,4 +1,4 @@
-"""A disk that fails when a test says so: connections to the database that hold or refuse their commits."""
+"""A simulated disk: SQLite connections that hold or fail their commits."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._connections: list[sqlite3.Connection] = []
         self._errors: list[tuple[sqlite3.Error, bool]] = []
-        self._reached, self._go_on = threading.Event(), threading.Event()
-        self._go_on.set()
+        self._reached, self._released = threading.Event(), threading.Event()
+        self._released.set()
         self.on_commit: Callable[[sqlite3.Connection], None] = lambda _: None
-        """Called after each one, where it was made."""
+        """Called after each commit, in the writer thread."""
         monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=self._connect))
 
     def fill(self) -> None:
-        """Not one page more fits."""
+        """Let the database grow by no page."""
         self._writer.execute("PRAGMA max_page_count = 1")
 
     def free(self) -> None:
         self._writer.execute("PRAGMA max_page_count = 1000000000")
 
     def fail_next_commit(self, code: int, *, written: bool = False) -> None:
-        """`written`: it is in the file nevertheless, as after a flush that reports an error."""
+        """`written`: the commit is in the file nevertheless, as after a failed flush."""
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = code
         self._errors.append((error, written))
 
     def hold_commits(self) -> None:
         self._reached.clear()
-        self._go_on.clear()
+        self._released.clear()
 
     def wait_for_commit(self) -> None:
-        """Until one is held."""
+        """Wait until a commit is held."""
         assert self._reached.wait(10)
 
-    def let_go(self) -> None:
-        self._go_on.set()
+    def release_commits(self) -> None:
+        self._released.set()
 
     def checkpoint_every(self, pages: int) -> None:
-        """Move the log into the database far more often than usual."""
+        """Checkpoint the write-ahead log after every `pages` pages."""
         self._writer.execute(f"PRAGMA wal_autocheckpoint = {pages}")
 
     @property
@@ -61,7 +61,7 @@ class Disk:
 
     def _commit(self, commit: Callable[[], sqlite3.Cursor]) -> sqlite3.Cursor:
         self._reached.set()
-        assert self._go_on.wait(10)
+        assert self._released.wait(10)
         if not self._errors:
             done = commit()
             self.on_commit(self._writer)

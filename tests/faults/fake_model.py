@@ -13,15 +13,19 @@ from datetime import timedelta
 from unittest.mock import patch
 
 from coterie.agent.compaction import SUMMARY_PROMPT
-from coterie.llm.service import ContextTooLong, LLMService, PermanentError, TransientError
-from coterie.llm.types import (
+from coterie.agent.context_window import estimate_tokens
+from coterie.llm.service import (
     Completion,
+    ContextTooLong,
+    LLMService,
     ModelRequest,
+    PermanentError,
     SystemMessage,
     TextDelta,
     TextPart,
     ToolCall,
     ToolMessage,
+    TransientError,
     UserMessage,
 )
 from coterie.messages import PERSON
@@ -55,8 +59,10 @@ async def pay(n: int, ctx: ToolContext) -> str:
 """The owner's `tools.py`."""
 
 Answer = Callable[[ModelRequest], Completion]
-BLOCKING = ("no key", "too long")
+BLOCKING = ("no key",)
 """Beginnings of error messages that block an agent."""
+REAL_WINDOW = 3_500
+"""Context tokens of the model, fewer than its entry declares."""
 
 
 class ToolEffects:
@@ -118,6 +124,8 @@ class RandomModel:
         self._witness.note(asks=ask, summary=summary, seen=zlib.crc32(repr(request.messages).encode()))
         await asyncio.sleep(0 if self._calm else self._rng.uniform(0.001, 0.010))
         self._maybe_fail()
+        if (size := estimate_tokens(request)) > REAL_WINDOW:
+            raise ContextTooLong("too long", limit=REAL_WINDOW, sent=size)
         answer = Completion(text="Much was said.") if summary else self._say(agent_of(request))
         if answer.text:
             yield TextDelta(answer.text)
@@ -136,8 +144,6 @@ class RandomModel:
             raise TransientError("busy", retry_after=timedelta(milliseconds=self._rng.randrange(10)))
         if luck < 0.04:
             raise PermanentError("I would rather not", category="content")
-        if luck < 0.05:
-            raise ContextTooLong(f"{BLOCKING[1]}, {word}")
         raise PermanentError(f"{BLOCKING[0]}, {word}", category="auth")
 
     def _say(self, who: str) -> Completion:
@@ -162,7 +168,8 @@ class RandomModel:
 
 
 def is_summary(request: ModelRequest) -> bool:
-    return request.messages[0] == SystemMessage(SUMMARY_PROMPT)
+    first = request.messages[0]
+    return isinstance(first, SystemMessage) and first.text.startswith(SUMMARY_PROMPT[:40])
 
 
 def agent_of(request: ModelRequest) -> str:

@@ -15,28 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import coterie.agent_runtime
-import coterie.setup  # noqa: F401 - a society imports both when it begins to work; here they are there before the first fork
+import coterie.setup  # noqa: F401 - imported before the first fork
 from coterie import failpoints
-from coterie.stores.sqlite.migrate import SCHEMA
+from coterie.stores.sql.migrations import schema_scripts
 
-from . import kill_cycles, scenarios, shared_cycles, work_cycles, zombies
-from .harness import Child, patience
+from . import kill_cycles, scenarios, shared_cycles, task_cycles, work_cycles, zombies
+from .harness import Child, scaled_timeout
 
 _held: dict[int, Child] = {}
 
 
 def run(scenario: str, folder: str, arm: str = "", uid: int | None = None, **arguments: Any) -> dict[str, Any]:
-    """One scenario in a fork of its own, with failpoints armed: how it ended, and what it returned or raised."""
+    """Run a scenario in a fork with failpoints armed. Return its exit status and its result or error."""
     child = Child(functools.partial(_perform, scenario, folder, arm, uid, arguments))
-    words = child.last_words()
+    output = child.output_to_end()
     status = child.end()
-    return {"status": status, "pid": child.pid, **(json.loads(words) if words else {})}
+    return {"status": status, "pid": child.pid, **(json.loads(output) if output else {})}
 
 
 def hold(folder: str, work: bool = False) -> int:
-    """The pid of a fork that runs the society in `folder` until `kill`."""
+    """Start a fork that runs the society in `folder` until `kill`; return its pid."""
     child = Child(functools.partial(_perform_holding, folder, work))
-    assert child.said(patience()) == b"open", "it did not open"
+    assert child.read(scaled_timeout()) == b"open", "it did not open"
     _held[child.pid] = child
     return child.pid
 
@@ -53,9 +53,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "kill": kill,
     "cycles": kill_cycles.run,
     "work_cycles": work_cycles.run,
+    "task_cycles": task_cycles.run,
     "shared_kills": shared_cycles.kills,
     "shared_zombies": shared_cycles.zombies,
-    "haunt": zombies.haunt,
+    "resume_zombies": zombies.resume_zombies,
     "shared_stops": shared_cycles.stops,
     "shared_begin": shared_cycles.begin,
     "shared_let_work": shared_cycles.let_work,
@@ -88,8 +89,9 @@ def _perform_holding(folder: str, work: bool, pipe: int) -> None:
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
-    assert SCHEMA.newest  # read before the fork: a child of another user may not be able to reach package data
-    gc.freeze()  # so that no collection in a child copies what all of them share
+    # Read before the fork: a child of another user may not have access to package data.
+    assert schema_scripts("sqlite").newest
+    gc.freeze()  # a garbage collection in a child would copy shared pages
     for line in sys.stdin:
         request = json.loads(line)
         try:

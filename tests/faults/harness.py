@@ -1,7 +1,7 @@
-"""A fork server: one process that has imported everything and has no threads, and forks whatever is to be killed.
+"""A fork server: one process without threads that has imported everything and forks the children to be killed.
 
-A cold start costs half a second, a fork a few milliseconds; and forking from the test runner itself, which has threads
-and event loops, would carry their locks into the child. Tests talk to the server in JSON lines: `ForkServer.call`.
+A cold start takes half a second, a fork a few milliseconds. A fork of the test runner itself, which has threads and
+event loops, would copy their locks into the child. `ForkServer.call` sends commands as JSON lines.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HUNG = 60.0
-"""Seconds after which a child counts as hung, where the machine has nothing else to do."""
+HANG_SECONDS = 60.0
+"""Seconds after which a child counts as hung, on an idle machine."""
 
 
-def patience(seconds: float = HUNG) -> float:
-    """`seconds`, stretched by how much more this machine has to do than it has processors.
+def scaled_timeout(seconds: float = HANG_SECONDS) -> float:
+    """Return `seconds` times the load of the machine per processor, if that is more than 1.
 
-    For limits that only end a wait for something that never happens: a slow machine is not a fault.
+    For timeouts that only end a wait for an event that never comes.
     """
     return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 class ForkServer:
-    """The test's end of it."""
+    """Client of the fork server."""
 
     def __init__(self) -> None:
         assert __package__
@@ -45,63 +45,63 @@ class ForkServer:
         )
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """Have `command` done; its answer. An error on the other side is raised here with its traceback."""
+        """Run `command` on the server and return its result. An error of the server is raised with its traceback."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps({"command": command, "arguments": arguments}) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
-        assert line, f"the fork server died while doing {command!r}"
+        assert line, f"the fork server died during {command!r}"
         answer = json.loads(line)
-        assert "failed" not in answer, f"the fork server could not do {command!r}:\n{answer['failed']}"
+        assert "failed" not in answer, f"the fork server failed during {command!r}:\n{answer['failed']}"
         return answer["result"]
 
     def run(self, scenario: str, folder: Path, **arguments: Any) -> dict[str, Any]:
-        """Let a fork do `scenario` in `folder`; how it ended."""
+        """Run `scenario` in `folder` in a fork. Return its exit status and its result or error."""
         answer: dict[str, Any] = self.call("run", scenario=scenario, folder=str(folder), **arguments)
         return answer
 
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        self._process.wait(timeout=patience())
+        self._process.wait(timeout=scaled_timeout())
         self._process.stdout.close()
 
 
 class Child:
-    """One fork at work, seen from its parent."""
+    """A fork, seen from its parent."""
 
     def __init__(self, work: Callable[[int], None]) -> None:
-        """`work` gets a descriptor it may write to; what it writes is read here, and its end is the child's end."""
+        """Fork and call `work` with the write end of a pipe that this process reads. The child ends after `work`."""
         self._pipe, inner = os.pipe()
         self.pid = os.fork()
         if not self.pid:
             os.close(self._pipe)
-            _become(work, inner)
+            _run_child(work, inner)
         os.close(inner)
 
-    def said(self, within: float) -> bytes:
-        """The next thing it wrote; empty when it ended, or when `within` seconds passed."""
+    def read(self, within: float) -> bytes:
+        """Return the next output; empty if the child ended or `within` seconds passed."""
         ready, _, _ = select.select([self._pipe], [], [], max(within, 0))
         return os.read(self._pipe, 1 << 16) if ready else b""
 
     def ends(self, within: float) -> bool:
-        """Whether it ends by itself in that time."""
+        """Return whether the child ends within so many seconds."""
         ready, _, _ = select.select([self._pipe], [], [], within)
         return bool(ready) and not os.read(self._pipe, 1 << 16)
 
-    def last_words(self, within: float = HUNG) -> bytes:
-        """Everything it wrote until its end."""
-        until, words = time.monotonic() + patience(within), b""
-        while piece := self.said(until - time.monotonic()):
-            words += piece
-        return words
+    def output_to_end(self, within: float = HANG_SECONDS) -> bytes:
+        """Return all output until the child ends."""
+        until, output = time.monotonic() + scaled_timeout(within), b""
+        while piece := self.read(until - time.monotonic()):
+            output += piece
+        return output
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Wait for its end, killing it if it hangs: the exit status, negative for a signal."""
-        until = time.monotonic() + patience()
+        """Wait until the child ends; kill it if it hangs. Return its exit status, negative for a signal."""
+        until = time.monotonic() + scaled_timeout()
         while select.select([self._pipe], [], [], max(until - time.monotonic(), 0))[0]:
             if not os.read(self._pipe, 1 << 16):
                 break
@@ -111,7 +111,7 @@ class Child:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def _become(work: Callable[[int], None], pipe: int) -> None:
+def _run_child(work: Callable[[int], None], pipe: int) -> None:
     status = 1
     try:
         work(pipe)
@@ -121,4 +121,4 @@ def _become(work: Callable[[int], None], pipe: int) -> None:
 
         traceback.print_exc()
     finally:
-        os._exit(status)  # nothing of the parent's (buffers, exit handlers) is ours to finish
+        os._exit(status)  # skips the exit handlers and buffers of the parent

@@ -1,7 +1,7 @@
-"""kill -9, again and again, at random instants and inside commits; then an examination.
+"""Repeated kill -9 at random instants and inside commits, then a verification.
 
-A *life* is one folder that is killed a few dozen times and then examined: every kill meets a database of another age,
-and none grows so large that looking at it takes longer than filling it.
+A *run* kills the processes of one folder a few dozen times and then verifies the folder. Later kills meet a larger
+database, and no database grows so large that its verification takes longer than its workload.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from typing import Any
 
 from coterie import failpoints
 
-from .harness import Child, patience
-from .scenarios import drain, hammer, make_home
+from .harness import Child, scaled_timeout
+from .scenarios import drain, make_home, send_until_killed
 from .verifier import Verification
 from .witness import Note, Reader, Witness
 
-KILLS_A_LIFE = 25
+KILLS_PER_RUN = 25
 IN_COMMIT = ("commit.after", "commit.before", "flush.before_messages", "flush.before_agents", "flush.done")
 NOT_YET_COMMITTED = IN_COMMIT[1:]
 IN_PROMOTION = ("promote.selected", "promote.moved")
-MORE = 4
-"""A slow machine gets less done between two kills, so a run that has seen too little goes on: up to so many times."""
-OWED_AGAIN = 0.6
-"""How many of the clients that got no answer ask again; the others show what a lost acknowledgement leaves."""
+MAX_EXTENSION = 4
+"""A slow machine does less between two kills. A test that has seen too little continues, up to so many times longer."""
+RETRY_SHARE = 0.6
+"""Share of unacknowledged sends that are repeated. The others show what a lost acknowledgement leaves."""
 
 
 def run(folder: str, seed: int, cycles: int, at_least: Mapping[str, int]) -> dict[str, Any]:
-    """`cycles` kills, and more while too little was seen; what was seen, and everything wrong with it."""
-    return live(Life, Path(folder), seed, cycles, at_least)
+    """Kill `cycles` times, and more while less than `at_least` was seen. Return what was seen and all problems."""
+    return kill_repeatedly(KillRun, Path(folder), seed, cycles, at_least)
 
 
-def live(kind: type[Life], folder: Path, seed: int, cycles: int, at_least: Mapping[str, int]) -> dict[str, Any]:
+def kill_repeatedly(
+    kind: type[KillRun], folder: Path, seed: int, cycles: int, at_least: Mapping[str, int]
+) -> dict[str, Any]:
     seen: Counter[str] = Counter()
     problems: list[str] = []
-    for life in range(0, cycles * MORE, KILLS_A_LIFE):
-        if life >= cycles and (problems or has_seen(seen, at_least)):
+    for number in range(0, cycles * MAX_EXTENSION, KILLS_PER_RUN):
+        if number >= cycles and (problems or has_seen(seen, at_least)):
             break
-        home = folder / f"life{life}"
-        one = kind(home, seed, life)
-        one.live(min(KILLS_A_LIFE, cycles - life if life < cycles else KILLS_A_LIFE))
-        problems += [f"life {life}: {problem}" for problem in one.problems]
-        seen += one.seen
-        if not one.problems:
+        home = folder / f"run{number}"
+        run = kind(home, seed, number)
+        run.execute(min(KILLS_PER_RUN, cycles - number if number < cycles else KILLS_PER_RUN))
+        problems += [f"run {number}: {problem}" for problem in run.problems]
+        seen += run.seen
+        if not run.problems:
             shutil.rmtree(home)
     return {"seen": dict(seen), "problems": problems}
 
@@ -58,7 +60,7 @@ def has_seen(seen: Mapping[str, int], at_least: Mapping[str, int]) -> bool:
     return all(seen.get(what, 0) >= number for what, number in at_least.items())
 
 
-class Life:
+class KillRun:
     ways: Mapping[str, int] = {
         "while opening": 2,
         "at random": 8,
@@ -66,59 +68,61 @@ class Life:
         "with a commit hanging": 4,
         "in a promotion": 4,
     }
-    """How it can be killed, and how often one way is chosen beside the others."""
+    """When to kill, with the relative frequency of each."""
     instants = (0.003, 0.015)
-    """Seconds of work before a kill at random."""
-    patience = 0.1
-    """Seconds within which an armed failpoint should be met."""
-    examination = Verification
+    """Range of seconds of work before a kill at random."""
+    failpoint_timeout = 0.1
+    """Seconds within which an armed failpoint should be hit."""
+    verification = Verification
 
     def __init__(self, home: Path, seed: int, number: int) -> None:
         self._folder, self._witness_file = home / "society", home / "witness"
         self._seed, self._rng, self._name = seed, random.Random(f"{seed}/{number}"), f"L{number}"
-        self._ends_early = number % (3 * KILLS_A_LIFE) == 0
-        self._owed: list[Note] = []
+        self._delivers_early = number % (3 * KILLS_PER_RUN) == 0
+        self._to_repeat: list[Note] = []
         self._reader = Reader(self._witness_file)
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
-        make_home(self._folder, delayed="deliver" if self._ends_early else "keep")
+        make_home(self._folder, delayed="deliver" if self._delivers_early else "keep")
 
     def _work(self, name: str, spec: str, ready: int) -> None:
-        """What the child does until it is killed."""
+        """The workload of a child until it is killed."""
         failpoints.arm(spec)
-        asyncio.run(hammer(self._folder, self._seed, name, self._owed, Witness(self._witness_file), ready))
+        asyncio.run(
+            send_until_killed(self._folder, self._seed, name, self._to_repeat, Witness(self._witness_file), ready)
+        )
 
-    def _rest(self, _: int) -> None:
-        """What the last child does, in peace."""
-        late = (Witness(self._witness_file), f"{self._name}.last") if self._ends_early else ()
-        asyncio.run(_drain_quietly(self._folder, not self._ends_early, *late))
+    def _finish(self, _: int) -> None:
+        """The workload of the last child, which is not killed."""
+        late = (Witness(self._witness_file), f"{self._name}.last") if self._delivers_early else ()
+        asyncio.run(_drain(self._folder, not self._delivers_early, *late))
 
-    def live(self, kills: int) -> None:
+    def execute(self, kills: int) -> None:
         for number in range(kills):
-            self._be_killed(f"{self._name}.{number}")
-        end = Child(self._rest).end()
+            self._kill_one(f"{self._name}.{number}")
+        end = Child(self._finish).end()
         if end:
-            self.problems.append(f"the last, peaceful run ended with {end}")
+            self.problems.append(f"the last child, which is not killed, ended with {end}")
             return
-        examination = self.examination(self._folder, self._reader.notes())
-        self.problems += examination.problems
-        self.seen += examination.seen
+        verification = self.verification(self._folder, self._reader.notes())
+        self.problems += verification.problems
+        self.seen += verification.seen
 
-    def _be_killed(self, name: str) -> None:
+    def _kill_one(self, name: str) -> None:
         how = self._rng.choices([*self.ways], [*self.ways.values()])[0]
         spec = self._failpoint(how)
         child = Child(functools.partial(self._work, name, spec))
         if how == "while opening":
-            time.sleep(self._rng.uniform(0, 0.012))  # the injected fault: some instant
-        elif child.said(patience()) and how in ("at random", "with a commit hanging"):
+            time.sleep(self._rng.uniform(0, 0.012))  # the injected fault: a random instant
+        elif child.read(scaled_timeout()) and how in ("at random", "with a commit hanging"):
             time.sleep(self._rng.uniform(*self.instants))
-        elif spec and not child.ends(patience(self.patience)):  # by its own hand, where the failpoint is
+        elif spec and not child.ends(scaled_timeout(self.failpoint_timeout)):  # the failpoint kills it
             how = "too late for its failpoint"
         child.kill()
         if (status := child.end()) != -9:
             self.problems.append(f"{name} ended with {status} before it was killed {how}")
         self.seen[f"killed {how}"] += 1
-        self._look_back(self._reader.new_notes())
+        self._record(self._reader.new_notes())
 
     def _failpoint(self, how: str) -> str:
         match how:
@@ -130,16 +134,16 @@ class Life:
                 return f"{self._rng.choice(IN_PROMOTION)}:{self._rng.randint(1, 4)}:kill"
         return ""
 
-    def _look_back(self, news: list[Note]) -> None:
-        """Who got no answer from the dead one will ask again, or not."""
+    def _record(self, news: list[Note]) -> None:
+        """Count what the killed child did, and choose the unacknowledged sends to repeat."""
         acked = {note["acked"] for note in news if "acked" in note}
         self.seen["asked again under the same id"] += sum(bool(note.get("again")) for note in news if "acked" in note)
         unanswered = [note for note in news if "wanted" in note and note["wanted"] not in acked]
         self.seen["killed with a send in flight"] += bool(unanswered)
-        still = [note for note in self._owed if note["wanted"] not in acked]
-        again = [note for note in unanswered if "anonymous" not in note and self._rng.random() < OWED_AGAIN]
-        self._owed = still + again
+        still = [note for note in self._to_repeat if note["wanted"] not in acked]
+        again = [note for note in unanswered if "anonymous" not in note and self._rng.random() < RETRY_SHARE]
+        self._to_repeat = still + again
 
 
-async def _drain_quietly(*arguments: Any) -> None:
+async def _drain(*arguments: Any) -> None:
     await drain(*arguments)

@@ -1,4 +1,4 @@
-"""A society's files after each of its commits, and what a power cut in between could have left on the disk."""
+"""The files of a society after each commit, and the images that a power cut in between could leave on the disk."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Content = tuple[tuple[object, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Just after a commit."""
+class CommitState:
+    """Files and content just after a commit."""
 
     db: bytes
     wal: bytes
@@ -36,13 +36,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a crash left."""
+    """Files after a crash."""
 
     how: str
     db: bytes
     wal: bytes
     allowed: tuple[Content, ...]
-    """What may be found in it."""
+    """The contents that a start may find."""
 
     def write(self, data: Path) -> None:
         data.mkdir(parents=True)
@@ -51,7 +51,7 @@ class Image:
 
 
 def content(db: sqlite3.Connection) -> Content:
-    """Everything that matters to anybody, in a form that can be compared."""
+    """Messages, agents, artifacts and event count, for comparison."""
     if not db.execute("PRAGMA user_version").fetchone()[0]:
         return ()
     rows = db.execute(
@@ -67,20 +67,20 @@ def content(db: sqlite3.Connection) -> Content:
 
 
 class Recording:
-    """A society that sent, delayed, delivered and withdrew, checkpointing now and then; recorded at every commit."""
+    """Records a society at every commit while it sends, delays, delivers, withdraws and checkpoints."""
 
     def __init__(self, folder: Path, seed: int, steps: int) -> None:
         self._folder, self._rng = folder, random.Random(seed)
-        self.moments: list[Moment] = []
+        self.states: list[CommitState] = []
         self.checkpoints = 0
         make_home(folder)
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(patch)
-            asyncio.run(self._live(disk, steps))
+            asyncio.run(self._run(disk, steps))
         self.closed = (folder / "data" / "coterie.db").read_bytes()
-        """The database as an orderly stop left it."""
+        """The database after a graceful stop."""
 
-    async def _live(self, disk: Disk, steps: int) -> None:
+    async def _run(self, disk: Disk, steps: int) -> None:
         clock = FakeClock()
         acknowledged: set[str] = set()
         late: list[str] = []
@@ -107,25 +107,25 @@ class Recording:
                         await clock.advance(seconds=1)
                     case 5 if late:
                         await society.bus.withdraw(late.pop())
-                assert acknowledged <= {str(row[1]) for row in self.moments[-1].content}
+                assert acknowledged <= {str(row[1]) for row in self.states[-1].content}
             disk.on_commit = lambda _: None
 
     def _snapshot(self, db: sqlite3.Connection) -> None:
         data = self._folder / "data"
-        moment = Moment((data / "coterie.db").read_bytes(), (data / "coterie.db-wal").read_bytes(), content(db))
-        if self.moments and self.moments[-1].db != moment.db:
+        state = CommitState((data / "coterie.db").read_bytes(), (data / "coterie.db-wal").read_bytes(), content(db))
+        if self.states and self.states[-1].db != state.db:
             self.checkpoints += 1
-        self.moments.append(moment)
+        self.states.append(state)
 
     def images(self, rng: random.Random) -> Iterator[Image]:
-        """Without end: at each commit in turn, everything of it that may or may not have reached the disk."""
+        """Yield images without end: for each commit, parts of its writes that may have reached the disk."""
         while True:
-            for before, after in zip(self.moments, self.moments[1:], strict=False):
+            for before, after in zip(self.states, self.states[1:], strict=False):
                 yield from _between(before, after, rng)
 
 
-def _between(before: Moment, after: Moment, rng: random.Random) -> Iterator[Image]:
-    """A commit is flushed to the log, then a checkpoint may copy the log's pages into the database."""
+def _between(before: CommitState, after: CommitState, rng: random.Random) -> Iterator[Image]:
+    """Yield images between two commits. A commit is flushed to the log, then a checkpoint may copy pages."""
     either, done = (before.content, after.content), (after.content,)
     start, end = _changed(before.wal, after.wal)
     for boundary in range(WAL_HEADER, end + 1, FRAME):
@@ -145,7 +145,7 @@ def _between(before: Moment, after: Moment, rng: random.Random) -> Iterator[Imag
 
 
 def _changed(old: bytes, new: bytes) -> tuple[int, int]:
-    """Where the bytes that a commit wrote begin and end."""
+    """Return the range of bytes that a commit changed."""
     common = min(len(old), len(new))
     start = _longest(common, lambda length: old[:length] == new[:length])
     if len(new) > len(old):
@@ -154,7 +154,7 @@ def _changed(old: bytes, new: bytes) -> tuple[int, int]:
 
 
 def _longest(most: int, equal: Callable[[int], bool]) -> int:
-    """The greatest length up to `most` that is still equal: by halving, since comparing is quick and counting slow."""
+    """The greatest length up to `most` for which `equal` holds. Bisects, because comparing slices is fast."""
     return bisect.bisect_left(range(1, most + 1), True, key=lambda length: not equal(length))
 
 
@@ -163,7 +163,7 @@ def _overlaid(old: bytes, new: bytes, upto: int) -> bytes:
 
 
 def _scattered(old: bytes, new: bytes, start: int, end: int, rng: random.Random, piece: int = SECTOR) -> bytes:
-    """Some of what was written is there, some is not: without a flush a disk keeps no order."""
+    """Apply a random half of the written sectors: without a flush a disk keeps no order."""
     image = bytearray(old.ljust(len(new), b"\0"))
     for at in range(start - start % piece, end, piece):
         if rng.random() < 0.5:

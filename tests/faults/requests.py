@@ -1,9 +1,9 @@
-"""Compares every request that a model gets with what the rows of the database say it should be.
+"""Compares every request to a model with the rows of the database.
 
-The rows are read with plain SQL on a connection of its own at the moment of the request, in one snapshot with the epoch
+The rows are read with plain SQL on a separate connection at the moment of the request, in one snapshot with the epoch
 and the step of the agent. As long as the worker's claim holds, nothing else can change the history, so the request must
-be equal to it. A worker that has lost its claim may still ask: that request is counted and not compared. What was found
-is told to the witness, outside the database.
+be equal to it. A request of a worker that has lost its claim is counted and not compared. The results are noted by the
+witness, outside the database.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from unittest.mock import patch
 import psycopg
 
 from coterie.agent.context import QUARANTINED_NOTE
+from coterie.agent.context_window import NOT_SHOWN
 from coterie.agent.runner import LlmHandler
 from coterie.llm.routing import to_single_line_json
-from coterie.llm.service import LLMService
-from coterie.llm.types import (
+from coterie.llm.service import (
     AssistantMessage,
     ChatMessage,
     Completion,
+    LLMService,
     ModelRequest,
     SystemMessage,
     TextDelta,
@@ -45,23 +46,24 @@ from .fake_model import is_summary
 from .witness import Note, Witness
 
 _asking: ContextVar[Claim | None] = ContextVar("asking", default=None)
-"""The claim that the request under way is made for."""
+"""The claim of the current request."""
 _STEP = "SELECT epoch, step_no FROM agents WHERE id = ?"
 _SUMMARY = "SELECT upto, text FROM summaries WHERE agent_id = ? ORDER BY upto DESC LIMIT 1"
 _ROWS = """
 SELECT h.role, h.content, h.calls, h.call_id, h.hidden, m.payload FROM history h
   LEFT JOIN messages m ON m.id = h.message_id WHERE h.agent_id = ? AND h.seq > ? ORDER BY h.seq
 """
-_OWN_WORDS = re.compile(r'\{"from": ?"(you|tool)"')
-"""A line of a transcript that is no message."""
+_NOT_SHOWN = re.compile(re.escape(NOT_SHOWN).replace(re.escape("{0:,}"), r"([\d,]+)"))
+_NOT_A_MESSAGE = re.compile(r'\{"from": ?"(you|tool|earlier summary)"')
+"""A line of a transcript that is not a message."""
 Item = tuple[Any, ...]
-"""One part of a conversation: who speaks, and what."""
+"""One part of a conversation: role and content."""
 Query = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What the database says about an agent at one moment."""
+    """Rows of an agent in one snapshot."""
 
     epoch: int
     step_no: int
@@ -70,7 +72,7 @@ class Stored:
 
     @property
     def items(self) -> Sequence[Item]:
-        """What the model is to be shown."""
+        """The conversation that a request must have."""
         return [("user", to_single_line_json({"summary": self.summary})), *self.rows] if self.summary else self.rows
 
 
@@ -112,7 +114,7 @@ class PostgresRows:
 
 
 def rows_of(folder: Path) -> Rows:
-    """The database of the society in `folder`."""
+    """Reader of the database of the society in `folder`."""
     url = tomllib.loads((folder / "coterie.toml").read_text()).get("store", {}).get("url")
     return PostgresRows(url) if url else SqliteRows(folder / "data" / "coterie.db")
 
@@ -132,36 +134,46 @@ def _stored(query: Query, agent_id: str) -> Stored:
     return Stored(epoch, step_no, summary, items)
 
 
-def shown(said: Sequence[ChatMessage]) -> list[Item]:
-    """The conversation of a request, without what the agent is told about itself."""
-    return [_item(one) for one in said if not isinstance(one, SystemMessage)]
+def conversation(messages: Sequence[ChatMessage]) -> list[Item]:
+    """The conversation of a request without system messages."""
+    return [_item(message) for message in messages if not isinstance(message, SystemMessage)]
 
 
-def _item(said: ChatMessage) -> Item:
-    match said:
+def _item(message: ChatMessage) -> Item:
+    match message:
         case AssistantMessage(text, calls):
             return "assistant", text, [(call.id, call.name, dict(call.arguments)) for call in calls]
         case ToolMessage(call_id, text):
             return "tool", call_id, text
         case UserMessage(parts):
             return "user", "\n".join(part.text for part in parts if isinstance(part, TextPart))
-    raise AssertionError(said)
+    raise AssertionError(message)
 
 
 def differences(asked: Sequence[Item], stored: Sequence[Item]) -> list[str]:
-    """What the model was shown that the rows do not say, or the other way round; the first difference is enough."""
-    for place, (was, should) in enumerate(zip(asked, stored, strict=False)):
+    """The first difference between a request and the rows; empty if there is none.
+
+    A request that is too long for the model has a note instead of the oldest groups of rows.
+    """
+    for number, item in enumerate(asked[:2]):
+        if item[0] == "user" and (note := _NOT_SHOWN.fullmatch(item[1])):
+            groups = [position for position in range(number, len(stored)) if stored[position][0] != "tool"]
+            dropped = int(note[1].replace(",", ""))
+            if dropped >= len(groups):
+                return [f"the request has none of {len(groups)} groups: {_short(item)}"]
+            stored = [*stored[:number], item, *stored[groups[dropped] :]]
+    for number, (was, should) in enumerate(zip(asked, stored, strict=False)):
         if not _is_same(was, should):
-            return [f"part {place} of the request is {_short(was)} instead of {_short(should)}"]
+            return [f"part {number} of the request is {_short(was)} instead of {_short(should)}"]
     if len(asked) < len(stored):
         return [f"the request lacks {len(stored) - len(asked)} parts, from {_short(stored[len(asked)])} on"]
-    return [f"the request has {_short(one)} that no row has" for one in asked[len(stored) : len(stored) + 1]]
+    return [f"the request has {_short(item)} that no row has" for item in asked[len(stored) : len(stored) + 1]]
 
 
 def _is_same(was: Item, should: Item) -> bool:
     if (was[0], should[0]) != ("user", "user"):
         return was == should
-    # A message is shown with its sender and its time around it.
+    # A request shows a message with its sender and time.
     return re.search(rf"(?<![\w.]){re.escape(should[1])}(?![\w.])", was[1]) is not None
 
 
@@ -197,29 +209,29 @@ class Compared:
         if (stored.epoch, stored.step_no) != (claim.epoch, claim.step_no):
             self._witness.note(uncompared=claim.agent_id, why="the claim is lost", **who)
             return
-        shows = shown(request.messages)
-        wrong = _gaps(shows, stored) if is_summary(request) else differences(shows, stored.items)
+        asked = conversation(request.messages)
+        wrong = _gaps(asked, stored) if is_summary(request) else differences(asked, stored.items)
         self._witness.note(compared=claim.agent_id, taken_over=claim.was_taken_over, wrong=wrong, **who)
 
 
 def _gaps(asked: Sequence[Item], stored: Stored) -> list[str]:
-    """A request for a summary shows the beginning of the history, in order: every message of it, and no other."""
+    """Check that a request for a summary has the first messages of the history, in order and without gaps."""
     lines = "\n".join(item[1] for item in asked).splitlines()
-    # What an assistant sends stands in its call as well as in the message.
-    transcript = "\n".join(line for line in lines if not _OWN_WORDS.match(line))
-    said, place, complete = [item for item in stored.rows if item[0] == "user"], 0, True
-    for _, text in said:
-        found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search(transcript, place)
+    # A message of an agent is in its call as well as in a row.
+    transcript = "\n".join(line for line in lines if not _NOT_A_MESSAGE.match(line))
+    messages, position, complete = [item for item in stored.rows if item[0] == "user"], 0, True
+    for _, text in messages:
+        found = re.compile(rf"(?<![\w.]){re.escape(text)}(?![\w.])").search(transcript, position)
         if found and not complete:
-            return [f"the request for a summary has {text[:100]!r} and lacks what stands before it"]
+            return [f"the request for a summary has {text[:100]!r} and lacks an earlier message"]
         complete = complete and found is not None
-        place = found.end() if found else place
+        position = found.end() if found else position
     return []
 
 
 @contextmanager
 def compared(folder: Path, witness: Witness) -> Iterator[Callable[[LLMService], LLMService]]:
-    """Makes services whose requests are compared with the rows of the society in `folder`."""
+    """Yield a wrapper for services that compares their requests with the rows of the society in `folder`."""
     answer, rows = LlmHandler._answer, rows_of(folder)
 
     async def with_its_claim(self: LlmHandler, claim: Claim, *rest: Any) -> Completion:
@@ -233,11 +245,11 @@ def compared(folder: Path, witness: Witness) -> Iterator[Callable[[LLMService], 
         yield lambda service: Compared(service, rows, witness)
 
 
-# What the notes say in the end
+# Evaluation of the notes
 
 
 def wrong_requests(notes: Sequence[Note]) -> list[str]:
-    """Requests that differ from the rows, requests of nobody, and steps in which two processes asked."""
+    """Requests that differ from the rows or have no claim, and steps in which two processes asked."""
     wrong = [f"a request without a claim: {note['unclaimed']}" for note in notes if "unclaimed" in note]
     asked: defaultdict[tuple[str, int, int], set[int]] = defaultdict(set)
     for note in notes:
@@ -255,8 +267,8 @@ def wrong_requests(notes: Sequence[Note]) -> list[str]:
     return wrong
 
 
-def seen_of_requests(notes: Sequence[Note]) -> Counter[str]:
-    """How much was compared, and how much of it after an agent had changed hands."""
+def count_requests(notes: Sequence[Note]) -> Counter[str]:
+    """Count the compared requests, and those after a takeover."""
     seen, last, known = Counter[str](), dict[str, int](), set[tuple[int, str]]()
     for note in notes:
         if "uncompared" in note:
@@ -267,7 +279,7 @@ def seen_of_requests(notes: Sequence[Note]) -> Counter[str]:
         seen["requests compared"] += 1
         seen["requests compared after a takeover"] += note["taken_over"]
         came_back = (pid, agent) in known and last[agent] != pid
-        # Only such a process can have kept an old conversation.
+        # Only such a process can have an outdated conversation in its cache.
         seen["requests compared of a process that an agent came back to"] += came_back
         seen["requests compared after a takeover by a process that knew the agent"] += (
             note["taken_over"] and (pid, agent) in known

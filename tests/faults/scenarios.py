@@ -1,4 +1,4 @@
-"""What forked children do, each in a folder that others may have died in before."""
+"""Scenarios that forked children run, in folders in which earlier children may have been killed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from coterie import failpoints
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.llm.types import Completion, ModelRequest, ToolCall, UserMessage
+from coterie.llm.service import Completion, ModelRequest, ToolCall, UserMessage
 from coterie.messages import PERSON, Receipt
 from coterie.society import Society
 from coterie.testing import FakeClock
 
 from .fake_model import TOOLS, FakeModel, ToolEffects, agent_of, fake_models, last_text
-from .harness import patience
+from .harness import scaled_timeout
 from .requests import compared
 from .witness import Note, Witness
 
@@ -38,52 +38,52 @@ def make_home(folder: Path, *, delayed: str = "keep", agents: Sequence[str] = AG
     (folder / "tools.py").write_text(TOOLS)
 
 
-# Every door once: what the failpoint tests walk through
+# Every operation once, for the failpoint tests
 
 
-async def every_door(folder: Path, tries: int = 1) -> dict[str, Any]:
-    """Open, ask, put a file, delay, deliver, have work done, withdraw, close.
+async def run_all_operations(folder: Path, tries: int = 1) -> dict[str, Any]:
+    """Open, send, upload, delay, deliver, run a turn with calls, withdraw, close.
 
-    What failed, and how often each failpoint was met.
+    Return the failures and how often each failpoint was hit.
     """
-    walk = _Walk(folder, tries)
+    operations = _Operations(folder, tries)
     with (
         compared(folder, ToolEffects.witness) as comparing,
-        fake_models(lambda service: comparing(FakeModel(service, _obliging))),
+        fake_models(lambda service: comparing(FakeModel(service, _answer_or_work))),
     ):
-        await walk.all_the_way()
-    return {"failures": walk.failures, "violations": walk.violations, "hits": dict(failpoints._hits)}
+        await operations.run()
+    return {"failures": operations.failures, "violations": operations.violations, "hits": dict(failpoints.hits())}
 
 
-def _obliging(request: ModelRequest) -> Completion:
-    """Works when it is told to, and answers everything else."""
+def _answer_or_work(request: ModelRequest) -> Completion:
+    """Call tools if the message contains "work"; otherwise answer."""
     if "work" not in last_text(request) or not isinstance(request.messages[-1], UserMessage):
         return Completion(text="yes")
-    letter = {"to": "eve", "payload": {"text": "a hand, please"}}
-    deeds = [ToolCall(id=name, name=name, arguments={"n": 0}) for name in ("look", "fire")]
-    return Completion(text="", calls=(*deeds, ToolCall(id="letter", name="send_message", arguments=letter)))
+    message = {"to": "eve", "payload": {"text": "help, please"}}
+    calls = [ToolCall(id=name, name=name, arguments={"n": 0}) for name in ("look", "fire")]
+    return Completion(text="", calls=(*calls, ToolCall(id="message", name="send_message", arguments=message)))
 
 
-class _Walk:
+class _Operations:
     def __init__(self, folder: Path, tries: int) -> None:
         self._folder, self._tries, self._clock = folder, tries, FakeClock()
         self._witness = ToolEffects.witness = Witness(folder.parent / "witness")
         self.failures: list[list[str]] = []
         self.violations: list[str] = []
 
-    async def all_the_way(self) -> None:
-        society = await self._insist(lambda: Society.start(self._folder, clock=self._clock))
+    async def run(self) -> None:
+        society = await self._retry(lambda: Society.start(self._folder, clock=self._clock))
         steps = (self._first, self._second, self._send_file, self._delay, self._deliver, self._work, self._withdraw)
         for step in steps:
-            await self._insist(lambda step=step: step(society))
-            await self._until_all_rest(society)
+            await self._retry(lambda step=step: step(society))
+            await self._wait_until_idle(society)
             self.violations += [violation async for violation in society.store.violations()]
         try:
             await society.stop()
-        except failpoints.FailpointHit as error:  # it let go of everything all the same, as the next start shows
+        except failpoints.FailpointHit as error:  # it released everything nevertheless, as the next start shows
             self.failures.append([type(error).__name__, str(error)])
 
-    async def _insist(self, step: Any) -> Any:
+    async def _retry(self, step: Any) -> Any:
         for _ in range(self._tries - 1):
             try:
                 return await step()
@@ -105,16 +105,16 @@ class _Walk:
         self._ack("late", await society.send(to="ada", text="late", client_id="late", delay_ms=500))
 
     async def _deliver(self, society: Society) -> None:
-        await self._clock.jump(minutes=2)  # an earlier walk may have got further in its time than this one
+        await self._clock.jump(minutes=2)  # the clock of an earlier child may be ahead of this one
         if await society.bus.delayed_count("ada"):
             raise TimeoutError("the delayed message is overdue")
 
     async def _work(self, society: Society) -> None:
         self._ack("work", await society.send(to="bob", text="work", client_id="work"))
 
-    async def _until_all_rest(self, society: Society) -> None:
-        """Whatever went wrong, nobody stays at work for ever."""
-        async with asyncio.timeout(patience()):
+    async def _wait_until_idle(self, society: Society) -> None:
+        """Wait until all agents are idle, also after an error."""
+        async with asyncio.timeout(scaled_timeout()):
             while any(agent.state != "idle" for agent in await society.store.agents()):
                 await self._clock.advance(milliseconds=20)
 
@@ -128,11 +128,13 @@ class _Walk:
         self._witness.note(acked=name, id=receipt.message_id)
 
 
-# Clients that never stop: what random kills hit
+# Endless clients, for random kills
 
 
-async def hammer(folder: Path, seed: int, name: str, owed: list[Note], witness: Witness, ready: int) -> None:
-    """Check what the last kill left, then send, retry, delay and withdraw until killed."""
+async def send_until_killed(
+    folder: Path, seed: int, name: str, to_repeat: list[Note], witness: Witness, ready: int
+) -> None:
+    """Check the invariants after the last kill, then send, retry, delay and withdraw until killed."""
     society = await Society.start(folder, work=False)
     witness.note(opened=name, violations=[f"{name}: {v}" async for v in society.store.violations()])
     os.write(ready, b"r")
@@ -140,11 +142,11 @@ async def hammer(folder: Path, seed: int, name: str, owed: list[Note], witness: 
         group.create_task(_note_deliveries(watcher, witness))
         for number in range(CLIENTS):
             client = Client(society, random.Random(f"{seed}/{name}/{number}"), f"{name}.{number}", witness)
-            group.create_task(client.work(owed[number::CLIENTS]))
+            group.create_task(client.work(to_repeat[number::CLIENTS]))
 
 
 class Client:
-    """Somebody who writes to agents without end, and tells the witness what was wanted and what was promised."""
+    """Sends to agents without end, and notes each send and each receipt with the witness."""
 
     def __init__(
         self,
@@ -154,28 +156,28 @@ class Client:
         witness: Witness,
         *,
         pause: float = 0,
-        nameless: float = 0,
+        anonymous_share: float = 0,
     ) -> None:
-        """`pause`: seconds of thought between two messages, at most. `nameless`: how many get no client id."""
+        """`pause`: most seconds between two messages. `anonymous_share`: share of messages without a client id."""
         self._society, self._rng, self._name, self._witness = society, rng, name, witness
-        self._pause, self._nameless = pause, nameless
+        self._pause, self._anonymous_share = pause, anonymous_share
         self._count = 0
         self._late: list[tuple[str, str]] = []
         self._sent: list[Note] = []
 
-    async def work(self, owed: list[Note]) -> None:
-        for note in owed:
-            with contextlib.suppress(Refused):  # a button on a question that was closed meanwhile
+    async def work(self, to_repeat: list[Note]) -> None:
+        for note in to_repeat:
+            with contextlib.suppress(Refused):  # the question may be closed already
                 await self._send(note, again=True)
         while True:
-            await self._rng.choices((self._say, self._delay, self._repeat, self._take_back), (5, 5, 1, 1))[0]()
+            await self._rng.choices((self._send_now, self._delay, self._repeat, self._withdraw_one), (5, 5, 1, 1))[0]()
             if self._pause:
                 await asyncio.sleep(self._rng.uniform(0, self._pause))
 
     async def send_late(self, delay_ms: int) -> None:
         await self._send(self._new(delay_ms))
 
-    async def _say(self) -> None:
+    async def _send_now(self) -> None:
         await self._send(self._new(0))
 
     async def _delay(self) -> None:
@@ -187,7 +189,7 @@ class Client:
         if named := [note for note in self._sent if "anonymous" not in note]:
             await self._send(self._rng.choice(named), again=True)
 
-    async def _take_back(self) -> None:
+    async def _withdraw_one(self) -> None:
         if not self._late:
             return
         client_id, message_id = self._late.pop()
@@ -200,7 +202,7 @@ class Client:
         self._count += 1
         note = {"wanted": f"{self._name}.{self._count}", "to": self._rng.choice(AGENTS), "delay": delay}
         note["at"] = time.time_ns() // 1_000_000
-        if self._rng.random() < self._nameless:
+        if self._rng.random() < self._anonymous_share:
             note["anonymous"] = True
         self._witness.note(**note)
         self._sent.append(note)
@@ -230,40 +232,42 @@ async def _note_deliveries(watcher: AsyncIterator[Any], witness: Witness) -> Non
 
 
 async def drain(folder: Path, wait: bool = True, witness: Witness | None = None, name: str = "") -> int:
-    """Open, let everything delayed fall due (or stop at once), stop in order. How many went out early.
+    """Open, wait until nothing is delayed (or not), stop gracefully. Return how many were delivered early.
 
-    With `witness`, a client of that name first sends a message that is not due for an hour.
+    With `witness`, a client `name` first sends a message due in an hour.
     """
     society = await Society.start(folder, work=False)
     if witness:
         await Client(society, random.Random(name), name, witness).send_late(HOUR)
     if wait:
-        async with asyncio.timeout(patience()), society.bus.watch(queue=100_000) as watcher:
+        async with asyncio.timeout(scaled_timeout()), society.bus.watch(queue=100_000) as watcher:
             while await society.bus.delayed_count():
                 await anext(watcher)
     return await society.stop()
 
 
-# A conversation with whoever does as the words say
+# Conversations with scripted agents
 
 
 async def converse(
     folder: Path, said: list[list[str]], calls: dict[str, list[Any]], slow: tuple[str, ...] = ()
 ) -> list[list[str]]:
-    """Say each `[to, text]`, once however often this runs, and wait until all have answered: what the person got.
+    """Send each `[to, text]` once, even if this runs again, and wait until all agents are idle.
 
-    A model that hears a word of `calls` makes that call, `[tool, arguments]`; one that hears "deadly" dies of it. Those
-    of the agents `slow` take an hour.
+    Return what the person got. A model that gets a word of `calls` makes that call, `[tool, arguments]`; one that gets
+    "deadly" ends the process. The models of `slow` agents take an hour.
     """
 
     def answer(request: ModelRequest) -> Completion:
-        words = last_text(request)
-        if "deadly" in words:
+        text = last_text(request)
+        if "deadly" in text:
             os._exit(3)
-        heard = [(tool, arguments) for word, (tool, arguments) in calls.items() if word in words]
-        if not heard or not isinstance(request.messages[-1], UserMessage):
+        planned = [(tool, arguments) for word, (tool, arguments) in calls.items() if word in text]
+        if not planned or not isinstance(request.messages[-1], UserMessage):
             return Completion(text=f"heard by {agent_of(request)}")
-        return Completion(text="", calls=tuple(ToolCall(id=tool, name=tool, arguments=given) for tool, given in heard))
+        return Completion(
+            text="", calls=tuple(ToolCall(id=tool, name=tool, arguments=given) for tool, given in planned)
+        )
 
     with fake_models(
         lambda service: FakeModel(service, answer, lambda request: HOUR if agent_of(request) in slow else 0)
@@ -271,52 +275,63 @@ async def converse(
         society = await Society.start(folder)
         for to, text in said:
             await society.send(to=to, text=text, client_id=text)
-        async with asyncio.timeout(patience()):
+        async with asyncio.timeout(scaled_timeout()):
             await wait_until_idle(society)
-        heard = [[message.sender, message.payload["text"]] for message in await society.waiting(PERSON)]
+        received = [[message.sender, message.payload["text"]] for message in await society.waiting(PERSON)]
         await society.stop()
-    return heard
+    return received
 
 
 async def stop_in_the_middle(folder: Path) -> str:
-    """Leave in order, but without waiting, while ada's model thinks; the state that ada is left in."""
+    """Stop without a drain while ada's model thinks. Return the state of ada."""
     asked = asyncio.Event()
 
     def think(_: ModelRequest) -> float:
         asked.set()
         return HOUR
 
-    with fake_models(lambda service: FakeModel(service, _obliging, seconds=think)):
+    with fake_models(lambda service: FakeModel(service, _answer_or_work, seconds=think)):
         society = await Society.start(folder)
         await society.send(to="ada", text="take your time", client_id="only once")
         await asked.wait()
         await society.abandon()
-    async with Society.open_offline(folder) as visited:
-        ada = await visited.store.agent("ada")
+    async with Society.open_offline(folder) as offline:
+        ada = await offline.store.agent("ada")
     return ada.state if ada else "gone"
 
 
 async def wait_until_idle(society: Society) -> None:
-    """Until no agent has anything to do, and nothing is delayed."""
+    """Wait until all agents are idle and nothing is delayed."""
     async with society.bus.watch(queue=100_000) as watcher:
-        while not await _resting(society):
+        while not await _is_idle(society):
             await anext(watcher)
 
 
-async def _resting(society: Society) -> bool:
+async def _is_idle(society: Society) -> bool:
     agents = await society.store.agents()
     return all(agent.state == "idle" and not agent.delayed for agent in agents)
 
 
+async def run_until_idle_or_blocked(folder: Path) -> None:
+    async with Society.open(folder) as society, asyncio.timeout(scaled_timeout()):
+        await wait_until_idle_or_blocked(society)
+
+
+async def wait_until_idle_or_blocked(society: Society) -> None:
+    async with society.bus.watch(queue=100_000) as watcher:
+        while any(agent.state not in ("idle", "blocked") for agent in await society.store.agents()):
+            await anext(watcher)
+
+
 async def burst(folder: Path, count: int) -> dict[str, Any]:
-    """`count` numbered messages to ada, the first of which sets her to work; what it took, when all are answered."""
+    """Send `count` numbered messages to ada; the first starts a turn. Return figures when all are answered."""
     society = await Society.start(folder)
     before = _resident_mb()
     await society.send(to="ada", text="word 0")
     for start in range(1, count, 250):
         numbers = range(start, min(start + 250, count))
         await asyncio.gather(*(society.send(to="ada", text=f"word {number}") for number in numbers))
-    async with asyncio.timeout(patience()):
+    async with asyncio.timeout(scaled_timeout()):
         await wait_until_idle(society)
     grown = _peak_mb() - before
     violations = [violation async for violation in society.store.violations()]
@@ -333,7 +348,7 @@ def _peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
-# Small ones
+# Small scenarios
 
 
 async def open_and_close(folder: Path) -> dict[str, Any]:
@@ -352,7 +367,7 @@ async def send(folder: Path, text: str) -> str:
 
 
 async def hold(folder: Path, work: bool, pipe: int) -> None:
-    """Own the society until killed: let its agents work, or send to it."""
+    """Run the society until killed, with agents or without."""
     society = await Society.start(folder, work=work)
     if not work:
         await society.send(to="ada", text="from the owner")

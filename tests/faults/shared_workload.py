@@ -22,7 +22,7 @@ from coterie.stores.sql import claims, queries
 from coterie.turn_store import Claim, HistoryView, StaleClaim
 
 from .fake_model import RandomModel, ToolEffects, fake_models
-from .harness import patience
+from .harness import scaled_timeout
 from .requests import compared
 from .scenarios import AGENTS, Client, wait_until_idle
 from .witness import Note, Witness
@@ -45,34 +45,34 @@ class RetryingClient(Client):
                 again = True
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _take_back(self) -> None:
+    async def _withdraw_one(self) -> None:
         with contextlib.suppress(StoreError):
-            await super()._take_back()
+            await super()._withdraw_one()
 
 
 class RetryingApprover(Approver):
-    async def work(self, owed: list[Note]) -> None:
+    async def work(self, to_repeat: list[Note]) -> None:
         while True:
             with contextlib.suppress(StoreError, Refused):
-                await super().work(owed)
+                await super().work(to_repeat)
 
 
 @contextmanager
-def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
+def conditions(witness: Witness, lease: float, *, keeps_claims: bool) -> Iterator[None]:
     """Shorten the lease below the configurable minimum, and note fenced steps.
 
-    `sure`: the process never drops its claims by itself, so that only the fence stops late writes.
+    `keeps_claims`: the process never drops its claims by itself, so that only the fence stops late writes.
     """
     advance, view = claims.advance, queries.read_history_view
 
-    def watched(db: Any, post: Any, claim: Claim, *rest: Any) -> Claim:
+    def noted(db: Any, unit: Any, claim: Claim, *rest: Any) -> Claim:
         try:
-            return advance(db, post, claim, *rest)
+            return advance(db, unit, claim, *rest)
         except StaleClaim:
             witness.note(fenced=claim.agent_id, pid=os.getpid())
             raise
 
-    def watched_view(db: Any, agent_id: str, claim: Claim | None = None) -> HistoryView:
+    def noted_view(db: Any, agent_id: str, claim: Claim | None = None) -> HistoryView:
         try:
             return view(db, agent_id, claim)
         except StaleClaim:
@@ -83,61 +83,66 @@ def conditions(witness: Witness, lease: float, *, sure: bool) -> Iterator[None]:
         config = read_config(folder)
         return replace(config, store=replace(config.store, lease_seconds=lease))  # type: ignore[arg-type]
 
-    doubt = 1e9 if sure else cluster.LEASE_AT_RISK_FRACTION
+    risk_fraction = 1e9 if keeps_claims else cluster.LEASE_AT_RISK_FRACTION
     with (
-        patch.object(claims, "advance", watched),
-        patch.object(queries, "read_history_view", watched_view),
+        patch.object(claims, "advance", noted),
+        patch.object(queries, "read_history_view", noted_view),
         patch("coterie.society.read_config", shortened),
-        patch.object(cluster, "LEASE_AT_RISK_FRACTION", doubt),
+        patch.object(cluster, "LEASE_AT_RISK_FRACTION", risk_fraction),
     ):
         yield
 
 
-async def work_together(
+async def run_worker(
     folder: Path,
     seed: int,
     name: str,
-    owed: list[Note],
+    to_repeat: list[Note],
     witness: Witness,
     ready: int,
-    nameless: float,
+    anonymous_share: float,
     pause: float,
 ) -> None:
-    """One of several that work for the same agents, with clients of its own, until killed."""
+    """Run one of several workers, with its own clients, until killed."""
     ToolEffects.witness = witness
-    whim = RandomModel(random.Random(f"{seed}/{name}"), AGENTS, witness)
-    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(whim)):
+    model = RandomModel(random.Random(f"{seed}/{name}"), AGENTS, witness)
+    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(model)):
         society = await start_society(folder, witness)
         assert society._runtime
-        witness.note(hired=name, worker=society._runtime._scheduler.worker)
+        witness.note(started=name, worker=society._runtime._scheduler.worker)
         os.write(ready, b"r")
         async with asyncio.TaskGroup() as group:
-            judge = RetryingApprover(
+            approver = RetryingApprover(
                 society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=APPROVAL_DELAY_SECONDS
             )
-            group.create_task(judge.work([]))
+            group.create_task(approver.work([]))
             for number in range(CLIENTS):
                 rng = random.Random(f"{seed}/{name}/{number}")
-                client = RetryingClient(society, rng, f"{name}.{number}", witness, pause=pause, nameless=nameless)
-                group.create_task(client.work(owed[number::CLIENTS]))
+                client = RetryingClient(
+                    society, rng, f"{name}.{number}", witness, pause=pause, anonymous_share=anonymous_share
+                )
+                group.create_task(client.work(to_repeat[number::CLIENTS]))
 
 
 async def wait_until_idle_and_copy(folder: Path, seed: int, witness: Witness) -> None:
-    """Let all that was asked be answered, and all that is delayed fall due; then a copy, for whoever examines it."""
+    """Run until all agents are idle and nothing is delayed, then copy the database for the verification."""
     ToolEffects.witness = witness
-    whim = RandomModel(random.Random(f"{seed}/rest"), AGENTS, witness, calm=True)
-    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(whim)):
+    model = RandomModel(random.Random(f"{seed}/rest"), AGENTS, witness, calm=True)
+    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(model)):
         society = await start_society(folder, witness)
-        judge = RetryingApprover(society, random.Random(f"{seed}/judge"), "rest", witness, pause=APPROVAL_DELAY_SECONDS)
-        judging = asyncio.create_task(judge.work([]))
+        approver = RetryingApprover(
+            society, random.Random(f"{seed}/judge"), "rest", witness, pause=APPROVAL_DELAY_SECONDS
+        )
+        approver.stops_tasks = False
+        approving = asyncio.create_task(approver.work([]))
         try:
-            async with asyncio.timeout(patience(REST)):
+            async with asyncio.timeout(scaled_timeout(REST)):
                 await wait_until_idle(society)
         finally:
             states = {agent.id: agent.state for agent in await society.store.agents()}
-            witness.note(resting=states)
-        judging.cancel()
-        await asyncio.gather(judging, return_exceptions=True)
+            witness.note(states=states)
+        approving.cancel()
+        await asyncio.gather(approving, return_exceptions=True)
         wrong = [violation async for violation in society.store.violations()]
         wrong += [
             complaint for agent in states if agent != PERSON for complaint in await history_errors(society, agent)

@@ -1,4 +1,4 @@
-"""A backup taken while everybody writes is one moment of the society, whole."""
+"""A backup taken during writes is one consistent snapshot."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from coterie.society import Society
 from coterie.testing import FakeClock
 
 from .scenarios import AGENTS, make_home
-from .verifier import find_damage, open_database
+from .verifier import find_violations, open_database
 
 
-async def test_a_backup_made_while_writing_passes_every_check_and_holds_what_was_acknowledged_before_it(
+async def test_a_backup_during_writes_is_consistent_and_has_all_messages_acknowledged_before_it(
     tmp_path: Path, clock: FakeClock
 ) -> None:
     make_home(tmp_path / "society")
@@ -45,7 +45,7 @@ async def test_a_backup_made_while_writing_passes_every_check_and_holds_what_was
     assert written_meanwhile > 20, "nothing was written during the backups"
     for folder, promised in copies:
         with open_database(folder) as db:
-            assert find_damage(db) == []
+            assert find_violations(db) == []
             assert promised <= {row[0] for row in db.execute("SELECT id FROM messages")}
     async with Society.open(copies[-1][0], clock=clock, work=False) as restored:
         assert [violation async for violation in restored.store.violations()] == []

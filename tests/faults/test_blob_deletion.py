@@ -65,7 +65,7 @@ async def test_bytes_uploaded_again_during_deletion_are_kept(society: Society, m
     tidying = asyncio.create_task(society.artifacts.prune(Retention()))
     await deleting.reached.wait()
     coming = asyncio.create_task(society.artifacts.put(SAME, "new.txt"))
-    await asyncio.wait({coming}, timeout=0.2)  # it may have to wait for the deletion, or be done with its naming
+    await asyncio.wait({coming}, timeout=0.2)  # the upload may wait for the deletion, or be stored already
 
     deleting.open.set()
     await tidying

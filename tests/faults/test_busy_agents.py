@@ -1,4 +1,4 @@
-"""An agent in a crowd: one sequence of requests, every message seen once and in order, and nobody kept from acting."""
+"""Agents with much mail: one request at a time, every message read once and in order, plans still run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from coterie.testing import Calls, ModelServer, Says
-from coterie.testing.replies import CustomReply, ReceivedRequest, Reply, ServerConnection, send_reply
+from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply, ServerConnection, send_reply
 from tests.agent.stage import Bell, Stage, stage
 
 from .harness import ForkServer
@@ -23,8 +23,8 @@ MAX_GROWTH_MB = 150
 MAX_BATCHES = 60
 
 
-class Listener:
-    """A model that takes a moment for each answer, and keeps what it was shown and how many asked it at once."""
+class RecordingModel:
+    """Slow model that records the texts it gets and the number of concurrent requests."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -59,54 +59,54 @@ class Listener:
         self.seen = seen
 
 
-async def burst(server: ForkServer, folder: Path, count: int) -> tuple[dict[str, Any], Listener]:
-    """`count` messages to one agent, sent by a process of its own while the agent works."""
-    listener = Listener(0.02)
+async def burst(server: ForkServer, folder: Path, count: int) -> tuple[dict[str, Any], RecordingModel]:
+    """Send `count` messages to an agent from another process while the agent works."""
+    recorder = RecordingModel(0.02)
     async with ModelServer() as model:
-        model.default = listener
+        model.default = recorder
         (folder / "coterie.toml").write_text(f"[limits]\nmailbox = {count}\n[agents.ada]\n")
         services = {"services": [{"id": "main", "baseURL": model.base_url, "model": "m", "timeout": 60_000}]}
         (folder / "llmservices.json").write_text(json.dumps(services))
         report = await asyncio.to_thread(server.run, "burst", folder, count=count)
         assert model.refused == []
     assert "returned" in report, report
-    return report["returned"], listener
+    return report["returned"], recorder
 
 
-def assert_one_sequence(told: dict[str, Any], listener: Listener, count: int) -> None:
-    assert listener.problems == []
-    assert listener.most_at_once == 1
-    assert listener.seen == list(range(count))
-    assert listener.requests <= MAX_BATCHES
-    assert told["violations"] == []
-    assert told["answers"] == listener.requests
+def assert_one_sequence(report: dict[str, Any], recorder: RecordingModel, count: int) -> None:
+    assert recorder.problems == []
+    assert recorder.most_at_once == 1
+    assert recorder.seen == list(range(count))
+    assert recorder.requests <= MAX_BATCHES
+    assert report["violations"] == []
+    assert report["answers"] == recorder.requests
 
 
-async def test_a_burst_to_a_working_agent_is_seen_once_in_order_by_one_sequence(
+async def test_a_burst_to_a_working_agent_is_read_once_and_in_order_by_one_request_at_a_time(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    told, listener = await burst(fork_server, tmp_path, 500)
+    report, recorder = await burst(fork_server, tmp_path, 500)
 
-    assert_one_sequence(told, listener, 500)
+    assert_one_sequence(report, recorder, 500)
 
 
 @pytest.mark.slow
-async def test_10000_messages_to_a_working_agent_are_seen_once_in_order_by_one_sequence_in_bounded_memory(
+async def test_10000_messages_to_a_working_agent_are_read_once_and_in_order_in_bounded_memory(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    told, listener = await burst(fork_server, tmp_path, 10_000)
+    report, recorder = await burst(fork_server, tmp_path, 10_000)
 
-    assert_one_sequence(told, listener, 10_000)
-    assert told["grown_mb"] < MAX_GROWTH_MB, told
+    assert_one_sequence(report, recorder, 10_000)
+    assert report["grown_mb"] < MAX_GROWTH_MB, report
 
 
-# Who can keep whom from acting
+# Interruptions
 
 RING = Calls("ring", {"name": "x"})
 
 
 def interrupted(here: Stage, speak: Callable[[], Awaitable[object]], times: int) -> Callable[[ReceivedRequest], Reply]:
-    """Ada's model wants to ring each time it is asked; while it says so somebody speaks, the first `times` times."""
+    """Ada's model plans a call at each request; during the first `times` requests a message arrives."""
     asked = Counter[str]()
 
     def answer(request: ReceivedRequest) -> Reply:
@@ -121,7 +121,7 @@ def interrupted(here: Stage, speak: Callable[[], Awaitable[object]], times: int)
     return answer
 
 
-async def test_an_agent_that_talks_without_pause_cannot_keep_another_from_acting(tmp_path: Path) -> None:
+async def test_constant_messages_of_an_agent_cannot_keep_another_from_running_its_plan(tmp_path: Path) -> None:
     async with stage(tmp_path, agents="[interruption]\nmax_withdrawals = 3\n[agents.ada]\n[agents.bob]\n") as here:
         here.server.default = interrupted(here, lambda: here.say("listen!", sender="bob"), times=1_000)
         await here.say("ring, please")
@@ -131,7 +131,7 @@ async def test_an_agent_that_talks_without_pause_cannot_keep_another_from_acting
         assert roles[:7] == ["user", "user", "user", "user", "assistant", "tool", "user"]
 
 
-async def test_a_person_can_stop_a_plan_however_often(tmp_path: Path) -> None:
+async def test_messages_of_the_person_withdraw_the_plan_every_time(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.default = interrupted(here, lambda: here.say("not yet"), times=12)
         await here.say("ring, please")
@@ -140,12 +140,12 @@ async def test_a_person_can_stop_a_plan_however_often(tmp_path: Path) -> None:
         assert [role for role, _ in await here.history()] == ["user"] * 13 + ["assistant", "tool", "assistant"]
 
 
-async def test_a_person_is_heard_through_the_noise_of_agents(tmp_path: Path) -> None:
+async def test_a_message_of_the_person_withdraws_a_plan_that_agents_can_no_longer_withdraw(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
 
         async def both() -> None:
             await here.say("listen!", sender="bob")
-            if len(here.server.requests) == 4:  # the plan that bob's talk can no longer withdraw
+            if len(here.server.requests) == 4:  # messages of bob can no longer withdraw this plan
                 await here.say("stop it")
 
         here.server.default = interrupted(here, both, times=4)

@@ -23,13 +23,14 @@ from coterie.agent import scheduler
 from coterie.clock import SystemClock
 from coterie.config import Config, read_config
 from coterie.errors import StoreUnavailable
-from coterie.files import CHECK_INTERVAL_SECONDS, MIN_SPACE_BYTES
-from coterie.llm.types import Completion, ModelRequest, TextDelta
+from coterie.files import MIN_SPACE_BYTES
+from coterie.live import CallProgress
+from coterie.llm.service import Completion, ModelRequest, TextDelta
 from coterie.messages import PERSON, Receipt
 from coterie.society import Society
 from coterie.stores.postgres import cluster
 from coterie.stores.sql import unit_of_work
-from coterie.stores.sql.store import Job
+from coterie.stores.sql.jobs import Job
 from coterie.text import to_storable
 from coterie.web.sse import Hub
 from tests.engines import Postgres
@@ -89,7 +90,8 @@ async def process(
     with fake_models(lambda _: model or ManualModel()):
         society = await Society.start(home(folder, url), work=work)
         if work:
-            society._require_runtime()._models.queue("main")  # create it now: a later process patches the factory again
+            # Created now, because a later process patches the factory again.
+            society._require_runtime()._models.queue("main")
     try:
         yield society
     finally:
@@ -117,7 +119,7 @@ async def soon(happens: Awaitable[T]) -> T:
         return await happens
 
 
-async def heard_of(society: Society, message_id: str) -> None:
+async def wait_for_event_about(society: Society, message_id: str) -> None:
     async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
         async for event in watcher:
             if event.subject == message_id:
@@ -129,43 +131,43 @@ async def heard_of(society: Society, message_id: str) -> None:
 
 @pytest.fixture
 async def two_servers(shared: Postgres, tmp_path: Path, no_polls: None) -> AsyncIterator[tuple[Society, Any]]:
-    """One server, and the event stream of the other."""
+    """A server, and the event stream of another server."""
     url = shared.url(tmp_path)
     async with (
-        process(tmp_path / "a", url, work=False) as one,
+        process(tmp_path / "a", url, work=False) as first,
         process(tmp_path / "b", url, work=False) as other,
-        stream(other) as ear,
+        stream(other) as reader,
     ):
-        yield one, ear
+        yield first, reader
 
 
-async def test_a_message_at_one_server_is_on_the_stream_of_another_without_a_poll(
+async def test_a_message_sent_at_one_server_is_on_the_stream_of_another_without_polling(
     two_servers: tuple[Society, Any],
 ) -> None:
-    one, ear = two_servers
-    receipt = await one.send(to="ada", text="hello")
-    told = await ear.next("message.created")
-    assert told.data["id"] == receipt.message_id
+    first, reader = two_servers
+    receipt = await first.send(to="ada", text="hello")
+    event = await reader.next("message.created")
+    assert event.data["id"] == receipt.message_id
 
 
-async def test_a_quick_reply_pressed_at_one_server_closes_the_question_at_another(
+async def test_a_quick_reply_at_one_server_closes_the_question_at_another(
     two_servers: tuple[Society, Any],
 ) -> None:
-    one, ear = two_servers
-    question = await one.bus.send(sender="ada", to=PERSON, payload={"text": "well?"}, quick_replies=["yes", "no"])
-    await ear.next("message.created")
-    await one.send(to="ada", text="yes", in_reply_to=question.message_id, option=0)
-    told = await ear.next("quick_replies.changed")
-    assert (told.data["messageId"], told.data["answer"]["option"]) == (question.message_id, 0)
+    first, reader = two_servers
+    question = await first.bus.send(sender="ada", to=PERSON, payload={"text": "well?"}, quick_replies=["yes", "no"])
+    await reader.next("message.created")
+    await first.send(to="ada", text="yes", in_reply_to=question.message_id, option=0)
+    event = await reader.next("quick_replies.changed")
+    assert (event.data["messageId"], event.data["answer"]["option"]) == (question.message_id, 0)
 
 
 @asynccontextmanager
 async def stream(society: Society) -> AsyncIterator[Any]:
-    """A client of this server."""
+    """An event stream client of this server."""
     hub = Hub(society, society.live, SystemClock())
     try:
-        async with listening(hub) as ear:
-            yield ear
+        async with listening(hub) as reader:
+            yield reader
     finally:
         await hub.shut_down(0)
 
@@ -175,7 +177,7 @@ async def test_a_reply_is_streamed_at_servers_that_do_not_generate_it(shared: Po
     async with (
         process(tmp_path / "a", url, model) as worker,
         process(tmp_path / "b", url, work=False) as other,
-        stream(other) as ear,
+        stream(other) as reader,
     ):
         await worker.send(to="ada", text="hello")
         await model.asked.get()
@@ -183,13 +185,31 @@ async def test_a_reply_is_streamed_at_servers_that_do_not_generate_it(shared: Po
         for word in ("one ", "two ", "three" * 1_000, "\x00\ud83d end"):
             model.words.put_nowait(word)
             while not text.endswith(word.replace("\x00", "\ufffd").replace("\ud83d", "\ufffd")):
-                told = await ear.next("draft.delta")
-                assert told.data["from"] == len(text)
-                text += told.data["delta"]
+                event = await reader.next("draft.delta")
+                assert event.data["from"] == len(text)
+                text += event.data["delta"]
         model.words.put_nowait(None)
-        ended = await ear.next("draft.ended")
+        ended = await reader.next("draft.ended")
         assert (ended.data["agent"], ended.data["outcome"], len(ended.data["messages"])) == ("ada", "stored", 1)
         assert other.live.replies == ()
+
+
+async def test_the_progress_of_a_tool_call_is_shown_at_servers_that_do_not_run_it(
+    shared: Postgres, tmp_path: Path
+) -> None:
+    url = shared.url(tmp_path)
+    async with (
+        process(tmp_path / "a", url, ManualModel()) as worker,
+        process(tmp_path / "b", url, work=False) as other,
+        stream(other) as reader,
+    ):
+        message = "\x00 copying" + "\u4e2d" * 200
+        report = CallProgress(agent_id="ada", call_id="c1", tool="copy", progress=1, total=4, message=message)
+        worker.live.report_progress(report)
+        data = (await reader.next("tool.progress")).data
+        assert (data["agent"], data["callId"], data["name"]) == ("ada", "c1", "copy")
+        assert (data["progress"], data["total"], data["message"]) == (1, 4, message.replace("\x00", "\ufffd"))
+        assert other.live.progress == ()  # the process of the call knows when it ends
 
 
 async def test_a_server_that_starts_later_gets_the_text_streamed_before(shared: Postgres, tmp_path: Path) -> None:
@@ -236,10 +256,10 @@ async def test_a_stop_at_another_server_reaches_a_turn_that_its_worker_has_not_s
             sending = asyncio.create_task(worker.send(to="ada", text="hello"))
             await committed.wait()
             assert (ada := await other.store.agent("ada")) and ada.state == "llm"
-            heard = asyncio.Event()
-            worker._relay._stop_turn = both(worker._relay._stop_turn, heard.set)  # type: ignore[union-attr]
+            stopped = asyncio.Event()
+            worker._relay._stop_turn = both(worker._relay._stop_turn, stopped.set)  # type: ignore[union-attr]
             assert not other.stop_turn("ada")
-            await heard.wait()
+            await stopped.wait()
         await sending
         async with other.bus.watch() as watcher:
             while (ada := await other.store.agent("ada")) and ada.state != "idle":
@@ -251,19 +271,19 @@ async def test_a_stop_at_another_server_reaches_a_turn_that_its_worker_has_not_s
 def commits_held(society: Society) -> Iterator[asyncio.Event]:
     """Delay the settling of writes in this process; set when one is written."""
     writer = society.store._writer  # type: ignore[attr-defined]
-    commit, committed, may_be_told = writer._commit, asyncio.Event(), threading.Event()
+    commit, committed, released = writer._commit, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
     def held(batch: list[Job]) -> None:
         commit(batch)
         loop.call_soon_threadsafe(committed.set)
-        may_be_told.wait(SOON)
+        released.wait(SOON)
 
     writer._commit = held
     try:
         yield committed
     finally:
-        may_be_told.set()
+        released.set()
 
 
 def both(first: Callable[[str], object], then: Callable[[], object]) -> Callable[[str], None]:
@@ -281,15 +301,21 @@ async def test_a_worker_on_a_full_disk_starts_no_turn_until_space_is_free(
     shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configured(monkeypatch, artifacts="files")
-    free = [MIN_SPACE_BYTES]
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free[0]))
+    free, noticed = [MIN_SPACE_BYTES], asyncio.Event()
+
+    def disk_usage(_: Path) -> SimpleNamespace:
+        if free[0] < MIN_SPACE_BYTES:
+            noticed.set()
+        return SimpleNamespace(free=free[0])
+
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
     url, model = shared.url(tmp_path), ManualModel()
     async with process(tmp_path / "a", url, model) as worker:
         await worker.send(to="bob", text="hello")
         await soon(model.asked.get())
         free[0] -= 1
-        worker.disk._checked_at -= CHECK_INTERVAL_SECONDS  # as if that had passed
-        await worker._require_runtime()._scheduler._claim_round()
+        # Only the claiming loop looks at the disk here, so no claim that it began earlier is under way now.
+        await soon(noticed.wait())
         await worker.send(to="ada", text="hello")
         await worker._require_runtime()._scheduler._claim_round()
         assert (ada := await worker.store.agent("ada")) and (ada.state, model.times) == ("ready", 1)
@@ -297,7 +323,7 @@ async def test_a_worker_on_a_full_disk_starts_no_turn_until_space_is_free(
         await soon(model.asked.get())
 
 
-# A worker that leaves, and one that is gone
+# A worker that stops, and one that is disconnected
 
 
 async def test_released_work_is_claimed_by_another_worker_at_once(shared: Postgres, tmp_path: Path) -> None:
@@ -306,10 +332,10 @@ async def test_released_work_is_claimed_by_another_worker_at_once(shared: Postgr
         async with process(tmp_path / "a", url, first) as worker:
             await worker.send(to="ada", text="hello")
             await first.asked.get()
-            heir = await later.enter_async_context(process(tmp_path / "b", url, second))
-            assert heir.config.store.lease_seconds == 30
+            successor = await later.enter_async_context(process(tmp_path / "b", url, second))
+            assert successor.config.store.lease_seconds == 30
             left = time.monotonic()
-        assert await soon(second.asked.get()) - left < 10  # and not when its lease has run out
+        assert await soon(second.asked.get()) - left < 10  # and not at the end of the lease
 
 
 @pytest.mark.slow
@@ -323,23 +349,23 @@ async def test_a_disconnected_worker_drops_its_claims_before_another_takes_over_
             await worker.send(to="ada", text="hello")
             await first.asked.get()
             await later.enter_async_context(process(tmp_path / "b", url, second))
-            proxy.swallows = True
+            proxy.drops_data = True
             async with asyncio.timeout(SOON):
                 taken_over = await second.asked.get()
             assert first.cut_off is not None and first.cut_off < taken_over
             second.words.put_nowait(None)
-            assert proxy.seen["swallowed"]
+            assert proxy.seen["dropped"]
             proxy.heal()
             first.words.put_nowait(None)
-            receipt = await insist(lambda: worker.send(to="bob", text="again", client_id="again"))
+            receipt = await retry(lambda: worker.send(to="bob", text="again", client_id="again"))
             second.words.put_nowait(None)
-            await heard_of(worker, receipt.message_id)
+            await wait_for_event_about(worker, receipt.message_id)
             assert worker.store.is_healthy
             assert [violation async for violation in worker.store.violations()] == []
     assert "most of a lease" in caplog.text
 
 
-async def insist(send: Callable[[], Any]) -> Receipt:
+async def retry(send: Callable[[], Any]) -> Receipt:
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(StoreUnavailable):
@@ -347,7 +373,7 @@ async def insist(send: Callable[[], Any]) -> Receipt:
                 return receipt
 
 
-# What gets lost, and what is not to be had
+# Missing notifications and connections
 
 
 @pytest.mark.slow
@@ -359,11 +385,11 @@ async def test_without_notifications_changes_are_found_within_a_second_and_a_hal
 
     monkeypatch.setattr(cluster.Listener, "_listen", fail)
     url, model = shared.url(tmp_path), ManualModel()
-    async with process(tmp_path / "a", url, work=False) as one, process(tmp_path / "b", url, model):
+    async with process(tmp_path / "a", url, work=False) as first, process(tmp_path / "b", url, model):
         took = []
         for name in ("ada", "bob", "eve"):
             sent = time.monotonic()
-            await one.send(to=name, text="hello")
+            await first.send(to=name, text="hello")
             took.append(await model.asked.get() - sent)
     assert max(took) < 1.5
 
@@ -378,16 +404,16 @@ async def test_with_too_few_connections_reads_wait_then_fail_and_leases_are_rene
         async with process(tmp_path / "a", poor, model) as society:
             await society.send(to="ada", text="hello")
             await model.asked.get()
-            held = asyncio.ensure_future(society.store._query("SELECT pg_sleep(3)"))  # all that were left
+            held = asyncio.ensure_future(society.store._query("SELECT pg_sleep(3)"))  # takes the last connection
             with pytest.raises(StoreUnavailable):
                 while not held.done():
                     await society.store._query("SELECT 1")
             await held
-            assert model.cut_off is None  # its lease, of one second, was renewed in these three
+            assert model.cut_off is None  # the lease of one second was renewed meanwhile
             shared.execute(f"ALTER ROLE {schema_of(url)} CONNECTION LIMIT 20")
             model.words.put_nowait(None)
             async with asyncio.timeout(SOON), society.bus.watch(after=0) as watcher:
-                async for _ in watcher:  # and with enough of them, all goes on
+                async for _ in watcher:  # with enough connections the turn ends
                     if await society.waiting(PERSON):
                         break
             assert [message.sender for message in await society.waiting(PERSON)] == ["ada"]

@@ -1,4 +1,4 @@
-"""Power cuts and bit rot, as pictures of the disk: each holds a state that was committed, or is said to be damaged."""
+"""Disk images of power cuts and bit rot: each has a committed state or is detected as damaged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 
 from .recording import PAGE, Content, Image, Recording, content
-from .verifier import find_damage, open_database
+from .verifier import find_violations, open_database
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def seed() -> int:
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Recording:
     made = Recording(tmp_path_factory.mktemp("recorded") / "society", seed, 70)
-    assert len(made.moments) >= 50
+    assert len(made.states) >= 50
     assert made.checkpoints >= 3
     return made
 
@@ -39,7 +39,7 @@ def replay(seed: int) -> str:
 
 
 async def found_in(image: Image, folder: Path, clock: Clock) -> Content:
-    """What the next start finds, having checked it."""
+    """Content that the next start finds, after its checks."""
     shutil.rmtree(folder, ignore_errors=True)
     image.write(folder / "data")
     store = await SqliteStore.open(folder / "data", clock)
@@ -63,7 +63,7 @@ async def open_images(
 
 
 @pytest.mark.slow
-async def test_a_power_cut_leaves_the_last_acknowledged_state_or_the_next_one_never_a_mixture(
+async def test_a_power_cut_leaves_the_state_of_one_commit(
     recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
 ) -> None:
     seen = await open_images(recording, seed, quick_folder, clock, step=3, count=300)
@@ -73,7 +73,7 @@ async def test_a_power_cut_leaves_the_last_acknowledged_state_or_the_next_one_ne
 
 
 @pytest.mark.full
-async def test_2000_power_cuts_leave_no_mixture(
+async def test_2000_power_cuts_each_leave_the_state_of_one_commit(
     recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
 ) -> None:
     seen = await open_images(recording, seed, quick_folder, clock, step=1, count=2_000)
@@ -89,14 +89,14 @@ FLIPS = [40, pytest.param(400, marks=pytest.mark.full)]
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """One bit is not what was written."""
+    """Return the bytes with one random bit flipped."""
     image = bytearray(data)
     image[rng.randrange(len(image))] ^= 1 << rng.randrange(8)
     return bytes(image)
 
 
-async def told(folder: Path, clock: Clock) -> str:
-    """Who noticed the damage: the start, whoever reads, or a check of everything. Empty: nobody."""
+async def detected_by(folder: Path, clock: Clock) -> str:
+    """What detects the damage: the start, a read, or the full check. Empty: nothing."""
     try:
         store = await SqliteStore.open(folder / "data", clock)
     except StoreError as error:
@@ -109,17 +109,17 @@ async def told(folder: Path, clock: Clock) -> str:
         while page and (some := await store.messages(page)):
             page = Page(before=some[-1].seq, limit=200)
     except StoreError:
-        return "whoever reads"
+        return "a read"
     finally:
         await store.close()
     with open_database(folder) as db:
-        return "a check of the file" if find_damage(db) else ""
+        return "a check of the file" if find_violations(db) else ""
 
 
 async def rot(image: Image, folder: Path, clock: Clock) -> tuple[str, Content]:
     shutil.rmtree(folder, ignore_errors=True)
     image.write(folder / "data")
-    noticed = await told(folder, clock)
+    noticed = await detected_by(folder, clock)
     if noticed:
         return noticed, ()
     with open_database(folder) as db:
@@ -133,15 +133,15 @@ def differing_values(one: Content, other: Content) -> int:
 
 
 @pytest.mark.parametrize("flips", FLIPS)
-async def test_a_flipped_bit_in_the_log_is_noticed_or_leaves_an_earlier_committed_state(
+async def test_a_flipped_bit_in_the_write_ahead_log_is_detected_or_leaves_an_earlier_commit(
     flips: int, recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
 ) -> None:
-    # The log ends for SQLite at the first frame whose sum is wrong, so rot there costs what came after it. Each sum
-    # covers all before it: what is left is always a state that once was.
+    # SQLite ignores the log from the first frame with a wrong checksum on. Each checksum
+    # covers all frames before it, so the rest is always a committed state.
     rng = random.Random(seed)
-    committed = {moment.content for moment in recording.moments} | {()}
+    committed = {moment.content for moment in recording.states} | {()}
     for _ in range(flips):
-        moment = rng.choice(recording.moments)
+        moment = rng.choice(recording.states)
         image = Image("bit rot", moment.db, flipped(moment.wal, rng), ())
         noticed, found = await rot(image, quick_folder / "image", clock)
         assert noticed or found in committed, f"a state that never was; {replay(seed)}"
@@ -149,11 +149,11 @@ async def test_a_flipped_bit_in_the_log_is_noticed_or_leaves_an_earlier_committe
 
 @pytest.mark.parametrize("stopped", ["in order", "by a crash"])
 @pytest.mark.parametrize("flips", FLIPS)
-async def test_a_flipped_bit_in_the_database_is_noticed_or_changes_no_more_than_the_one_value_it_is_in(
+async def test_a_flipped_bit_in_the_database_is_detected_or_changes_one_value_only(
     flips: int, stopped: str, recording: Recording, seed: int, quick_folder: Path, clock: FakeClock
 ) -> None:
     rng, seen = random.Random(seed), Counter[str]()
-    last = recording.moments[-1]
+    last = recording.states[-1]
     for _ in range(flips):
         if stopped == "in order":
             image = Image("bit rot", flipped(recording.closed, rng), b"", ())
@@ -167,7 +167,7 @@ async def test_a_flipped_bit_in_the_database_is_noticed_or_changes_no_more_than_
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b"x", b"-1", b"9" * 30])
-async def test_what_the_database_says_of_itself_may_be_damaged_and_the_start_says_how_to_restore(
+async def test_a_start_on_a_damaged_database_header_fails_with_advice_to_restore(
     value: bytes, recording: Recording, quick_folder: Path, clock: FakeClock
 ) -> None:
     outcomes = Counter[str]()
@@ -179,13 +179,13 @@ async def test_what_the_database_says_of_itself_may_be_damaged_and_the_start_say
             spoilt = db.execute(f"UPDATE meta SET value = CAST(? AS TEXT) WHERE key = {row}", (value, number))
             assert spoilt.rowcount == 1
             db.commit()
-        outcomes[await told(folder, clock)] += 1
+        outcomes[await detected_by(folder, clock)] += 1
 
     assert sum(outcomes.values()) == 3
     assert outcomes["the start"] or value != b"\xff"
 
 
-async def test_damage_in_the_middle_of_the_messages_refuses_the_start_after_a_crash_and_says_how_to_restore(
+async def test_after_a_crash_a_start_on_damaged_messages_fails_with_advice_to_restore(
     recording: Recording, quick_folder: Path, clock: FakeClock
 ) -> None:
     data = quick_folder / "data"

@@ -1,4 +1,4 @@
-"""A disk that is full, locked or broken: no acknowledgement that does not hold, and no restart where none is needed."""
+"""A full, locked or broken disk: acknowledged writes are stored, and only a broken disk needs a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coterie.stores.sqlite import SqliteStore, connection
 from coterie.testing import FakeClock
 
 from .disk import Disk
-from .harness import patience
+from .harness import scaled_timeout
 from .scenarios import make_home
 
 BIG = "x" * 200_000
@@ -53,20 +53,20 @@ def healthy(society: Society) -> bool:
     return society.store.is_healthy
 
 
-async def handed_in(society: Society, jobs: int) -> None:
-    """Until that many wait behind the commit that is held."""
+async def wait_for_queued(society: Society, jobs: int) -> None:
+    """Wait until `jobs` writes are queued behind the held commit."""
     assert isinstance(society.store, SqliteStore)
     writer = society.store._writer
     assert writer
-    async with asyncio.timeout(patience()):
+    async with asyncio.timeout(scaled_timeout()):
         while writer._jobs.qsize() < jobs:
             await asyncio.sleep(0)
 
 
-# Full
+# Full disk
 
 
-async def test_on_a_full_disk_a_send_is_not_acknowledged_and_sends_work_again_once_there_is_space(
+async def test_a_send_on_a_full_disk_is_refused_and_sends_work_again_with_free_space(
     society: Society, disk: Disk
 ) -> None:
     await society.send(to="ada", text="before")
@@ -84,9 +84,7 @@ async def test_on_a_full_disk_a_send_is_not_acknowledged_and_sends_work_again_on
     assert await texts(society) == ["before", "after"]
 
 
-async def test_on_a_full_disk_everyone_in_the_same_commit_is_refused_and_none_of_it_is_done(
-    society: Society, disk: Disk
-) -> None:
+async def test_on_a_full_disk_all_changes_of_one_commit_are_refused_together(society: Society, disk: Disk) -> None:
     kept = await society.send(to="bob", text="kept")
     disk.hold_commits()
     first = asyncio.create_task(society.send(to="ada", text="first"))
@@ -97,9 +95,9 @@ async def test_on_a_full_disk_everyone_in_the_same_commit_is_refused_and_none_of
         asyncio.create_task(society.bus.withdraw("nothing")),
         asyncio.create_task(society.store.terminate("bob")),
     ]
-    await handed_in(society, len(together))
+    await wait_for_queued(society, len(together))
     disk.fill()
-    disk.let_go()
+    disk.release_commits()
 
     await first
     outcomes = await asyncio.gather(*together, return_exceptions=True)
@@ -112,7 +110,7 @@ async def test_on_a_full_disk_everyone_in_the_same_commit_is_refused_and_none_of
     assert await texts(society, "bob") == []
 
 
-async def test_a_message_that_falls_due_on_a_full_disk_is_delivered_once_there_is_space(
+async def test_a_message_due_on_a_full_disk_is_delivered_once_there_is_space(
     society: Society, disk: Disk, clock: FakeClock
 ) -> None:
     for number in range(300):
@@ -141,12 +139,12 @@ async def test_a_society_on_a_full_disk_can_be_stopped_and_started_again(
         assert await texts(again) == ["before"]
 
 
-# Locked
+# Locked database
 
 
 @pytest.fixture
 def locker(home: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Another program that locks the database until its input ends."""
+    """Starts another program that locks the database until its input ends."""
     hold = (
         "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None);"
         "db.execute('BEGIN EXCLUSIVE'); print('locked', flush=True); sys.stdin.read(); db.execute('ROLLBACK')"
@@ -167,7 +165,7 @@ def locker(home: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
         program.communicate()
 
 
-async def test_while_another_program_locks_the_database_no_send_is_acknowledged_and_afterwards_all_goes_on(
+async def test_sends_are_refused_while_another_program_locks_the_database(
     home: Path, locker: Callable[[], subprocess.Popen[str]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "BUSY_TIMEOUT_SECONDS", 0.05)
@@ -191,7 +189,7 @@ async def test_while_another_program_locks_the_database_no_send_is_acknowledged_
         assert [violation async for violation in society.store.violations()] == []
 
 
-async def test_a_database_that_another_program_locks_cannot_be_opened_and_can_be_afterwards(
+async def test_a_database_locked_by_another_program_can_be_opened_after_it_is_unlocked(
     home: Path, locker: Callable[[], subprocess.Popen[str]], clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "BUSY_TIMEOUT_SECONDS", 0.05)
@@ -207,11 +205,11 @@ async def test_a_database_that_another_program_locks_cannot_be_opened_and_can_be
         assert await texts(society) == ["before"]
 
 
-# Broken
+# Failed flush
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["not written", "written all the same"])
-async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds_all_that_was_acknowledged(
+async def test_after_a_failed_flush_sends_are_refused_and_a_restart_finds_all_acknowledged_messages(
     written: bool, home: Path, disk: Disk, clock: FakeClock
 ) -> None:
     society = await Society.start(home, clock=clock, work=False)
@@ -221,11 +219,11 @@ async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds
     with pytest.raises(StoreBroken):
         await society.send(to="ada", text="in doubt")
 
-    assert isinstance(await asyncio.wait_for(asyncio.shield(society.broken), patience(5)), StoreBroken)
+    assert isinstance(await asyncio.wait_for(asyncio.shield(society.broken), scaled_timeout(5)), StoreBroken)
     assert not healthy(society)
     with pytest.raises(StoreBroken):
         await society.send(to="ada", text="refused")
-    await asyncio.wait_for(society.stop(), patience(5))
+    await asyncio.wait_for(society.stop(), scaled_timeout(5))
     async with Society.open(home, clock=clock, work=False) as again:
         assert again.store.info.unclean
         found = await again.waiting("ada")
@@ -234,7 +232,7 @@ async def test_after_a_failed_flush_nothing_more_is_accepted_and_a_restart_finds
         assert [violation async for violation in again.store.violations()] == []
 
 
-async def test_what_waited_behind_a_failed_flush_is_not_written_by_a_later_flush_that_succeeds(
+async def test_writes_queued_behind_a_failed_flush_are_not_written_later(
     home: Path, disk: Disk, clock: FakeClock
 ) -> None:
     society = await Society.start(home, clock=clock, work=False)
@@ -242,14 +240,14 @@ async def test_what_waited_behind_a_failed_flush_is_not_written_by_a_later_flush
     first = asyncio.create_task(society.send(to="ada", text="first"))
     await asyncio.to_thread(disk.wait_for_commit)
     behind = asyncio.create_task(society.send(to="ada", text="behind"))
-    await handed_in(society, 1)
+    await wait_for_queued(society, 1)
     disk.fail_next_commit(sqlite3.SQLITE_IOERR_FSYNC)
-    disk.let_go()
+    disk.release_commits()
 
     outcomes = await asyncio.gather(first, behind, return_exceptions=True)
 
     assert [type(outcome) for outcome in outcomes] == [StoreBroken, StoreBroken]
-    await asyncio.wait_for(society.stop(), patience(5))
+    await asyncio.wait_for(society.stop(), scaled_timeout(5))
     async with Society.open(home, clock=clock, work=False) as again:
         assert await texts(again) == []
 
@@ -277,7 +275,7 @@ def full_folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         yield patch
 
 
-async def test_an_upload_that_does_not_fit_leaves_no_artifact_and_no_bytes_behind(
+async def test_an_upload_that_does_not_fit_leaves_no_artifact_and_no_bytes(
     home: Path, clock: FakeClock, full_folder: pytest.MonkeyPatch
 ) -> None:
     bytes_folder = home / "data" / "artifacts"

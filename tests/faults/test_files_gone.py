@@ -1,4 +1,4 @@
-"""Files of the database that vanish: while the society runs, and after a kill. Nothing is pretended."""
+"""Database files that disappear while the society runs or after a kill are detected."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 async def society(home: Path, clock: FakeClock) -> AsyncIterator[Society]:
     opened = await Society.start(home, clock=clock, work=False)
     yield opened
-    with contextlib.suppress(StoreError):  # it says so when its files are gone, after all steps of the stop
+    with contextlib.suppress(StoreError):  # the stop reports missing files after its last step
         await opened.stop()
 
 
@@ -70,7 +70,7 @@ def message(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_without_its_files_a_running_society_is_not_ready_and_accepts_nothing(
+async def test_without_its_files_a_running_society_is_not_ready_and_refuses_writes(
     way: str,
     society: Society,
     client: httpx.AsyncClient,
@@ -92,11 +92,11 @@ async def test_without_its_files_a_running_society_is_not_ready_and_accepts_noth
     assert "removed or replaced" in ready.json()["detail"]
     with pytest.raises(StoreUnavailable, match="removed or replaced"):
         await society.send(to="ada", text="after")
-    told = [record for record in caplog.records if "removed or replaced" in record.getMessage()]
-    assert len(told) == 1, [record.getMessage() for record in told]
+    logged = [record for record in caplog.records if "removed or replaced" in record.getMessage()]
+    assert len(logged) == 1, [record.getMessage() for record in logged]
 
 
-async def test_a_folder_that_is_put_back_is_used_again_and_nothing_is_lost(
+async def test_a_folder_that_is_moved_back_is_used_again_and_nothing_is_lost(
     society: Society, client: httpx.AsyncClient, clock: FakeClock, home: Path
 ) -> None:
     await society.send(to="ada", text="before")
@@ -110,15 +110,15 @@ async def test_a_folder_that_is_put_back_is_used_again_and_nothing_is_lost(
     assert [each.payload["text"] for each in await society.waiting("ada")] == ["before", "after"]
 
 
-async def test_working_agents_notice_by_themselves_and_say_so_once(
+async def test_working_agents_detect_missing_files_and_log_it_once(
     home: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Society.open(home, clock=clock) as society:
         shutil.rmtree(home / "data")
         await clock.advance(minutes=1)
-        told = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
-        assert len([line for line in told if "removed or replaced" in line]) == 2, told
-        assert len([line for line in told if line.startswith("cannot claim agents now")]) == 1
+        logged = [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+        assert len([line for line in logged if "removed or replaced" in line]) == 2, logged
+        assert len([line for line in logged if line.startswith("cannot claim agents now")]) == 1
         assert society.store.write_error
 
 
@@ -126,7 +126,7 @@ async def test_working_agents_notice_by_themselves_and_say_so_once(
 
 
 def killed(home: Path, fork_server: ForkServer, times: int = 1) -> Path:
-    """The data folder of a society that was killed; each time it had stored one message."""
+    """The data folder of a society that was killed after each stored message."""
     for _ in range(times):
         fork_server.call("kill", pid=fork_server.call("hold", folder=str(home)))
     return home / "data"
@@ -152,7 +152,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_log_that_is_lost_after_a_kill_refuses_the_start_and_nothing_is_changed(
+def test_a_start_without_the_write_ahead_log_after_a_kill_is_refused_and_changes_nothing(
     loss: str, home: Path, fork_server: ForkServer
 ) -> None:
     fork_server.run("send", home, text="stopped in order")
@@ -168,16 +168,14 @@ def test_a_log_that_is_lost_after_a_kill_refuses_the_start_and_nothing_is_change
         assert words in refused["message"]
     after = {path.name: path.read_bytes() for path in data.glob("coterie.db*") if not path.name.endswith("-shm")}
     assert {name: after[name] for name in before} == before
-    # The two remedies: the log put back loses nothing; without the file, what is left is used.
+    # Two remedies: the log put back loses nothing; without the marker the remaining files are used.
     (data / "coterie.db-wal").write_bytes(whole)
     (data / "coterie.db-shm").unlink(missing_ok=True)
     assert fork_server.run("open_and_close", home)["returned"] == {"unclean": True, "violations": []}
     assert texts(home) == 2
 
 
-def test_whoever_deletes_the_note_of_the_last_commit_goes_on_with_what_is_left(
-    home: Path, fork_server: ForkServer
-) -> None:
+def test_without_the_commit_marker_a_start_uses_the_remaining_files(home: Path, fork_server: ForkServer) -> None:
     fork_server.run("send", home, text="stopped in order")
     data = killed(home, fork_server)
     (data / "coterie.db-wal").unlink()
@@ -189,9 +187,7 @@ def test_whoever_deletes_the_note_of_the_last_commit_goes_on_with_what_is_left(
     assert texts(home) == 1
 
 
-def test_a_database_that_vanishes_after_a_kill_is_not_replaced_by_an_empty_one(
-    home: Path, fork_server: ForkServer
-) -> None:
+def test_a_database_missing_after_a_kill_is_not_replaced_by_an_empty_one(home: Path, fork_server: ForkServer) -> None:
     data = killed(home, fork_server)
     for path in data.glob("coterie.db*"):
         path.unlink()
@@ -200,19 +196,19 @@ def test_a_database_that_vanishes_after_a_kill_is_not_replaced_by_an_empty_one(
     assert list(data.glob("coterie.db")) == []
 
 
-def test_a_first_run_whose_log_is_lost_is_noticed_too(home: Path, fork_server: ForkServer) -> None:
+def test_a_lost_write_ahead_log_of_the_first_run_is_detected(home: Path, fork_server: ForkServer) -> None:
     data = killed(home, fork_server)
     (data / "coterie.db-wal").unlink()
     assert fork_server.run("open_and_close", home)["raised"] == "StoreUnusable"
 
 
-# No false alarm
+# No false alarms
 
 
-def test_kills_checkpoints_and_other_programs_raise_no_alarm(home: Path, fork_server: ForkServer) -> None:
+def test_kills_checkpoints_and_other_programs_cause_no_false_alarm(home: Path, fork_server: ForkServer) -> None:
     data = killed(home, fork_server, times=3)
     assert (data / LAST_COMMIT_FILE).exists()
-    with open_database(home) as db:  # closing it moves the log into the database and deletes the log
+    with open_database(home) as db:  # closing checkpoints the log and deletes it
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert not (data / "coterie.db-wal").exists()
     assert fork_server.run("open_and_close", home)["returned"]["violations"] == []
@@ -221,15 +217,13 @@ def test_kills_checkpoints_and_other_programs_raise_no_alarm(home: Path, fork_se
 
 
 @pytest.mark.parametrize("left", [b"", b"00000000 {}", b"\0" * 256, b"not a note"])
-def test_a_note_that_a_power_cut_left_in_pieces_raises_no_alarm(
-    left: bytes, home: Path, fork_server: ForkServer
-) -> None:
+def test_an_incomplete_commit_marker_causes_no_false_alarm(left: bytes, home: Path, fork_server: ForkServer) -> None:
     data = killed(home, fork_server)
     (data / LAST_COMMIT_FILE).write_bytes(left)
     assert "returned" in fork_server.run("open_and_close", home)
 
 
-def test_commits_that_did_not_wait_for_the_disk_may_be_lost_with_the_machine_but_not_with_the_process(
+def test_commits_without_a_flush_may_be_lost_by_a_reboot_but_not_by_a_kill(
     home: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coterie.stores.sqlite import connection
@@ -244,7 +238,7 @@ def test_commits_that_did_not_wait_for_the_disk_may_be_lost_with_the_machine_but
     assert connection.find_lost_commits(data / "coterie.db") is None
 
 
-def test_check_and_verify_tell_it_too(home: Path, fork_server: ForkServer) -> None:
+def test_check_and_verify_report_missing_files(home: Path, fork_server: ForkServer) -> None:
     from typer.testing import CliRunner
 
     from coterie.cli import app

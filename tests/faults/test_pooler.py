@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from coterie.llm.types import Completion
+from coterie.llm.service import Completion
 from coterie.messages import PERSON
 from coterie.society import Society
 from tests.engines import Postgres
@@ -54,14 +54,14 @@ def pooled(shared: Postgres) -> Iterator[str]:
     known = {"host": wanted.get("host"), "port": wanted.get("port") or 5432, "user": wanted.get("user") or "postgres"}
     settings = folder / "pgbouncer.ini"
     settings.write_text(SETTINGS.format(database=database, own=own, folder=folder, **known))
-    user = _who_may_connect(str(known["host"])) if os.geteuid() == 0 else None
+    user = _prepare_user(str(known["host"])) if os.geteuid() == 0 else None
     if user:
         for place in (folder, settings):
             shutil.chown(place, user)
     pooler = subprocess.Popen([program, "-q", str(settings)], user=user, stderr=subprocess.DEVNULL)
     try:
         url = f"postgresql://{known['user']}@127.0.0.1:{own}/{database}"
-        until_it_listens(url)
+        wait_until_listening(url)
         yield url
     finally:
         pooler.terminate()
@@ -70,8 +70,8 @@ def pooled(shared: Postgres) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def _who_may_connect(host: str) -> str:
-    """PgBouncer refuses to run as root, and other users cannot reach a socket in a private folder."""
+def _prepare_user(host: str) -> str:
+    """PgBouncer does not run as root, and other users cannot reach a socket in a private folder."""
     return Path(host).owner() if host.startswith("/") else "nobody"
 
 
@@ -80,17 +80,17 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def until_it_listens(url: str) -> None:
+def wait_until_listening(url: str) -> None:
     until = time.monotonic() + 20
     while time.monotonic() < until:
         with contextlib.suppress(psycopg.OperationalError), psycopg.connect(url, connect_timeout=2):
             return
-        time.sleep(0.05)  # another program starts, and tells nobody when it is ready
+        time.sleep(0.05)  # PgBouncer does not signal when it is ready
     raise AssertionError("the pooler does not answer")
 
 
 @pytest.mark.slow
-async def test_two_processes_behind_a_pooler_of_transactions_answer_everybody_once(pooled: str, tmp_path: Path) -> None:
+async def test_two_processes_behind_a_transaction_pooler_answer_each_message_once(pooled: str, tmp_path: Path) -> None:
     with fake_models(lambda service: FakeModel(service, lambda request: Completion(text=f"yes, {agent_of(request)}"))):
         async with (
             Society.open(home(tmp_path / "a", pooled)) as one,

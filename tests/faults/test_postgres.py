@@ -1,4 +1,4 @@
-"""Several processes on one PostgreSQL, and some of them are killed."""
+"""Several worker processes on one PostgreSQL; some are killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coterie import tool
 
 @tool
 async def note(line: str) -> str:
-    "Write a line, for everybody to see."
+    "Append a line to the log file."
     file = os.open({witness!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, (line + "\\n").encode())
     os.close(file)
@@ -35,7 +35,7 @@ async def note(line: str) -> str:
 """
 
 
-def mind(request: ReceivedRequest) -> Reply:
+def answer(request: ReceivedRequest) -> Reply:
     """Model that calls `note` once with the message, then answers."""
     messages = request.body["messages"]
     last = max(place for place, one in enumerate(messages) if one["role"] == "user")
@@ -45,7 +45,7 @@ def mind(request: ReceivedRequest) -> Reply:
     return Says(calls=(Calls("note", {"line": words[-1]}),), token_delay=0.01)
 
 
-def furnish(folder: Path, url: str, base_url: str, witness: Path) -> None:
+def make_home(folder: Path, url: str, base_url: str, witness: Path) -> None:
     folder.mkdir()
     agents = "".join(f"[agents.{name}]\n" for name in AGENTS)
     (folder / "coterie.toml").write_text(f"[store]\nurl = {json.dumps(url)}\nlease_seconds = 2\n{agents}")
@@ -81,7 +81,7 @@ class Workers:
         one.send_signal(how)
         return await one.wait()
 
-    async def lose_one(self, chance: random.Random) -> None:
+    async def kill_one(self, chance: random.Random) -> None:
         folder = chance.choice(self._folders)
         await self.kill(folder)
         await self._start(folder)
@@ -94,10 +94,10 @@ class Workers:
 async def society_with_workers(folder: Path, url: str, witness: Path) -> AsyncIterator[tuple[Society, Workers]]:
     """A server that runs no agents, with separate workers."""
     async with ModelServer() as server:
-        server.default = mind
+        server.default = answer
         homes = [folder / f"home{n}" for n in range(1 + WORKERS)]
         for home in homes:
-            furnish(home, url, server.base_url, witness)
+            make_home(home, url, server.base_url, witness)
         workers = Workers(homes[1:])
         async with Society.open(homes[0], work=False) as society:
             await workers.start()
@@ -109,7 +109,7 @@ async def society_with_workers(folder: Path, url: str, witness: Path) -> AsyncIt
 
 
 async def run_tasks(society: Society, agent: str, tasks: range) -> None:
-    """Send the tasks one after the other, each after the answer to the last."""
+    """Send the tasks one by one, each after the answer to the last."""
     for task in tasks:
         receipt = await society.send(to=agent, text=f"task {task}")
         async with contextlib.aclosing(society.inbox()) as inbox:
@@ -119,7 +119,7 @@ async def run_tasks(society: Society, agent: str, tasks: range) -> None:
 
 
 @pytest.mark.slow
-async def test_a_worker_that_is_told_to_stop_hands_its_turns_over_at_once(shared: Postgres, tmp_path: Path) -> None:
+async def test_a_worker_that_gets_sigterm_hands_its_turns_over_at_once(shared: Postgres, tmp_path: Path) -> None:
     url, witness = shared.url(tmp_path), tmp_path / "witness"
     async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(60):
         await run_tasks(society, "ada", range(1))

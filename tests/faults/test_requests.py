@@ -1,4 +1,4 @@
-"""The comparison of requests with rows finds what it is there for: a fault run in which it is blind proves nothing."""
+"""Tests of the comparison in `requests.py`: it finds wrong requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coterie.llm.types import (
+from coterie.llm.service import (
     AssistantMessage,
     ChatMessage,
     Completion,
@@ -21,7 +21,7 @@ from coterie.llm.types import (
 from coterie.society import Society
 
 from .fake_model import FakeModel, ToolEffects, fake_models
-from .requests import Item, compared, differences, seen_of_requests, shown, wrong_requests
+from .requests import Item, compared, conversation, count_requests, differences, wrong_requests
 from .scenarios import make_home, wait_until_idle
 from .witness import Note, Witness, read_notes
 
@@ -42,25 +42,25 @@ SAID: list[ChatMessage] = [
 ]
 
 
-def test_a_request_that_is_as_stored_is_not_complained_about() -> None:
-    assert differences(shown(SAID), STORED) == []
+def test_a_request_equal_to_the_rows_passes() -> None:
+    assert differences(conversation(SAID), STORED) == []
 
 
 @pytest.mark.parametrize("missing", range(1, len(SAID)))
-def test_a_request_that_lacks_any_part_is_found(missing: int) -> None:
-    assert differences(shown(SAID[:missing] + SAID[missing + 1 :]), STORED)
+def test_a_request_that_lacks_a_part_is_found(missing: int) -> None:
+    assert differences(conversation(SAID[:missing] + SAID[missing + 1 :]), STORED)
 
 
 def test_a_request_with_another_result_of_a_call_is_found() -> None:
-    assert differences(shown([*SAID[:4], ToolMessage("call_1", "unknown"), *SAID[5:]]), STORED)
+    assert differences(conversation([*SAID[:4], ToolMessage("call_1", "unknown"), *SAID[5:]]), STORED)
 
 
 def test_a_request_that_shows_more_than_is_stored_is_found() -> None:
-    assert differences(shown(SAID), STORED[:-1])
+    assert differences(conversation(SAID), STORED[:-1])
 
 
 def test_a_request_with_an_older_message_in_place_of_a_newer_one_is_found() -> None:
-    assert differences(shown([*SAID[:-1], SAID[2]]), STORED)
+    assert differences(conversation([*SAID[:-1], SAID[2]]), STORED)
 
 
 def asked(pid: int, epoch: int, step: int, **more: Any) -> Note:
@@ -74,22 +74,22 @@ def test_two_processes_that_ask_in_the_same_step_are_found() -> None:
 
 def test_a_process_that_an_agent_comes_back_to_is_counted() -> None:
     notes = [asked(1, 1, 1), asked(2, 2, 2), asked(1, 3, 3, taken_over=True)]
-    seen = seen_of_requests(notes)
+    seen = count_requests(notes)
     assert seen["requests compared"] == 3
     assert seen["requests compared of a process that an agent came back to"] == 1
     assert seen["requests compared after a takeover by a process that knew the agent"] == 1
 
 
-async def test_a_row_that_the_model_was_not_shown_is_told_to_the_witness(tmp_path: Path) -> None:
+async def test_a_row_missing_in_a_request_is_noted_by_the_witness(tmp_path: Path) -> None:
     home, file = tmp_path / "home", tmp_path / "witness"
     make_home(home)
     ToolEffects.witness = witness = Witness(file)
-    mind = FakeModel("mind", lambda _: Completion(text="yes"))
-    with compared(home, witness) as comparing, fake_models(lambda _: comparing(mind)):
+    model = FakeModel("model", lambda _: Completion(text="yes"))
+    with compared(home, witness) as comparing, fake_models(lambda _: comparing(model)):
         async with Society.open(home) as society:
             await society.send(to="ada", text="first")
             await wait_until_idle(society)
-            assert (seen_of_requests(read_notes(file))["requests compared"], wrong_requests(read_notes(file))) == (
+            assert (count_requests(read_notes(file))["requests compared"], wrong_requests(read_notes(file))) == (
                 1,
                 [],
             )

@@ -1,4 +1,4 @@
-"""Starting: after a crash, during one, beside another owner, on a database not ours, in a folder we may not use."""
+"""Starts after crashes, with a second owner, on foreign databases, and without permissions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from .harness import ForkServer
 from .scenarios import make_home
-from .verifier import find_damage, open_database
+from .verifier import find_violations, open_database
 
 NOBODY = 65534
 
@@ -25,16 +25,16 @@ def home(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What is kept there; not the scratch memory that readers of the database share."""
+    """Files of the folder without the shared memory file of SQLite."""
     files = [file for file in folder.rglob("*") if file.is_file() and not file.name.endswith("-shm")]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-# Again and again
+# Repeated starts
 
 
 @pytest.mark.parametrize("name", ["open.checked", "commit.before", "commit.after"])
-def test_a_start_that_is_killed_each_time_still_succeeds_in_the_end_and_has_lost_nothing(
+def test_a_start_after_repeatedly_killed_starts_succeeds_and_has_lost_nothing(
     name: str, home: Path, fork_server: ForkServer
 ) -> None:
     fork_server.call("kill", pid=fork_server.call("hold", folder=str(home)))
@@ -45,16 +45,14 @@ def test_a_start_that_is_killed_each_time_still_succeeds_in_the_end_and_has_lost
 
     assert opened["returned"] == {"unclean": True, "violations": []}
     with open_database(home) as db:
-        assert find_damage(db) == []
+        assert find_violations(db) == []
         assert db.execute("SELECT state FROM messages").fetchall() == [("pending",)]
 
 
 @pytest.mark.parametrize(
     "place", ["migrate.statement:1", "migrate.statement:4", "migrate.statement:9", "migrate.before_commit:1"]
 )
-def test_a_migration_killed_in_the_middle_leaves_nothing_of_itself_and_runs_again(
-    place: str, home: Path, fork_server: ForkServer
-) -> None:
+def test_a_killed_migration_is_rolled_back_and_runs_again(place: str, home: Path, fork_server: ForkServer) -> None:
     for _ in range(2):
         assert fork_server.run("open_and_close", home, arm=f"{place}:kill")["status"] == -9
         with open_database(home) as db:
@@ -64,7 +62,7 @@ def test_a_migration_killed_in_the_middle_leaves_nothing_of_itself_and_runs_agai
     assert "returned" in fork_server.run("send", home, text="hello")
 
 
-# Beside another owner
+# Two owners
 
 
 def test_a_second_start_is_refused_with_the_owners_pid_and_leaves_the_first_untouched(
@@ -82,7 +80,7 @@ def test_a_second_start_is_refused_with_the_owners_pid_and_leaves_the_first_unto
     assert fork_server.call("kill", pid=owner) == -9, "the first was still at work"
 
 
-def test_after_kill_9_of_its_owner_a_folder_opens_at_once_with_everything_in_it(
+def test_after_kill_9_of_its_owner_a_folder_opens_at_once_with_all_messages(
     home: Path, fork_server: ForkServer
 ) -> None:
     for _ in range(3):
@@ -95,7 +93,7 @@ def test_after_kill_9_of_its_owner_a_folder_opens_at_once_with_everything_in_it(
         assert db.execute("SELECT count(*) FROM messages").fetchone() == (3,)
 
 
-# Not ours
+# Foreign databases
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_after_kill_9_of_its_owner_a_folder_opens_at_once_with_everything_in_it(
         ("PRAGMA application_id = 42", ["not a Coterie database"]),
     ],
 )
-def test_a_database_that_is_not_for_this_version_is_refused_and_not_touched(
+def test_a_database_of_an_unsupported_version_is_refused_and_unchanged(
     statement: str, words: list[str], home: Path, fork_server: ForkServer
 ) -> None:
     fork_server.run("send", home, text="precious")
@@ -122,7 +120,7 @@ def test_a_database_that_is_not_for_this_version_is_refused_and_not_touched(
 
 
 @pytest.mark.parametrize("version", [0, 1])
-def test_somebody_elses_database_in_our_place_is_refused_and_not_touched(
+def test_a_database_of_another_program_is_refused_and_unchanged(
     version: int, home: Path, fork_server: ForkServer
 ) -> None:
     (home / "data").mkdir()
@@ -139,12 +137,12 @@ def test_somebody_elses_database_in_our_place_is_refused_and_not_touched(
     assert (home / "data" / "coterie.db").read_bytes() == before
 
 
-# Not allowed
+# Permissions
 
 
 @pytest.fixture
 def shared_home() -> Iterator[Path]:
-    """A society's folder that any user can reach, unlike pytest's own."""
+    """A society folder that every user can reach, unlike the folders of pytest."""
     place = Path(tempfile.mkdtemp())
     place.chmod(0o755)
     make_home(place / "society")
@@ -152,23 +150,23 @@ def shared_home() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-def start_as_stranger(fork_server: ForkServer, home: Path) -> dict[str, Any]:
-    """As somebody whom file modes bind: root is not, so its fork becomes nobody first."""
+def start_as_nobody(fork_server: ForkServer, home: Path) -> dict[str, Any]:
+    """Start without root rights: as root the fork becomes the user `nobody` first."""
     return fork_server.run("open_and_close", home, uid=NOBODY if os.geteuid() == 0 else None)
 
 
-def give_to_stranger(*paths: Path) -> None:
+def chown_to_nobody(*paths: Path) -> None:
     if os.geteuid() == 0:
         for path in paths:
             os.chown(path, NOBODY, NOBODY)
 
 
-def test_in_a_read_only_folder_the_start_is_refused_and_nothing_is_made(
+def test_a_start_in_a_read_only_folder_is_refused_and_creates_nothing(
     shared_home: Path, fork_server: ForkServer
 ) -> None:
     shared_home.chmod(0o555)
 
-    refused = start_as_stranger(fork_server, shared_home)
+    refused = start_as_nobody(fork_server, shared_home)
 
     assert refused["raised"] == "StoreUnusable", refused
     assert "choose another" in refused["message"]
@@ -177,40 +175,38 @@ def test_in_a_read_only_folder_the_start_is_refused_and_nothing_is_made(
 
 
 @pytest.mark.parametrize("unreachable", ["lock", "coterie.db", "artifacts"])
-def test_where_a_part_belongs_to_somebody_else_the_start_is_refused_and_nothing_changes(
+def test_a_start_with_a_file_of_another_user_is_refused_and_changes_nothing(
     unreachable: str, shared_home: Path, fork_server: ForkServer
 ) -> None:
     assert "returned" in fork_server.run("send", shared_home, text="precious")
     data = shared_home / "data"
-    give_to_stranger(shared_home, data, *data.rglob("*"))
+    chown_to_nobody(shared_home, data, *data.rglob("*"))
     part = data / unreachable
     if os.geteuid() == 0:
         os.chown(part, 0, 0)
     part.chmod(0o500 if part.is_dir() else 0o400)
     before = contents(shared_home)
 
-    refused = start_as_stranger(fork_server, shared_home)
+    refused = start_as_nobody(fork_server, shared_home)
 
     assert refused["raised"] == "StoreUnusable", refused
     assert "writable" in refused["message"]
-    if unreachable != "artifacts":  # they are looked at once the database is open, which counts its openings
+    if unreachable != "artifacts":  # checked after the database is open, which counts its openings
         assert contents(shared_home) == before
     part.chmod(0o700 if part.is_dir() else 0o600)
     with open_database(shared_home) as db:
-        assert find_damage(db) == []
+        assert find_violations(db) == []
         assert db.execute("SELECT json_extract(payload, '$.text') FROM messages").fetchall() == [("precious",)]
 
 
-def test_a_data_folder_of_somebody_else_is_refused_and_nothing_changes(
-    shared_home: Path, fork_server: ForkServer
-) -> None:
+def test_a_data_folder_of_another_user_is_refused_and_unchanged(shared_home: Path, fork_server: ForkServer) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root can make a folder that belongs to somebody else")
+        pytest.skip("only root can create a folder of another user")
     assert "returned" in fork_server.run("send", shared_home, text="precious")
     (shared_home / "data").chmod(0o755)
     before = contents(shared_home)
 
-    refused = start_as_stranger(fork_server, shared_home)
+    refused = start_as_nobody(fork_server, shared_home)
 
     assert refused["raised"] == "StoreUnusable", refused
     assert contents(shared_home) == before

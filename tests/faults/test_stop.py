@@ -1,4 +1,4 @@
-"""Leaving in the middle of work: in time, with nothing lost, and with no process left behind."""
+"""Stops during turns: in time, with nothing lost, and with no process left."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 from coterie import Society
 from coterie.testing import Calls, ModelServer, Says
 
-from .harness import ForkServer, patience
+from .harness import ForkServer, scaled_timeout
 from .scenarios import make_home
-from .verifier import find_damage, open_database
+from .verifier import find_violations, open_database
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ import asyncio, os, signal, threading
 from coterie import tool
 
 def say_so(fifo):
-    # Whoever reads sees the end of it when this process, and all that it started, is gone.
+    # A reader gets the end of file when this process and all its children have ended.
     global held
     held = os.open(fifo, os.O_WRONLY)
     os.write(held, b"at work")
@@ -43,7 +43,7 @@ async def on_the_loop(fifo: str) -> str:
 
 @tool
 def in_a_thread(fifo: str) -> str:
-    "Never ends, and cannot be told to."
+    "Never ends, and ignores cancellation."
     say_so(fifo)
     threading.Event().wait()
     return ""
@@ -58,18 +58,18 @@ def in_a_process(fifo: str) -> str:
 
 
 class Fifo:
-    """Tells when somebody on the other end is at work, and when all who were there are gone."""
+    """A named pipe that a tool process holds open: shows when the process starts and when it has ended."""
 
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
         self.path = path
         self._end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
-    def at_work(self) -> None:
+    def wait_for_start(self) -> None:
         assert self._next() == b"at work"
 
-    def gone(self) -> None:
-        assert self._next() == b"", "it lives on"
+    def wait_for_end(self) -> None:
+        assert self._next() == b"", "the process still runs"
 
     def close(self) -> None:
         os.close(self._end)
@@ -77,7 +77,7 @@ class Fifo:
     def _next(self) -> bytes:
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
-        assert poll.poll(patience() * 1000), "nothing happened"
+        assert poll.poll(scaled_timeout() * 1000), "nothing happened"
         return os.read(self._end, 100)
 
 
@@ -107,7 +107,7 @@ def fifo(tmp_path: Path) -> Iterator[Fifo]:
 
 
 async def answers_after_a_restart(home: Path, server: ModelServer) -> list[str]:
-    """What the person hears when the society is opened again."""
+    """Messages to the person after the society is opened again."""
     server.script("there you are")
     async with Society.open(home) as society, contextlib.aclosing(society.inbox()) as inbox:
         async for message in inbox:
@@ -117,11 +117,11 @@ async def answers_after_a_restart(home: Path, server: ModelServer) -> list[str]:
 
 def calls_of(home: Path) -> list[tuple[str, int]]:
     with open_database(home) as db:
-        assert find_damage(db) == []
+        assert find_violations(db) == []
         return db.execute("SELECT c.state, a.crashes FROM calls c JOIN agents a ON a.id = c.agent_id").fetchall()
 
 
-async def test_a_stop_during_a_model_call_ends_it_in_time_and_the_next_start_asks_again(
+async def test_a_stop_during_a_model_call_ends_in_time_and_the_next_start_repeats_the_call(
     home: Path, server: ModelServer
 ) -> None:
     server.script(Says("never", gate=asyncio.Event()))
@@ -132,31 +132,31 @@ async def test_a_stop_during_a_model_call_ends_it_in_time_and_the_next_start_ask
     began = time.monotonic()
     await society.stop()
 
-    assert DRAIN <= time.monotonic() - began < DRAIN + patience(1)
+    assert DRAIN <= time.monotonic() - began < DRAIN + scaled_timeout(1)
     assert await answers_after_a_restart(home, server) == ["there you are"]
     assert len(server.requests) == 2
 
 
 @pytest.mark.parametrize("tool", ["on_the_loop", "in_a_thread", "in_a_process"])
-async def test_a_stop_during_a_call_ends_it_in_time_and_the_model_is_told_that_nobody_knows(
+async def test_a_stop_during_a_tool_call_ends_in_time_and_the_model_gets_an_unknown_outcome(
     tool: str, home: Path, server: ModelServer, fifo: Fifo
 ) -> None:
     server.script(Says(calls=(Calls(tool, {"fifo": str(fifo.path)}),)))
     society = await Society.start(home)
     await society.send(to="ada", text="work")
-    await asyncio.to_thread(fifo.at_work)
+    await asyncio.to_thread(fifo.wait_for_start)
 
     began = time.monotonic()
     await society.stop()
 
-    assert time.monotonic() - began < DRAIN + patience(1)
+    assert time.monotonic() - began < DRAIN + scaled_timeout(1)
     if tool == "in_a_process":
-        await asyncio.to_thread(fifo.gone)
+        await asyncio.to_thread(fifo.wait_for_end)
     assert await answers_after_a_restart(home, server) == ["there you are"]
     assert calls_of(home) == [("unknown", 0)]
 
 
-async def test_what_can_end_within_the_drain_does_and_nobody_has_to_wait_for_the_next_start(
+async def test_a_turn_that_ends_within_the_drain_time_is_finished_before_the_stop(
     home: Path, server: ModelServer
 ) -> None:
     gate = asyncio.Event()
@@ -170,11 +170,11 @@ async def test_what_can_end_within_the_drain_does_and_nobody_has_to_wait_for_the
     await stopping
 
     with open_database(home) as db:
-        told = db.execute("SELECT json_extract(payload, '$.text') FROM messages WHERE recipient = 'user'")
-        assert told.fetchall() == [("just in time",)]
+        received = db.execute("SELECT json_extract(payload, '$.text') FROM messages WHERE recipient = 'user'")
+        assert received.fetchall() == [("just in time",)]
 
 
-async def test_a_signal_during_a_model_call_ends_the_program_in_order_and_in_time(
+async def test_a_signal_during_a_model_call_stops_the_program_gracefully_and_in_time(
     home: Path, server: ModelServer
 ) -> None:
     server.script(Says("never", gate=asyncio.Event()))
@@ -191,21 +191,21 @@ async def test_a_signal_during_a_model_call_ends_the_program_in_order_and_in_tim
     program.send_signal(signal.SIGTERM)
 
     assert await program.wait() == 0
-    assert time.monotonic() - began < DRAIN + patience(1)
+    assert time.monotonic() - began < DRAIN + scaled_timeout(1)
     assert await answers_after_a_restart(home, server) == ["there you are"]
 
 
-async def test_when_the_runtime_is_killed_the_process_of_its_tool_dies_with_it(
+async def test_a_kill_of_the_runtime_also_ends_the_process_of_its_tool(
     home: Path, server: ModelServer, fifo: Fifo, fork_server: ForkServer
 ) -> None:
     server.script(Says(calls=(Calls("in_a_process", {"fifo": str(fifo.path)}),)))
     async with Society.open(home, work=False) as society:
         await society.send(to="ada", text="work")
     owner = await asyncio.to_thread(fork_server.call, "hold", folder=str(home), work=True)
-    await asyncio.to_thread(fifo.at_work)
+    await asyncio.to_thread(fifo.wait_for_start)
 
     assert await asyncio.to_thread(fork_server.call, "kill", pid=owner) == -signal.SIGKILL
 
-    await asyncio.to_thread(fifo.gone)
+    await asyncio.to_thread(fifo.wait_for_end)
     assert await answers_after_a_restart(home, server) == ["there you are"]
     assert calls_of(home) == [("unknown", 1)]

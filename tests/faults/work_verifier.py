@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from coterie.messages import PERSON, SYSTEM
+from coterie.plan import DENIED_RESULT, INTERRUPTED_RESULT
 from coterie.stores.sql.rows import read_secret
 from coterie.stores.sql.turn_rows import APPROVE, approval_question_id
-from coterie.turn import DENIED_RESULT, INTERRUPTED_RESULT
 
 from .fake_model import BLOCKING
-from .requests import seen_of_requests, wrong_requests
+from .requests import count_requests, wrong_requests
 from .verifier import Verification, message_id, open_database
 from .witness import Note
 
 MAY_HAVE_RUN = {"done": (1, 1), "failed": (1, 1), "unknown": (0, 1), "cancelled": (0, 0)}
-"""How often a call that ended so has really begun, at least and at most, when it cannot be undone."""
-DEEDS = ("look", "put", "fire", "pay")
+"""How often an unsafe call with this state has started, at least and at most."""
+TEST_TOOLS = ("look", "put", "fire", "pay")
 
 
 class WorkVerification(Verification):
-    """Of one folder, after all its agents have come to rest."""
+    """Checks one folder after all agents became idle."""
 
     arrived = "taken"
 
@@ -32,25 +32,33 @@ class WorkVerification(Verification):
         super().__init__(folder, notes)
         with open_database(folder) as db:
             db.row_factory = sqlite3.Row
-            self.problems += wrong_histories(db) + wrong_answers(db) + wrong_effects(db, notes) + wrong_letters(db)
-            self.problems += wrong_approvals(db, notes) + repeated_notices(db)
+            self.problems += (
+                wrong_histories(db)
+                + wrong_answers(db, self._may_be_stopped)
+                + wrong_effects(db, notes)
+                + wrong_tool_messages(db)
+            )
+            self.problems += wrong_approvals(db, notes) + repeated_notices(db) + wrong_stops(db, notes)
             self._count(db)
         self.problems += wrong_requests(notes)
-        self.seen += seen_of_requests(notes)
+        self.seen += count_requests(notes)
 
     def _count(self, db: sqlite3.Connection) -> None:
         counts = {
             "unknown outcomes": "SELECT count(*) FROM calls WHERE state = 'unknown'",
             "withdrawn plans": "SELECT count(*) FROM plans WHERE outcome = 'withdrawn'",
+            "answers cut": "SELECT count(*) FROM plans p WHERE outcome = 'withdrawn'"
+            " AND NOT EXISTS (SELECT 1 FROM calls c"
+            " WHERE (c.agent_id, c.turn_no, c.step_no) = (p.agent_id, p.turn_no, p.step_no))",
             "plans closed in the middle": "SELECT count(*) FROM (SELECT 1 FROM calls JOIN plans p"
             " USING (agent_id, turn_no, step_no) WHERE p.outcome = 'closed' GROUP BY agent_id, turn_no, step_no"
             " HAVING sum(state = 'cancelled') AND sum(state <> 'cancelled'))",
             "closed plans": "SELECT count(*) FROM plans WHERE outcome = 'closed'",
             "turns": "SELECT sum(turn_no) FROM agents",
-            "turns set aside": "SELECT count(DISTINCT agent_id || turn_no) FROM history WHERE hidden",
+            "turns quarantined": "SELECT count(DISTINCT agent_id || turn_no) FROM history WHERE hidden",
             "answers": "SELECT count(*) FROM messages WHERE automatic",
             "summaries": "SELECT count(*) FROM summaries",
-            "letters of agents": "SELECT count(*) FROM messages WHERE plan IS NOT NULL",
+            "messages of agents": "SELECT count(*) FROM messages WHERE plan IS NOT NULL",
         }
         for what, sql in counts.items():
             self.seen[what] += db.execute(sql).fetchone()[0] or 0
@@ -64,7 +72,7 @@ class WorkVerification(Verification):
 
 
 def wrong_histories(db: sqlite3.Connection) -> list[str]:
-    """Every message that reached an agent stands in its history once, in the order of its mailbox."""
+    """Messages that are not in the history exactly once, in mailbox order."""
     rows = db.execute(
         "SELECT m.id, m.recipient, m.in_seq, m.state, count(h.seq) AS times, min(h.seq) AS place FROM messages m"
         " JOIN agents a ON a.id = m.recipient AND a.kind = 'agent' LEFT JOIN history h"
@@ -74,29 +82,29 @@ def wrong_histories(db: sqlite3.Connection) -> list[str]:
     wrong, last = list[str](), defaultdict[str, int](int)
     for row in rows:
         if row["times"] != 1:
-            wrong.append(f"message {row['id']} ({row['state']}) stands {row['times']} times in the history")
+            wrong.append(f"message {row['id']} ({row['state']}) is {row['times']} times in the history")
         elif row["place"] <= last[row["recipient"]]:
-            wrong.append(f"message {row['id']} stands in the history before one that came earlier")
+            wrong.append(f"message {row['id']} is in the history before an earlier one")
         else:
             last[row["recipient"]] = row["place"]
     return wrong
 
 
 def wrong_effects(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
-    """What cannot be undone has happened once at most, and what was not to happen has not."""
+    """Unsafe calls that ran more than once, and calls that ran against their state."""
     began, calls = began_by_key(notes), _calls(db)
-    wrong = [f"{key} ran, and no plan knows of it" for key in began.keys() - calls.keys()]
+    wrong = [f"{key} ran, and is in no plan" for key in began.keys() - calls.keys()]
     for key, row in calls.items():
         least, most = MAY_HAVE_RUN[row["state"]]
         if most and row["effect"] != "unsafe":
-            most = began[key]  # such a call may run again
-        if row["name"] in DEEDS and not least <= began[key] <= most:
+            most = began[key]  # a safe call may run again
+        if row["name"] in TEST_TOOLS and not least <= began[key] <= most:
             wrong.append(f"the {row['effect']} call {key} is {row['state']} and ran {began[key]} times")
     return wrong
 
 
 def wrong_approvals(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
-    """A gated call has run only if the person's first word on that very call allowed it."""
+    """Gated calls that ran although the person's first answer did not approve them."""
     first: dict[str, int] = {}
     for row in db.execute("SELECT in_reply_to, option FROM messages WHERE option IS NOT NULL ORDER BY in_seq"):
         first.setdefault(row["in_reply_to"], row["option"])
@@ -106,12 +114,12 @@ def wrong_approvals(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
         question = approval_question_id(row["agent_id"], row["call_id"])
         allowed = first.get(question) == APPROVE and (question, APPROVE) in said
         if row["gated"] and began[key] and not allowed:
-            wrong.append(f"{key} ran, though the person did not allow it")
+            wrong.append(f"{key} ran, though the person did not approve it")
     return wrong
 
 
 def _approvals(db: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Each gated call that the person was asked about, and what became of it."""
+    """Each gated call with an approval question, and its outcome."""
     asked = {row["id"] for row in db.execute("SELECT id FROM messages WHERE recipient = ?", (PERSON,))}
     became = {DENIED_RESULT: "approvals denied", INTERRUPTED_RESULT: "approvals voided"}
     return [
@@ -122,23 +130,23 @@ def _approvals(db: sqlite3.Connection) -> list[tuple[str, str]]:
 
 
 def repeated_notices(db: sqlite3.Connection) -> list[str]:
-    """Each time that an agent is blocked, whoever waits for it is told once."""
+    """Notices about a blocked agent that were sent more than once."""
     notices = Counter((row["recipient"], json.loads(row["payload"])["text"]) for row in _notices(db))
-    return [f"{who} was told {times} times: {text}" for (who, text), times in notices.items() if times > 1]
+    return [f"{who} got the notice {times} times: {text}" for (who, text), times in notices.items() if times > 1]
 
 
 def _notices(db: sqlite3.Connection) -> list[sqlite3.Row]:
     rows = db.execute("SELECT * FROM messages WHERE sender = ? AND automatic", (SYSTEM,)).fetchall()
-    return [row for row in rows if _tells_of_a_block(row)]
+    return [row for row in rows if _is_block_notice(row)]
 
 
-def _tells_of_a_block(row: sqlite3.Row) -> bool:
-    """Such a turn is not over: its answer is still to come."""
+def _is_block_notice(row: sqlite3.Row) -> bool:
+    """True for a notice about a blocked turn, which does not answer it."""
     return row["sender"] == SYSTEM and str(json.loads(row["payload"])["text"]).startswith(BLOCKING)
 
 
-def wrong_letters(db: sqlite3.Connection) -> list[str]:
-    """What an agent sends exists exactly when the result of the call does."""
+def wrong_tool_messages(db: sqlite3.Connection) -> list[str]:
+    """Calls of send_message whose message does not exist although they are done, or the reverse."""
     sent, secret = {row["id"] for row in db.execute("SELECT id FROM messages")}, read_secret(db)
     return [
         f"{key} is {row['state']}, but its message is {'there' if row['state'] != 'done' else 'missing'}"
@@ -148,8 +156,33 @@ def wrong_letters(db: sqlite3.Connection) -> list[str]:
     ]
 
 
-def wrong_answers(db: sqlite3.Connection) -> list[str]:
-    """Whoever asked has one answer, or one notice of a failure, for each turn that was about it; and no more."""
+_AFTER_A_STOP = {
+    "a turn began": "SELECT 1 FROM all_turns AS turns WHERE task = :task AND started_at > :at",
+    "a message was stored": "SELECT 1 FROM messages WHERE task = :task AND created_at > :at",
+    "a message was taken": "SELECT 1 FROM messages WHERE (id = :task OR task = :task) AND recipient <> 'user'"
+    " AND taken_at > :at",
+    "a message is left": "SELECT 1 FROM messages WHERE (id = :task OR task = :task OR parent_task = :task)"
+    " AND recipient <> 'user' AND state IN ('pending', 'delayed')",
+}
+
+
+def wrong_stops(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
+    """Stops that were acknowledged and are lost, and what a stopped task has done afterwards."""
+    stopped = dict(db.execute("SELECT id, stopped_at FROM tasks WHERE stopped_at IS NOT NULL").fetchall())
+    lost = {note["stopped"] for note in notes if "stopped" in note} - stopped.keys()
+    wrong = [f"the stop of {task} was acknowledged and is lost" for task in lost]
+    for task, at in stopped.items():
+        for what, sql in _AFTER_A_STOP.items():
+            if db.execute(sql, {"task": task, "at": at}).fetchone():
+                wrong.append(f"after {task} was stopped, {what}")
+    return wrong
+
+
+def wrong_answers(db: sqlite3.Connection, stopped: set[str]) -> list[str]:
+    """Missing and repeated answers: each turn answers each asker once, or sends one notice of a failure.
+
+    Messages of the tasks `stopped` need no answer.
+    """
     db.row_factory = sqlite3.Row
     messages = {row["id"]: row for row in db.execute("SELECT * FROM messages")}
     due: Counter[tuple[str, str, str]] = Counter()
@@ -158,18 +191,22 @@ def wrong_answers(db: sqlite3.Connection) -> list[str]:
     given = Counter(
         (_speaker(row), row["recipient"], row["in_reply_to"])
         for row in messages.values()
-        if row["automatic"] and not _tells_of_a_block(row)
+        if row["automatic"] and not _is_block_notice(row)
     )
-    missing = [f"{asker} got no answer of {agent} to {message}" for agent, asker, message in due - given]
+    missing = [
+        f"{asker} got no answer of {agent} to {message}"
+        for agent, asker, message in due - given
+        if (messages[message]["task"] or message) not in stopped
+    ]
     return missing + [f"{agent} answered {asker} too often on {message}" for agent, asker, message in given - due]
 
 
 def _turns(db: sqlite3.Connection, messages: dict[str, sqlite3.Row]) -> list[tuple[str, dict[str, str]]]:
-    """Each turn's agent, and of everybody who waits for what comes of it the message that it answers."""
+    """The agent of each turn and, for each asker, the message that the turn answers."""
     history = db.execute("SELECT * FROM history ORDER BY agent_id, seq").fetchall()
     taken = {row["message_id"]: (row["agent_id"], row["turn_no"], row["seq"]) for row in history if row["message_id"]}
     spoken: defaultdict[tuple[str, int], int] = defaultdict(int)
-    """The last row of each turn in which the agent said something without a call."""
+    """The last row of each turn with text and without calls."""
     for row in history:
         if row["role"] == "assistant" and row["calls"] is None:
             spoken[row["agent_id"], row["turn_no"]] = row["seq"]
@@ -188,7 +225,7 @@ def _turns(db: sqlite3.Connection, messages: dict[str, sqlite3.Row]) -> list[tup
 
 
 def _origin(agent: str, message: sqlite3.Row, messages: dict[str, sqlite3.Row]) -> sqlite3.Row | None:
-    """The explicit message behind `message`: itself, or what made `agent` ask for the answer that it is."""
+    """The explicit message behind `message`: itself, or the cause of the question that it answers."""
     while message["automatic"]:
         question = messages.get(message["in_reply_to"])
         if question is None or question["sender"] != agent or question["cause"] not in messages:
@@ -207,6 +244,6 @@ def began_by_key(notes: list[Note]) -> Counter[str]:
 
 
 def _calls(db: sqlite3.Connection) -> dict[str, sqlite3.Row]:
-    """By the key that each was run under."""
+    """All calls by idempotency key."""
     rows = db.execute("SELECT * FROM calls").fetchall()
     return {f"{row['agent_id']}/{row['turn_no']}/{row['step_no']}/{row['idx']}": row for row in rows}

@@ -15,9 +15,11 @@ from coterie.clock import SystemClock
 from coterie.config import SocietyFolder
 from coterie.errors import Refused
 from coterie.llm.providers.openai import Dialect
+from coterie.messages import Message
 from coterie.society import Society
 from coterie.store import Page
 from coterie.stores.sql.turn_rows import APPROVAL_OPTIONS
+from coterie.tasks import BUDGET_OPTIONS, CONTINUE
 from coterie.testing.dialects import (
     anthropic_body,
     check_anthropic,
@@ -28,18 +30,20 @@ from coterie.testing.dialects import (
 )
 
 from .fake_model import RandomModel, ToolEffects, fake_models
-from .harness import patience
+from .harness import scaled_timeout
 from .requests import compared
 from .scenarios import AGENTS, Client, wait_until_idle
 from .witness import Note, Witness
 
 CLIENTS = 3
 PAUSE = 0.04
-NAMELESS = 0.3
+ANONYMOUS_SHARE = 0.3
 APPROVAL_DELAY_SECONDS = 0.015
 """How long the person takes at most to answer an approval."""
 RESUMED = 0.2
 """Probability that the person resumes a blocked agent; otherwise the next message does."""
+STOPS = 0.04
+"""Probability that the person stops a task, each time they look."""
 LOOKS = 0.4
 """Share of children that check all invariants; it takes a third of their lifetime."""
 REST = 60.0
@@ -47,9 +51,11 @@ REST = 60.0
 
 
 class Approver(Client):
-    """The person: answers approvals and resumes blocked agents."""
+    """The person: answers approvals and budget questions, resumes blocked agents, and stops tasks."""
 
-    async def work(self, owed: list[Note]) -> None:
+    stops_tasks = True
+
+    async def work(self, to_repeat: list[Note]) -> None:
         while True:
             await asyncio.sleep(self._rng.uniform(0, self._pause))
             for agent in await self._society.store.agents():
@@ -58,16 +64,43 @@ class Approver(Client):
                 elif agent.state == "blocked" and self._rng.random() < RESUMED:
                     await self._society.resume(agent.id)
                     self._witness.note(resumed=agent.id)
+            for question in await self._society.store.open_questions():
+                if budget := question.payload.get("budget"):
+                    await self._decide(question, budget["task"])
+            if self.stops_tasks and self._rng.random() < STOPS:
+                tasks, _ = await self._society.store.open_tasks(10)
+                if tasks:
+                    await self._stop(self._rng.choice(tasks).id)
+
+    async def _decide(self, question: Message, task: str) -> None:
+        """Let a task go on by a button or through the store, or stop it."""
+        luck = self._rng.random()
+        self._witness.note(over_budget=question.id)
+        if self.stops_tasks and luck < 0.2:
+            await self._stop(task)
+        elif luck < 0.5:
+            with contextlib.suppress(Refused):  # a stop or a message came first
+                await self._society.store.continue_task(task)
+        else:
+            await self._press(question, CONTINUE, BUDGET_OPTIONS[CONTINUE])
+
+    async def _stop(self, task: str) -> None:
+        self._witness.note(stopping=task)
+        stopped = await self._society.store.stop_task(task)
+        self._witness.note(stopped=task, turns=stopped.turns, messages=stopped.messages)
 
     async def _answer(self, agent: str) -> None:
         said = await self._society.store.messages(Page(), agent=agent)
         question = next((one for one in said if one.sender == agent and "approval" in one.payload), None)
-        if question is None:  # it was voided a while ago
+        if question is None:  # it was voided
             return
         option = self._rng.choice((0, 0, 1))
-        self._name = f"verdict on {question.id}"
-        note = {"wanted": self._name, "to": agent, "delay": 0, "at": time.time_ns() // 1_000_000}
-        note |= {"question": question.id, "option": option, "text": APPROVAL_OPTIONS[option]}
+        await self._press(question, option, APPROVAL_OPTIONS[option])
+
+    async def _press(self, question: Message, option: int, text: str) -> None:
+        self._name = f"answer to {question.id}"
+        note = {"wanted": self._name, "to": question.sender, "delay": 0, "at": time.time_ns() // 1_000_000}
+        note |= {"question": question.id, "option": option, "text": text}
         self._witness.note(**note)
         # Another message may have closed the question before; then the answer is refused.
         with contextlib.suppress(Refused):
@@ -76,18 +109,17 @@ class Approver(Client):
 
 async def start_society(folder: Path, witness: Witness) -> Society:
     """Start the society and note the states of its agents."""
-    place = SocietyFolder(folder)
-    society = await Society._assemble(place, SystemClock())
+    society = await Society._assemble(SocietyFolder(folder), SystemClock())
     witness.note(found=[agent.state for agent in await society.store.agents()])
     await society._start(society._make_runtime())
     return society
 
 
-async def run_workload(folder: Path, seed: int, name: str, owed: list[Note], witness: Witness, ready: int) -> None:
+async def run_workload(folder: Path, seed: int, name: str, to_repeat: list[Note], witness: Witness, ready: int) -> None:
     """Continue where the last child was killed, and work until killed."""
     ToolEffects.witness = witness
-    whim = RandomModel(random.Random(f"{seed}/{name}"), AGENTS, witness)
-    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(whim)):
+    model = RandomModel(random.Random(f"{seed}/{name}"), AGENTS, witness)
+    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(model)):
         society = await start_society(folder, witness)
         os.write(ready, b"r")
         async with asyncio.TaskGroup() as group:
@@ -104,9 +136,9 @@ async def run_workload(folder: Path, seed: int, name: str, owed: list[Note], wit
                     f"{name}.{number}",
                     witness,
                     pause=PAUSE,
-                    nameless=NAMELESS,
+                    anonymous_share=ANONYMOUS_SHARE,
                 )
-                group.create_task(client.work(owed[number::CLIENTS]))
+                group.create_task(client.work(to_repeat[number::CLIENTS]))
 
 
 async def _check_invariants(society: Society, name: str, witness: Witness) -> None:
@@ -117,19 +149,20 @@ async def _check_invariants(society: Society, name: str, witness: Witness) -> No
 async def run_until_idle(folder: Path, seed: int, name: str, witness: Witness) -> None:
     """Run until all messages are answered and delivered, then check what models would be sent."""
     ToolEffects.witness = witness
-    whim = RandomModel(random.Random(f"{seed}/{name}"), AGENTS, witness, calm=True)
-    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(whim)):
+    model = RandomModel(random.Random(f"{seed}/{name}"), AGENTS, witness, calm=True)
+    with compared(folder, witness) as comparing, fake_models(lambda _: comparing(model)):
         society = await start_society(folder, witness)
         approver = Approver(society, random.Random(f"{seed}/{name}/judge"), name, witness, pause=APPROVAL_DELAY_SECONDS)
+        approver.stops_tasks = False
         approving = asyncio.create_task(approver.work([]))
-        async with asyncio.timeout(patience(REST)):
+        async with asyncio.timeout(scaled_timeout(REST)):
             await wait_until_idle(society)
         approving.cancel()
         await asyncio.gather(approving, return_exceptions=True)
         wrong = [violation async for violation in society.store.violations()]
-        wrong += [complaint for agent in AGENTS for complaint in await history_errors(society, agent)]
+        wrong += [error for agent in AGENTS for error in await history_errors(society, agent)]
         await society.stop()
-    witness.note(rested=name, violations=[f"{name}: {one}" for one in wrong])
+    witness.note(rested=name, violations=[f"{name}: {error}" for error in wrong])
 
 
 async def history_errors(society: Society, agent: str) -> list[str]:
@@ -144,4 +177,4 @@ async def history_errors(society: Society, agent: str) -> list[str]:
         "responses": check_openai_responses(responses_input(body["messages"])),
         "anthropic": check_anthropic(anthropic_body(body["messages"], body["tools"])),
     }
-    return [f"{agent}, {dialect}: {complaint}" for dialect, complaint in found.items() if complaint]
+    return [f"{agent}, {dialect}: {error}" for dialect, error in found.items() if error]

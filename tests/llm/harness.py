@@ -17,8 +17,16 @@ from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.llm.gateway import ModelGateway
 from coterie.llm.learned_limits import LearnedLimits
 from coterie.llm.routing import CapabilityRouter, ContentAdapter
-from coterie.llm.service import Capabilities
-from coterie.llm.types import Attachment, Completion, InlineFile, ModelRequest, TextDelta, TextPart, UserMessage
+from coterie.llm.service import (
+    Attachment,
+    Capabilities,
+    Completion,
+    InlineFile,
+    ModelRequest,
+    TextDelta,
+    TextPart,
+    UserMessage,
+)
 from coterie.testing.clock import START, FakeClock
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 3
@@ -47,8 +55,8 @@ class MemoryBlobStore:
         if sha256 in self.broken:
             raise OSError(5, "Input/output error")
         data = self.kept[sha256][start:end]
-        for place in range(0, len(data), 100):
-            yield data[place : place + 100]
+        for start in range(0, len(data), 100):
+            yield data[start : start + 100]
 
     async def size(self, sha256: str) -> int | None:
         return len(self.kept[sha256]) if sha256 in self.kept else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coterie.artifacts import ArtifactType, sanitize_filename
 from coterie.llm.routing import MAX_CAPABLE_AGENTS, ContentAdapter, NotInlineReason, tool_calls_as_text
-from coterie.llm.types import (
+from coterie.llm.service import (
     AssistantMessage,
     Attachment,
     ChatMessage,
@@ -41,8 +41,14 @@ def attachment(kind: ArtifactType = "image", **more: Any) -> Attachment:
     return Attachment(type=kind, **facts | more)
 
 
-async def described(one: Attachment, *agents: str, why: NotInlineReason = "ability", limit: int = 0) -> dict[str, Any]:
-    return description(await ContentAdapter(Only(*agents)).describe(one, why, agent_id="ada", limit=limit))
+async def described(
+    one: Attachment,
+    *agents: str,
+    why: NotInlineReason = "ability",
+    limit: int = 0,
+    tools: Collection[str] = ("send_message", "read_artifact"),
+) -> dict[str, Any]:
+    return description(await ContentAdapter(Only(*agents)).describe(one, why, agent_id="ada", tools=tools, limit=limit))
 
 
 async def test_a_description_names_the_artifact() -> None:
@@ -55,7 +61,7 @@ async def test_a_description_contains_the_original_filename() -> None:
     assert (await described(attachment(filename="销售 图表.png")))["filename"] == "销售 图表.png"
 
 
-async def test_a_file_without_a_name_is_described_all_the_same() -> None:
+async def test_a_file_without_a_name_is_described() -> None:
     """003-3.2"""
     assert (await described(attachment(filename="")))["filename"] == "file"
 
@@ -85,9 +91,19 @@ async def test_a_description_suggests_forwarding_to_the_agents_it_names(kind: Ar
     assert ("read_artifact" in told["suggestion"]) == (kind == "file")
 
 
+@pytest.mark.parametrize("kind", ["image", "audio", "file"])
+async def test_without_send_message_the_suggestion_is_that_the_person_forwards_it(kind: ArtifactType) -> None:
+    """003-3.5"""
+    told = await described(attachment(kind), "seer", tools=())
+
+    assert told["capableAgents"] == ["seer"]
+    assert "ask the person (user) to forward it to one of them" in told["suggestion"]
+    assert "send_message" not in told["suggestion"] and "read_artifact" not in told["suggestion"]
+
+
 async def test_a_description_is_one_json_object_with_the_agreed_keys_on_one_line() -> None:
     """003-3.6"""
-    text = (await ContentAdapter(Only("seer")).describe(attachment(), "ability", agent_id="ada")).text
+    text = (await ContentAdapter(Only("seer")).describe(attachment(), "ability", agent_id="ada", tools=())).text
 
     assert list(json.loads(text)) == ["attachment"]
     assert list(json.loads(text)["attachment"]) == KEYS
@@ -99,7 +115,7 @@ async def test_an_agent_is_never_suggested_to_itself() -> None:
 
 
 @pytest.mark.parametrize("agents", [(), ("ada",)])
-async def test_when_nobody_else_can_read_it_the_suggestion_is_to_ask_the_person(agents: tuple[str, ...]) -> None:
+async def test_if_no_other_agent_can_read_it_the_suggestion_is_to_ask_the_person(agents: tuple[str, ...]) -> None:
     told = await described(attachment(), *agents)
 
     assert told["capableAgents"] == []
@@ -150,7 +166,7 @@ HOSTILE = st.text() | st.sampled_from(
 async def test_no_filename_can_break_out_of_the_description(name: str, ref: str, mime: str) -> None:
     """003-3.6"""
     one = attachment(artifact_ref=ref, filename=name, mime_type=mime)
-    text = (await ContentAdapter(Only("seer")).describe(one, "ability", agent_id="ada")).text
+    text = (await ContentAdapter(Only("seer")).describe(one, "ability", agent_id="ada", tools=())).text
 
     told = json.loads(text)
     assert list(told) == ["attachment"]

@@ -10,8 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 
 from coterie.llm.config import ServiceEntry, SizeLimits
 from coterie.llm.routing import required_capabilities
-from coterie.llm.service import CAPABILITY_BY_TYPE
-from coterie.llm.types import Attachment, InlineFile, TextPart, ToolSpec
+from coterie.llm.service import CAPABILITY_BY_TYPE, Attachment, InlineFile, TextPart, ToolSpec
 from tests.test_bus_model import machine_settings
 
 from .harness import PDF, PNG, WAV, Harness, parts_of, service, user_request
@@ -65,7 +64,7 @@ class CapabilityMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(SERVICES), takes=st.none() | st.frozensets(st.sampled_from(ABILITIES)))
     def mend(self, name: str, takes: frozenset[str] | None) -> None:
-        """A changed entry: what was refused under the old one counts no more."""
+        """Change an entry: learned limits of the old one no longer apply."""
         self.mended += 1
         self.takes[name], self.refused[name] = takes, set()
         self.entries[name] = entry(name, takes, "x" * self.mended)
@@ -94,7 +93,7 @@ class CapabilityMachine(RuleBasedStateMachine):
         return frozenset((self.takes[name] or frozenset()) - self.refused[name])
 
     def has_tools(self, name: str) -> bool:
-        """An entry that says nothing may be an old one whose model always had them."""
+        """Without declared capabilities, tool calling is assumed."""
         inferred = self.takes[name] is None
         return "tool_calling" not in self.refused[name] and (inferred or "tool_calling" in self.abilities(name))
 
@@ -112,10 +111,10 @@ class CapabilityMachine(RuleBasedStateMachine):
         self.runner.close()
 
 
-def test_what_models_are_sent_is_what_they_can_read() -> None:
+def test_models_are_sent_only_content_they_can_read() -> None:
     run_state_machine_as_test(CapabilityMachine, settings=machine_settings(20, 30))
 
 
 @pytest.mark.full
-def test_what_models_are_sent_is_what_they_can_read_over_many_long_histories() -> None:
+def test_models_are_sent_only_content_they_can_read_over_many_long_histories() -> None:
     run_state_machine_as_test(CapabilityMachine, settings=machine_settings(300, 50))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coterie.agent.tools import ToolContext
 from coterie.agents import Profile
-from coterie.artifact_service import ArtifactService
 from coterie.errors import Refused
 from coterie.llm.config import ServiceRegistry, SizeLimits
-from coterie.llm.service import Capabilities, UnknownService
-from coterie.messages import Payload, Receipt
+from coterie.llm.service import UnknownService
 
 from .harness import PNG, Harness, description, parts_of, service, user_request
 
@@ -79,7 +76,7 @@ async def test_without_any_service_no_agent_has_a_capability() -> None:
         here.directory.service_of("ada")
 
 
-async def test_a_reload_changes_who_can_see() -> None:
+async def test_a_reload_changes_the_agents_with_vision() -> None:
     here = harness()
     here.services.replace_with(ServiceRegistry([service("plain", ["vision"]), service("seeing", [])]))
 
@@ -109,30 +106,3 @@ async def test_descriptions_and_queries_name_the_same_agents() -> None:
     [part] = parts_of(await here.fit(user_request(here.artifacts.keep(PNG, "a.png")), "plain", agent_id="ada"))
 
     assert description(part)["capableAgents"] == await here.directory.with_capability("vision")
-
-
-async def no_send(
-    to: str, payload: Payload, *, delay_ms: float | None = None, quick_replies: list[str] | None = None
-) -> Receipt:
-    raise NotImplementedError
-
-
-async def test_a_tool_finds_the_agents_capabilities_and_the_router_in_its_context() -> None:
-    """003-4.3, 003-6.3"""
-    here = harness()
-    context = ToolContext(
-        agent_id="seer",
-        capabilities=here.directory.capabilities_of("seer"),
-        router=here.router,
-        send=no_send,
-        artifacts=ArtifactService(here.artifacts, here.artifacts.bytes, here.clock, max_file_bytes=1000),  # type: ignore[arg-type]
-        idempotency_key="k1",
-    )
-
-    assert context.capabilities == Capabilities(
-        input=frozenset({"text", "vision"}), output=frozenset({"text", "tool_calling"})
-    )
-    assert context.capabilities.has("vision", "input")
-    assert context.router.accepts_tools(here.services.get("seeing"))
-    request = user_request(here.artifacts.keep(PNG, "a.png"))
-    assert await context.router.fit(request, here.services.get("seeing"), agent_id="seer") != request

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.llm import discovery
 from coterie.llm.discovery import LOCAL_SERVERS, DiscoveredService, discover_local_servers
 
 MODELS = json.dumps({"data": [{"id": "small"}, {"id": "large\nnext line"}, {"id": 7}]})
@@ -47,10 +46,11 @@ def response(body: str, status: str = "200 OK", more: str = "") -> bytes:
 
 
 async def test_a_local_server_is_discovered_with_its_models() -> None:
-    async with listening(response(MODELS)) as place:
-        (offer,) = await discover_local_servers([place])
-        assert offer == replace(place, models=("small", "large next line"))
-        assert offer.to_json()["apiKey"] is None
+    async with listening(response(MODELS)) as server:
+        (found,) = await discover_local_servers([server])
+        assert found == replace(server, models=("small", "large next line"))
+        assert found.to_dict()["apiKey"] is None
+        assert found.to_dict()["capabilities"] is None, "only a health check knows them"
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,20 @@ async def test_a_local_server_is_discovered_with_its_models() -> None:
     ],
 )
 async def test_another_program_on_the_port_is_not_discovered(answer: bytes) -> None:
-    async with listening(answer) as place:
-        assert await discover_local_servers([place]) == []
+    async with listening(answer) as server:
+        assert await discover_local_servers([server]) == []
 
 
-async def test_a_silent_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "LOCAL_SERVER_TIMEOUT_SECONDS", 0.5)
-    async with listening(None) as silent, listening(response(MODELS)) as place:
-        assert [offer.base_url for offer in await discover_local_servers([silent, place])] == [place.base_url]
+async def test_a_silent_server_is_skipped_after_the_timeout() -> None:
+    async with listening(None) as silent, listening(response(MODELS)) as server:
+        assert [found.base_url for found in await discover_local_servers([silent, server], timeout_seconds=0.5)] == [
+            server.base_url
+        ]
+
+
+def test_the_default_ports_of_common_servers_are_probed() -> None:
+    assert {server.base_url.split(":")[2] for server in LOCAL_SERVERS} == {"11434/v1", "8080/v1", "1234/v1", "8000/v1"}
 
 
 def test_only_this_machine_is_probed() -> None:
-    assert all(place.base_url.startswith("http://127.0.0.1:") for place in LOCAL_SERVERS)
+    assert all(server.base_url.startswith("http://127.0.0.1:") for server in LOCAL_SERVERS)

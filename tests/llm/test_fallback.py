@@ -13,22 +13,32 @@ from pathlib import Path
 import pytest
 
 from coterie import Message, Society
+from coterie.agent_runtime import make_service
 from coterie.clock import SystemClock
 from coterie.live import LiveReply
 from coterie.llm.config import ServiceEntry
 from coterie.llm.gateway import FALLBACK_WITHIN, FIRST_OPEN_SECONDS, ModelGateway
-from coterie.llm.providers.factory import make_service
-from coterie.llm.service import CircuitOpen, MalformedResponse, PermanentError, TransientError
-from coterie.llm.types import Completion, InlineFile, ModelRequest, TextDelta, TextPart, ToolSpec
+from coterie.llm.service import (
+    CircuitOpen,
+    Completion,
+    InlineFile,
+    MalformedResponse,
+    ModelRequest,
+    PermanentError,
+    TextDelta,
+    TextPart,
+    ToolSpec,
+    TransientError,
+)
 from coterie.testing import ModelServer, Status
 from coterie.testing import model_faults as faults
-from coterie.testing.replies import CustomReply, Reply, ServerConnection
+from coterie.testing.model_server import CustomReply, Reply, ServerConnection
 
 from .harness import PNG, AutoAdvancingClock, Harness, description, parts_of, service, user_request
 
 HELLO = user_request(TextPart("hello"))
-PATIENCE = 20
-"""Seconds; shorter than the deadlines. Takes less than three on an idle machine."""
+TIMEOUT_SECONDS = 20
+"""Shorter than the deadlines of a request. The tests take less than 3 s on an idle machine."""
 DOWN = TransientError("main is down", reason="busy")
 SPARE = Completion(text="ok", service="spare")
 
@@ -43,7 +53,7 @@ def refusal_without_its_body() -> CustomReply:
     return CustomReply(play)
 
 
-AT_ONCE: dict[str, Reply] = {
+IMMEDIATE: dict[str, Reply] = {
     "500": Status(500),
     "502": Status(502, "<html>Bad Gateway</html>"),
     "503": Status(503),
@@ -68,7 +78,7 @@ AT_ONCE: dict[str, Reply] = {
     "empty stream": faults.events(),
     "error in the stream": faults.events({"error": {"message": "overloaded", "type": "server_error"}}),
 }
-SILENT: dict[str, Reply] = {"no first byte": faults.no_first_byte(), "head and nothing": faults.head_and_nothing()}
+HANGING: dict[str, Reply] = {"no first byte": faults.no_first_byte(), "head and nothing": faults.head_and_nothing()}
 
 
 def entry(service_id: str, url: str, **more: object) -> ServiceEntry:
@@ -76,7 +86,7 @@ def entry(service_id: str, url: str, **more: object) -> ServiceEntry:
 
 
 @asynccontextmanager
-async def wired(main_url: str, spare: ModelServer, **more: object) -> AsyncIterator[Harness]:
+async def over_http(main_url: str, spare: ModelServer, **more: object) -> AsyncIterator[Harness]:
     """Services over real HTTP. Sleeps take no real time and are counted by the clock."""
     harness = Harness(
         entry("main", main_url, fallback=("spare",), **more), entry("spare", spare.base_url), clock=AutoAdvancingClock()
@@ -92,15 +102,15 @@ async def wired(main_url: str, spare: ModelServer, **more: object) -> AsyncItera
     await harness.gateway.close()
 
 
-@pytest.mark.parametrize("fault", [*AT_ONCE])
+@pytest.mark.parametrize("fault", [*IMMEDIATE])
 async def test_after_any_fault_the_fallback_answers_in_time(fault: str) -> None:
-    async with ModelServer() as main, ModelServer() as spare, wired(main.base_url, spare) as harness:
-        main.default, spare.default = AT_ONCE[fault], "from the spare"
-        async with asyncio.timeout(PATIENCE):
+    async with ModelServer() as main, ModelServer() as spare, over_http(main.base_url, spare) as harness:
+        main.default, spare.default = IMMEDIATE[fault], "from the fallback"
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             answer = (await harness.ask("main", HELLO))[-1]
 
         assert isinstance(answer, Completion)
-        assert (answer.text, answer.service) == ("from the spare", "spare")
+        assert (answer.text, answer.service) == ("from the fallback", "spare")
         assert harness.clock.monotonic() <= FALLBACK_WITHIN.total_seconds()
         assert len(main.requests) <= 2, "one quick retry at most"
 
@@ -109,18 +119,18 @@ async def test_a_service_that_refuses_connections_is_replaced_within_the_bound()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        async with ModelServer() as spare, wired(url, spare) as harness:
+        async with ModelServer() as spare, over_http(url, spare) as harness:
             answer = (await harness.ask("main", HELLO))[-1]
             assert isinstance(answer, Completion)
             assert answer.service == "spare"
             assert harness.clock.monotonic() <= FALLBACK_WITHIN.total_seconds()
 
 
-@pytest.mark.parametrize("fault", [*SILENT])
+@pytest.mark.parametrize("fault", [*HANGING])
 async def test_a_silent_service_is_replaced_after_its_limit_for_the_first_byte_and_not_retried(fault: str) -> None:
-    limit = timedelta(seconds=0.4)
-    async with ModelServer() as main, ModelServer() as spare, wired(main.base_url, spare, timeout=limit) as harness:
-        main.default = SILENT[fault]
+    limit = timedelta(seconds=3)
+    async with ModelServer() as main, ModelServer() as spare, over_http(main.base_url, spare, timeout=limit) as harness:
+        main.default = HANGING[fault]
         answer = (await harness.ask("main", HELLO))[-1]
 
         assert isinstance(answer, Completion)
@@ -168,7 +178,7 @@ async def test_without_a_fallback_nothing_is_retried_here() -> None:
 # Later requests
 
 
-async def test_the_requests_that_follow_go_to_the_spare_at_once_until_a_probe_succeeds() -> None:
+async def test_later_requests_go_to_the_fallback_at_once_until_a_probe_succeeds() -> None:
     harness = Harness(service("main", fallback=("spare",)), service("spare"), clock=AutoAdvancingClock())
     main = harness.fakes["main"]
     main.script(DOWN, times=3)
@@ -186,13 +196,13 @@ async def test_the_requests_that_follow_go_to_the_spare_at_once_until_a_probe_su
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
 
 
-async def test_a_service_that_asks_for_a_long_pause_gets_it() -> None:
+async def test_retry_after_keeps_the_circuit_open_for_that_time() -> None:
     harness = Harness(service("main", fallback=("spare",)), service("spare"), clock=AutoAdvancingClock())
     main = harness.fakes["main"]
     main.script(TransientError("slow down", retry_after=timedelta(seconds=300)))
 
     assert await harness.ask("main", HELLO) == [SPARE]
-    assert harness.clock.monotonic() == 0, "nobody waits for a pause that is longer than the bound"
+    assert harness.clock.monotonic() == 0, "a pause longer than the limit is not waited for"
     await harness.clock.advance(seconds=299)
     assert await harness.ask("main", HELLO) == [SPARE]
     assert len(main.requests) == 1
@@ -200,7 +210,7 @@ async def test_a_service_that_asks_for_a_long_pause_gets_it() -> None:
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
 
 
-async def test_requests_in_the_queue_of_a_service_that_breaks_go_to_the_spare() -> None:
+async def test_queued_requests_of_a_failing_service_go_to_the_fallback() -> None:
     harness = Harness(
         service("main", fallback=("spare",), max_concurrent_requests=1), service("spare"), clock=AutoAdvancingClock()
     )
@@ -234,7 +244,7 @@ async def test_services_that_name_each_other_are_each_asked_once_a_turn() -> Non
     assert [len(harness.fakes[name].requests) for name in ("main", "a")] == [2, 1]
 
 
-async def test_when_all_are_down_the_error_names_them_all_and_asks_for_another_try() -> None:
+async def test_if_all_services_fail_the_error_names_them_and_is_transient() -> None:
     harness = Harness(service("main", fallback=("a", "b")), service("a"), service("b"), clock=AutoAdvancingClock())
     harness.fakes["main"].script(PermanentError('service "main" refused the key', category="auth"))
     harness.fakes["a"].script(TransientError('service "a" is down'), times=2)
@@ -259,7 +269,7 @@ async def test_when_all_circuits_are_open_the_retry_waits_for_the_first_of_them(
     assert caught.value.retry_after == timedelta(seconds=40)
 
 
-async def test_when_all_refuse_for_good_it_is_no_reason_to_try_again() -> None:
+async def test_if_all_services_refuse_permanently_the_error_is_permanent() -> None:
     harness = Harness(service("main", fallback=("a",)), service("a"), clock=AutoAdvancingClock())
     harness.fakes["main"].script(PermanentError("main: no key", category="auth"))
     harness.fakes["a"].script(PermanentError("a: no quota", category="quota"))
@@ -293,23 +303,23 @@ async def test_a_fallback_without_tools_and_vision_gets_a_request_it_can_read(er
 
 
 @pytest.mark.parametrize("error", [TransientError("cut", reason="truncated"), MalformedResponse("garbage")])
-async def test_after_half_an_answer_the_error_asks_for_another_try_at_once_which_goes_to_the_spare(
+async def test_after_a_partial_answer_the_retry_is_immediate_and_goes_to_the_fallback(
     error: Exception,
 ) -> None:
     harness = Harness(service("main", fallback=("spare",)), service("spare"), clock=AutoAdvancingClock())
     harness.fakes["main"].script(TextDelta("half an ans"), error)
 
-    heard = []
+    pieces = []
     with pytest.raises(TransientError) as caught:
         async for piece in harness.gateway.generate("main", HELLO, agent_id="ada"):
-            heard.append(piece)
-    assert heard == [TextDelta("half an ans")]
+            pieces.append(piece)
+    assert pieces == [TextDelta("half an ans")]
     assert caught.value.retry_after == timedelta(0)
     assert await harness.ask("main", HELLO) == [SPARE]
     assert len(harness.fakes["main"].requests) == 1
 
 
-async def test_a_person_sees_the_spares_whole_answer_once_after_half_of_another(tmp_path: Path) -> None:
+async def test_the_person_gets_the_answer_of_the_fallback_once_after_a_partial_answer(tmp_path: Path) -> None:
     async with ModelServer() as main, ModelServer() as spare:
         main.default, spare.default = faults.cut(2), "the whole answer"
         services = [
@@ -320,11 +330,11 @@ async def test_a_person_sees_the_spares_whole_answer_once_after_half_of_another(
         (tmp_path / "llmservices.json").write_text(json.dumps({"services": services}))
         drafts: dict[str, tuple[str, str | None]] = {}
 
-        def hear(draft: LiveReply) -> None:
+        def on_draft(draft: LiveReply) -> None:
             drafts[draft.id] = (draft.text, draft.outcome)
 
         async with Society.open(tmp_path, clock=SystemClock()) as society, asyncio.timeout(30):
-            society.live.subscribe(hear)
+            society.live.subscribe(on_draft)
             await society.send(to="ada", text="hello")
             message = await anext(aiter(society.inbox()))
             await society.send(to="ada", text="and again")
@@ -332,7 +342,7 @@ async def test_a_person_sees_the_spares_whole_answer_once_after_half_of_another(
 
         assert (message.payload["text"], again.payload["text"]) == ("the whole answer", "the whole answer")
         assert [*drafts.values()][:2] == [("HelloHello", "failed"), ("the whole answer", "stored")]
-        assert len(main.requests) == 1, "the second turn goes to the spare at once"
+        assert len(main.requests) == 1, "the second turn goes to the fallback at once"
 
 
 async def _first(society: Society, count: int) -> AsyncIterator[Message]:

@@ -14,15 +14,20 @@ from coterie.llm.config import ServiceRegistry
 from coterie.llm.gateway import FIRST_OPEN_SECONDS, MAX_FAILURES
 from coterie.llm.service import (
     CircuitOpen,
+    Completion,
     ContextTooLong,
+    InlineFile,
     MalformedResponse,
+    ModelRequest,
     PermanentError,
     ServiceError,
+    TextDelta,
+    TextPart,
+    ToolSpec,
     TransientError,
     UnknownService,
     UnsupportedCapability,
 )
-from coterie.llm.types import Completion, InlineFile, ModelRequest, TextDelta, TextPart, ToolSpec
 
 from .harness import PNG, WAV, AutoAdvancingClock, Harness, description, parts_of, service, user_request
 
@@ -90,7 +95,7 @@ async def test_a_stream_that_ends_without_an_answer_is_malformed() -> None:
 
 
 @pytest.mark.parametrize("error", [ContextTooLong("!"), PermanentError("no", category="content")])
-async def test_what_the_caller_must_act_on_passes_through_even_with_a_fallback(error: ServiceError) -> None:
+async def test_errors_that_the_caller_must_handle_use_no_fallback(error: ServiceError) -> None:
     harness = Harness(service("main", fallback=("spare",)), service("spare"))
     harness.fakes["main"].script(error)
 
@@ -100,19 +105,29 @@ async def test_what_the_caller_must_act_on_passes_through_even_with_a_fallback(e
     assert harness.fakes["spare"].requests == []
 
 
+async def test_a_refusal_of_a_long_request_names_the_service_that_refused() -> None:
+    harness = Harness(service("main", fallback=("spare",)), service("spare"))
+    harness.fakes["main"].script(PermanentError("no key", category="auth"))
+    harness.fakes["spare"].script(ContextTooLong("!", limit=4_096))
+
+    with pytest.raises(ContextTooLong) as caught:
+        await harness.ask("main", HELLO)
+    assert (caught.value.service, caught.value.limit) == ("spare", 4_096)
+
+
 # Limits
 
 
 async def test_no_more_requests_run_at_once_than_the_service_allows() -> None:
     harness = Harness(service("main", max_concurrent_requests=3), service("other", max_concurrent_requests=1))
-    door = asyncio.Event()
-    for puppet in harness.fakes.values():
-        puppet.script(gate(door), Completion(text="ok"), times=10)
+    event = asyncio.Event()
+    for fake in harness.fakes.values():
+        fake.script(gate(event), Completion(text="ok"), times=10)
 
     tasks = [asyncio.create_task(harness.ask(name, HELLO)) for name in ["main"] * 10 + ["other"]]
     await settle()
     assert (harness.fakes["main"].running, harness.fakes["other"].running) == (3, 1)
-    door.set()
+    event.set()
     await asyncio.gather(*tasks)
 
     assert harness.fakes["main"].max_running == 3
@@ -132,14 +147,14 @@ async def test_closing_the_stream_ends_the_request_and_frees_its_slot() -> None:
 
 async def test_a_cancelled_request_leaves_the_queue() -> None:
     harness = Harness(service("main", max_concurrent_requests=1))
-    door = asyncio.Event()
-    harness.fakes["main"].script(gate(door), Completion(text="ok"))
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), Completion(text="ok"))
     first, second = (asyncio.create_task(harness.ask("main", HELLO)) for _ in range(2))
     await settle()
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
-    door.set()
+    event.set()
     await first
 
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
@@ -187,7 +202,7 @@ async def test_each_kind_that_is_refused_costs_one_request() -> None:
     assert len(main.requests) == 3
 
 
-async def test_a_service_that_refuses_what_it_was_not_sent_is_not_asked_again() -> None:
+async def test_a_refusal_of_content_that_was_not_sent_is_not_retried() -> None:
     harness = Harness(service("main", ["vision"]))
     harness.fakes["main"].script(UnsupportedCapability("no images", capability="vision"), times=100)
 
@@ -197,7 +212,7 @@ async def test_a_service_that_refuses_what_it_was_not_sent_is_not_asked_again() 
     assert harness.learned_limits.list_for(harness.services.get("main")) == []
 
 
-async def test_a_service_that_goes_on_refusing_is_not_asked_for_ever() -> None:
+async def test_a_service_that_keeps_refusing_is_asked_a_limited_number_of_times() -> None:
     harness = Harness(service("main", ["vision"]))
     harness.fakes["main"].script(UnsupportedCapability("no images", capability="vision"), times=100)
 
@@ -217,7 +232,7 @@ async def test_a_service_that_cannot_answer_is_replaced_by_its_fallback(category
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="spare")]
 
 
-async def test_a_fallback_gets_what_it_can_read_itself() -> None:
+async def test_a_request_is_fitted_to_the_fallback() -> None:
     harness = Harness(
         service("main", [], fallback=("blind", "seeing")),
         service("blind", [], gives=["text"]),
@@ -237,7 +252,7 @@ async def test_a_fallback_gets_what_it_can_read_itself() -> None:
     assert parts_of(seeing) == [InlineFile(type="image", filename="a.png", mime_type="image/png", data=PNG)]
 
 
-async def test_a_service_without_its_key_is_not_asked_and_says_what_to_do() -> None:
+async def test_a_service_without_its_key_gets_no_request() -> None:
     harness = Harness(
         service("main", missing_key="MAIN_API_KEY"),
         service("other", missing_key="X", fallback=("spare",)),
@@ -323,15 +338,15 @@ async def test_half_open_one_request_probes_and_the_others_fail_at_once() -> Non
     harness = Harness(service("main"))
     await fail(harness, "main", MAX_FAILURES)
     await harness.clock.advance(seconds=FIRST_OPEN_SECONDS)
-    door = asyncio.Event()
-    harness.fakes["main"].script(gate(door), Completion(text="back"))
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), Completion(text="back"))
 
     probe = asyncio.create_task(harness.ask("main", HELLO))
     await settle()
     for _ in range(3):
         with pytest.raises(CircuitOpen):
             await harness.ask("main", HELLO)
-    door.set()
+    event.set()
     assert await probe == [Completion(text="back", service="main")]
     assert await harness.ask("main", HELLO) == [Completion(text="ok", service="main")]
 
@@ -349,12 +364,12 @@ async def test_an_abandoned_probe_is_followed_by_another() -> None:
 
 async def test_queued_requests_fail_when_the_circuit_opens() -> None:
     harness = Harness(service("main", max_concurrent_requests=MAX_FAILURES))
-    door = asyncio.Event()
-    harness.fakes["main"].script(gate(door), DOWN, times=50)
+    event = asyncio.Event()
+    harness.fakes["main"].script(gate(event), DOWN, times=50)
 
     tasks = [asyncio.create_task(harness.ask("main", HELLO)) for _ in range(50)]
     await settle()
-    door.set()
+    event.set()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
 
     assert len(harness.fakes["main"].requests) < 2 * MAX_FAILURES
@@ -395,8 +410,8 @@ async def test_a_changed_entry_is_used_at_once_and_the_old_service_is_closed() -
 
 async def test_a_request_under_way_during_a_reload_ends_as_it_began() -> None:
     harness = Harness(service("main"))
-    old, door = harness.fakes["main"], asyncio.Event()
-    old.script(TextDelta("a"), gate(door), Completion(text="ab"))
+    old, event = harness.fakes["main"], asyncio.Event()
+    old.script(TextDelta("a"), gate(event), Completion(text="ab"))
     running = asyncio.create_task(harness.ask("main", HELLO))
     await settle()
 
@@ -404,7 +419,7 @@ async def test_a_request_under_way_during_a_reload_ends_as_it_began() -> None:
     await harness.ask("main", HELLO)
     assert old.closed == 0
 
-    door.set()
+    event.set()
     assert await running == [TextDelta("a"), Completion(text="ab", service="main")]
     assert old.closed == 1
 

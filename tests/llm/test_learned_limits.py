@@ -58,7 +58,7 @@ def test_a_changed_entry_is_tried_again(tmp_path: Path) -> None:
     assert "vision" in LearnedLimits(FakeClock(), file).effective_capabilities(mended).input
 
 
-def test_a_changed_key_keeps_the_limits_and_leaves_no_trace_in_the_file(tmp_path: Path) -> None:
+def test_a_changed_key_keeps_the_limits_and_is_not_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "refusals.json"
     refusals = LearnedLimits(FakeClock(), file)
     refusals.record(replace(SEEING, api_key=Secret("sk-canary-0123456789")), "vision", "no images")

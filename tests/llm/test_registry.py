@@ -73,10 +73,10 @@ def test_an_invalid_direction_is_an_error() -> None:
         read(entry()).has_capability("main", "text", "sideways")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("silent", [{}, {"capabilities": None}, {"capabilities": {}}])
-def test_without_capabilities_text_input_and_output_are_inferred(silent: dict[str, Any]) -> None:
+@pytest.mark.parametrize("without", [{}, {"capabilities": None}, {"capabilities": {}}])
+def test_without_capabilities_text_input_and_output_are_inferred(without: dict[str, Any]) -> None:
     """003-1.5, 003-5.3"""
-    services = read(entry(**silent))
+    services = read(entry(**without))
 
     assert services.get_capabilities("main") == Capabilities(
         input=frozenset({"text"}), output=frozenset({"text"}), inferred=True

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from coterie.llm.config import SizeLimits
-from coterie.llm.routing import required_capabilities
-from coterie.llm.types import (
+from coterie.llm.routing import TOOL_FILES_NOTE, required_capabilities
+from coterie.llm.service import (
     AssistantMessage,
     Attachment,
     InlineFile,
@@ -32,7 +32,7 @@ def harness() -> Harness:
         service("hearing", ["audio"]),
         service("reading", ["file"]),
         service("old"),
-        agents={"ada": "blind", "seer": "seeing", "ear": "hearing", "clerk": "reading"},
+        agents={"ada": "blind", "viewer": "seeing", "listener": "hearing", "reader": "reading"},
     )
 
 
@@ -58,10 +58,10 @@ async def test_an_image_is_described_to_a_model_without_vision(service_id: str) 
     [text, part] = parts_of(await here.fit(user_request(TextPart("what is this?"), picture), service_id))
 
     assert text == TextPart("what is this?")
-    told = description(part)
-    assert told["artifactRef"] == picture.artifact_ref
-    assert (told["filename"], told["mimeType"], told["size"]) == ("chart.png", "image/png", len(PNG))
-    assert (told["contentType"], told["unsupported"], told["capableAgents"]) == ("image", "vision", ["seer"])
+    content = description(part)
+    assert content["artifactRef"] == picture.artifact_ref
+    assert (content["filename"], content["mimeType"], content["size"]) == ("chart.png", "image/png", len(PNG))
+    assert (content["contentType"], content["unsupported"], content["capableAgents"]) == ("image", "vision", ["viewer"])
 
 
 async def test_audio_is_sent_as_bytes_to_a_model_with_audio() -> None:
@@ -81,9 +81,13 @@ async def test_audio_is_described_to_a_model_without_audio(service_id: str) -> N
 
     [part] = parts_of(await here.fit(user_request(sound), service_id))
 
-    told = description(part)
-    assert (told["artifactRef"], told["contentType"], told["unsupported"]) == (sound.artifact_ref, "audio", "audio")
-    assert (told["mimeType"], told["size"], told["capableAgents"]) == ("audio/wav", len(WAV), ["ear"])
+    content = description(part)
+    assert (content["artifactRef"], content["contentType"], content["unsupported"]) == (
+        sound.artifact_ref,
+        "audio",
+        "audio",
+    )
+    assert (content["mimeType"], content["size"], content["capableAgents"]) == ("audio/wav", len(WAV), ["listener"])
 
 
 async def test_a_file_is_sent_as_bytes_to_a_model_with_file() -> None:
@@ -104,10 +108,17 @@ async def test_a_file_is_described_to_a_model_without_file_even_when_it_is_text(
 
     [part] = parts_of(await here.fit(user_request(report), service_id))
 
-    told = description(part)
-    assert (told["artifactRef"], told["filename"], told["contentType"]) == (report.artifact_ref, "report", "file")
-    assert (told["mimeType"], told["unsupported"], told["capableAgents"]) == (report.mime_type, "file", ["clerk"])
-    assert "read_artifact" in told["suggestion"]
+    content = description(part)
+    assert (content["artifactRef"], content["filename"], content["contentType"]) == (
+        report.artifact_ref,
+        "report",
+        "file",
+    )
+    assert (content["mimeType"], content["unsupported"], content["capableAgents"]) == (
+        report.mime_type,
+        "file",
+        ["reader"],
+    )
 
 
 async def test_vision_as_output_does_not_count_as_input() -> None:
@@ -131,7 +142,7 @@ async def test_after_a_change_of_model_and_back_the_image_is_sent_unchanged() ->
     assert isinstance(third[1], InlineFile)
     assert third[1].data == PNG
     assert third == first
-    assert description(second[1])["capableAgents"] == ["seer"]
+    assert description(second[1])["capableAgents"] == ["viewer"]
     assert repr(history) == before
 
 
@@ -145,38 +156,38 @@ async def test_the_type_comes_from_the_bytes_not_from_the_name_or_the_message(
     claimed = replace(here.artifacts.keep(data, name), type="image", mime_type="image/png", size=1)
 
     [part] = parts_of(await here.fit(user_request(claimed), "blind"))
-    told = description(part)
-    assert (told["contentType"], told["size"]) == (kind, len(data))
+    content = description(part)
+    assert (content["contentType"], content["size"]) == (kind, len(data))
 
     [seen] = parts_of(await here.fit(user_request(claimed), "seeing"))
     assert isinstance(seen, InlineFile) == (kind == "image")
 
 
-@pytest.mark.parametrize("spare", [0, 1])
-async def test_a_file_above_the_size_limit_is_described(spare: int) -> None:
-    limits = SizeLimits(image=len(PNG) - 1 + spare)
+@pytest.mark.parametrize("margin", [0, 1])
+async def test_a_file_above_the_size_limit_is_described(margin: int) -> None:
+    limits = SizeLimits(image=len(PNG) - 1 + margin)
     here = Harness(
         service("small", ["vision"], limits=limits),
         service("large", ["vision"]),
-        agents={"ada": "small", "tiny": "small", "seer": "large"},
+        agents={"ada": "small", "tiny": "small", "viewer": "large"},
     )
 
     [part] = parts_of(await here.fit(user_request(here.artifacts.keep(PNG, "a.png")), "small"))
 
-    if spare:
+    if margin:
         assert isinstance(part, InlineFile)
     else:
-        told = description(part)
-        assert told["unsupported"] == "size"
-        assert told["capableAgents"] == ["seer"], "tiny could not read it either"
+        content = description(part)
+        assert content["unsupported"] == "size"
+        assert content["capableAgents"] == ["viewer"], "tiny could not read it either"
 
 
-@pytest.mark.parametrize("harm", ["unknown", "deleted", "cut", "unreadable"])
-async def test_an_attachment_whose_bytes_are_gone_is_described_and_breaks_nothing(harm: str) -> None:
+@pytest.mark.parametrize("fault", ["unknown", "deleted", "cut", "unreadable"])
+async def test_an_attachment_whose_bytes_are_gone_is_described_and_breaks_nothing(fault: str) -> None:
     here = harness()
     picture, other = here.artifacts.keep(PNG, "a.png"), here.artifacts.keep(PNG + b"2", "b.png")
     digest = here.artifacts.known[picture.artifact_ref].sha256
-    match harm:
+    match fault:
         case "unknown":
             del here.artifacts.known[picture.artifact_ref]
         case "deleted":
@@ -248,7 +259,62 @@ async def test_a_service_that_declares_no_tool_calling_is_offered_no_tools_and_s
     assert required_capabilities(fitted) == set()
 
 
-async def test_what_a_provider_refused_is_not_sent_to_it_again() -> None:
+def with_pictures(here: Harness) -> ModelRequest:
+    """Two calls, each with a picture in its result, and a message after them."""
+    other = ToolCall(id="c2", name="look_up", arguments={})
+    pictures = [here.artifacts.keep(PNG, name) for name in ("a.png", "b.png")]
+    return ModelRequest(
+        messages=(
+            UserMessage((TextPart("u"),)),
+            AssistantMessage("", (CALL, other)),
+            ToolMessage("c1", "one", (pictures[0],)),
+            ToolMessage("c2", "two", (pictures[1],)),
+            UserMessage((TextPart("next"),)),
+        ),
+        tools=(TOOL,),
+    )
+
+
+async def test_pictures_of_tool_results_follow_the_last_result_for_a_model_with_vision() -> None:
+    here = harness()
+    request = with_pictures(here)
+
+    fitted = (await here.fit(request, "seeing")).messages
+
+    assert fitted[:4] == (*request.messages[:2], ToolMessage("c1", "one"), ToolMessage("c2", "two"))
+    note, first_label, first, second_label, second = parts_of(ModelRequest(messages=fitted[4:5]))
+    assert note == TextPart(TOOL_FILES_NOTE)
+    assert [part.filename for part in (first, second) if isinstance(part, InlineFile)] == ["a.png", "b.png"]
+    assert "c1" in str(first_label) and "c2" in str(second_label)
+    assert fitted[5:] == request.messages[4:]
+    assert required_capabilities(ModelRequest(messages=fitted)) == {"vision", "tool_calling"}
+
+
+async def test_pictures_of_the_newest_results_are_the_last_message() -> None:
+    here = harness()
+    request = with_pictures(here)
+
+    last = (await here.fit(replace(request, messages=request.messages[:-1]), "seeing")).messages[-1]
+
+    assert isinstance(last, UserMessage) and sum(isinstance(part, InlineFile) for part in last.parts) == 2
+
+
+async def test_pictures_of_tool_results_are_described_in_the_result_for_a_model_without_vision() -> None:
+    here = harness()
+    request = with_pictures(here)
+
+    fitted = (await here.fit(request, "blind")).messages
+
+    assert len(fitted) == len(request.messages)
+    for message, said, filename in zip(fitted[2:4], ("one", "two"), ("a.png", "b.png"), strict=True):
+        assert isinstance(message, ToolMessage) and message.attachments == ()
+        text, described = message.text.splitlines()
+        content = description(TextPart(described))
+        assert (text, content["filename"], content["unsupported"]) == (said, filename, "vision")
+        assert content["capableAgents"] == ["viewer"]
+
+
+async def test_a_refused_kind_of_content_is_not_sent_again() -> None:
     here = harness()
     picture = here.artifacts.keep(PNG, "a.png")
     for entry in here.services:

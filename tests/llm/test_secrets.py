@@ -59,8 +59,8 @@ def test_no_key_shows_in_any_form_of_an_entry() -> None:
     for one in services:
         assert one.api_key is not None
         assert one.api_key.reveal() == KEY
-        assert one.to_json()["apiKey"] == "…WXYZ"
-        shown = f"{one!r} {one} {one.api_key!r} {one.api_key} {json.dumps(one.to_json())} {one.digest}"
+        assert one.to_dict()["apiKey"] == "…WXYZ"
+        shown = f"{one!r} {one} {one.api_key!r} {one.api_key} {json.dumps(one.to_dict())} {one.digest}"
         assert "canary" not in shown
     assert "canary" not in repr(services) + repr(vars(services))
 

@@ -1,4 +1,4 @@
-"""The browser that the panel is looked at with: the machine's own Chromium."""
+"""The installed Chromium of the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 from playwright.async_api import Browser, async_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+"""The shell first: it has the same engine without Chromium's own user interface, and needs a third less time."""
 FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
@@ -18,17 +19,17 @@ FLAGS = [
     "--disable-gpu",
     "--disable-quic",
 ]
-"""At its start Chromium would call home; the tests know no network but loopback."""
+"""No requests of Chromium itself: the tests use loopback only."""
 
 
-def found() -> str | None:
+def executable() -> str | None:
     return os.environ.get("COTERIE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @asynccontextmanager
-async def launched() -> AsyncIterator[Browser]:
+async def launch() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=found(), chromium_sandbox=False, args=FLAGS)
+        browser = await playwright.chromium.launch(executable_path=executable(), chromium_sandbox=False, args=FLAGS)
         try:
             yield browser
         finally:

@@ -1,4 +1,4 @@
-"""Colours as they are seen: what lies on what, and how far apart they are. Pieces of script for `page.evaluate`."""
+"""Scripts for `page.evaluate` that compute effective colours and contrasts."""
 
 from __future__ import annotations
 

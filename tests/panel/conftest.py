@@ -1,4 +1,4 @@
-"""A browser for all tests of the panel, and for each a society of its own."""
+"""One browser for all tests of the panel; each test has its own society."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pytest_asyncio
 from playwright.async_api import Browser
 
 from tests.panel import chromium
-from tests.panel.room import Room, room
+from tests.panel.harness import Panel, open_panel
 
 HERE = Path(__file__).parent
+SKIP_VARIABLE = "COTERIE_SKIP_PANEL_TESTS"
+"""1: skip the tests of the panel if there is no browser. Otherwise a missing browser is a failure."""
 Figure = Callable[[str], None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of them are slow, and share the loop that the browser was started in."""
+    """Mark all tests as slow, and run them in the event loop of the browser."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
@@ -27,8 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def noted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Which checks of the panel a test stands for, so that the report can name them."""
+def recorded_checks(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+    """Record the acceptance checks that a test covers, for the report."""
     for mark in request.node.iter_markers("check"):
         for number in mark.args:
             record_property("check", number)
@@ -36,24 +38,24 @@ def noted(request: pytest.FixtureRequest, record_property: Callable[[str, object
 
 @pytest.fixture
 def figure(record_property: Callable[[str, object], None]) -> Figure:
-    """What a test measured, for the report."""
+    """Records a measured figure for the report."""
     return lambda text: record_property("figure", text)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    if chromium.found() is None:
-        why = "there is no chromium: install chromium and fonts-noto-cjk, or name one in COTERIE_CHROMIUM"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
-    async with chromium.launched() as launched:
+    if chromium.executable() is None:
+        why = "no browser found: install chromium and fonts-noto-cjk, or set COTERIE_CHROMIUM"
+        if os.environ.get(SKIP_VARIABLE) == "1":
+            pytest.skip(f"{why}; {SKIP_VARIABLE}=1")
+        pytest.fail(f"{why}; to leave out the tests of the panel, set {SKIP_VARIABLE}=1")
+    async with chromium.launch() as launched:
         yield launched
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def panel(browser: Browser, tmp_path: Path) -> AsyncIterator[Room]:
-    """What a person can see of a society with Ada, Bob and Seer; no page of it ever complained."""
-    async with room(tmp_path, browser) as opened:
+async def panel(browser: Browser, tmp_path: Path) -> AsyncIterator[Panel]:
+    """The panel of a society with Ada, Bob and Seer. Fails if a page had errors."""
+    async with open_panel(tmp_path, browser) as opened:
         yield opened
-        assert await opened.trouble() == []
+        assert await opened.errors() == []

@@ -1,7 +1,7 @@
-"""Words that want to be more than words: the corpus that no place in the page may run, load or follow.
+"""Corpus of injection payloads that the page must not run, load or follow.
 
-Every one calls `pwned()` or asks `evil.invalid` for something if a page is careless with it. Made from vectors times
-disguises, so that the list stays readable and grows by a line.
+Each calls `pwned()` or requests `evil.invalid` if the page does not escape it. The corpus combines vectors with
+encodings, so that the lists stay short.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ _MARKDOWN = (
 
 
 def corpus() -> list[str]:
-    """More than three hundred, each once."""
-    return list(dict.fromkeys(_disguised()))
+    """More than 300 distinct payloads."""
+    return list(dict.fromkeys(_encoded()))
 
 
-def _disguised() -> Iterator[str]:
+def _encoded() -> Iterator[str]:
     for vector in _TAGS:
         plain = vector.format(run=_RUN, host=HOST)
         yield plain
@@ -154,7 +154,7 @@ def _disguised() -> Iterator[str]:
 
 
 def handlers() -> list[str]:
-    """What once ran in an inline handler that two common escapers had looked at: a quote that survives them."""
+    """Payloads that leave an attribute of an inline handler after two common escapers."""
     ends = ("x')", 'x")', "x`)", "x&#39;)", "x&#x27;)", "x&quot;)", "x\\')", "x\\x27)", "x\\u0027)", "x'", "x'+")
     runs = (f";{_RUN}//", f";{_RUN};('", f",{_RUN}]//", f";top.{_RUN}//", f";eval('{_RUN}')//")
     return [end + run for end in ends for run in runs]

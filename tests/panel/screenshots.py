@@ -1,4 +1,4 @@
-"""`python -m tests.panel.screenshots`: the pictures in docs/images, taken from a society that is at work."""
+"""`python -m tests.panel.screenshots`: takes the pictures in docs/images from a running society."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from playwright.async_api import Page, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import chromium, ui
-from tests.panel.room import PHONE, Room, room
+from tests.panel.harness import PHONE, Panel, open_panel
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CAST = {
@@ -49,15 +49,18 @@ def toml(names: dict[str, str]) -> str:
     return "\n".join(tables)
 
 
-async def scene(panel: Room, words: Mapping[str, object]) -> str:
-    """Somebody at work, a question, two interjections, something for later, two files: the reference of the last."""
+async def scene(panel: Panel, words: Mapping[str, object]) -> str:
+    """Set up a running turn, a question, waiting and delayed messages and two files.
+
+    Return the reference of the last file.
+    """
     options, wait = words["options"], words["wait"]
     assert isinstance(options, list)
     assert isinstance(wait, list)
-    await panel.tell(str(words["hello"]), by="chief")
+    await panel.send_as_agent(str(words["hello"]), by="chief")
     await panel.society.send(to="chief", text=str(words["please"]))
     await panel.stage.state("chief", "idle")
-    await panel.tell(str(words["note"]), by="chief")
+    await panel.send_as_agent(str(words["note"]), by="chief")
     Bell.may_end.clear()
     Bell.rang.clear()
     panel.server.script(Says(calls=(Calls("look", {"name": "report"}), Calls("ring", {"name": "report.xlsx"}))))
@@ -65,8 +68,8 @@ async def scene(panel: Room, words: Mapping[str, object]) -> str:
     await asyncio.wait_for(Bell.rang.wait(), 10)
     for text in wait:
         await panel.society.send(to="chief", text=text)
-    await panel.tell(str(words["which"]), *options, by="chief")
-    await panel.tell(str(words["later"]), by="ada")
+    await panel.send_as_agent(str(words["which"]), *options, by="chief")
+    await panel.send_as_agent(str(words["later"]), by="ada")
     await panel.society.send(to="user", text=str(words["later"]), sender="chief", delay_ms=252_000)
     await panel.society.artifacts.put(b"region,orders\nNorth,128\nSouth,96\n", "orders.csv")
     return (await panel.society.artifacts.put(str(words["note"]).encode(), "report.md")).ref
@@ -78,12 +81,12 @@ async def shot(page: Page, name: str) -> None:
 
 async def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    async with chromium.launched() as browser:
+    async with chromium.launch() as browser:
         for language, words in CAST.items():
             names = words["agents"]
             assert isinstance(names, dict)
             with tempfile.TemporaryDirectory() as folder:
-                async with room(Path(folder), browser, agents=toml(names)) as panel:
+                async with open_panel(Path(folder), browser, agents=toml(names)) as panel:
                     panel.server.default = "ok"
                     file = await scene(panel, words)
                     for scheme in ("light", "dark"):

@@ -1,4 +1,4 @@
-"""What axe finds in every state of the page, in light and dark, wide and narrow: nothing."""
+"""axe finds no violation in any state of the page, in light and dark, wide and narrow."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Page, expect
 
 from coterie.testing import Calls, Says, Status
-from tests.agent.stage import Bell
+from tests.agent.stage import Bell, each
 from tests.panel import ui
 from tests.panel.colours import COLOURS
 from tests.panel.conftest import Figure
-from tests.panel.room import PHONE, WIDE, Room, fails
+from tests.panel.harness import PHONE, WIDE, Panel, fail_requests
 
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 CONTRAST = (
@@ -26,15 +26,15 @@ CONTRAST = (
   ).filter(([, found]) => found < 4.5);
 }"""
 )
-"""Axe leaves text undecided that something lies over; its colours are looked at here."""
+"""Axe does not decide on text that is partly covered; this script checks its contrast."""
 
-Scene = Callable[[Room, Page], Awaitable[None]]
+Scene = Callable[[Panel, Page], Awaitable[None]]
 
 
 async def violations(page: Page) -> tuple[list[str], int]:
-    """What axe and the colours say, and how many places were left to the colours."""
+    """Violations found by axe and by the contrast check, and how many elements axe left undecided."""
     found = await Axe().run(page, options={"runOnly": {"type": "tag", "values": TAGS}, "resultTypes": ["violations"]})
-    told = [
+    problems = [
         f"{one['id']}: {node['target']} {node.get('failureSummary', '')[:200]}"
         for one in found.response["violations"]
         for node in one["nodes"]
@@ -46,38 +46,38 @@ async def violations(page: Page) -> tuple[list[str], int]:
         for node in one["nodes"]
     ]
     faint = [f"contrast {ratio:.2f}: {what}" for what, ratio in await page.evaluate(CONTRAST, undecided)]
-    return told + faint, len(undecided)
+    return problems + faint, len(undecided)
 
 
-async def empty(panel: Room, page: Page) -> None:
+async def empty(panel: Panel, page: Page) -> None:
     await page.goto(f"{panel.url}/#/a/bob")
 
 
-async def talking(panel: Room, page: Page) -> None:
-    await panel.tell(
+async def talking(panel: Panel, page: Page) -> None:
+    await panel.send_as_agent(
         "# Title\n\nSome *words*, `code`, a [link](https://example.com)\n\n```python\nprint(1)\n```\n\n- one\n- two"
     )
-    await panel.tell(
+    await panel.send_as_agent(
         "Which?", "one", "two", "A long one that takes more than a line on a narrow phone, and then some more"
     )
     await expect(page.locator(".quick-reply-btn").first).to_be_visible()
 
 
-async def answered(panel: Room, page: Page) -> None:
+async def answered(panel: Panel, page: Page) -> None:
     await talking(panel, page)
     await page.locator(".quick-reply-btn").first.click()
     await expect(page.locator('.quick-reply-btn[aria-pressed="true"]')).to_have_count(1)
 
 
-async def failed(panel: Room, page: Page) -> None:
+async def failed(panel: Panel, page: Page) -> None:
     await talking(panel, page)
     panel.allow("Failed to load resource")
-    await fails(page, 503)
+    await fail_requests(page, 503)
     await page.locator(".quick-reply-btn").first.click()
     await expect(page.locator(ui.TOAST)).to_be_visible()
 
 
-async def at_work(panel: Room, page: Page) -> None:
+async def at_work(panel: Panel, page: Page) -> None:
     Bell.may_end.clear()
     panel.server.script(Says(calls=(Calls("ring", {"name": "a"}), Calls("ring", {"name": "b"}))), "Done")
     await panel.society.send(to="ada", text="Ring", sender="bob")
@@ -86,12 +86,12 @@ async def at_work(panel: Room, page: Page) -> None:
     await expect(page.locator(ui.WAITING).first).to_be_attached()
 
 
-async def attached(panel: Room, page: Page) -> None:
+async def attached(panel: Panel, page: Page) -> None:
     await page.set_input_files("input[type=file]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"})
     await expect(page.locator(ui.CHIP)).to_be_visible()
 
 
-async def stuck(panel: Room, page: Page) -> None:
+async def stuck(panel: Panel, page: Page) -> None:
     panel.server.script(Status(401, "Incorrect API key provided", code="invalid_api_key"))
     await ui.send(page, "Hello")
     await panel.stage.state("ada", "blocked")
@@ -99,9 +99,9 @@ async def stuck(panel: Room, page: Page) -> None:
 
 
 def at(place: str, ready: str) -> Scene:
-    async def go(panel: Room, page: Page) -> None:
-        await panel.tell("Which?", "one", "two")
-        await panel.tell("From Bob", by="bob", to="ada")
+    async def go(panel: Panel, page: Page) -> None:
+        await panel.send_as_agent("Which?", "one", "two")
+        await panel.send_as_agent("From Bob", by="bob", to="ada")
         await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
         await panel.society.artifacts.put(b"hello", "a.txt")
         await page.goto(f"{panel.url}/#/{place}")
@@ -110,23 +110,79 @@ def at(place: str, ready: str) -> Scene:
     return go
 
 
-async def palette(panel: Room, page: Page) -> None:
+async def task(panel: Panel, page: Page) -> None:
+    """A task that two agents work on, with its line, and then as a conversation."""
+    Bell.may_end.clear()
+    ring = Says(calls=(Calls("ring", {"name": "a"}),))
+    ask = Says(calls=(Calls("send_message", {"to": "bob", "payload": {"text": "Ring"}}), Calls("ring", {"name": "a"})))
+    panel.server.default = each(ada=[ask, "Asked", "Done"], bob=[ring, "Rang"])
+    await ui.send(page, "Ring both")
+    await expect(page.locator('[data-testid="task-line"]')).to_contain_text("2 agents at work")
+    await page.locator('[data-testid="task-link"]').click()
+    await expect(page.locator('[data-testid="task-turn"]').first).to_be_visible()
+
+
+async def task_line(panel: Panel, page: Page) -> None:
+    await task(panel, page)
+    await page.goto(f"{panel.url}/#/a/ada")
+    await expect(page.locator('[data-testid="task-line"]')).to_be_visible()
+
+
+async def waterfall(panel: Panel, page: Page) -> None:
+    await task(panel, page)
+    await page.locator('[data-testid="task-time"]').click()
+    await page.get_by_text("Show as a table").click()
+    await expect(page.locator("details[open] table")).to_be_visible()
+
+
+async def tasks(panel: Panel, page: Page) -> None:
+    await task(panel, page)
+    await panel.send_as_agent("Which?", "one", by="seer")
+    await page.goto(f"{panel.url}/#/tasks")
+    await expect(page.locator('[data-testid="task"]')).to_have_count(2)
+
+
+async def usage(panel: Panel, page: Page) -> None:
+    await panel.stage.say("Hello")
+    await panel.stage.heard()
+    await page.goto(f"{panel.url}/#/tasks?view=usage")
+    await page.get_by_text("Show as a table").click()
+    await expect(page.locator("rect.usage-bar")).to_have_count(1)
+
+
+async def budget(panel: Panel, page: Page) -> None:
+    used = {"turns": 100, "inputTokens": 5000, "outputTokens": 200, "cost": 0.1, "modelMs": 90_000}
+    facts = {"task": "t", "reason": "turns", "limit": 100, "about": "Ring", "agents": ["Ada", "Bob"], "used": used}
+    await panel.send_as_agent("May it go on?", "Continue", "Stop", budget=facts)
+    await expect(page.locator('[data-testid="budget"]')).to_be_visible()
+
+
+async def away(panel: Panel, page: Page) -> None:
+    await panel.stage.say("Hello", to="bob")
+    await panel.stage.heard()
+    await panel.send_as_agent("Which?", "one", by="seer")
+    await page.evaluate("() => localStorage.setItem('coterie.awaySince', new Date(Date.now() - 9e5).toISOString())")
+    await page.reload()
+    await expect(page.locator('[data-testid="away"]')).to_be_visible()
+
+
+async def palette(panel: Panel, page: Page) -> None:
     await page.keyboard.press("Control+k")
     await expect(page.get_by_role("option").first).to_be_visible()
 
 
-async def shortcuts(panel: Room, page: Page) -> None:
+async def shortcuts(panel: Panel, page: Page) -> None:
     await page.keyboard.press("Control+/")
     await expect(page.get_by_role("dialog")).to_be_visible()
 
 
-async def graph(panel: Room, page: Page) -> None:
+async def graph(panel: Panel, page: Page) -> None:
     await page.goto(f"{panel.url}/#/org")
     await page.get_by_role("button", name="Graph").click()
     await expect(page.locator(".node").first).to_be_visible()
 
 
-async def form(panel: Room, page: Page) -> None:
+async def form(panel: Panel, page: Page) -> None:
     await page.goto(f"{panel.url}/#/setup")
     await page.get_by_role("button", name="Add a service").click()
     await expect(page.locator(".service-form")).to_be_visible()
@@ -141,6 +197,13 @@ SCENES: dict[str, Scene] = {
     "attachment": attached,
     "blocked": stuck,
     "inbox": at("inbox", ".card"),
+    "task line": task_line,
+    "task": task,
+    "task over time": waterfall,
+    "tasks": tasks,
+    "usage": usage,
+    "budget question": budget,
+    "while you were away": away,
     "timeline": at("timeline", ".timeline > li"),
     "organisation": at("org", ".org-row"),
     "graph": graph,
@@ -155,7 +218,7 @@ SCENES: dict[str, Scene] = {
 
 @pytest.mark.check(23)
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
-async def test_axe_finds_nothing(panel: Room, scene: Scene, figure: Figure) -> None:
+async def test_axe_finds_no_violation(panel: Panel, scene: Scene, figure: Figure) -> None:
     page = await panel.open()
     await scene(panel, page)
     found: dict[str, list[str]] = {}
@@ -164,10 +227,10 @@ async def test_axe_finds_nothing(panel: Room, scene: Scene, figure: Figure) -> N
         await page.set_viewport_size(size)  # type: ignore[arg-type]
         for scheme in ("light", "dark"):
             await page.emulate_media(color_scheme=scheme)
-            told, left = await violations(page)
+            problems, left = await violations(page)
             undecided += left
-            if told := [*told, *[f"sideways {one}" for one in await ui.sideways(page)]]:
-                found[f"{name} {scheme}"] = told
+            if problems := [*problems, *[f"sideways {one}" for one in await ui.sideways(page)]]:
+                found[f"{name} {scheme}"] = problems
     figure(f"{undecided} places looked at again")
     assert found == {}
     Bell.may_end.set()

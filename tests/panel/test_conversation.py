@@ -1,36 +1,41 @@
-"""The conversation: interjections, stopping, delays, files, what is unread."""
+"""The thread: waiting messages, stopping, delays, files, unread counts."""
 
 from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
-from coterie.testing import Calls, Says
+from coterie import store
+from coterie.live import CallProgress
+from coterie.testing import Calls, Says, model_faults
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.room import Held, Room, bodies, eventually, options_of
+from tests.panel.harness import Held, Panel, eventually, open_panel, options_of, record_bodies
 
-PATIENCE = 30
-"""Seconds that no machine is too slow for."""
+TIMEOUT_SECONDS = 30
+"""Timeout in seconds; ends a test that hangs."""
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c6360f8ffff3f0005fe02fe"
     "a7356d9d0000000049454e44ae426082"
 )
 
 
-async def at_work(panel: Room, *then: Any, calls: int = 1) -> None:
-    """Ada has begun to ring a bell that goes on ringing; `calls`: so many she planned in one go."""
+async def at_work(panel: Panel, *then: Any, calls: int = 1) -> None:
+    """Start a turn of Ada with a long tool call; `calls`: number of calls in the plan."""
     Bell.may_end.clear()
     panel.server.script(Says(calls=tuple(Calls("ring", {"name": f"bell {n}"}) for n in range(calls))), *then)
     await panel.society.send(to="ada", text="Ring it", sender="bob")
     await asyncio.wait_for(Bell.rang.wait(), 5)
 
 
-async def _waits(panel: Room, count: int) -> bool:
+async def _waits(panel: Panel, count: int) -> bool:
     return len(await panel.society.store.waiting("ada")) == count
 
 
@@ -38,8 +43,25 @@ async def waiting(page: Page) -> list[str]:
     return [re.sub(r"\s+", " ", text) for text in await page.locator(ui.WAITING).all_inner_texts()]
 
 
+async def test_the_progress_of_a_tool_call_is_shown_while_it_runs(panel: Panel) -> None:
+    page = await panel.open()
+    await at_work(panel, "Rung")
+    [call] = [one for run in await panel.society.store.runs(store.Page(limit=1), "ada") for one in run.calls]
+    report = CallProgress(agent_id="ada", call_id=call.call_id, tool="ring", progress=2, total=5, message="the second")
+    panel.society.live.report_progress(report)
+    await expect(page.get_by_test_id("progress")).to_have_text("40%, the second")
+    await expect(page.locator(".row-sub").filter(has_text="ring")).to_have_text("ring · 40%, the second")
+    late = await panel.open()
+    await expect(late.get_by_test_id("progress")).to_have_text("40%, the second")
+    panel.society.live.report_progress(replace(report, progress=7, total=None, message=""))
+    await expect(page.get_by_test_id("progress")).to_have_text("7")
+    panel.society.live.end_progress("ada")
+    Bell.may_end.set()
+    await expect(page.get_by_test_id("progress")).to_have_text("")
+
+
 @pytest.mark.check(12)
-async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_together(panel: Room) -> None:
+async def test_messages_to_a_working_agent_wait_in_the_strip_and_are_read_together(panel: Panel) -> None:
     page = await panel.open()
     await at_work(panel, "Both read", calls=3)
     await ui.send(page, "First")
@@ -50,7 +72,7 @@ async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_
     assert "First" in first
     assert "Second" in second
     # The strip shows a message before the server has it; the agent takes together only what has arrived.
-    await eventually(lambda: _waits(panel, 2), seconds=PATIENCE)
+    await eventually(lambda: _waits(panel, 2), seconds=TIMEOUT_SECONDS)
     Bell.may_end.set()
     await expect(page.locator(ui.WAITING)).to_have_count(0)
     mine = page.locator(f"{ui.FEED} .msg-mine .bubble")
@@ -61,17 +83,17 @@ async def test_what_is_said_to_an_agent_at_work_waits_in_the_strip_and_is_taken_
     await expect(page.locator(ui.FEED)).to_contain_text("not run: cancelled by an interjection")
 
 
-async def test_a_wheel_turned_where_nothing_is_above_does_not_lose_the_end(panel: Room) -> None:
-    await panel.tell("The only one")
+async def test_scrolling_up_in_a_short_thread_keeps_following_the_end(panel: Panel) -> None:
+    await panel.send_as_agent("The only one")
     page = await panel.open()
     await ui.messages(page).hover()
     await page.mouse.wheel(0, -300)
-    sent = [await panel.tell(f"Message {n}") for n in range(30)]
+    sent = [await panel.send_as_agent(f"Message {n}") for n in range(30)]
     await expect(ui.message(page, sent[-1])).to_be_in_viewport()
 
 
 @pytest.mark.check(12)
-async def test_what_is_said_to_an_agent_at_work_is_in_the_strip_before_the_server_has_it(panel: Room) -> None:
+async def test_a_message_to_a_working_agent_is_in_the_strip_before_the_server_has_it(panel: Panel) -> None:
     page = await panel.open()
     panel.allow("Failed to load resource|ERR_|net::")
     await at_work(panel, "Read")
@@ -90,7 +112,7 @@ async def test_what_is_said_to_an_agent_at_work_is_in_the_strip_before_the_serve
 
 
 @pytest.mark.check(13)
-async def test_waiting_words_survive_reload_switch_and_a_cut_stream(panel: Room) -> None:
+async def test_waiting_messages_survive_a_reload_a_switch_and_a_lost_stream(panel: Panel) -> None:
     page = await panel.open()
     await at_work(panel, "Read")
     await ui.send(page, "Wait for me")
@@ -110,7 +132,7 @@ async def test_waiting_words_survive_reload_switch_and_a_cut_stream(panel: Room)
 
 
 @pytest.mark.check(13)
-async def test_a_withdrawal_that_comes_too_late_says_so_and_changes_nothing(panel: Room) -> None:
+async def test_a_late_withdrawal_is_reported_and_changes_nothing(panel: Panel) -> None:
     page = await panel.open()
     panel.allow("409")
     await at_work(panel, "Read")
@@ -133,7 +155,7 @@ async def test_a_withdrawal_that_comes_too_late_says_so_and_changes_nothing(pane
 
 
 @pytest.mark.check(14)
-async def test_the_composer_takes_words_in_every_state_but_the_last(panel: Room) -> None:
+async def test_the_composer_accepts_text_in_every_state_but_terminated(panel: Panel) -> None:
     page = await panel.open()
     composer = page.locator(ui.COMPOSER)
     await at_work(panel, "Read")
@@ -155,11 +177,11 @@ async def test_the_composer_takes_words_in_every_state_but_the_last(panel: Room)
 
 
 @pytest.mark.check(15)
-async def test_enter_belongs_to_the_input_method_while_it_composes(panel: Room) -> None:
+async def test_enter_during_composition_does_not_send(panel: Panel) -> None:
     page = await panel.open()
     composer = page.locator(ui.COMPOSER)
     await composer.focus()
-    sent = bodies(page)
+    sent = record_bodies(page)
     cdp = await page.context.new_cdp_session(page)
     await cdp.send("Input.imeSetComposition", {"text": "ni", "selectionStart": 2, "selectionEnd": 2})
     for code in (229, 13):
@@ -172,7 +194,7 @@ async def test_enter_belongs_to_the_input_method_while_it_composes(panel: Room) 
     await cdp.send("Input.insertText", {"text": "你好"})
     await expect(composer).to_have_value(re.compile("你好"))
     assert sent == []
-    # Nobody's next key comes within the same moment; some browsers' own does.
+    # Some browsers send the key event of the composition just after its end.
     await page.evaluate("() => new Promise(done => setTimeout(done, 40))")
     await composer.press("Enter")
     await eventually(lambda: _said(panel, "你好"))
@@ -180,7 +202,7 @@ async def test_enter_belongs_to_the_input_method_while_it_composes(panel: Room) 
 
 
 @pytest.mark.check(16)
-async def test_stop_ends_the_turn_and_keeps_what_was_said_and_what_waits(panel: Room) -> None:
+async def test_stop_ends_the_turn_and_keeps_the_text_and_the_waiting_messages(panel: Panel) -> None:
     page = await panel.open()
     words = " ".join(f"word{n}" for n in range(200))
     panel.server.script(Says(words, token_delay=0.05), "On to the next")
@@ -196,8 +218,8 @@ async def test_stop_ends_the_turn_and_keeps_what_was_said_and_what_waits(panel: 
 
 
 @pytest.mark.check(17)
-async def test_a_delayed_message_counts_down_and_arrives(panel: Room) -> None:
-    # The browser's clock is an hour wrong: the countdown goes by the server's.
+async def test_a_delayed_message_counts_down_and_arrives(panel: Panel) -> None:
+    # The browser's clock is an hour wrong; the countdown uses the server's.
     context = await panel.browser()
     await context.add_init_script("const real = Date.now; Date.now = () => real() + 3_600_000;")
     page = await panel.open("#/delayed", context=context)
@@ -221,7 +243,7 @@ async def test_a_delayed_message_counts_down_and_arrives(panel: Room) -> None:
 
 
 @pytest.mark.check(17)
-async def test_two_that_are_due_together_arrive_in_the_order_they_were_sent(panel: Room) -> None:
+async def test_messages_due_together_arrive_in_the_order_of_sending(panel: Panel) -> None:
     page = await panel.open()
     ids = [
         (await panel.society.send(to="user", text=f"Number {n}", sender="ada", delay_ms=600)).message_id for n in (1, 2)
@@ -232,7 +254,7 @@ async def test_two_that_are_due_together_arrive_in_the_order_they_were_sent(pane
 
 
 @pytest.mark.check(17)
-async def test_cancelling_a_delayed_message_takes_it_away_in_every_tab(panel: Room) -> None:
+async def test_cancelling_a_delayed_message_removes_it_in_every_tab(panel: Panel) -> None:
     sent = await panel.society.send(to="user", text="Never mind", sender="ada", delay_ms=60_000)
     context = await panel.browser()
     tabs = [await panel.open("#/delayed", context=context), await panel.open("#/delayed", context=context)]
@@ -246,7 +268,7 @@ async def test_cancelling_a_delayed_message_takes_it_away_in_every_tab(panel: Ro
 
 @pytest.mark.check(18)
 @pytest.mark.parametrize("way", ["button", "drop", "paste"])
-async def test_a_file_becomes_a_chip_however_it_comes(panel: Room, way: str) -> None:
+async def test_a_file_becomes_a_chip_by_picker_paste_and_drop(panel: Panel, way: str) -> None:
     page = await panel.open()
     if way == "button":
         await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
@@ -267,17 +289,17 @@ async def test_a_file_becomes_a_chip_however_it_comes(panel: Room, way: str) -> 
     await expect(chip).to_contain_text("as a description (Ada does not accept images)")
     await ui.send(page, "Look at this")
     await eventually(lambda: _said(panel, "Look at this"))
-    (said,) = await panel.said()
+    (said,) = await panel.sent()
     assert [one["filename"] for one in said.payload["attachments"]] == ["a.png"]
 
 
 @pytest.mark.check(19)
-async def test_unread_rises_for_hidden_agents_only_and_clears_everywhere(panel: Room) -> None:
+async def test_the_unread_count_rises_for_hidden_agents_only_and_clears_in_every_tab(panel: Panel) -> None:
     context = await panel.browser()
     here, there = await panel.open("#/a/ada", context=context), await panel.open("#/a/ada", context=context)
     await here.bring_to_front()
-    await panel.tell("You see me")
-    ids = [await panel.tell(f"You do not {n}", by="bob") for n in (1, 2)]
+    await panel.send_as_agent("You see me")
+    ids = [await panel.send_as_agent(f"You do not {n}", by="bob") for n in (1, 2)]
     for tab in (here, there):
         await expect(ui.row(tab, "bob").locator('[data-testid="unread"]')).to_have_text("2")
         await expect(tab).to_have_title(re.compile(r"^\(2\) "))
@@ -293,15 +315,15 @@ async def test_unread_rises_for_hidden_agents_only_and_clears_everywhere(panel: 
         await expect(tab).not_to_have_title(re.compile(r"^\("))
 
 
-async def test_a_question_to_another_agent_is_not_mine_to_answer(panel: Room) -> None:
-    await panel.tell("Which, Bob?", "one", "two", to="bob")
+async def test_a_question_to_another_agent_has_no_buttons(panel: Panel) -> None:
+    await panel.send_as_agent("Which, Bob?", "one", "two", to="bob")
     page = await panel.open("#/timeline")
     await expect(page.locator(".quick-chips li")).to_have_text(["one", "two"])
     await expect(page.locator(".quick-reply-btn")).to_have_count(0)
 
 
-async def test_a_terminated_agents_options_say_why_they_are_closed(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one", by="seer")
+async def test_the_options_of_a_terminated_agent_show_why_they_are_closed(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", by="seer")
     page = await panel.open("#/a/seer")
     await expect(options_of(page, message_id)).to_have_count(1)
     await panel.society.terminate_agent("seer")
@@ -313,16 +335,16 @@ def _delayed(page: Page, message_id: str) -> Any:
     return page.locator(f'.screen .delayed-item[data-message-id="{message_id}"]')
 
 
-async def _said(panel: Room, text: str) -> bool:
+async def _said(panel: Panel, text: str) -> bool:
     return text in await panel.texts()
 
 
-async def _streams(panel: Room, count: int) -> bool:
+async def _streams(panel: Panel, count: int) -> bool:
     return panel.streams == count
 
 
 @pytest.mark.check(18)
-async def test_how_a_file_reaches_somebody_is_told_again_when_the_recipient_changes(panel: Room) -> None:
+async def test_the_delivery_hint_of_a_file_follows_the_recipient(panel: Panel) -> None:
     await panel.society.setup.put(
         "sees",
         {
@@ -344,7 +366,7 @@ async def test_how_a_file_reaches_somebody_is_told_again_when_the_recipient_chan
 
 
 @pytest.mark.check(18)
-async def test_a_file_that_is_still_on_its_way_goes_along_to_another_recipient(panel: Room) -> None:
+async def test_a_file_that_is_still_uploading_moves_to_another_recipient(panel: Panel) -> None:
     sees = {"input": ["text", "vision"], "output": ["text"]}
     await panel.society.setup.put("sees", {"baseURL": panel.server.base_url, "model": "m", "capabilities": sees})
     await panel.society.create_agent(id="eyes", name="Eyes", service="sees")
@@ -367,3 +389,46 @@ async def test_a_file_that_is_still_on_its_way_goes_along_to_another_recipient(p
     await ui.send(page, "Look at this")
     await expect(page.locator(ui.CHIP)).to_have_count(0)
     await expect(page.locator(f"{ui.FEED} .msg-mine")).to_contain_text("a.png")
+
+
+async def test_a_broken_off_reply_and_the_reason_of_the_retry_are_shown(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coterie.agent.failures.FIRST_RETRY_DELAY", timedelta(seconds=60))
+    monkeypatch.setattr("coterie.agent.runner.random.random", lambda: 1.0)
+    async with open_panel(tmp_path, browser, timeout=400) as panel:
+        panel.server.script(model_faults.stall())
+        page = await panel.open()
+        await ui.send(page, "Tell me much")
+        await expect(page.locator(ui.DRAFT)).to_contain_text("Hello")
+        card = page.locator('[data-testid="problem"]')
+        await expect(card).to_contain_text("The model service took too long.")
+        await expect(card).to_contain_text("Retry in")
+        await expect(page.locator(ui.DRAFT)).to_contain_text("Hello")
+        await expect(page.locator('[data-testid="stopped"]')).to_have_text("Broken off before its end")
+        await page.reload()
+        await expect(card).to_contain_text("fell silent for 0.4 s")
+        await expect(card).to_contain_text("Waiting to retry")
+        assert await panel.errors() == []
+
+
+async def test_an_answer_at_the_length_limit_is_marked_and_can_be_continued(panel: Panel) -> None:
+    panel.server.script(Says("Once upon a", finish="length"), "time.")
+    page = await panel.open()
+    await ui.send(page, "Tell me a story")
+    await expect(page.locator('[data-testid="cut-off"]')).to_have_text("Cut off at the length limit")
+    await page.reload()
+    await expect(page.locator('[data-testid="cut-off"]')).to_be_visible()
+    await page.locator('[data-testid="continue"]').click()
+    await expect(page.locator(ui.FEED)).to_contain_text("time.")
+    assert await panel.texts() == ["Tell me a story", "Continue."]
+    await expect(page.locator('[data-testid="continue"]')).to_have_count(0)
+    await expect(page.locator('[data-testid="cut-off"]')).to_be_visible()
+    assert await panel.errors() == []
+
+
+async def test_an_answer_that_a_content_filter_cut_off_is_marked(panel: Panel) -> None:
+    panel.server.script(Says("Once upon a", finish="content_filter"))
+    page = await panel.open()
+    await ui.send(page, "Tell me a story")
+    await expect(page.locator('[data-testid="cut-off"]')).to_have_text("Cut off by the content filter")

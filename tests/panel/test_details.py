@@ -1,4 +1,4 @@
-"""What a demanding eye sees: keys by their right names, nothing in the way of a finger, clocks that agree."""
+"""Details of the panel: shortcut names, overflow, countdowns, kept state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from playwright.async_api import Browser, Page, expect
 from coterie.testing import Status
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.room import PHONE, Room, fails, room
+from tests.panel.harness import PHONE, Panel, fail_requests, open_panel
 from tests.panel.test_conversation import at_work
+from tests.test_setup import able
 
 MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
 LONG_NAME = "Somebody with a rather long name and a title besides"
@@ -33,14 +34,14 @@ CLOCKS = """async () => {
 @pytest.mark.parametrize(
     ("mac", "name", "key", "other"), [(True, "⌘", "Meta", "Control"), (False, "Ctrl", "Control", "Meta")]
 )
-async def test_the_key_that_is_shown_is_the_one_of_this_board_and_works(
-    panel: Room, mac: bool, name: str, key: str, other: str
+async def test_the_shown_shortcut_is_that_of_the_platform_and_works(
+    panel: Panel, mac: bool, name: str, key: str, other: str
 ) -> None:
     context = await panel.browser()
     await context.add_init_script(MAC if mac else "")
     page = await panel.open(context=context)
     await expect(page.locator('[data-testid="search"] kbd')).to_have_text(f"{name} K")
-    # On a Mac the other one deletes to the end of the line.
+    # On a Mac the other key deletes to the end of the line.
     await page.locator(ui.COMPOSER).focus()
     await page.keyboard.press(f"{other}+k")
     await expect(page.locator(ui.COMPOSER)).to_be_focused()
@@ -54,7 +55,7 @@ async def test_the_key_that_is_shown_is_the_one_of_this_board_and_works(
     assert (await sheet.get_by_text("Ctrl").count() == 0) is mac
 
 
-async def test_what_deletes_looks_like_it_and_stays_so_under_the_mouse(panel: Room) -> None:
+async def test_a_delete_button_keeps_its_danger_colour_on_hover(panel: Panel) -> None:
     page = await panel.open("#/setup")
     delete = page.get_by_role("button", name="Delete main")
     danger = await _colour(page, "var(--danger)")
@@ -67,7 +68,7 @@ async def test_what_deletes_looks_like_it_and_stays_so_under_the_mouse(panel: Ro
 
 
 @pytest.mark.parametrize("width", [360, 768])
-async def test_what_a_service_can_do_is_read_without_scrolling_sideways(panel: Room, width: int) -> None:
+async def test_the_capabilities_of_a_service_fit_without_horizontal_scrolling(panel: Panel, width: int) -> None:
     page = await panel.open("#/setup", viewport={"width": width, "height": 900})
     table = page.locator(".table-frame")
     await expect(table).to_contain_text("in + out")
@@ -75,8 +76,8 @@ async def test_what_a_service_can_do_is_read_without_scrolling_sideways(panel: R
     assert await table.evaluate("el => el.scrollWidth <= el.clientWidth")
 
 
-async def test_an_empty_conversation_begins_with_what_follows_from_the_role(panel: Room) -> None:
-    await panel.hire()
+async def test_an_empty_thread_suggests_messages_that_fit_the_role(panel: Panel) -> None:
+    await panel.spawn_child()
     page = await panel.open("#/a/pia", viewport=PHONE)
     lines = page.locator(".starter")
     await expect(lines).to_have_text(
@@ -86,7 +87,7 @@ async def test_an_empty_conversation_begins_with_what_follows_from_the_role(pane
     await expect(page.locator(ui.COMPOSER)).to_have_value("What has Ada asked you to do?")
 
 
-async def test_two_countdowns_to_one_moment_never_differ(panel: Room) -> None:
+async def test_two_countdowns_to_one_due_time_never_differ(panel: Panel) -> None:
     await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
     page = await panel.open("#/delayed", viewport={"width": 1440, "height": 900})
     await expect(page.locator(".countdown")).to_have_count(2)
@@ -96,12 +97,12 @@ async def test_two_countdowns_to_one_moment_never_differ(panel: Room) -> None:
 
 
 @pytest.mark.parametrize(("locale", "said"), [("en-US", "The server does not answer"), ("zh-CN", "服务器没有响应")])
-async def test_a_server_that_does_not_answer_is_told_in_the_pages_own_words(
-    panel: Room, locale: str, said: str
+async def test_an_unreachable_server_is_reported_in_the_language_of_the_page(
+    panel: Panel, locale: str, said: str
 ) -> None:
     sent = await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
     page = await panel.open("#/delayed", viewport=PHONE, locale=locale)
-    await fails(page, None, path="**/api/v1/messages/*", method="DELETE")
+    await fail_requests(page, None, path="**/api/v1/messages/*", method="DELETE")
     panel.allow("net::ERR_CONNECTION_REFUSED")
     await page.locator(f'[data-message-id="{sent.message_id}"]').get_by_role("button").click()
     await expect(page.locator(ui.TOAST)).to_contain_text(said)
@@ -109,17 +110,19 @@ async def test_a_server_that_does_not_answer_is_told_in_the_pages_own_words(
 
 
 def wide_family(count: int) -> str:
-    """One maker and all it made, the last of them with a long name."""
+    """An agent with many children, the last with a long name."""
     made = "".join(f'[agents.a{n}]\nname = "Agent {n}"\nparent = "root"\n' for n in range(count))
     return f'[agents.root]\nname = "Root"\n{made}[agents.z]\nname = "{LONG_NAME}"\nparent = "root"\n'
 
 
-async def test_a_drawing_begins_at_its_root_and_stays_where_it_was_scrolled(browser: Browser, tmp_path: Path) -> None:
-    async with room(tmp_path, browser, agents=wide_family(12)) as panel:
+async def test_the_organisation_graph_starts_at_its_root_and_keeps_its_scroll_position(
+    browser: Browser, tmp_path: Path
+) -> None:
+    async with open_panel(tmp_path, browser, agents=wide_family(12)) as panel:
         page = await panel.open("#/org", viewport=NARROW)
         await page.get_by_role("button", name="Graph").click()
         root = page.locator(".node", has_text="Root")
-        # A link in a drawing is in no viewport to the browser, wherever it lies.
+        # Playwright treats a link in an SVG as outside of the viewport.
         box = await root.bounding_box()
         assert box
         assert 0 < box["x"] < NARROW["width"] - box["width"]
@@ -129,18 +132,18 @@ async def test_a_drawing_begins_at_its_root_and_stays_where_it_was_scrolled(brow
         await expect(page.locator(".node", has_text="Paused")).to_have_count(1)
         await expect(page.locator(".graph-frame:not([data-old])")).to_have_count(1)
         assert await frame.evaluate("el => el.scrollLeft") == 40
-        assert await panel.trouble() == []
+        assert await panel.errors() == []
 
 
 @pytest.mark.parametrize("place", ["inbox", "timeline", "org", "delayed", "artifacts", "setup"])
-async def test_a_screen_that_is_opened_first_has_its_rules(panel: Room, place: str) -> None:
+async def test_a_screen_that_is_opened_first_has_its_styles(panel: Panel, place: str) -> None:
     page = await panel.open(f"#/{place}", viewport=PHONE)
     await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_attached()
     await expect(page.locator(".screen")).to_have_css("padding", "16px")
 
 
-async def test_long_names_stay_in_their_place(browser: Browser, tmp_path: Path) -> None:
-    async with room(tmp_path, browser, agents=wide_family(40)) as panel:
+async def test_long_names_do_not_overflow(browser: Browser, tmp_path: Path) -> None:
+    async with open_panel(tmp_path, browser, agents=wide_family(40)) as panel:
         page = await panel.open("#/org", viewport=NARROW)
         row = page.locator('.org-row[data-agent="z"]')
         dot, name = await row.locator(".dot").bounding_box(), await row.locator(".org-name").bounding_box()
@@ -155,10 +158,10 @@ async def test_long_names_stay_in_their_place(browser: Browser, tmp_path: Path) 
         used = page.locator(".service .clamp")
         await expect(used).to_contain_text("Used by")
         assert await used.evaluate("el => el.clientHeight < 4 * 13 * 1.4")
-        assert await panel.trouble() == []
+        assert await panel.errors() == []
 
 
-async def test_what_went_wrong_is_told_after_a_reload_too(panel: Room) -> None:
+async def test_an_error_is_shown_after_a_reload_too(panel: Panel) -> None:
     panel.server.script(Status(401, "Incorrect API key provided: nope.", code="invalid_api_key"))
     page = await panel.open(viewport=PHONE)
     await ui.send(page, "Hello")
@@ -168,7 +171,7 @@ async def test_what_went_wrong_is_told_after_a_reload_too(panel: Room) -> None:
     await expect(card).to_contain_text("wants a key")
 
 
-async def test_what_was_opened_stays_open_while_others_go_on(panel: Room) -> None:
+async def test_an_opened_detail_stays_open_while_others_update(panel: Panel) -> None:
     page = await panel.open("#/timeline")
     thread = await panel.open(context=page.context)
     await at_work(panel, "Look around")
@@ -177,7 +180,7 @@ async def test_what_was_opened_stays_open_while_others_go_on(panel: Room) -> Non
         await one.locator(".run-more summary").first.click()
         await expect(one.locator(".run-more[open]")).to_have_count(1)
     Bell.may_end.set()
-    await panel.tell("Something else", by="bob")
+    await panel.send_as_agent("Something else", by="bob")
     await panel.stage.state("ada", "idle")
     await expect(page.locator(".timeline")).to_contain_text("Something else")
     await expect(thread.locator(".run-started")).to_have_count(0)
@@ -185,7 +188,7 @@ async def test_what_was_opened_stays_open_while_others_go_on(panel: Room) -> Non
         await expect(one.locator(".run-more[open]")).to_have_count(1)
 
 
-async def test_the_outcome_of_a_test_is_still_there_when_the_page_catches_up(panel: Room) -> None:
+async def test_the_result_of_a_health_check_survives_an_update_of_the_page(panel: Panel) -> None:
     page = await panel.open("#/setup")
     card = page.locator('[data-service="main"]')
     await card.get_by_role("button", name="Test").click()
@@ -194,7 +197,7 @@ async def test_the_outcome_of_a_test_is_still_there_when_the_page_catches_up(pan
     await expect(card.locator(".outcome")).to_contain_text("It answered in")
 
 
-async def test_the_key_that_opens_the_palette_closes_it(panel: Room) -> None:
+async def test_the_key_that_opens_the_palette_closes_it(panel: Panel) -> None:
     page = await panel.open()
     await page.keyboard.press("Control+k")
     await expect(page.get_by_role("dialog")).to_be_visible()
@@ -202,19 +205,19 @@ async def test_the_key_that_opens_the_palette_closes_it(panel: Room) -> None:
     await expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-async def test_whose_conversation_it_is_can_be_seen_in_a_long_list(browser: Browser, tmp_path: Path) -> None:
-    async with room(tmp_path, browser, agents=wide_family(40)) as panel:
+async def test_the_selected_agent_is_visible_in_a_long_list(browser: Browser, tmp_path: Path) -> None:
+    async with open_panel(tmp_path, browser, agents=wide_family(40)) as panel:
         page = await panel.open("#/a/z")
         await expect(ui.row(page, "z")).to_be_in_viewport(ratio=1)
         await page.keyboard.press("Alt+ArrowDown")
         await expect(ui.row(page, "root")).to_be_in_viewport(ratio=1)
         await page.keyboard.press("Alt+ArrowUp")
         await expect(ui.row(page, "z")).to_be_in_viewport(ratio=1)
-        assert await panel.trouble() == []
+        assert await panel.errors() == []
 
 
-async def test_the_first_service_takes_the_word_of_the_tour_away(browser: Browser, tmp_path: Path) -> None:
-    async with room(tmp_path, browser, agents="") as panel:
+async def test_the_first_service_removes_the_tour_notice(browser: Browser, tmp_path: Path) -> None:
+    async with open_panel(tmp_path, browser, agents="") as panel:
         (tmp_path / "llmservices.json").write_text('{"services": []}')
         await panel.society.reload()
         page = await panel.open("#/setup")
@@ -227,18 +230,18 @@ async def test_the_first_service_takes_the_word_of_the_tour_away(browser: Browse
         await form.get_by_role("button", name="Save").click()
         await expect(page.locator('[data-service="first"]')).to_be_visible()
         await expect(banner).to_have_count(0)
-        assert await panel.trouble() == []
+        assert await panel.errors() == []
 
 
-async def test_the_name_of_a_screen_is_not_cut_where_there_is_room(panel: Room) -> None:
+async def test_the_title_of_a_screen_is_not_truncated_when_it_fits(panel: Panel) -> None:
     page = await panel.open("#/inbox", viewport={"width": 320, "height": 640})
     title = page.locator('[data-testid="title"]')
     await expect(title).to_have_text("My messages")
     assert await title.evaluate("el => el.scrollWidth <= el.clientWidth")
 
 
-async def test_a_rule_and_a_short_table_leave_no_signs_at_a_glance(panel: Room) -> None:
-    await panel.tell("One - two\n\n---\n\n| a | b | c |\n|-|:-:|--:|\n| 1 | 2 | 3 |\n\nd | e\n---|---\n4 | 5")
+async def test_a_preview_contains_no_markup_of_rules_and_tables(panel: Panel) -> None:
+    await panel.send_as_agent("One - two\n\n---\n\n| a | b | c |\n|-|:-:|--:|\n| 1 | 2 | 3 |\n\nd | e\n---|---\n4 | 5")
     page = await panel.open("#/inbox")
     await expect(page.locator(".items .item-text")).to_have_text("One - two a b c 1 2 3 d e 4 5")
 
@@ -250,3 +253,23 @@ async def _colour(page: Page, name: str) -> str:
         name,
     )
     return found
+
+
+async def test_the_form_of_a_local_service_saves_the_capabilities_that_its_test_found(
+    browser: Browser, tmp_path: Path
+) -> None:
+    async with open_panel(tmp_path, browser) as panel:
+        panel.server.default = able
+        page = await panel.open("#/setup")
+        await page.get_by_role("button", name="Add a service").click()
+        form = page.locator(".service-form")
+        await form.get_by_label("Short name").fill("local")
+        await form.get_by_label("Base URL").fill(panel.server.base_url)
+        await form.get_by_label("Model", exact=True).fill("m")
+        await form.get_by_role("button", name="Test").click()
+        await expect(form.locator(".outcome")).to_contain_text("It calls tools. It reads pictures.")
+        await expect(form.get_by_label("tools")).to_be_checked()
+        await form.get_by_role("button", name="Save").click()
+        await expect(form).to_have_count(0)
+        entry = panel.society.services.get("local")
+        assert entry.capabilities.has("tool_calling", "output") and entry.capabilities.has("vision", "input")

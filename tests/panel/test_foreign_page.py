@@ -1,4 +1,4 @@
-"""A page of another program on the same machine, in a browser that was let in: the cookie travels, nothing is done."""
+"""A page of another program on the same machine, in a logged-in browser that sends its cookie."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tests.panel.room import Room
+from tests.panel.harness import Panel
 
 PAGE = """<!doctype html><title>elsewhere</title><script>
 async function attack(panel) {
     const url = `${panel}/api/v1/messages`;
     const body = '{"to": "ada", "payload": {"text": "from elsewhere"}}';
-    const told = (promise) => promise.then(
+    const outcome = (promise) => promise.then(
         (answer) => (answer.type === 'opaque' ? 'opaque' : `read ${answer.status}`), () => 'kept out');
-    const send = (type, mode) => told(fetch(
+    const send = (type, mode) => outcome(fetch(
         url, {method: 'POST', credentials: 'include', mode, headers: {'Content-Type': type}, body}));
-    const heard = new Promise((done) => {
+    const streamed = new Promise((done) => {
         const stream = new EventSource(`${panel}/api/v1/events`, {withCredentials: true});
-        stream.onopen = () => done('heard');
+        stream.onopen = () => done('streamed');
         stream.onerror = () => { stream.close(); done('kept out'); };
     });
     const posted = new Promise((done) => {
@@ -32,7 +32,7 @@ async function attack(panel) {
     });
     return {
         json: await send('application/json', 'cors'), simple: await send('text/plain', 'no-cors'),
-        read: await told(fetch(`${panel}/api/v1/snapshot`, {credentials: 'include'})), stream: await heard,
+        read: await outcome(fetch(`${panel}/api/v1/snapshot`, {credentials: 'include'})), stream: await streamed,
         form: await posted,
     };
 }
@@ -41,7 +41,7 @@ async function attack(panel) {
 
 @asynccontextmanager
 async def elsewhere() -> AsyncIterator[str]:
-    """The address of a server that is not ours."""
+    """Address of a foreign server."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -54,9 +54,9 @@ async def elsewhere() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_foreign_page_on_the_same_machine_can_neither_write_nor_read_nor_listen(panel: Room) -> None:
+async def test_a_foreign_page_on_the_same_machine_can_neither_write_nor_read_nor_stream(panel: Panel) -> None:
     context = await panel.browser()
-    panel.allow(".*")  # it complains about all that it is not allowed to do
+    panel.allow(".*")  # the browser logs every blocked request
     async with elsewhere() as url:
         page = await context.new_page()
         await page.goto(url)
@@ -64,7 +64,7 @@ async def test_a_foreign_page_on_the_same_machine_can_neither_write_nor_read_nor
 
     kept_out = dict.fromkeys(("json", "simple", "read", "stream"), "kept out")
     assert came == kept_out | {"form": "posted"}
-    # They did arrive, and were turned away.
+    # The requests arrived and were refused.
     metrics = (await panel.app.state.metrics.render()).decode().splitlines()
     posts = [line for line in metrics if "duration_seconds_count" in line and 'method="POST"' in line]
     assert len(posts) == 1 and posts[0].endswith('status="403"} 2.0')

@@ -1,4 +1,4 @@
-"""The page without a mouse: the whole journey, a ring around every stop, and a focus that nothing takes away."""
+"""The page without a mouse: all tasks, visible focus, and a focus that is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.colours import COLOURS
 from tests.panel.conftest import Figure
-from tests.panel.room import PHONE, WIDE, Room, eventually
+from tests.panel.harness import PHONE, WIDE, Panel, eventually
 from tests.panel.test_conversation import PNG, at_work
 
 RING = (
@@ -36,7 +36,7 @@ WORST = 3.0
 
 
 async def ringed(page: Page) -> list[Any]:
-    """What has the focus: that it is told apart by a ring, and that nothing lies over it."""
+    """Check that the focused element has a visible ring and is not covered."""
     stop: list[Any] = await page.evaluate(RING)
     assert stop[0] != "BODY"
     assert stop[1] >= 2, stop
@@ -48,9 +48,9 @@ async def ringed(page: Page) -> list[Any]:
 @pytest.mark.check(25)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("place", ["a/ada", "inbox", "timeline", "org", "delayed", "artifacts", "setup"])
-async def test_every_stop_has_a_ring_that_is_seen(panel: Room, figure: Figure, place: str, scheme: Any) -> None:
-    await panel.tell("Which?", "one", "two")
-    await panel.tell("```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | [two](https://example.com) |")
+async def test_every_focus_stop_has_a_visible_ring(panel: Panel, figure: Figure, place: str, scheme: Any) -> None:
+    await panel.send_as_agent("Which?", "one", "two")
+    await panel.send_as_agent("```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | [two](https://example.com) |")
     await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
     await panel.society.artifacts.put(b"hello", "a.txt")
     lowest, count = 21.0, 0
@@ -74,14 +74,14 @@ async def test_every_stop_has_a_ring_that_is_seen(panel: Room, figure: Figure, p
 
 
 @pytest.mark.check(25)
-async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
-    asked = await panel.tell("Which?", "one", "two")
-    await panel.tell("Nothing to choose here")
-    # Later than this journey ends, however slow the machine.
+async def test_all_tasks_can_be_done_by_keyboard(panel: Panel) -> None:
+    asked = await panel.send_as_agent("Which?", "one", "two")
+    await panel.send_as_agent("Nothing to choose here")
+    # Due after the end of this test, even on a slow machine.
     await panel.society.send(to="user", text="Later", sender="ada", delay_ms=3_600_000)
     page = await panel.open()
     keys = page.keyboard
-    # Listened to from the start: the browser may be slow to say that it will not open a dialog of its own.
+    # Subscribed early: the browser may report the file dialog late.
     choosers = asyncio.Queue[FileChooser]()
     page.on("filechooser", choosers.put_nowait)
 
@@ -123,12 +123,12 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     await keys.type("By hand")
     await keys.press("Enter")
     await eventually(lambda: _said(panel, "By hand"))
-    (said,) = await panel.said()
+    (said,) = await panel.sent()
     assert (said.in_reply_to, [one["filename"] for one in said.payload["attachments"]]) == (asked, ["a.png"])
     await panel.stage.state("ada", "idle")
 
     # Answers by an option
-    await panel.tell("And now?", "three", "four")
+    await panel.send_as_agent("And now?", "three", "four")
     await expect(page.locator(".quick-reply-btn").last).to_have_text("four")
     await keys.press("Alt+q")
     await expect(page.locator(".quick-reply-btn:focus")).to_have_text("three")
@@ -153,7 +153,7 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     assert "Never mind this" not in await panel.texts()
     Bell.may_end.set()
     await panel.stage.state("ada", "idle")
-    # Said by whoever is asked next: Bob, too, may have something to answer.
+    # The next request may be of Bob, too.
     panel.server.default = Says(" ".join(f"w{n}" for n in range(500)), token_delay=0.05)
     await keys.type("Tell me much")
     await keys.press("Enter")
@@ -181,7 +181,7 @@ async def test_the_whole_journey_by_keyboard_alone(panel: Room) -> None:
     await expect(page.locator("article.is-found")).to_contain_text("Nothing to choose here")
 
 
-async def test_two_steps_pressed_at_once_are_two_steps(panel: Room) -> None:
+async def test_two_fast_key_presses_move_two_agents(panel: Panel) -> None:
     page = await panel.open("#/a/bob")
     await page.evaluate(
         """() => [1, 2].forEach(() =>
@@ -191,7 +191,7 @@ async def test_two_steps_pressed_at_once_are_two_steps(panel: Room) -> None:
 
 
 async def hold_palette(page: Page) -> asyncio.Event:
-    """Its script does not come before the event is set."""
+    """Hold the script of the palette until the event is set."""
     held = asyncio.Event()
 
     async def late(route: Route) -> None:
@@ -202,7 +202,7 @@ async def hold_palette(page: Page) -> asyncio.Event:
     return held
 
 
-async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(panel: Room) -> None:
+async def test_text_typed_before_the_palette_opens_is_not_sent(panel: Panel) -> None:
     page = await panel.open()
     held = await hold_palette(page)
     await page.locator(ui.COMPOSER).press("Control+k")
@@ -216,7 +216,7 @@ async def test_what_is_typed_before_the_palette_is_there_is_not_said_to_anybody(
     assert await panel.texts() == []
 
 
-async def test_a_palette_that_comes_too_late_stays_away(panel: Room) -> None:
+async def test_a_palette_that_loads_too_late_does_not_open(panel: Panel) -> None:
     page = await panel.open()
     held = await hold_palette(page)
     await page.locator(ui.COMPOSER).press("Control+k")
@@ -232,7 +232,7 @@ async def test_a_palette_that_comes_too_late_stays_away(panel: Room) -> None:
     await expect(page.locator(ui.COMPOSER)).to_be_focused()
 
 
-async def test_the_focus_stays_where_it_is_when_what_has_it_is_painted_anew(panel: Room) -> None:
+async def test_the_focus_survives_a_repaint_of_its_element(panel: Panel) -> None:
     page = await panel.open()
     await at_work(panel, "Read")
     await ui.send(page, "First")
@@ -246,7 +246,7 @@ async def test_the_focus_stays_where_it_is_when_what_has_it_is_painted_anew(pane
     ):
         await place.focus()
         if change == "unread":
-            await panel.tell("New", by="bob")
+            await panel.send_as_agent("New", by="bob")
             await expect(ui.row(page, "bob").locator('[data-testid="unread"]')).to_have_text("1")
         elif change == "waiting":
             await panel.society.send(to="ada", text="Third")
@@ -262,7 +262,7 @@ async def test_the_focus_stays_where_it_is_when_what_has_it_is_painted_anew(pane
 
 
 async def tab_to(page: Page, selector: str) -> None:
-    """Tab until it is there; every stop on the way has its ring."""
+    """Press Tab until the element has the focus; check the ring at every stop."""
     for _ in range(60):
         await page.keyboard.press("Tab")
         if await page.evaluate("selector => document.activeElement.matches(selector)", selector):
@@ -271,5 +271,5 @@ async def tab_to(page: Page, selector: str) -> None:
     pytest.fail(f"no Tab leads to {selector}")
 
 
-async def _said(panel: Room, text: str) -> bool:
+async def _said(panel: Panel, text: str) -> bool:
     return text in await panel.texts()

@@ -1,10 +1,10 @@
-"""A conversation that is too long for the document: what it does while someone scrolls through it."""
+"""Scrolling in a thread that is too long for the document."""
 
 from __future__ import annotations
 
 from playwright.async_api import Page
 
-from tests.panel.room import Room
+from tests.panel.harness import Panel
 
 MANY = 300
 
@@ -57,16 +57,16 @@ AT_FIRST = """
 """
 
 
-async def _long_thread(panel: Room) -> Page:
+async def _long_thread(panel: Panel) -> Page:
     for n in range(MANY):
-        await panel.tell(f"Message {n}: " + "some words " * (n * 7 % 90))
+        await panel.send_as_agent(f"Message {n}: " + "some words " * (n * 7 % 90))
     page = await panel.open()
     await page.evaluate("() => import('/static/state.js').then(state => state.loadAround('ada', 'all of it'))")
     await page.locator(".thread").hover()
     return page
 
 
-async def test_what_is_read_stays_in_its_place_while_heights_turn_out_otherwise(panel: Room) -> None:
+async def test_the_visible_messages_do_not_move_when_heights_are_corrected(panel: Panel) -> None:
     page = await _long_thread(panel)
 
     seen = await page.evaluate(GLIDED)
@@ -79,7 +79,7 @@ async def test_what_is_read_stays_in_its_place_while_heights_turn_out_otherwise(
     assert all(abs(was - top) <= 1 for was, top in both), "it moved under the eyes"
 
 
-async def test_the_first_message_is_reached_by_the_wheel_alone(panel: Room) -> None:
+async def test_the_first_message_can_be_reached_by_scrolling(panel: Panel) -> None:
     page = await _long_thread(panel)
 
     for _ in range(MANY):
@@ -90,7 +90,7 @@ async def test_the_first_message_is_reached_by_the_wheel_alone(panel: Room) -> N
     assert await page.evaluate(AT_FIRST), "the wheel ended before the first message"
 
 
-async def test_a_jump_builds_at_once_only_what_it_shows(panel: Room) -> None:
+async def test_a_jump_renders_only_the_visible_messages(panel: Panel) -> None:
     page = await _long_thread(panel)
 
     built, seen, soon = await page.evaluate(BUILT)

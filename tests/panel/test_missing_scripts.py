@@ -1,11 +1,11 @@
-"""Scripts are fetched when they are needed: one that cannot be had is told of in words, and the page goes on."""
+"""Scripts are loaded when needed; a failed load is reported and the page keeps working."""
 
 from __future__ import annotations
 
 from playwright.async_api import Page, Route, expect
 
 from tests.panel import ui
-from tests.panel.room import Room
+from tests.panel.harness import Panel
 
 INBOX = "**/static/screens/inbox.js"
 WORDS = "did not load"
@@ -16,8 +16,8 @@ async def _refused(route: Route) -> None:
     await route.abort("connectionrefused")
 
 
-async def _opened(panel: Room) -> Page:
-    await panel.tell("Good morning")
+async def _opened(panel: Panel) -> Page:
+    await panel.send_as_agent("Good morning")
     page = await panel.open()
     panel.allow("Failed to (load resource|fetch)|ERR_CONNECTION_REFUSED|does not provide an export")
     await page.evaluate("() => { window.same = true; }")
@@ -28,7 +28,7 @@ async def _is_same(page: Page) -> bool:
     return bool(await page.evaluate("() => window.same === true"))
 
 
-async def test_a_screen_whose_script_does_not_come_says_so_and_the_rest_goes_on(panel: Room) -> None:
+async def test_a_screen_whose_script_fails_to_load_shows_an_error_and_the_rest_works(panel: Panel) -> None:
     page = await _opened(panel)
     await page.route(INBOX, _refused)
 
@@ -41,14 +41,14 @@ async def test_a_screen_whose_script_does_not_come_says_so_and_the_rest_goes_on(
     assert await _is_same(page)
 
 
-async def test_once_the_server_is_back_the_screen_comes_at_a_word(panel: Room) -> None:
+async def test_retry_loads_the_screen_once_the_server_is_back(panel: Panel) -> None:
     page = await _opened(panel)
     await page.route("**/*", _refused)
     await page.get_by_test_id("link-inbox").click()
     again = page.get_by_test_id("screen-inbox").get_by_role("button", name="Retry")
     await again.evaluate("button => { button.dataset.pressed = ''; }")
     await again.click()
-    # A new button says that this try has ended: a server that comes back during it would bring the screen at once.
+    # A new button shows that this attempt has ended. If the server came back during it, the screen would load at once.
     await expect(page.get_by_test_id("screen-inbox").locator("button:not([data-pressed])")).to_be_visible()
     await expect(page.get_by_test_id("screen-inbox")).to_contain_text(WORDS)
     assert await _is_same(page), "a page without a server is not thrown away"
@@ -59,7 +59,7 @@ async def test_once_the_server_is_back_the_screen_comes_at_a_word(panel: Room) -
     await expect(page.locator(".items .item", has_text="Good morning")).to_be_visible()
 
 
-async def test_a_page_older_than_the_server_is_loaded_anew(panel: Room) -> None:
+async def test_a_page_older_than_the_server_is_reloaded(panel: Panel) -> None:
     page = await _opened(panel)
     await page.route(INBOX, lambda route: route.fulfill(body=OF_ANOTHER_VERSION, content_type="text/javascript"))
     await page.get_by_test_id("link-inbox").click()
@@ -72,7 +72,7 @@ async def test_a_page_older_than_the_server_is_loaded_anew(panel: Room) -> None:
     assert not await _is_same(page)
 
 
-async def test_a_panel_of_the_inspector_whose_script_does_not_come_can_be_asked_for_again(panel: Room) -> None:
+async def test_an_inspector_tab_whose_script_fails_to_load_can_be_retried(panel: Panel) -> None:
     page = await _opened(panel)
     await page.route("**/static/screens/org.js", _refused)
     await page.get_by_test_id("tab-org").click()
@@ -85,7 +85,7 @@ async def test_a_panel_of_the_inspector_whose_script_does_not_come_can_be_asked_
     await expect(page.get_by_test_id("inspector").get_by_role("treeitem", name="Ada")).to_be_visible()
 
 
-async def test_files_whose_script_does_not_come_are_not_dropped_in_silence(panel: Room) -> None:
+async def test_a_failed_load_of_the_upload_script_is_reported(panel: Panel) -> None:
     page = await _opened(panel)
     panel.allow("uncaught: .*(import|module)")
     await page.route("**/static/attachments.js", _refused)

@@ -1,4 +1,4 @@
-"""Quick replies: what a click does, and what it does when something is in the way."""
+"""Quick replies: clicks, failures, concurrency, keyboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from playwright.async_api import Page, Route, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.room import PHONE, WIDE, Held, Room, bodies, eventually, fails, options_of
+from tests.panel.harness import PHONE, WIDE, Held, Panel, eventually, fail_requests, options_of, record_bodies
 
 TEN = [f"Option {n}" for n in range(1, 11)]
 LONG = "Sort the notes of yesterday by who has to do what, " * 4
@@ -40,8 +40,8 @@ async def pressed(page: Page, message_id: str) -> list[int]:
 
 @pytest.mark.check(1)
 @pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
-async def test_options_stand_below_the_message_in_their_order(panel: Room, viewport: Any) -> None:
-    asked = {n: await panel.tell(f"Which of {n}?", *TEN[:n]) for n in (1, 3, 10)}
+async def test_options_are_below_the_message_in_their_order(panel: Panel, viewport: Any) -> None:
+    asked = {n: await panel.send_as_agent(f"Which of {n}?", *TEN[:n]) for n in (1, 3, 10)}
     page = await panel.open(viewport=viewport)
     for n, message_id in asked.items():
         await expect(options_of(page, message_id)).to_have_text(TEN[:n], use_inner_text=True)
@@ -53,18 +53,20 @@ async def test_options_stand_below_the_message_in_their_order(panel: Room, viewp
 
 
 @pytest.mark.check(2)
-@pytest.mark.parametrize("options", ["x", {}, [*TEN, "Option 11"], [1], ["a", ""], ["  "], [], None], ids=repr)
-async def test_options_that_are_none_are_not_shown_at_all(panel: Room, options: Any) -> None:
-    """The server refuses to send such; a page must not trust that."""
-    message_id = await panel.tell("Here are some options", "one")
+@pytest.mark.parametrize(
+    "options", ["x", {}, [*TEN, "Option 11"], [1], ["a", ""], ["  "], ["\ufeff"], ["\x85"], [], None], ids=repr
+)
+async def test_invalid_options_are_not_shown(panel: Panel, options: Any) -> None:
+    """The server refuses such options; the page must not rely on that."""
+    message_id = await panel.send_as_agent("Here are some options", "one")
     context = await panel.browser()
 
     async def spoilt(route: Route) -> None:
         answer = await route.fetch()
-        told = await answer.json()
-        for one in told["items"]:
-            one["payload"]["quickReplies"] = options
-        await route.fulfill(response=answer, json=told)
+        thread = await answer.json()
+        for item in thread["items"]:
+            item["payload"]["quickReplies"] = options
+        await route.fulfill(response=answer, json=thread)
 
     await context.route("**/api/v1/threads/ada/messages*", spoilt)
     page = await panel.open(context=context)
@@ -75,12 +77,12 @@ async def test_options_that_are_none_are_not_shown_at_all(panel: Room, options: 
 
 @pytest.mark.check(3)
 @pytest.mark.parametrize("option", [" leading space", "two\nlines", "🧭 emoji", "a\tb  c"], ids=repr)
-async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) -> None:
-    other = await panel.tell("Another question", "one", "two")
-    message_id = await panel.tell("Which?", "first", option)
+async def test_a_click_sends_the_option_byte_for_byte(panel: Panel, option: str) -> None:
+    other = await panel.send_as_agent("Another question", "one", "two")
+    message_id = await panel.send_as_agent("Which?", "first", option)
     page = await panel.open()
     await expect(options_of(page, message_id)).to_have_count(2)
-    sent = bodies(page)
+    sent = record_bodies(page)
     await page.evaluate(
         """async id => {
             const all = [...document.querySelectorAll(`.quick-replies[data-message-id="${id}"] .quick-reply-btn`)];
@@ -98,10 +100,10 @@ async def test_a_click_sends_the_option_byte_for_byte(panel: Room, option: str) 
 
 
 @pytest.mark.check(4)
-async def test_a_double_click_is_one_message(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one", "two")
+async def test_a_double_click_sends_one_message(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
-    sent = bodies(page)
+    sent = record_bodies(page)
     await options_of(page, message_id).nth(1).dblclick()
     await expect(ui.state_line(page, message_id)).to_contain_text("2")
     assert await panel.texts() == ["two"]
@@ -109,8 +111,8 @@ async def test_a_double_click_is_one_message(panel: Room) -> None:
 
 
 @pytest.mark.check(4)
-async def test_a_key_held_down_is_one_message(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one", "two")
+async def test_a_held_key_sends_one_message(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
     await options_of(page, message_id).first.focus()
     for _ in range(20):
@@ -122,15 +124,15 @@ async def test_a_key_held_down_is_one_message(panel: Room) -> None:
 
 
 @pytest.mark.check(4)
-async def test_of_two_tabs_that_choose_at_once_one_wins_in_both(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one", "two", "three")
+async def test_of_concurrent_choices_in_two_tabs_one_wins_in_both(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two", "three")
     context = await panel.browser()
     panel.allow("409")
     tabs = [await panel.open(context=context), await panel.open(context=context)]
     clicks = "([id, n]) => document.querySelectorAll(`[data-message-id='${id}'] .quick-reply-btn`)[n].click()"
     await asyncio.gather(*(tab.evaluate(clicks, [message_id, n]) for n, tab in enumerate(tabs)))
     await eventually(lambda: _has(panel, 1))
-    (winner,) = await panel.said()
+    (winner,) = await panel.sent()
 
     async def agree() -> bool:
         return [await pressed(tab, message_id) for tab in tabs] == [[winner.option]] * 2
@@ -141,11 +143,11 @@ async def test_of_two_tabs_that_choose_at_once_one_wins_in_both(panel: Room) -> 
 
 @pytest.mark.check(5)
 @pytest.mark.parametrize("status", [503, None], ids=["503", "refused"])
-async def test_an_option_that_was_not_sent_can_be_chosen_again(panel: Room, status: int | None) -> None:
-    message_id = await panel.tell("Which?", "one", "two")
+async def test_an_option_whose_send_failed_can_be_chosen_again(panel: Panel, status: int | None) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
     panel.allow("Failed to load resource")
-    await fails(page, status)
+    await fail_requests(page, status)
     button = options_of(page, message_id).nth(1)
     await button.focus()
     await page.keyboard.press("Enter")
@@ -165,9 +167,9 @@ async def test_an_option_that_was_not_sent_can_be_chosen_again(panel: Room, stat
 
 
 @pytest.mark.check(6)
-async def test_a_typed_answer_closes_every_open_question_of_that_agent(panel: Room) -> None:
-    first, second = await panel.tell("First?", "one"), await panel.tell("Second?", "two")
-    others = await panel.tell("Mine?", "three", by="bob")
+async def test_a_typed_answer_closes_every_open_question_of_that_agent(panel: Panel) -> None:
+    first, second = await panel.send_as_agent("First?", "one"), await panel.send_as_agent("Second?", "two")
+    others = await panel.send_as_agent("Mine?", "three", by="bob")
     page = await panel.open()
     await ui.send(page, "Neither")
     await eventually(lambda: is_closed(page, first))
@@ -178,8 +180,8 @@ async def test_a_typed_answer_closes_every_open_question_of_that_agent(panel: Ro
 
 
 @pytest.mark.check(6)
-async def test_an_attachment_alone_is_an_answer_too(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one")
+async def test_an_attachment_without_text_is_an_answer(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one")
     page = await panel.open()
     await page.set_input_files("input[type=file]", {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"})
     await expect(page.locator(ui.CHIP)).to_contain_text("a.txt")
@@ -188,11 +190,11 @@ async def test_an_attachment_alone_is_an_answer_too(panel: Room) -> None:
 
 
 @pytest.mark.check(6)
-async def test_a_typed_answer_that_fails_opens_the_question_again_and_gives_the_words_back(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one")
+async def test_a_typed_answer_that_fails_reopens_the_question_and_restores_the_text(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one")
     page = await panel.open()
     panel.allow("Failed to load resource")
-    await fails(page, 503)
+    await fail_requests(page, 503)
     await ui.send(page, "My own words")
     await expect(page.locator(ui.TOAST)).to_have_count(1)
     await expect(page.locator(ui.COMPOSER)).to_have_value("My own words")
@@ -201,8 +203,8 @@ async def test_a_typed_answer_that_fails_opens_the_question_again_and_gives_the_
 
 
 @pytest.mark.check(7)
-async def test_an_answer_is_still_there_after_a_reload(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one", "two")
+async def test_an_answer_is_shown_after_a_reload(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
     await options_of(page, message_id).nth(1).click()
     await eventually(lambda: _has(panel, 1))
@@ -213,8 +215,8 @@ async def test_an_answer_is_still_there_after_a_reload(panel: Room) -> None:
 
 @pytest.mark.check(7)
 @pytest.mark.parametrize("arrives", [True, False], ids=["the server got it", "it never arrived"])
-async def test_a_reload_in_the_middle_of_sending_ends_as_the_server_has_it(panel: Room, arrives: bool) -> None:
-    message_id = await panel.tell("Which?", "one", "two")
+async def test_a_reload_during_a_send_ends_in_the_state_of_the_server(panel: Panel, arrives: bool) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
     panel.allow("Failed to load resource")
     held = Held()
@@ -239,12 +241,12 @@ async def test_a_reload_in_the_middle_of_sending_ends_as_the_server_has_it(panel
 
 
 @pytest.mark.check(8)
-async def test_options_stay_open_while_the_agent_works_and_a_withdrawn_choice_opens_them_again(panel: Room) -> None:
+async def test_options_stay_open_while_the_agent_works_and_reopen_after_a_withdrawal(panel: Panel) -> None:
     Bell.may_end.clear()
     panel.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "Done")
-    message_id = await panel.tell("Which?", "one", "two")
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
-    # With a reply to nothing in particular the question would be answered.
+    # An answer without a reference would answer the question.
     await panel.society.send(to="ada", text="Ring it", sender="bob")
     await asyncio.wait_for(Bell.rang.wait(), 5)
     assert await is_open(page, message_id)
@@ -263,8 +265,8 @@ async def test_options_stay_open_while_the_agent_works_and_a_withdrawn_choice_op
 
 @pytest.mark.check(9)
 @pytest.mark.parametrize("option", ["<img src=x onerror=pwned()>", "');window.pwned=1;//", '"&lt;"', "<b>bold</b>"])
-async def test_an_option_is_shown_as_it_was_written(panel: Room, option: str) -> None:
-    message_id = await panel.tell("Which?", option)
+async def test_an_option_is_shown_as_it_was_written(panel: Panel, option: str) -> None:
+    message_id = await panel.send_as_agent("Which?", option)
     page = await panel.open()
     await expect(options_of(page, message_id)).to_have_text([option], use_inner_text=True)
     await options_of(page, message_id).click()
@@ -274,8 +276,8 @@ async def test_an_option_is_shown_as_it_was_written(panel: Room, option: str) ->
 
 @pytest.mark.check(10)
 @pytest.mark.parametrize("width", [360, 320])
-async def test_ten_options_fit_a_narrow_phone(panel: Room, width: int) -> None:
-    message_id = await panel.tell("Which?", *TEN[:9], LONG[:200])
+async def test_ten_options_fit_a_narrow_phone(panel: Panel, width: int) -> None:
+    message_id = await panel.send_as_agent("Which?", *TEN[:9], LONG[:200])
     page = await panel.open(viewport={"width": width, "height": 740})
     assert await ui.sideways(page) == []
     boxes = await options_of(page, message_id).evaluate_all(
@@ -290,8 +292,8 @@ async def test_ten_options_fit_a_narrow_phone(panel: Room, width: int) -> None:
 
 
 @pytest.mark.check(11)
-async def test_quick_replies_by_keyboard_alone(panel: Room) -> None:
-    message_id = await panel.tell("Which?", *TEN)
+async def test_quick_replies_can_be_chosen_by_keyboard(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", *TEN)
     page = await panel.open()
     await page.evaluate(
         """() => { window.lost = 0;
@@ -327,8 +329,8 @@ async def test_quick_replies_by_keyboard_alone(panel: Room) -> None:
     assert await page.evaluate("() => window.lost") == 0
 
 
-async def test_an_answer_that_is_not_confirmed_is_asked_for_again_under_the_same_name(panel: Room) -> None:
-    message_id = await panel.tell("Which?", "one", "two")
+async def test_an_unconfirmed_answer_is_retried_with_the_same_client_id(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("Which?", "one", "two")
     page = await panel.open()
     await page.clock.install()
     held = Held()
@@ -348,7 +350,7 @@ async def test_an_answer_that_is_not_confirmed_is_asked_for_again_under_the_same
     panel.allow("net::ERR_FAILED")
 
 
-async def _has(panel: Room, count: int) -> bool:
+async def _has(panel: Panel, count: int) -> bool:
     return len(await panel.texts()) >= count
 
 

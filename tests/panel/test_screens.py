@@ -1,4 +1,4 @@
-"""The screens beside the conversation, and what lies over the page."""
+"""The screens beside the thread, and overlays."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from playwright.async_api import Page, expect
 
 from coterie.testing import Calls, ModelServer, Says, Status
 from tests.panel import ui
-from tests.panel.room import PHONE, Room, eventually, options_of
+from tests.panel.harness import PHONE, Panel, eventually, options_of
 from tests.panel.test_conversation import PNG
 
 
-async def test_the_inbox_collects_open_questions_and_they_can_be_answered_there(panel: Room) -> None:
-    older, newer = await panel.tell("Older?", "a", "b"), await panel.tell("Newer?", "c", "d", by="bob")
-    await panel.tell("No question")
+async def test_open_questions_can_be_answered_in_the_inbox(panel: Panel) -> None:
+    older, newer = (
+        await panel.send_as_agent("Older?", "a", "b"),
+        await panel.send_as_agent("Newer?", "c", "d", by="bob"),
+    )
+    await panel.send_as_agent("No question")
     page = await panel.open("#/inbox")
     cards = page.locator("article.card")
     await expect(cards).to_have_count(2)
@@ -25,15 +28,15 @@ async def test_the_inbox_collects_open_questions_and_they_can_be_answered_there(
     await eventually(lambda: _said(panel, "b"))
     await expect(page.get_by_role("heading", name="Waiting for you (1)")).to_be_visible()
     await expect(options_of(page, older).nth(1)).to_be_focused()
-    fresh = await panel.tell("Newest?", "e", by="seer")
+    fresh = await panel.send_as_agent("Newest?", "e", by="seer")
     await expect(cards.first).to_have_attribute("data-message-id", fresh)
 
 
-async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> None:
+async def test_the_timeline_shows_all_messages_and_can_be_filtered(panel: Panel) -> None:
     panel.server.script(Says(calls=(Calls("look", {"name": "the bell"}),)), "Done")
-    await panel.tell("Between agents", by="bob", to="ada")
+    await panel.send_as_agent("Between agents", by="bob", to="ada")
     await panel.stage.state("ada", "idle")
-    await panel.tell("From the seer", by="seer")
+    await panel.send_as_agent("From the seer", by="seer")
     page = await panel.open("#/timeline")
     rows = page.locator(".timeline > li")
     await expect(rows.filter(has_text="From the seer")).to_contain_text("Seer → You")
@@ -47,12 +50,12 @@ async def test_the_timeline_shows_everybody_and_can_be_narrowed(panel: Room) -> 
     assert page.url.endswith("#/timeline?agent=seer&kind=message")
     await page.reload()
     await expect(rows).to_have_count(1)
-    await panel.tell("Another one", by="seer")
+    await panel.send_as_agent("Another one", by="seer")
     await expect(rows).to_have_count(2)
 
 
-async def test_the_timeline_pages_back_without_a_gap(panel: Room) -> None:
-    sent = [await panel.tell(f"Number {n}") for n in range(120)]
+async def test_the_timeline_pages_back_without_a_gap(panel: Panel) -> None:
+    sent = [await panel.send_as_agent(f"Number {n}") for n in range(120)]
     page = await panel.open("#/timeline?kind=message")
     rows = page.locator(".timeline > li")
     await expect(rows).to_have_count(50)
@@ -62,7 +65,7 @@ async def test_the_timeline_pages_back_without_a_gap(panel: Room) -> None:
     assert await rows.evaluate_all("all => all.map(r => r.dataset.messageId)") == sent[::-1]
 
 
-async def test_the_tree_of_the_organisation_is_walked_by_keyboard(panel: Room) -> None:
+async def test_the_organisation_tree_can_be_used_by_keyboard(panel: Panel) -> None:
     page = await panel.open("#/org")
     tree = page.locator(".org-tree")
     await expect(tree.locator("[role=treeitem]")).to_have_count(3)
@@ -89,7 +92,7 @@ async def test_the_tree_of_the_organisation_is_walked_by_keyboard(panel: Room) -
     await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
 
 
-async def test_the_drawing_of_the_organisation_leads_to_the_agents(panel: Room) -> None:
+async def test_the_organisation_graph_links_to_the_agents(panel: Panel) -> None:
     page = await panel.open("#/org")
     await page.get_by_role("button", name="Graph").click()
     await expect(page.locator(".node")).to_have_count(3)
@@ -98,12 +101,12 @@ async def test_the_drawing_of_the_organisation_leads_to_the_agents(panel: Room) 
     await expect(page.locator('[data-testid="title"]')).to_have_text("Seer")
 
 
-async def test_files_are_listed_and_text_is_shown(panel: Room) -> None:
+async def test_files_are_listed_and_text_is_shown(panel: Panel) -> None:
     page = await panel.open("#/artifacts")
     await expect(page.get_by_text("There are no files yet.")).to_be_visible()
     await panel.society.artifacts.put(b"a,b\n1,2\n", "table.csv")
     picture = await panel.society.artifacts.put(PNG, "dot.png", maker="ada")
-    await panel.tell("Two files for you", attachments=[{"artifactRef": picture.ref}])
+    await panel.send_as_agent("Two files for you", attachments=[{"artifactRef": picture.ref}])
     await expect(page.locator(".file-link")).to_have_count(2)
     await page.locator(".file-link").filter(has_text="table.csv").click()
     await expect(page.locator(".file-text")).to_have_text("a,b\n1,2\n")
@@ -115,7 +118,7 @@ async def test_files_are_listed_and_text_is_shown(panel: Room) -> None:
     await expect(page.get_by_role("button", name="Enlarge dot.png")).to_be_focused()
 
 
-async def test_a_service_is_tried_out_in_words(panel: Room) -> None:
+async def test_a_health_check_of_a_service_shows_its_result(panel: Panel) -> None:
     page = await panel.open("#/setup")
     card = page.locator('[data-service="main"]')
     await expect(card.locator(".outcome")).to_contain_text("not tested")
@@ -127,7 +130,7 @@ async def test_a_service_is_tried_out_in_words(panel: Room) -> None:
     assert "Traceback" not in await page.content()
 
 
-async def test_a_key_goes_in_and_never_comes_out(panel: Room) -> None:
+async def test_a_saved_key_is_never_shown(panel: Panel) -> None:
     page = await panel.open("#/setup")
     await page.get_by_role("button", name="Add a service").click()
     form = page.locator(".service-form")
@@ -154,7 +157,7 @@ async def test_a_key_goes_in_and_never_comes_out(panel: Room) -> None:
     await expect(card).to_have_count(0)
 
 
-async def test_a_new_address_asks_for_the_key_again(panel: Room) -> None:
+async def test_a_changed_address_requires_the_key_again(panel: Panel) -> None:
     async with ModelServer(models={"m2"}) as elsewhere:
         await panel.society.setup.put(
             "second", {"baseURL": panel.server.base_url, "model": "m2"}, "sk-canary-0123456789"
@@ -176,7 +179,7 @@ async def test_a_new_address_asks_for_the_key_again(panel: Room) -> None:
         assert entry.base_url == elsewhere.base_url
 
 
-async def test_the_tours_guide_comes_and_goes(panel: Room) -> None:
+async def test_the_guide_of_the_tour_appears_and_disappears(panel: Panel) -> None:
     page = await panel.open("#/setup")
     await page.get_by_label("Show the tour guide").check()
     await expect(ui.row(page, "guide")).to_be_visible()
@@ -186,8 +189,8 @@ async def test_the_tours_guide_comes_and_goes(panel: Room) -> None:
     await expect(ui.row(page, "guide-2")).to_be_visible()
 
 
-async def test_the_palette_finds_agents_actions_and_messages(panel: Room) -> None:
-    message_id = await panel.tell("The quarterly figures are here", by="bob")
+async def test_the_palette_finds_agents_actions_and_messages(panel: Panel) -> None:
+    message_id = await panel.send_as_agent("The quarterly figures are here", by="bob")
     page = await panel.open()
     await page.keyboard.press("Control+k")
     field = page.get_by_role("combobox", name=re.compile("Agents, messages"))
@@ -208,7 +211,7 @@ async def test_the_palette_finds_agents_actions_and_messages(panel: Room) -> Non
     await expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-async def test_the_sheet_of_shortcuts_opens_and_gives_the_focus_back(panel: Room) -> None:
+async def test_the_shortcut_sheet_opens_and_returns_the_focus(panel: Panel) -> None:
     page = await panel.open()
     await page.locator(ui.COMPOSER).focus()
     await page.keyboard.type("?")
@@ -219,8 +222,8 @@ async def test_the_sheet_of_shortcuts_opens_and_gives_the_focus_back(panel: Room
     await expect(page.locator(ui.COMPOSER)).to_be_focused()
 
 
-async def test_regions_agents_and_the_inbox_are_a_key_away(panel: Room) -> None:
-    await panel.tell("Which?", "one")
+async def test_shortcuts_lead_to_regions_agents_and_inbox(panel: Panel) -> None:
+    await panel.send_as_agent("Which?", "one")
     page = await panel.open()
     await page.locator(ui.COMPOSER).focus()
     await page.keyboard.press("Alt+ArrowDown")
@@ -236,7 +239,7 @@ async def test_regions_agents_and_the_inbox_are_a_key_away(panel: Room) -> None:
     await expect(page.locator("article.card")).to_have_count(1)
 
 
-async def test_the_inspector_shows_what_is_delayed_and_calls_it_off(panel: Room) -> None:
+async def test_the_inspector_lists_and_cancels_delayed_messages(panel: Panel) -> None:
     sent = await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
     page = await panel.open()
     inspector = page.locator('[data-testid="inspector"]')
@@ -246,14 +249,14 @@ async def test_the_inspector_shows_what_is_delayed_and_calls_it_off(panel: Room)
     assert await panel.society.bus.delayed_count() == 0
 
 
-async def test_everything_that_is_delayed_is_listed_and_not_only_what_a_snapshot_holds(panel: Room) -> None:
+async def test_the_list_of_delayed_messages_is_not_limited_to_the_snapshot(panel: Panel) -> None:
     for n in range(510):
         await panel.society.send(to="user", text=f"Later {n}", sender="ada", delay_ms=3_600_000)
     page = await panel.open("#/delayed")
     await expect(page.locator(".screen .delayed-item")).to_have_count(510)
 
 
-async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Room) -> None:
+async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Panel) -> None:
     page = await panel.open(viewport=PHONE)
     for place in ("delayed", "artifacts", "org"):
         await page.locator('[data-testid="menu"]').click()
@@ -262,39 +265,39 @@ async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Room) -> None:
         assert await ui.sideways(page) == []
 
 
-async def test_a_hidden_page_asks_the_browser_to_tell_of_a_message(panel: Room) -> None:
+async def test_a_hidden_page_shows_a_browser_notification(panel: Panel) -> None:
     context = await panel.browser(permissions=["notifications"])
     await context.add_init_script(
-        """window.told = [];
-        window.Notification = class { constructor(title, {body}) { told.push(`${title}: ${body}`); }
+        """window.notified = [];
+        window.Notification = class { constructor(title, {body}) { notified.push(`${title}: ${body}`); }
             static permission = 'granted'; static requestPermission = async () => 'granted'; };
         Object.defineProperty(document, 'hidden', {get: () => true});"""
     )
     page = await panel.open("#/setup", context=context)
-    await panel.tell("Not yet")
+    await panel.send_as_agent("Not yet")
     await expect(ui.row(page, "ada").locator('[data-testid="unread"]')).to_have_text("1")
     await page.get_by_label("Notify me").check()
-    await panel.tell("Now")
-    await page.wait_for_function("() => window.told.length > 0")
-    assert await page.evaluate("() => window.told") == ["Ada: Now"]
+    await panel.send_as_agent("Now")
+    await page.wait_for_function("() => window.notified.length > 0")
+    assert await page.evaluate("() => window.notified") == ["Ada: Now"]
 
 
 async def _region(page: Page) -> str:
     return str(await page.evaluate("() => document.activeElement.closest('nav, main, aside, header')?.localName ?? ''"))
 
 
-async def _said(panel: Room, text: str) -> bool:
+async def _said(panel: Panel, text: str) -> bool:
     return text in await panel.texts()
 
 
-async def test_the_inbox_shows_the_end_of_what_is_being_said(panel: Room) -> None:
+async def test_the_inbox_shows_the_end_of_a_streaming_reply(panel: Panel) -> None:
     words = " ".join(f"w{n}" for n in range(600))
     panel.server.script(Says(words, token_delay=0.01))
     page = await panel.open("#/inbox")
     saying = page.locator(".saying")
     await expect(saying).to_be_hidden()
     await panel.society.send(to="ada", text="Talk")
-    # Which words there are just then is a matter of luck; the beginning is not among them.
+    # The visible part depends on timing; it does not include the beginning.
     await expect(saying.locator(".bubble")).to_have_text(re.compile(r"^….*w\d{2,3}$"))
     assert len(await saying.locator(".bubble").inner_text()) <= 281
     await panel.stage.state("ada", "idle")
@@ -302,8 +305,8 @@ async def test_the_inbox_shows_the_end_of_what_is_being_said(panel: Room) -> Non
     await expect(page.locator(".items .item")).to_contain_text("w0 w1")
 
 
-async def test_at_a_glance_a_message_shows_no_signs_of_markdown(panel: Room) -> None:
-    await panel.tell(
+async def test_a_preview_of_a_message_contains_no_markdown_markup(panel: Panel) -> None:
+    await panel.send_as_agent(
         "# Plan\n\n- [x] **call** `run_js`\n- [ ] see [this](https://example.com)\n\n|a|b|\n|---|---|\n|1|2|"
     )
     page = await panel.open("#/inbox")
@@ -312,8 +315,8 @@ async def test_at_a_glance_a_message_shows_no_signs_of_markdown(panel: Room) -> 
     await expect(ui.row(page, "ada").locator(".row-sub")).to_have_text(said)
 
 
-async def test_an_empty_conversation_says_who_that_is_and_what_they_take_in(panel: Room) -> None:
-    await panel.hire()
+async def test_an_empty_thread_shows_the_agent_and_its_capabilities(panel: Panel) -> None:
+    await panel.spawn_child()
 
     page = await panel.open("#/a/pia")
 
@@ -325,3 +328,33 @@ async def test_an_empty_conversation_says_who_that_is_and_what_they_take_in(pane
     await expect(page.locator(ui.COMPOSER)).to_have_value("What can you do?")
     await page.locator('[data-testid="agent-filter"]').fill("proof")
     await expect(page.locator(".tree [role=treeitem]")).to_have_count(1)
+
+
+async def test_the_description_of_an_agent_is_shown_in_the_list_the_header_and_the_organisation(panel: Panel) -> None:
+    await panel.society.create_agent(id="zoe", name="Zoe", description="Knows <b>zoos</b>.")
+    page = await panel.open("#/org")
+    await expect(page.locator(".org-tree [data-agent=zoe] [data-testid=about]")).to_have_text("Knows <b>zoos</b>.")
+    await expect(page.get_by_test_id("agent-zoe")).to_have_attribute("title", "Knows <b>zoos</b>.")
+    await page.get_by_test_id("agent-zoe").click()
+    await expect(page.locator(".top-about")).to_have_text("Knows <b>zoos</b>.")
+
+
+async def test_a_recurring_message_is_shown_with_its_recurrence_and_can_be_paused_skipped_and_ended(
+    panel: Panel,
+) -> None:
+    sent = await panel.society.send(to="ada", text="Stand up", every="weekdays 08:00", time_zone="Europe/Berlin")
+    page = await panel.open("#/delayed")
+    screen = page.locator(".screen")
+    item = screen.locator(".delayed-item")
+    await expect(item.get_by_test_id("every")).to_have_text("Repeats: weekdays 08:00 Europe/Berlin")
+    await item.get_by_role("button", name=re.compile("Skip once")).click()
+    await expect(screen.locator(f'[data-message-id="{sent.message_id}"]')).to_have_count(0)
+    await expect(item).to_have_count(1)
+    await item.get_by_test_id("schedule-pause").click()
+    await expect(screen.get_by_test_id("paused-schedule")).to_contain_text("Paused")
+    await page.reload()
+    await screen.get_by_test_id("schedule-resume").click()
+    await expect(item.get_by_test_id("schedule-pause")).to_be_visible()
+    await item.get_by_test_id("schedule-end").click()
+    await expect(item).to_have_count(0)
+    assert await panel.society.store.schedules() == []

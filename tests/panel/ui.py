@@ -1,4 +1,4 @@
-"""Where things are on the page. One place, so that a moved button is one changed line."""
+"""Selectors of the panel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def to_end(page: Page) -> None:
 
 
 async def sideways(page: Page) -> list[str]:
-    """What could be scrolled sideways, though it should not; tables, drawings and code may."""
+    """Elements that scroll horizontally, without tables, graphs and code, which may."""
     found: list[Any] = await page.evaluate(
         """() => [document.scrollingElement, ...document.querySelectorAll('body *')]
             .filter(el => el.scrollWidth > el.clientWidth + 1 && el.clientWidth > 1)
@@ -53,4 +53,4 @@ async def sideways(page: Page) -> list[str]:
             .filter(el => !el.matches('.table-frame, .graph-frame, pre, .md-table, .palette-list'))
             .map(el => `${el.tagName}.${el.className} ${el.scrollWidth} > ${el.clientWidth}`)"""
     )
-    return [str(one) for one in found]
+    return [str(element) for element in found]

@@ -9,9 +9,10 @@ from typing import Literal
 
 from coterie.agent.builtins import build_envelope
 from coterie.errors import Refused
-from coterie.llm.types import ToolCall, ToolSpec
+from coterie.llm.service import TokenUsage, ToolCall, ToolSpec
 from coterie.messages import PERSON, Envelope
-from coterie.turn import CallEnded, Effect, Event, ModelAnswered, ModelFailed, PlannedCall
+from coterie.plan import Effect, PlannedCall
+from coterie.turn import CallEnded, Event, Interrupted, ModelAnswered, ModelFailed
 from coterie.turn_store import Claim
 
 from .world import AGENTS
@@ -34,13 +35,27 @@ class FakeModel:
         text = f"t{self._said}"
         luck = self._rng.random()
         if self.calm or luck < 0.22:
-            return ModelAnswered(text=text)
+            return ModelAnswered(text=text, usage=self.usage())
         if luck < 0.25:
-            return ModelAnswered(text="  ")
+            return ModelAnswered(text="  ", usage=self.usage())
         if luck < 0.31:
             return self._failure()
         count = self._rng.choice((1, 2, 2, 3, 3, 4))
-        return ModelAnswered(text=self._rng.choice(("", text)), calls=tuple(self._call(n) for n in range(count)))
+        calls = tuple(self._call(n) for n in range(count))
+        return ModelAnswered(text=self._rng.choice(("", text)), calls=calls, usage=self.usage())
+
+    def usage(self) -> TokenUsage:
+        used = self._rng.randrange(1, 30)
+        cost = self._rng.choice((None, used * 1_000))
+        return TokenUsage(
+            input_tokens=used, output_tokens=self._rng.randrange(5), cached_tokens=used // 2, cost=cost, model_ms=used
+        )
+
+    def cut(self) -> Interrupted:
+        """An answer that a person's message cut."""
+        self._said += 1
+        usage = self._rng.choice((TokenUsage(), self.usage()))
+        return Interrupted(partial_text=f"cut{self._said}", service="main", usage=usage)
 
     def _failure(self) -> ModelFailed:
         fates: tuple[Literal["retry", "block", "give_up"], ...] = ("retry", "retry", "block", "give_up")

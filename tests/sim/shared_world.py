@@ -13,9 +13,9 @@ from coterie.clock import to_ms
 from coterie.messages import PERSON
 from coterie.stores.postgres.cluster import NotifyChannels
 from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.migrate import migrate
 from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.sql import commands
+from coterie.stores.sql.migrations import migrate_postgres
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.testing.clock import START
 from tests.engines import EMPTY
@@ -34,7 +34,7 @@ class SharedWorld(World):
 
     def __init__(self, url: str) -> None:
         raw = connect(url)
-        migrate(raw)
+        migrate_postgres(raw)
         self.db: Any = PgConnection(raw)
         self.db.execute_now(EMPTY)
         self.db.execute("INSERT INTO meta (key, value) VALUES ('secret', ?)", (SECRET.decode(),))

@@ -9,20 +9,39 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from random import Random
 
-from coterie.agent.context import render_row
-from coterie.agent.history_cache import HistoryCache
+from msgspec.structs import replace
+
+from coterie.agent.context import HistoryCache, render_row
 from coterie.errors import Refused, StoreError
 from coterie.ids import keyed_id
 from coterie.messages import PERSON, Envelope, make_envelope
-from coterie.turn import AskModel, CallEnded, Event, ModelAnswered, Rest, Rules, RunCall, Stopped
-from coterie.turn_store import Claim, StaleClaim
+from coterie.stores.sql.inbox import MESSAGE_COST
+from coterie.tasks import CONTINUE, STOP, Budget, StoppedTask
+from coterie.turn import (
+    AskModel,
+    CallEnded,
+    Event,
+    Interrupted,
+    ModelAnswered,
+    Rest,
+    Rules,
+    RunCall,
+    Stopped,
+    may_cut,
+)
+from coterie.turn_store import Claim, Interruption, StaleClaim
 
 from .fake_model import FakeModel
-from .oracle import Oracle, Violation, complaints
+from .oracle import Oracle, Violation, first_error
 from .world import AGENTS, RULES, SECRET, World
 
 STEPS = 110
+EVERY = ("1m", "2m", "* * * * * UTC")
+BUDGETS = (Budget(), Budget(turns=1), Budget(turns=2, tokens=60), Budget(turns=0, cost=3e-5, minutes=0.001))
+"""Of tasks, by seed. All but the first are reached in most runs."""
 WORKERS = 4
+CHECKED_SEEDS = 5
+"""One seed of so many checks all invariants of tasks after every step, not only at the end: it takes twice as long."""
 DRAIN = 3_000
 """Steps after which an agent that is not idle counts as stuck."""
 
@@ -59,6 +78,8 @@ class EagerWorker:
 
     def release_slots(self, count: int) -> None: ...
 
+    def interrupt(self, interruption: Interruption) -> None: ...
+
     def wake(self) -> None: ...
 
     def reconcile_claims(self) -> None: ...
@@ -77,6 +98,9 @@ class Simulation:
         self.seed, self._log = seed, log
         self._rng = Random(seed)
         self.world = world or World()
+        self.world.rules = replace(RULES, budget=BUDGETS[seed % len(BUDGETS)])
+        if seed % 3 == 0:  # mail is taken one or two messages at a time
+            self.world.rules = replace(self.world.rules, mail_budget=lambda _: 2 * MESSAGE_COST + 60)
         self.model = FakeModel(self._rng)
         self.oracle = Oracle(self.world)
         self.seen: Counter[str] = Counter()
@@ -120,13 +144,17 @@ class Simulation:
         action(self)
         self.world.worker = None
         self.oracle.check_step()
+        if self.seed % CHECKED_SEEDS == 0 and (found := self.world.violations("T")):
+            raise Violation("; ".join(found[:3]))
 
     def _choose_eager_worker(self) -> None:
         """Mostly register a worker for woken agents. Without one, agents are claimed later."""
         active = [worker for worker in self._workers if not worker.paused]
         if active and self._rng.random() < 0.7:
             worker = self._rng.choice(active)
-            self.world.worker = EagerWorker(worker.name, lambda claims: self._take_claims(worker, claims))
+            self.world.worker = EagerWorker(
+                worker.name, lambda claims: self._take_claims(worker, claims), self.world.rules
+            )
 
     def _take_claims(self, worker: Worker, claims: Sequence[Claim]) -> None:
         for claim in claims:
@@ -179,8 +207,8 @@ class Simulation:
             if not self._shows_all(worker, claim):
                 worker.jobs.remove(job)
                 return
-            if self._rng.random() < 0.1 and (complaint := complaints(self.world.history(claim.agent_id))):
-                raise Violation(f"H11: {claim.agent_id} asks its model with {complaint}")
+            if self._rng.random() < 0.1 and (error := first_error(self.world.history(claim.agent_id))):
+                raise Violation(f"H11: {claim.agent_id} asks its model with {error}")
             job.outcome = self.model.answer(), None
         else:
             assert isinstance(claim.action, RunCall)
@@ -219,9 +247,14 @@ class Simulation:
             self.oracle.fenced(job.claim)
             self.seen["fenced"] += 1
             worker.jobs.remove(job)
+            if isinstance(event, ModelAnswered) and event.usage.input_tokens and self._rng.random() < 0.5:
+                self.world.add_usage(job.claim, event.usage)  # a request that was made is paid for
             return
         self._log(f"{worker.name} writes down {event} for {job.claim.agent_id}: {after.action}")
         self.oracle.advanced(job.claim, after, checked=isinstance(event, ModelAnswered | CallEnded))
+        if isinstance(event, Interrupted):
+            self.oracle.was_cut(after, event)
+            self.seen["cut answers"] += 1
         if sends is not None:
             self._acknowledge(sends)
         if self._rng.random() < 0.03:
@@ -321,18 +354,62 @@ class Simulation:
             job.outcome = Stopped(said and f"{said} {self.seen['steps']}"), None
             self.seen["stops"] += 1
 
+    def cut(self) -> None:
+        """The person speaks while a model answers, and the worker cuts the answer."""
+        jobs = [job for worker in self._workers if not worker.paused for job in worker.jobs if _is_answering(job)]
+        if not jobs:
+            return
+        job = self._rng.choice(jobs)
+        self._send(PERSON, job.claim.agent_id)
+        newer = "SELECT 1 FROM messages WHERE recipient = ? AND sender = ? AND in_seq > ?"
+        if self.world.rows(newer, job.claim.agent_id, PERSON, job.claim.newest_position):
+            job.outcome = self.model.cut(), None
+
     # People, agents and time
 
     def speak(self) -> None:
         sender = self._rng.choice((PERSON, PERSON, *AGENTS))
         self._send(sender, self._rng.choice(AGENTS), self._rng.choice((None, None, None, 1, 500, 70_000)))
 
-    def _send(self, sender: str, to: str, delay_ms: int | None = None) -> None:
+    def remind(self) -> None:
+        """An agent sends a delayed message that an answer to an earlier message of it withdraws."""
+        sender = self._rng.choice(AGENTS)
+        if self._rng.random() < 0.5:
+            self._sent += 1
+            envelope = make_envelope(
+                sender=sender, to=PERSON, payload={"text": f"well {self._sent}?"}, quick_replies=["Yes"]
+            )
+            self.world.send(envelope)
+        asked = self.world.rows(
+            "SELECT id FROM messages WHERE sender = ? AND (recipient <> ? OR question = 1) ORDER BY seq DESC LIMIT 3",
+            sender,
+            PERSON,
+        )
+        if asked:
+            question = str(self._rng.choice(asked)[0])
+            delay = self._rng.choice((300, 5_000, 70_000, 70_000))
+            self._send(sender, self._rng.choice((*AGENTS, PERSON)), delay, unless_answered=question)
+
+    def _send(
+        self,
+        sender: str,
+        to: str,
+        delay_ms: int | None = None,
+        every: str | None = None,
+        unless_answered: str | None = None,
+    ) -> None:
         self._sent += 1
         text = f"{sender} says {self._sent}"
         envelope = make_envelope(
-            sender=sender, to=to, payload={"text": text}, delay_ms=delay_ms, client_id=f"{self.seed}/{self._sent}"
+            sender=sender,
+            to=to,
+            payload={"text": text},
+            delay_ms=delay_ms,
+            every=every,
+            unless_answered=unless_answered,
+            client_id=f"{self.seed}/{self._sent}",
         )
+        expected = self.oracle.expected_task(envelope)
         for _ in range(self._rng.choice((1, 1, 1, 2))):  # the second: the acknowledgement got lost
             try:
                 receipt = self.world.send(envelope)
@@ -340,18 +417,128 @@ class Simulation:
                 self.seen[refusal.code] += 1
                 return
             self._log(f"{text} to {to}: {receipt.state}")
-            self.oracle.acknowledged[receipt.message_id] = to
+            self.oracle.check_receipt(receipt, expected)
+            if receipt.state == "withdrawn":
+                self.oracle.moot.add(receipt.message_id)
+                self.seen["moot reminders"] += 1
+            if not every and to in AGENTS:  # a pause or the end of the schedule withdraws it
+                self.oracle.acknowledged[receipt.message_id] = to
         self._withdrawable.append(keyed_id(SECRET, envelope.id))
+
+    def recur(self) -> None:
+        """Send a recurring message, or change, pause, resume or end one."""
+        rows = self.world.rows("SELECT id FROM schedules WHERE state <> 'ended' ORDER BY id")
+        if not rows or self._rng.random() < 0.5:
+            self._send(
+                self._rng.choice((PERSON, *AGENTS)), self._rng.choice((*AGENTS, PERSON)), every=self._rng.choice(EVERY)
+            )
+            return
+        schedule_id = str(self._rng.choice(rows)[0])
+        every, paused = self._rng.choice((None, *EVERY)), self._rng.choice((None, True, False))
+        with contextlib.suppress(Refused):  # its recipient was terminated
+            if self._rng.random() < 0.2:
+                self.world.end_schedule(schedule_id)
+            else:
+                self.world.change_schedule(schedule_id, every=every, paused=paused)
 
     def withdraw(self) -> None:
         if self._withdrawable:
-            message_id = self._withdrawable.pop(self._rng.randrange(len(self._withdrawable)))
+            newest = self._rng.randrange(1, min(8, len(self._withdrawable)) + 1)
+            message_id = self._withdrawable.pop(-newest)
             try:
                 self.world.withdraw(message_id)
             except Refused:
                 return
             self.oracle.withdrawn.add(message_id)
             self.seen["withdrawn messages"] += 1
+
+    def reschedule(self) -> None:
+        """The person moves a delayed message, also beyond the minute that decides about its task."""
+        rows = self.world.rows(
+            "SELECT id FROM messages WHERE state = 'delayed' AND schedule_id IS NULL ORDER BY seq DESC LIMIT 5"
+        )
+        if rows:
+            message_id = str(self._rng.choice(rows)[0])
+            self.world.reschedule(message_id, timedelta(milliseconds=self._rng.choice((200, 2_000, 90_000))))
+            self.oracle.rescheduled.add(message_id)
+            self.seen["moved"] += 1
+
+    # Tasks
+
+    def send_late(self) -> None:
+        """A tool sends for a turn that may have ended long ago."""
+        rows = self.world.rows(
+            "SELECT id, recipient, coalesce(task, id) FROM messages WHERE state = 'taken' AND recipient <> ?"
+            " ORDER BY seq DESC LIMIT 8",
+            PERSON,
+        )
+        if not rows:
+            return
+        cause, sender, task = map(str, self._rng.choice(rows))
+        to, delay = self._rng.choice((*AGENTS, PERSON)), self._rng.choice((None, 1_000, 80_000))
+        self._sent += 1
+        envelope = make_envelope(
+            sender=sender, to=to, payload={"text": f"late {self._sent}"}, cause=cause, delay_ms=delay
+        )
+        try:
+            self.world.send(envelope)
+        except Refused as refusal:
+            self.seen[refusal.code] += 1
+            if refusal.code == "task_stopped" and not self.oracle.is_stopped(task):
+                raise Violation(f"{sender} may not send for {task}, which goes on") from refusal
+        else:
+            if self.oracle.is_stopped(task):
+                raise Violation(f"{sender} has sent for {task}, which was stopped")
+
+    def stop_task(self) -> None:
+        tasks = self.world.rows("SELECT id FROM tasks WHERE state <> 'done' ORDER BY seq DESC LIMIT 6")
+        if not tasks:
+            return
+        task = str(self._rng.choice(tasks)[0])
+        stopped = self.world.stop_task(task)
+        self._log(f"the task {task} is stopped: {stopped}")
+        self.seen["stopped tasks"] += 1
+        self.seen["turns of stopped tasks"] += stopped.turns
+        self.seen["messages of stopped tasks"] += stopped.messages
+        self.oracle.task_stopped(task)
+        if self.world.stop_task(task) != StoppedTask():
+            raise Violation(f"{task} was stopped twice")
+
+    def decide_budget(self) -> None:
+        """The person answers a budget question with a button, or grants a budget."""
+        tasks = self.world.rows(
+            "SELECT id, budget_question FROM tasks WHERE budget_question IS NOT NULL ORDER BY seq DESC LIMIT 3"
+        )
+        if not tasks:
+            return
+        task, question = map(str, self._rng.choice(tasks))
+        if self._rng.random() < 0.2:
+            self.world.continue_task(task)
+            self.seen["continued"] += 1
+            return
+        self._press(task, question, self._rng.choice((CONTINUE, CONTINUE, STOP)))
+
+    def _press(self, task: str, question: str, option: int) -> None:
+        agent_id = str(self.world.rows("SELECT sender FROM messages WHERE id = ?", question)[0][0])
+        text = ("Continue", "Stop")[option]
+        envelope = make_envelope(
+            sender=PERSON, to=agent_id, payload={"text": text}, in_reply_to=question, option=option
+        )
+        try:
+            receipt = self.world.send(envelope)
+        except Refused as refusal:
+            if refusal.code != "recipient_terminated":
+                raise
+            self.world.continue_task(task) if option == CONTINUE else self.world.stop_task(task)
+        else:
+            self.oracle.check_receipt(receipt, task)
+            if option == CONTINUE:
+                self.oracle.acknowledged[receipt.message_id] = agent_id
+                self._withdrawable.append(receipt.message_id)
+        self._log(f"the person answers {question} with {text}")
+        if option == STOP:
+            self.oracle.task_stopped(task)
+        self.seen["continued" if option == CONTINUE else "stopped at the limit"] += 1
 
     def decide_approval(self) -> None:
         """The person presses a button on an approval question."""
@@ -421,6 +608,8 @@ class Simulation:
     def _drain(self) -> None:
         """Run without faults until all agents are idle."""
         self.model.calm = True
+        for (schedule_id,) in self.world.rows("SELECT id FROM schedules WHERE state <> 'ended'"):
+            self.world.end_schedule(str(schedule_id))
         for agent_id in AGENTS:
             with contextlib.suppress(Refused):
                 self.world.resume(agent_id)
@@ -434,6 +623,9 @@ class Simulation:
                 self._act(lambda _, worker=worker: self._step(worker))  # type: ignore[misc]
             if not self._has_work():
                 self._act(Simulation.decide_approval)
+                for task, question in self.world.rows("SELECT id, budget_question FROM tasks WHERE state = 'waiting'"):
+                    if question:
+                        self._press(str(task), str(question), CONTINUE)
                 self.world.tick(timedelta(minutes=2))
                 self._act(Simulation.promote)
                 if not self._has_work() and not self._unfinished():
@@ -461,10 +653,17 @@ class Simulation:
             self.seen[name] += int(str(self.world.rows(sql)[0][0]))
 
 
+def _is_answering(job: Job) -> bool:
+    """True if the model is asked, has not answered yet, and may be cut."""
+    is_asked = isinstance(job.claim.action, AskModel) and job.outcome is None
+    return is_asked and may_cut(RULES, None, job.claim.cuts)
+
+
 _CANCELLED = "SELECT count(*) FROM calls c JOIN plans p USING (agent_id, turn_no, step_no) WHERE c.state = 'cancelled'"
 _INTERRUPTED = _CANCELLED.replace("count(*)", "count(DISTINCT agent_id || '/' || turn_no || '/' || step_no)")
 _RECORDS = {
-    "retracted, k = 0": "SELECT count(*) FROM plans WHERE outcome = 'withdrawn'",
+    "retracted, k = 0": "SELECT count(*) FROM plans p WHERE outcome = 'withdrawn' AND EXISTS (SELECT 1 FROM calls c"
+    " WHERE (c.agent_id, c.turn_no, c.step_no) = (p.agent_id, p.turn_no, p.step_no))",
     "retracted, k >= 1": f"{_INTERRUPTED} AND p.outcome = 'closed' AND c.result LIKE '%interrupted%' AND EXISTS"
     " (SELECT 1 FROM calls d WHERE (d.agent_id, d.turn_no, d.step_no) = (c.agent_id, c.turn_no, c.step_no)"
     " AND d.state IN ('done', 'failed', 'unknown'))",
@@ -477,6 +676,12 @@ _RECORDS = {
     "questions": "SELECT count(*) FROM messages WHERE payload LIKE '%\"approval\"%'",
     "turns": "SELECT sum(turn_no) FROM agents",
     "messages": "SELECT count(*) FROM messages",
+    "recurring messages": "SELECT count(*) FROM messages WHERE schedule_id IS NOT NULL AND delivered_at IS NOT NULL",
+    "budget questions": "SELECT coalesce(sum(budget_asks), 0) FROM tasks",
+    "reminders that fired": "SELECT count(*) FROM messages WHERE unless_answered IS NOT NULL AND delivered_at > 0",
+    "reminders withdrawn": "SELECT count(*) FROM messages WHERE withdrawn_by IS NOT NULL",
+    "tasks of tasks": "SELECT count(*) FROM tasks WHERE parent IS NOT NULL",
+    "joined tasks": "SELECT count(*) FROM messages WHERE task IS NOT NULL AND sender = 'user' AND in_reply_to IS NULL",
 }
 
 _CHANCES: dict[Callable[[Simulation], None], float] = {
@@ -489,6 +694,7 @@ _CHANCES: dict[Callable[[Simulation], None], float] = {
     Simulation.pause: 6,
     Simulation.continue_worker: 4,
     Simulation.stop: 1,
+    Simulation.cut: 4,
     Simulation.withdraw: 1.5,
     Simulation.decide_approval: 3,
     Simulation.wait: 4,
@@ -498,5 +704,11 @@ _CHANCES: dict[Callable[[Simulation], None], float] = {
     Simulation.release: 1,
     Simulation.pause_agent: 0.6,
     Simulation.resume_agent: 1,
+    Simulation.recur: 0.7,
+    Simulation.remind: 2,
+    Simulation.reschedule: 0.7,
+    Simulation.send_late: 1,
+    Simulation.stop_task: 0.7,
+    Simulation.decide_budget: 3,
 }
 _ACTIONS, _WEIGHTS = list(_CHANCES), list(_CHANCES.values())

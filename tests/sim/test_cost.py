@@ -1,16 +1,23 @@
-"""The cost of a step does not grow with the history. Measured in SQLite instructions, not in time."""
+"""The cost of a step grows neither with the history nor with the mailbox. Measured in SQLite instructions, not time."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeVar
 
-from coterie.llm.types import ToolCall
-from coterie.messages import make_envelope
+import pytest
+from msgspec.structs import replace
+
+from coterie.llm.service import ToolCall
+from coterie.messages import PERSON, make_envelope
+from coterie.plan import PlannedCall
+from coterie.store import Limits
+from coterie.stores.sql.inbox import MAX_EXAMINED, PAGE_SIZE
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
-from coterie.turn import CallEnded, Event, ModelAnswered, PlannedCall
+from coterie.turn import AskModel, CallEnded, Event, ModelAnswered, RunCall
 from coterie.turn_store import Claim
 
 from .world import RULES, World
@@ -95,7 +102,119 @@ def checks_after(turns: int) -> list[int]:
 
 
 def check(db: sqlite3.Connection, uow: UnitOfWork) -> None:
-    TurnTransaction(db, uow, "ada", RULES)._build_turn()
+    turn = TurnTransaction(db, uow, "ada", RULES)
+    turn._load_turn()
+    turn._build_turn(done(0))
+
+
+SENDERS = {"a person": PERSON, "an agent": "bob", "the agent itself": "ada"}
+MANY = 5_000
+
+
+@pytest.mark.parametrize("sender", SENDERS)
+def test_the_check_for_interruptions_costs_the_same_with_one_and_with_five_thousand_waiting_messages(
+    sender: str,
+) -> None:
+    few, many = (check_with(SENDERS[sender], waiting) for waiting in (1, MANY))
+    assert 0 < few < 300
+    assert many <= few + MAX_EXAMINED * 30
+
+
+def check_with(sender: str, waiting: int) -> int:
+    """Cost of a check during a plan, with so many waiting messages of `sender`."""
+    world, _ = planning(waiting, sender)
+    costs = list[int]()
+    counted(world, lambda: world.transact(check), costs)
+    world.close()
+    return costs[0]
+
+
+def planning(waiting: int, sender: str, cause: str | None = None) -> tuple[World, Claim]:
+    """A world in which ada runs the first call of a plan, while messages wait for her."""
+    world = having_talked(1)
+    world.limits = Limits(max_hops=9, mailbox=2 * MANY)
+    world.send(make_envelope(sender="user", to="ada", payload={"text": "x"}))
+    (claim,) = world.claim("w", 1)
+    claim = world.advance(claim, PLAN, None)
+    deliver(world, waiting, sender, cause)
+    return world, claim
+
+
+def deliver(world: World, count: int, sender: str, cause: str | None = None) -> None:
+    envelopes = [make_envelope(sender=sender, to="ada", payload={"text": "y"}, cause=cause) for _ in range(count)]
+    world.transact(lambda _, uow: uow.accept_all(envelopes))
+
+
+def test_queueing_withdrawing_and_taking_cost_the_same_with_one_and_with_five_thousand_waiting_messages() -> None:
+    few, many = (queue_operations(waiting) for waiting in (1, MANY))
+    assert all(later <= first + PAGE_SIZE * 40 for first, later in zip(few, many, strict=True)), (few, many)
+
+
+def queue_operations(waiting: int) -> list[int]:
+    """Costs of a send, a withdrawal, and a step that takes the first message, with so many waiting messages."""
+    world, claim = planning(waiting, "bob")
+    world.rules, costs = replace(RULES, mail_budget=lambda _: 300), list[int]()
+    sent = counted(world, lambda: world.send(make_envelope(sender="bob", to="ada", payload={"text": "z"})), costs)
+    counted(world, lambda: world.withdraw(sent.message_id), costs)
+    claim = advance(world, claim, done(0), costs)
+    assert claim.action == AskModel() and [row.role for row in claim.added_rows or ()][-2:] == ["tool", "user"]
+    world.close()
+    return costs
+
+
+def test_a_step_at_the_limit_of_withdrawals_costs_the_same_with_any_number_of_waiting_messages() -> None:
+    """Agents have withdrawn as many plans as they may, so the next plan runs although their messages wait."""
+    few, many = (plan_at_limit(waiting) for waiting in (1, MANY))
+    assert all(later <= first + 50 for first, later in zip(few, many, strict=True)), (few, many)
+
+
+def plan_at_limit(waiting: int) -> list[int]:
+    """Costs of the begin of a plan and of its first call."""
+    world, costs = World(), list[int]()
+    world.limits = Limits(mailbox=2 * MANY)
+    world.rules = replace(RULES, mail_budget=lambda _: 300)
+    deliver(world, 1, PERSON)
+    (claim,) = world.claim("w", 1)
+    for _ in range(RULES.max_withdrawals):
+        deliver(world, 1, "bob")
+        claim = world.advance(claim, PLAN, None)
+    deliver(world, waiting, "bob")
+    for event in (PLAN, done(0)):
+        claim = advance(world, claim, event, costs)
+    assert claim.action == RunCall(1)
+    world.close()
+    return costs
+
+
+def test_the_check_examines_an_echo_once_and_a_bounded_number_each_time() -> None:
+    """Messages that the plan itself has caused: the first check sees the first of them, later ones go on behind."""
+    world = having_talked(1)
+    world.limits = Limits(max_hops=9, mailbox=2 * MANY)
+    world.send(make_envelope(sender="user", to="ada", payload={"text": "x"}))
+    (claim,) = world.claim("w", 1)
+    plan = ModelAnswered(
+        text="",
+        calls=(
+            PlannedCall(call=ToolCall(id="c", name="send_message", arguments={}), effect="idempotent"),
+            *(PlannedCall(call=ToolCall(id="c", name="look", arguments={})) for _ in range(5)),
+        ),
+    )
+    claim = world.advance(claim, plan, None)
+    question = make_envelope(sender="ada", to="bob", payload={"text": "?"}, client_id="q")
+    claim = world.advance(claim, done(0), question)
+    (sent,) = world.rows("SELECT id FROM messages WHERE recipient = 'bob'")
+    deliver(world, MANY, "bob", str(sent[0]))
+    costs, examined = list[int](), [claim.checked_seq]
+    for index in (1, 2, 3):
+        claim = advance(world, claim, done(index), costs)
+        assert claim.action == RunCall(index + 1)
+        examined.append(claim.checked_seq)
+    assert [b - a for a, b in pairwise(examined[1:])] == [MAX_EXAMINED] * 2
+    assert max(costs) < 5_000, costs
+    deliver(world, 1, PERSON)
+    claim = world.advance(claim, done(4), None)
+    assert claim.action == AskModel(), "the person is heard behind any number of echoes"
+    world.close()
 
 
 def test_no_statement_of_a_turn_builds_a_temporary_table() -> None:

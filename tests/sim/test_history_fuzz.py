@@ -13,23 +13,13 @@ from coterie.agent.builtins import build_envelope
 from coterie.errors import Refused
 from coterie.llm.providers.openai_stream import CompletionBuilder, UnusableResponse
 from coterie.messages import PERSON, Envelope, make_envelope
+from coterie.plan import Effect, PlannedCall
 from coterie.text import to_storable
-from coterie.turn import (
-    AskModel,
-    CallEnded,
-    Effect,
-    Event,
-    ModelAnswered,
-    ModelFailed,
-    PlannedCall,
-    Rest,
-    RunCall,
-    Stopped,
-)
+from coterie.turn import AskModel, CallEnded, Event, ModelAnswered, ModelFailed, Rest, RunCall, Stopped
 from coterie.turn_store import Claim
 
 from .fake_model import key_of
-from .oracle import complaints
+from .oracle import first_error
 from .world import World
 
 ANSWERS = 10
@@ -92,8 +82,8 @@ class Fuzz:
         return next((claim for claim in self._world.claim("w", 9) if claim.agent_id == "ada"), None)
 
     def _check(self) -> None:
-        complaint = complaints(self._world.history("ada"))
-        assert complaint is None, complaint
+        error = first_error(self._world.history("ada"))
+        assert error is None, error
 
     def _perform(self, claim: Claim) -> tuple[Event, Envelope | None]:
         if self._rng.random() < 0.04:

@@ -20,20 +20,11 @@ from hypothesis.stateful import (
 
 from coterie.clock import from_ms
 from coterie.errors import Refused
-from coterie.llm.types import ToolCall
+from coterie.llm.service import ToolCall
 from coterie.messages import make_envelope
+from coterie.plan import INTERRUPTED_RESULT, UNKNOWN_RESULT, PlannedCall
 from coterie.stores.sql import commands
-from coterie.turn import (
-    INTERRUPTED_RESULT,
-    UNKNOWN_RESULT,
-    AskModel,
-    CallEnded,
-    Event,
-    ModelAnswered,
-    PlannedCall,
-    Rest,
-    RunCall,
-)
+from coterie.turn import AskModel, CallEnded, Event, Interrupted, ModelAnswered, Rest, RunCall
 from coterie.turn_store import Claim, StaleClaim
 from tests.test_bus_model import machine_settings
 
@@ -53,7 +44,7 @@ class InterruptionMachine(RuleBasedStateMachine):
         self.mail: list[tuple[str, str]] = []
         self.plan: list[str] | None = None
         """The results so far of the calls of the open plan."""
-        self.calls = self.rounds = self.withdrawals = self.count = 0
+        self.calls = self.rounds = self.withdrawals = self.cuts = self.count = 0
         self.checked = 0
         self.progress = False
 
@@ -70,7 +61,7 @@ class InterruptionMachine(RuleBasedStateMachine):
 
     def finish(self, text: str) -> None:
         self.history.append(("assistant", text))
-        self.rounds = self.withdrawals = 0
+        self.rounds = self.withdrawals = self.cuts = 0
         self.take_mail()
 
     def result(self, text: str) -> None:
@@ -98,7 +89,7 @@ class InterruptionMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         self.take_mail()
-        self.rounds = self.withdrawals = 0
+        self.rounds = self.withdrawals = self.cuts = 0
         self.claim = self.claimed()
         assert self.claim.action == AskModel()
 
@@ -110,6 +101,14 @@ class InterruptionMachine(RuleBasedStateMachine):
         self.finish(f"answer {self.count}")
         self.advance(ModelAnswered(text=f"answer {self.count}"), AskModel() if more else Rest())
 
+    @precondition(lambda self: self.claim and self.plan is None and self.cuts < RULES.max_cuts)
+    @rule()
+    def cut(self) -> None:
+        self.count += 1
+        self.cuts += 1
+        self.take_mail()
+        self.advance(Interrupted(partial_text=f"cut {self.count}", service="main"), AskModel())
+
     @precondition(lambda self: self.claim and self.plan is None)
     @rule(calls=st.integers(1, 3))
     def make_a_plan(self, calls: int) -> None:
@@ -118,7 +117,7 @@ class InterruptionMachine(RuleBasedStateMachine):
         if self.interrupted():
             by_person = any(sender == "user" for sender, _ in self.mail)
             self.withdrawals = 0 if by_person else self.withdrawals + 1
-            self.rounds += 1
+            self.rounds += not by_person
             self.take_mail()
         elif self.rounds + 1 >= RULES.max_rounds:
             effect = AskModel() if self.mail else Rest()
@@ -172,12 +171,12 @@ class InterruptionMachine(RuleBasedStateMachine):
     # Invariants
 
     @invariant()
-    def the_history_says_what_happened_in_order(self) -> None:
+    def the_history_equals_the_model(self) -> None:
         self.check_history(after=self.checked)
         self.checked = len(self.history)
 
     @invariant()
-    def what_waits_is_what_nobody_has_read(self) -> None:
+    def the_mailbox_has_the_unread_messages(self) -> None:
         rows = self.world.rows("SELECT id FROM messages WHERE recipient = 'ada' AND state = 'pending'")
         assert len(rows) == len(self.mail)
 
@@ -296,7 +295,7 @@ class DelayMachine(RuleBasedStateMachine):
         self.world.restart()
 
     @invariant()
-    def the_mailbox_is_in_order_and_only_what_was_hurried_is_marked(self) -> None:
+    def the_mailbox_is_in_order_and_early_messages_are_marked(self) -> None:
         rows = self.world.rows(
             "SELECT id, early FROM messages WHERE recipient = 'ada' AND state = 'pending' ORDER BY in_seq"
         )
@@ -313,13 +312,13 @@ MACHINES = [InterruptionMachine, DelayMachine]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_turns_and_timers_do_what_their_models_say(machine: type[RuleBasedStateMachine]) -> None:
+def test_turns_and_delays_follow_their_models(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=machine_settings(20, 30))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("machine", MACHINES)
-def test_turns_and_timers_do_what_their_models_say_over_many_long_histories(
+def test_turns_and_delays_follow_their_models_over_many_long_histories(
     machine: type[RuleBasedStateMachine],
 ) -> None:
     run_state_machine_as_test(machine, settings=machine_settings(300, 50))

@@ -13,23 +13,25 @@ from typing import TypeVar
 
 from coterie.agents import Agent
 from coterie.clock import to_ms
+from coterie.llm.service import TokenUsage
 from coterie.messages import PERSON, Envelope, Message, Receipt
 from coterie.store import Limits, Promotion
-from coterie.stores.sql import claims, commands, queries, replies, turn_rows
+from coterie.stores.sql import claims, commands, queries, replies, schedules, task_control, turn_rows
 from coterie.stores.sql.claims import EagerClaimer, EagerClaims
 from coterie.stores.sql.invariants import INVARIANTS
 from coterie.stores.sql.mailbox import SELECT_MAILBOX, Mailbox
+from coterie.stores.sql.migrations import migrate_sqlite
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite import engine
-from coterie.stores.sqlite.migrate import migrate
+from coterie.tasks import StoppedTask
 from coterie.testing.clock import START
 from coterie.turn import Event, Rules
 from coterie.turn_store import Claim, HistoryRow, HistoryView, TurnWorker
 
 T = TypeVar("T")
 AGENTS = ("ada", "bob", "cyd")
-RULES = Rules(max_withdrawals=2, max_rounds=8)
+RULES = Rules(max_withdrawals=2, max_rounds=8, interrupt="stream", max_cuts=2)
 LIMITS = Limits(max_hops=2, mailbox=12)
 SECRET = b"simulated"
 """Secret of every simulated society, so that the seed also decides message ids."""
@@ -41,6 +43,8 @@ class World:
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
     """Errors of the engine."""
     replayed_with = ""
+    rules = RULES
+    limits = LIMITS
     worker: TurnWorker | None = None
     """Worker for which woken agents are claimed in the transaction of their messages."""
 
@@ -68,25 +72,44 @@ class World:
     def withdraw(self, message_id: str) -> Message:
         return self.transact(lambda db, uow: commands.withdraw(db, uow, message_id, PERSON))
 
+    def reschedule(self, message_id: str, delay: timedelta) -> Message:
+        return self.transact(lambda db, uow: commands.reschedule(db, uow, message_id, delay, PERSON))
+
+    def stop_task(self, task_id: str) -> StoppedTask:
+        return self.transact(lambda db, uow: task_control.stop_task(db, uow, task_id))
+
+    def continue_task(self, task_id: str) -> None:
+        self.transact(lambda db, uow: task_control.continue_task(db, uow, task_id))
+
+    def change_schedule(self, schedule_id: str, *, every: str | None, paused: bool | None) -> None:
+        self.transact(lambda db, uow: schedules.change_schedule(db, uow, schedule_id, PERSON, every, paused))
+
+    def end_schedule(self, schedule_id: str) -> None:
+        self.transact(lambda db, uow: schedules.end_schedule(db, uow, schedule_id, PERSON))
+
     def terminate(self, agent_id: str) -> None:
         self.transact(lambda db, uow: commands.terminate(db, uow, agent_id))
 
     def claim(self, worker: str, limit: int) -> list[Claim]:
-        claimed = self.transact(lambda db, uow: claims.claim_agents(db, uow, worker, RULES, limit))
+        claimed = self.transact(lambda db, uow: claims.claim_agents(db, uow, worker, self.rules, limit))
         for claim in claimed:
             self.compare(claim)
         return claimed
 
     def advance(self, claim: Claim, event: Event, sends: Envelope | None) -> Claim:
-        after = self.transact(lambda db, uow: claims.advance(db, uow, claim, event, RULES, sends))
+        after = self.transact(lambda db, uow: claims.advance(db, uow, claim, event, self.rules, sends))
         self.compare(after)
         return after
+
+    def add_usage(self, claim: Claim, usage: TokenUsage) -> None:
+        self.transact(lambda db, uow: claims.add_usage(db, uow, claim, "main", usage))
 
     def compare(self, claim: Claim) -> None:
         """Check that history, plan and askers of a claim are those in the database."""
         if claim.added_rows:
             stored = self.history(claim.agent_id, claim.added_rows[0].seq - 1)
             assert [*claim.added_rows] == stored, f"{claim.added_rows} was returned, {stored} is stored"
+        assert claim.cuts == turn_rows.count_cuts(self.db, claim.agent_id, claim.turn_no) <= RULES.max_cuts
         found = turn_rows.read_open_plan(self.db, claim.agent_id)
         assert (claim.plan_key, claim.plan) == (found or (claim.plan_key, None))
         if claim.reply_target:
@@ -146,7 +169,7 @@ class World:
     def run_unit(self, run: Callable[[sqlite3.Connection, UnitOfWork], T]) -> T:
         def work(db: sqlite3.Connection) -> T:
             self.session.begin(self.now)
-            uow = UnitOfWork(db, now=self.now, limits=LIMITS, session=self.session)
+            uow = UnitOfWork(db, now=self.now, limits=self.limits, session=self.session)
             result = run(db, uow)
             uow.flush()
             return result
@@ -171,10 +194,12 @@ class World:
     def rows(self, sql: str, *parameters: object) -> Sequence[tuple[object, ...]]:
         return self.db.execute(sql, parameters).fetchall()
 
-    def violations(self) -> list[str]:
+    def violations(self, prefix: str = "") -> list[str]:
+        """Violations of the invariants whose names begin with `prefix`."""
         return [
             f"{name}: {sentence.format(*row)}"
             for name, (sentence, sql) in INVARIANTS.items()
+            if name.startswith(prefix)
             for row in self.db.execute(sql)
         ]
 
@@ -183,7 +208,7 @@ class World:
 def _empty_society() -> bytes:
     """Created once and copied for every seed."""
     db = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(db)
+    migrate_sqlite(db)
     db.execute("UPDATE meta SET value = ? WHERE key = 'secret'", (SECRET.decode(),))
     people = [Agent(id=PERSON, name="You", kind="person"), *(Agent(id=name, name=name) for name in AGENTS)]
     uow = UnitOfWork(db, now=to_ms(START), limits=LIMITS, session=SqliteSession(db, to_ms(START)))

@@ -1,4 +1,4 @@
-"""What the tests of several processes share."""
+"""Fixtures for tests with several processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEOPLE = [Agent(id="user", name="You", kind="person"), *(Agent(id=name, name=nam
 
 @pytest.fixture
 async def process(shared: Postgres, tmp_path: Path, clock: FakeClock) -> AsyncIterator[Opener]:
-    """One more store on the same database, as another process has it."""
+    """Opens stores on one database, each like a separate process."""
     opened: list[PostgresStore] = []
 
     async def another() -> PostgresStore:

@@ -1,4 +1,4 @@
-"""Stores on one database, as several processes have them; and what they write to each other."""
+"""Helpers for tests with several stores on one database."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coterie.stores.postgres import PostgresStore
 Opener = Callable[[], Awaitable[PostgresStore]]
 
 
-def letter(sender: str, to: str, text: str = "hello", **more: Any) -> Envelope:
+def envelope(sender: str, to: str, text: str = "hello", **more: Any) -> Envelope:
     return make_envelope(sender=sender, to=to, payload={"text": text}, **more)
 
 

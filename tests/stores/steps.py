@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from coterie.agent.builtins import build_envelope
-from coterie.llm.types import ToolCall
+from coterie.llm.service import ToolCall
 from coterie.messages import Message, make_envelope
+from coterie.plan import Effect, PlannedCall
 from coterie.store import Store
-from coterie.turn import CallEnded, Effect, Event, ModelAnswered, PlannedCall, Rest, Rules, RunCall
+from coterie.turn import CallEnded, Event, ModelAnswered, Rest, Rules, RunCall
 from coterie.turn_store import Claim, TurnStore
 
 RULES = Rules(max_withdrawals=2, max_rounds=5)

@@ -8,7 +8,7 @@ import pytest
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.messages import make_envelope
+from coterie.messages import CutOff, make_envelope
 from coterie.store import Page, Retention
 from coterie.testing import FakeClock
 from coterie.turn import ModelAnswered
@@ -96,7 +96,7 @@ async def test_an_answer_to_a_terminated_agent_is_a_dead_letter(store: Society) 
     assert (dead.payload["text"], dead.reason) == ("too late", "recipient_terminated")
 
 
-async def test_a_text_that_no_message_can_carry_ends_its_turn_all_the_same(store: Society) -> None:
+async def test_a_text_too_large_for_a_message_ends_its_turn(store: Society) -> None:
     asked = await ask(store)
     await advance(store, await claim_agent(store), says("字" * 1_000_000))
     ((_, text, in_reply_to),) = await received(store, "user")
@@ -198,7 +198,7 @@ async def test_two_askers_each_get_it_for_their_own_newest_question(crowd: Socie
     assert await replies(crowd, "cyd") == [("for both", cyds)]
 
 
-async def test_an_older_question_that_got_nothing_goes_before_a_newer_one_that_was_answered(crowd: Society) -> None:
+async def test_an_older_unanswered_question_goes_before_a_newer_answered_one(crowd: Society) -> None:
     first = await ask(crowd, text="ask bob")
     await asks_bob(crowd, "")
     bob = await claim_agent(crowd, "w2")
@@ -239,3 +239,12 @@ async def test_an_answer_to_quick_replies_counts_as_the_newest_question(store: S
     await advance(store, bob, says("bob's answer"))
     await advance(store, await claim_agent(store), says("tea it is"))
     assert (await replies(store, "user"))[-1] == ("tea it is", answered)
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter", None])
+async def test_an_answer_that_the_service_cut_off_is_marked(store: Society, reason: CutOff | None) -> None:
+    await ask(store)
+    await advance(store, await claim_agent(store), ModelAnswered(text="Once upon a", cut_off=reason))
+    (answer,) = await store.waiting("user")
+    assert (answer.cut_off, answer.stopped) == (reason, False)
+    assert answer.to_dict().get("cutOff") == reason

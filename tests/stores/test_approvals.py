@@ -12,16 +12,8 @@ import pytest
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
 from coterie.messages import QuestionAnswer
-from coterie.turn import (
-    INTERRUPTED_RESULT,
-    UNKNOWN_RESULT,
-    ArgumentsFile,
-    AskModel,
-    Rest,
-    RunCall,
-    Stopped,
-    ToolRulesChanged,
-)
+from coterie.plan import INTERRUPTED_RESULT, UNKNOWN_RESULT, ArgumentsFile
+from coterie.turn import AskModel, Rest, RunCall, Stopped, ToolRulesChanged
 
 from .steps import (
     RULES,
@@ -40,7 +32,7 @@ from .steps import (
 )
 
 
-async def test_a_gated_call_runs_when_the_person_approves_it_and_its_plan_goes_on(store: Society) -> None:
+async def test_a_gated_call_runs_after_approval_and_its_plan_continues(store: Society) -> None:
     question = await asked_for_approval(store, call("pay", needs_approval=True, arguments={"sum": 3}), call("b"))
     assert question.payload["approval"]["tool"] == "pay"
     assert question.payload["approval"]["arguments"] == {"sum": 3}

@@ -42,7 +42,7 @@ async def refusal(call: Any) -> str:
 # Sending
 
 
-async def test_what_was_sent_waits_for_its_recipient_in_the_order_of_the_calls(store: Store) -> None:
+async def test_messages_wait_in_the_order_in_which_they_were_sent(store: Store) -> None:
     await asyncio.gather(*(store.send(to_ada(str(n))) for n in range(5)))
     waiting = await store.waiting("ada")
     assert texts(waiting) == ["0", "1", "2", "3", "4"]
@@ -67,14 +67,14 @@ async def test_a_message_comes_back_as_it_was_sent(store: Store, clock: FakeCloc
     assert message.created_at == message.delivered_at == clock.now()
 
 
-async def test_fifty_parallel_sends_under_one_name_are_one_message_and_fifty_equal_answers(store: Store) -> None:
+async def test_fifty_parallel_sends_with_one_client_id_are_one_message(store: Store) -> None:
     receipts = await asyncio.gather(*(store.send(to_ada(client_id="c")) for _ in range(50)))
     receipts += [await store.send(to_ada(client_id="c"))]
     assert len({(receipt.message_id, receipt.state) for receipt in receipts}) == 1
     assert len(await store.waiting("ada")) == 1
 
 
-async def test_sent_again_after_it_was_taken_it_is_not_sent_a_second_time(store: Store) -> None:
+async def test_a_message_sent_again_after_it_was_read_is_not_stored_again(store: Store) -> None:
     reply = make_envelope(sender="ada", to="user", payload={"text": "done"}, client_id="c")
     first = await store.send(reply)
     await store.mark_read("ada", first.message_id)
@@ -160,7 +160,7 @@ async def test_messages_due_together_are_delivered_in_the_order_they_were_sent(s
     assert texts(await store.waiting("ada")) == ["0", "1", "2", "later"]
 
 
-async def test_everything_can_be_delivered_early_and_then_says_so(store: Store, clock: FakeClock) -> None:
+async def test_messages_delivered_early_are_marked(store: Store, clock: FakeClock) -> None:
     due = await store.send(to_ada("due", delay_ms=5))
     early = await store.send(to_ada("early", delay_ms=HOUR))
     await clock.advance(seconds=1)
@@ -183,7 +183,7 @@ async def test_delayed_messages_are_counted_and_listed_by_due_time(store: Store)
     assert texts(await store.delayed(sender="user")) == ["a", "for bob", "b", "c"]
 
 
-async def test_a_delayed_message_can_be_moved_until_it_is_delivered(store: Store, clock: FakeClock) -> None:
+async def test_a_delayed_message_can_be_rescheduled_until_it_is_delivered(store: Store, clock: FakeClock) -> None:
     receipt = await store.send(to_ada(delay_ms=HOUR))
     moved = await store.reschedule(receipt.message_id, timedelta(seconds=1), "user")
     assert moved.deliver_at == clock.now() + timedelta(seconds=1)
@@ -222,14 +222,14 @@ async def test_a_message_can_be_withdrawn_until_it_is_taken_and_again_is_the_sam
     assert agent is not None and agent.state == "idle"
 
 
-async def test_what_was_taken_cannot_be_withdrawn(store: Store) -> None:
+async def test_a_message_that_was_read_cannot_be_withdrawn(store: Store) -> None:
     receipt = await store.send(make_envelope(sender="ada", to="user", payload={"text": "news"}))
     assert await store.mark_read("ada", receipt.message_id) == 1
     assert await refusal(store.withdraw(receipt.message_id, "ada")) == "already_taken"
     assert (await stored(store, receipt.message_id)).taken_at is not None
 
 
-async def test_an_agent_withdraws_only_its_own_and_the_person_anything(store: Store) -> None:
+async def test_an_agent_withdraws_only_its_own_messages_and_the_person_all(store: Store) -> None:
     receipt = await store.send(to_ada(sender="bob"))
     assert await refusal(store.withdraw(receipt.message_id, "ada")) == "not_yours"
     assert await refusal(store.withdraw("gone", "user")) == "unknown_message"
@@ -327,10 +327,11 @@ async def test_the_event_log_is_in_order(store: Store, clock: FakeClock) -> None
         ("message.created", now.message_id),
         ("delayed.scheduled", later.message_id),
         ("queue.changed", "ada"),
+        ("task.changed", now.message_id),
         ("message.updated", now.message_id),
         ("delayed.delivered", later.message_id),
     ]
-    assert [event.seq for event in events] == list(range(start + 1, start + 6))
+    assert [event.seq for event in events] == list(range(start + 1, start + 7))
 
 
 async def test_events_report_reads_and_terminations_but_no_roles(store: Store) -> None:

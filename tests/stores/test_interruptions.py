@@ -6,8 +6,9 @@ import pytest
 
 from coterie.errors import Refused
 from coterie.messages import make_envelope
+from coterie.plan import INTERRUPTED_RESULT
 from coterie.testing import FakeClock
-from coterie.turn import INTERRUPTED_RESULT, AskModel, Rest, RunCall
+from coterie.turn import AskModel, Rest, RunCall
 
 from .steps import (
     RULES,
@@ -45,7 +46,7 @@ async def test_before_the_first_call_interjections_withdraw_the_plan_and_all_are
     assert await store.waiting("ada") == []
 
 
-async def test_two_messages_during_one_model_call_cost_exactly_one_more(store: Society) -> None:
+async def test_two_messages_during_one_request_need_one_more_request(store: Society) -> None:
     await ask(store)
     claim = await claim_agent(store)
     await ask(store, text="a")
@@ -57,7 +58,7 @@ async def test_two_messages_during_one_model_call_cost_exactly_one_more(store: S
     assert (asks, claim.action) == (2, Rest())
 
 
-async def test_after_a_call_has_run_an_interjection_closes_the_rest_and_keeps_what_happened(store: Society) -> None:
+async def test_a_message_after_a_call_cancels_the_rest_and_keeps_the_result(store: Society) -> None:
     await ask(store)
     claim = await advance(store, await claim_agent(store), says("", call("a"), call("b"), call("c")))
     await ask(store, text="stop")
@@ -82,6 +83,17 @@ async def test_a_withdrawn_plan_leaves_everything_before_it_as_it_was(store: Soc
     after = await store.history("ada")
     assert after[: len(before)] == before
     assert [row.role for row in after[len(before) :]] == ["user"]
+
+
+async def test_a_text_without_calls_is_never_withdrawn(store: Society) -> None:
+    """004-5.1: neither a text that ends its turn while mail waits, nor the text of an earlier turn."""
+    await ask(store)
+    claim = await claim_agent(store)
+    await ask(store, text="more")
+    claim = await advance(store, claim, says("first answer"))
+    await ask(store, text="wait")
+    await advance(store, claim, says("I shall", call()))
+    assert await history_lines(store) == ["user: hello", "assistant: first answer", "user: more", "user: wait"]
 
 
 async def test_messages_that_wait_at_the_end_of_a_turn_start_the_next_turn_with_their_own_askers(
@@ -124,7 +136,7 @@ async def test_a_stream_of_agent_messages_cannot_prevent_calls_but_a_person_can(
     assert (await history_lines(store))[-3:] == [f"tool: {INTERRUPTED_RESULT}", "user: psst again", "user: stop"]
 
 
-async def test_the_answer_to_what_a_plan_just_sent_does_not_interrupt_that_plan(store: Society) -> None:
+async def test_the_answer_to_a_message_of_a_plan_does_not_interrupt_the_plan(store: Society) -> None:
     await ask(store)
     claim = await advance(
         store, await claim_agent(store), says("", message_to("bob", "?"), call("b"), message_to("ada", "me"))
@@ -175,3 +187,25 @@ async def test_a_full_burst_is_taken_in_one_sequence(store: Society) -> None:
     await advance(store, claim, says("", call()))
     assert (await history_lines(store))[1:] == [f"user: {n}" for n in range(5)]
     await ask(store, text="there is room again")
+
+
+async def test_the_store_has_no_second_opinion_on_what_interrupts(
+    store: Society, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rules of `turn.py` alone decide: with other rules the same message has another effect."""
+    await ask(store)
+    claim = await advance(store, await claim_agent(store), says("", call("a"), call("b"), call("c")))
+    await ask(store, text="stop")
+    with monkeypatch.context() as patch:
+        patch.setattr("coterie.stores.sql.inbox.is_echo", lambda *_, **__: True)
+        claim = await advance(store, claim, done(0))
+        assert claim.action == RunCall(1)
+    assert claim.checked_seq
+    await ask(store, text="stop!")
+    assert (await advance(store, claim, done(1))).action == AskModel()
+    assert (await history_lines(store))[-2:] == ["user: stop", "user: stop!"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coterie.stores.sql.mailbox.wakes", lambda *_, **__: False)
+        await ask(store, "bob")
+        assert await state(store, "bob") == "idle" and await store.wake_forgotten() == ["bob"]

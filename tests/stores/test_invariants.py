@@ -9,24 +9,25 @@ import pytest
 
 from coterie.agents import Agent
 from coterie.clock import to_ms
-from coterie.llm.types import ToolCall
+from coterie.llm.service import ToolCall
 from coterie.messages import make_envelope
+from coterie.plan import PlannedCall
 from coterie.store import Limits
 from coterie.stores.sql import claims, commands, turn_transaction
 from coterie.stores.sql.invariants import INVARIANTS
+from coterie.stores.sql.migrations import migrate_sqlite
 from coterie.stores.sql.rows import set_meta
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
-from coterie.stores.sqlite.migrate import migrate
 from coterie.testing.clock import START
-from coterie.turn import CallEnded, ModelAnswered, PlannedCall, Rules
+from coterie.turn import CallEnded, ModelAnswered, Rules
 from coterie.turn_store import Claim
 
 RULES = Rules()
 NOW = to_ms(START)
 
-# Beside each invariant, the damage that it must notice. Other invariants may notice it too.
-DAMAGE = {
+# A corruption that each invariant must report. Other invariants may report it too.
+CORRUPTIONS = {
     "M1 one state": "UPDATE messages SET delivered_at = NULL WHERE state = 'pending'",
     "M1 times of the calendar": "UPDATE messages SET created_at = -138844032352328 WHERE in_seq = 1",
     "M3 dense mailboxes": "UPDATE agents SET next_in_seq = next_in_seq + 1 WHERE id = 'ada'",
@@ -58,7 +59,24 @@ DAMAGE = {
     "H13 withdrawn plans": "UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'closed'",
     "questions and answers": "UPDATE messages SET state = 'withdrawn' WHERE option IS NOT NULL",
     "one answer": "UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE question = 1",
+    "S1 one next occurrence": "UPDATE schedules SET state = 'paused'",
+    "S2 no occurrence without its schedule": "DELETE FROM schedules",
     "threads": "UPDATE messages SET thread = 'cyd' WHERE sender = 'bob'",
+    "T1 every message has a task": "DELETE FROM tasks WHERE agent = 'ada'",
+    "T2 what keeps a task open": "UPDATE tasks SET queued = queued + 1 WHERE agent = 'ada'",
+    "T2 agents at work": "UPDATE agents SET state = 'wait_approval' WHERE id = 'ada'",
+    "T2 state of a task": "UPDATE tasks SET state = 'done' WHERE state = 'working'",
+    "T3 a stopped task has nothing left": "UPDATE tasks SET stopped_at = 1, state = 'stopped' WHERE active > 0",
+    "T4 open turns": "UPDATE agents SET turn_began = NULL WHERE task IS NOT NULL",
+    "T4 tasks of resting agents": "UPDATE agents SET task = (SELECT id FROM tasks LIMIT 1) WHERE id = 'cyd'",
+    "T5 what a task has used": "UPDATE tasks SET output_tokens = output_tokens + 1 WHERE requests > 0",
+    "T5 messages and calls of a task": "UPDATE tasks SET tool_calls = tool_calls - 1 WHERE tool_calls > 0",
+    "T6 one budget question": "UPDATE tasks SET budget_question = 'gone' WHERE agent = 'ada'",
+    "T7 messages that an answer withdraws": "UPDATE agents SET reminders = reminders + 1 WHERE id = 'bob'",
+    "T7 no such message after its answer": (
+        "UPDATE messages SET unless_answered = (SELECT id FROM messages AS asked WHERE asked.question = 1),"
+        " state = 'delayed' WHERE id = (SELECT message_id FROM schedules)"
+    ),
     "replies point somewhere": "UPDATE messages SET in_reply_to = id WHERE in_seq = 1",
 }
 
@@ -67,7 +85,7 @@ DAMAGE = {
 def db() -> Iterator[sqlite3.Connection]:
     """A society with a withdrawn, a closed and an open plan, and waiting messages."""
     db = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(db)
+    migrate_sqlite(db)
 
     def uow() -> UnitOfWork:
         return UnitOfWork(db, now=NOW, limits=Limits(), session=SqliteSession(db, NOW))
@@ -110,6 +128,7 @@ def db() -> Iterator[sqlite3.Connection]:
     office.accept(
         make_envelope(sender="user", to="bob", payload={"text": "Yes"}, in_reply_to=asked.message_id, option=0)
     )
+    office.accept(make_envelope(sender="user", to="cyd", payload={"text": "again"}, every="daily 08:00 UTC"))
     office.flush()
     db.execute("INSERT INTO artifacts VALUES ('r', 'a.png', 'image', 'image/png', 1, '00', 0, NULL)")
     db.execute("INSERT INTO attachments VALUES ('r', 1)")
@@ -134,11 +153,11 @@ def test_a_society_at_work_violates_nothing(db: sqlite3.Connection) -> None:
 @pytest.mark.parametrize("name", INVARIANTS)
 def test_each_violation_is_reported_by_its_invariant(db: sqlite3.Connection, name: str) -> None:
     db.execute("PRAGMA foreign_keys = OFF")
-    assert db.execute(DAMAGE[name]).rowcount > 0
+    assert db.execute(CORRUPTIONS[name]).rowcount > 0
     assert name in broken(db)
 
 
-def test_an_open_group_at_the_end_of_a_history_is_noticed(db: sqlite3.Connection) -> None:
+def test_an_open_group_at_the_end_of_a_history_is_reported(db: sqlite3.Connection) -> None:
     db.execute(
         "INSERT INTO history (agent_id, seq, turn_no, role, content, calls)"
         " SELECT 'ada', next_hist_seq, turn_no, 'assistant', '', '[{\"id\":\"x\"}]' FROM agents WHERE id = 'ada'"
@@ -146,13 +165,13 @@ def test_an_open_group_at_the_end_of_a_history_is_noticed(db: sqlite3.Connection
     assert {"H5 closed groups", "H6 dense histories"} <= broken(db)
 
 
-def test_an_executed_call_that_was_dropped_is_noticed(db: sqlite3.Connection) -> None:
+def test_an_executed_call_that_was_dropped_is_reported(db: sqlite3.Connection) -> None:
     db.execute("UPDATE plans SET outcome = 'withdrawn' WHERE outcome = 'closed'")
     db.execute("DELETE FROM history WHERE role = 'tool' OR calls IS NOT NULL")
     assert {"H9 results", "H9 ended calls"} & broken(db)
 
 
-def test_a_message_in_the_history_of_another_agent_is_noticed(db: sqlite3.Connection) -> None:
+def test_a_message_in_the_history_of_another_agent_is_reported(db: sqlite3.Connection) -> None:
     db.execute("UPDATE messages SET recipient = 'cyd', in_seq = 1 WHERE in_seq = 1 AND recipient = 'ada'")
     assert "H7 read is taken" in broken(db)
 

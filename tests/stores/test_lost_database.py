@@ -18,7 +18,7 @@ from coterie.stores.postgres.connection import PgConnection
 from coterie.stores.postgres.session import PostgresSession
 from tests.engines import Postgres
 
-from .processes import Opener, letter, texts
+from .processes import Opener, envelope, texts
 from .steps import advance, ask, claim_agent, history_lines, says
 
 
@@ -55,9 +55,9 @@ async def test_the_outcome_of_a_commit_is_found_out_when_its_response_was_lost(
     await ask(store, text="begin")
     claim = await claim_agent(store)
     cut = CutConnections(monkeypatch, 3, after=after)
-    await asyncio.gather(*(store.send(letter("user", "bob", str(n))) for n in range(5)))
+    await asyncio.gather(*(store.send(envelope("user", "bob", str(n))) for n in range(5)))
     await advance(store, claim, says("the end"))
-    await store.send(letter("user", "bob", "5"))
+    await store.send(envelope("user", "bob", "5"))
     assert cut.cuts == 3
     assert await texts(store, "bob") == [str(n) for n in range(6)]
     assert await texts(store, "user") == ["the end"]
@@ -74,7 +74,7 @@ async def test_a_lost_commit_is_not_confused_with_another_of_the_same_transactio
     write_events = PostgresSession._write_events
     monkeypatch.setattr(PostgresSession, "_write_events", lambda session: write_events(session) and reused)
     cut = CutConnections(monkeypatch, 1, after=False)
-    await store.send(letter("user", "bob", "once"))
+    await store.send(envelope("user", "bob", "once"))
     assert (cut.cuts, await texts(store, "bob")) == (1, ["once"])
 
 
@@ -94,7 +94,7 @@ async def test_killed_database_sessions_lose_no_message(process: Opener, shared:
         for n in range(40):
             while True:
                 try:
-                    await store.send(letter("user", "ada", f"{name} {n}", client_id=f"{name} {n}"))
+                    await store.send(envelope("user", "ada", f"{name} {n}", client_id=f"{name} {n}"))
                     break
                 except StoreUnavailable:
                     continue
@@ -131,7 +131,7 @@ async def test_writes_wait_for_a_database_that_is_temporarily_read_only(
             session._db.execute_now("SET TRANSACTION READ ONLY")
 
     monkeypatch.setattr(PostgresSession, "_begin", read_only)
-    await store.send(letter("user", "ada"))
+    await store.send(envelope("user", "ada"))
     assert (left, await texts(store, "ada")) == (0, ["hello"])
 
 
@@ -144,9 +144,9 @@ async def test_an_unreachable_database_raises_and_the_same_message_can_be_sent_l
         gone.setattr(store._writer, "_url", "postgresql://127.0.0.1:1/nothing")
         store._writer._disconnect()
         with pytest.raises(StoreUnavailable, match="is not reachable"):
-            await store.send(letter("user", "ada", client_id="c"))
+            await store.send(envelope("user", "ada", client_id="c"))
         assert not store.is_healthy
-    await store.send(letter("user", "ada", client_id="c"))
+    await store.send(envelope("user", "ada", client_id="c"))
     assert (await texts(store, "ada"), store.is_healthy) == (["hello"], True)
 
 

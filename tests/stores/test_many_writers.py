@@ -23,10 +23,10 @@ from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import AskModel, Stopped
 from coterie.turn_store import StaleClaim
 from tests.engines import EXPIRED, Postgres
-from tests.faults.harness import patience
 
-from .processes import Opener, letter, texts
+from .processes import Opener, envelope, texts
 from .steps import RULES, Society, advance, ask, call, claim_agent, done, history_lines, says
+from .workers import TIMEOUT_SECONDS
 
 
 async def test_crossing_messages_of_three_processes_all_arrive_in_the_order_of_their_sender(process: Opener) -> None:
@@ -35,7 +35,7 @@ async def test_crossing_messages_of_three_processes_all_arrive_in_the_order_of_t
 
     async def write(store: PostgresStore, sender: str) -> None:
         for n in range(30):
-            await asyncio.gather(*(store.send(letter(sender, to, f"{sender} {n}")) for to in names if to != sender))
+            await asyncio.gather(*(store.send(envelope(sender, to, f"{sender} {n}")) for to in names if to != sender))
 
     await asyncio.gather(*map(write, stores, names))
     for name in names:
@@ -48,7 +48,9 @@ async def test_crossing_messages_of_three_processes_all_arrive_in_the_order_of_t
 
 async def test_the_same_client_id_sent_by_several_processes_at_once_is_one_message(process: Opener) -> None:
     stores = [await process() for _ in range(3)]
-    receipts = await asyncio.gather(*(s.send(letter("user", "ada", client_id="c")) for s in stores for _ in range(10)))
+    receipts = await asyncio.gather(
+        *(s.send(envelope("user", "ada", client_id="c")) for s in stores for _ in range(10))
+    )
     assert len({(receipt.message_id, receipt.state) for receipt in receipts}) == 1
     assert await texts(stores[0], "ada") == ["hello"]
 
@@ -66,7 +68,7 @@ async def test_event_numbers_have_no_gaps_and_a_follower_misses_none(process: Op
                 return seen
 
     following = asyncio.create_task(follow())
-    await asyncio.gather(*(s.send(letter("user", "ada", str(n))) for s in stores for n in range(50)))
+    await asyncio.gather(*(s.send(envelope("user", "ada", str(n))) for s in stores for n in range(50)))
     ended.set()
     seen = await following
     assert seen == list(range(1, await stores[0].last_event() + 1))
@@ -85,7 +87,7 @@ async def test_an_agent_is_claimed_by_one_process_only(process: Opener) -> None:
 async def test_due_messages_are_delivered_once_and_in_order_by_several_processes(process: Opener) -> None:
     stores = [await process() for _ in range(3)]
     for n in range(40):
-        await stores[0].send(letter("user", "ada", str(n), delay_ms=1 + n % 3))
+        await stores[0].send(envelope("user", "ada", str(n), delay_ms=1 + n % 3))
     left = 40
     while left:
         rounds = await asyncio.gather(*(store.promote_due(7) for store in stores))
@@ -107,7 +109,7 @@ async def test_a_process_whose_claim_was_taken_over_writes_nothing(
     claim = await claim_agent(other, "other")
     assert claim.epoch == stale.epoch + 1
     with pytest.raises(StaleClaim):
-        await zombie.advance(stale, says("from the grave"), RULES, sends=letter("ada", "bob"))
+        await zombie.advance(stale, says("from a stale worker"), RULES, sends=envelope("ada", "bob"))
     assert await texts(other, "bob") == []
     await advance(other, claim, says("in time"))
     assert (await history_lines(other))[-1] == "assistant: in time"
@@ -130,33 +132,33 @@ async def test_commits_are_synchronous_even_if_the_server_defaults_to_off(
 
 
 @pytest.mark.slow
-async def test_100_processes_that_lost_their_claim_at_any_step_write_nothing(
+async def test_a_process_that_lost_its_claim_at_any_step_writes_nothing(
     process: Opener, shared: Postgres, tmp_path: Path
 ) -> None:
     zombie, other = await process(), await process()
     fenced = 0
-    for n in range(100):
+    for n in range(30):
         await ask(zombie, text=f"question {n}")
         stale = await claim_agent(zombie, f"zombie {n}")
-        for _ in range(n % 3):  # in the model call, in a tool, in the model call behind it
+        for _ in range(n % 3):  # in the first model call, in the tool, in the second model call
             said = says("", call("look", "unsafe")) if isinstance(stale.action, AskModel) else done()
             stale = await zombie.advance(stale, said, RULES)
         with shared.behind(tmp_path) as db:
             db.execute(EXPIRED)
         claim = await claim_agent(other, f"other {n}")
-        for late in (says("from the grave"), says("", call("look")), done(), Stopped("half a word")):
+        for late in (says("from a stale worker"), says("", call("look")), done(), Stopped("partial")):
             with pytest.raises(StaleClaim):
-                await zombie.advance(stale, late, RULES, sends=letter("ada", "bob"))
+                await zombie.advance(stale, late, RULES, sends=envelope("ada", "bob"))
             fenced += 1
         with pytest.raises(StaleClaim):
-            await zombie.summarise(stale, 1, "what a ghost remembers")
+            await zombie.summarise(stale, 1, "a summary")
         fenced += 1
         await advance(other, claim, says(f"answer {n}"))
-    assert fenced == 500
+    assert fenced == 150
     assert await texts(other, "bob") == []
-    assert await texts(other, "user") == [f"answer {n}" for n in range(100)]
+    assert await texts(other, "user") == [f"answer {n}" for n in range(30)]
     unknown = [row.text for row in await other.history("ada") if row.role == "tool" and "unknown" in row.text]
-    assert len(unknown) == 33, "an interrupted tool call has an unknown result"
+    assert len(unknown) == 10, "an interrupted tool call has an unknown result"
 
 
 async def test_an_expired_lease_that_was_not_taken_over_still_allows_writes(
@@ -167,20 +169,17 @@ async def test_an_expired_lease_that_was_not_taken_over_still_allows_writes(
     claim = await claim_agent(store)
     with shared.behind(tmp_path) as db:
         db.execute(EXPIRED)
-    await advance(store, claim, says("late, and nobody minds"))
-    assert await texts(store, "user") == ["late, and nobody minds"]
+    await advance(store, claim, says("after the lease"))
+    assert await texts(store, "user") == ["after the lease"]
 
 
 async def test_a_process_is_notified_of_writes_of_another(process: Opener) -> None:
     speaker, listener = await process(), await process()
-    heard = asyncio.Event()
-    listener.subscribe_changes(heard.set)
-    for _ in range(50):  # it may not listen yet when the first is sent
-        await speaker.send(letter("user", "ada"))
-        await asyncio.wait([asyncio.ensure_future(heard.wait())], timeout=0.2)
-        if heard.is_set():
-            break
-    assert heard.is_set()
+    notified = asyncio.Event()
+    listener.subscribe_changes(notified.set)
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not notified.is_set():  # the listener may start after the first message
+            await speaker.send(envelope("ada", "user"))
 
 
 async def test_a_process_is_woken_by_unclaimed_work_only(process: Opener) -> None:
@@ -190,25 +189,25 @@ async def test_a_process_is_woken_by_unclaimed_work_only(process: Opener) -> Non
     listener._listener._on_change = notices.append  # type: ignore[union-attr]
     listener.subscribe_broadcasts(texts.put_nowait)
 
-    async def heard(action: Awaitable[Any]) -> list[bool]:
-        """Notices of `action`: all arrive before a text that is broadcast afterwards."""
+    async def notices_of(action: Awaitable[Any]) -> list[bool]:
+        """Return the notices of `action`: all arrive before a text that is broadcast afterwards."""
         notices.clear()
         await action
         last = new_id()
-        async with asyncio.timeout(patience(10)):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             await speaker.broadcast([last])
             while await texts.get() != last:
                 pass
         return [*notices]
 
-    async with asyncio.timeout(patience(10)):
-        while texts.empty():  # it does not listen yet
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while texts.empty():  # until it listens
             await speaker.broadcast(["hello"])
-    assert await heard(speaker.send(letter("ada", "user"))) == [False]
-    assert await heard(speaker.send(letter("user", "ada"))) == [True]
-    assert await heard(listener.send(letter("user", "bob"))) == [], "no notices of its own writes"
-    assert await heard(speaker.claim_ready("w", RULES, 9)) == [False]
-    assert await heard(speaker.release_claims("w", failed=False)) == [True], "a released claim is announced"
+    assert await notices_of(speaker.send(envelope("ada", "user"))) == [False]
+    assert await notices_of(speaker.send(envelope("user", "ada"))) == [True]
+    assert await notices_of(listener.send(envelope("user", "bob"))) == [], "no notices of its own writes"
+    assert await notices_of(speaker.claim_ready("w", RULES, 9)) == [False]
+    assert await notices_of(speaker.release_claims("w", failed=False)) == [True], "a released claim is announced"
 
 
 # Pipelined statements
@@ -218,8 +217,8 @@ async def test_a_wrong_statement_in_a_batch_fails_alone(process: Opener) -> None
     store = await process()
     wrong = [store._transact(lambda db, _: db.execute("INSERT INTO roles (name) VALUES ('x')")) for _ in range(2)]
     right = [store.put_role(f"role {n}", "") for n in range(3)]
-    letters = [store.send(letter("user", "ada", str(n))) for n in range(3)]
-    results = await asyncio.gather(*wrong, *right, *letters, return_exceptions=True)
+    sends = [store.send(envelope("user", "ada", str(n))) for n in range(3)]
+    results = await asyncio.gather(*wrong, *right, *sends, return_exceptions=True)
     assert [isinstance(result, StoreError) for result in results] == [True] * 2 + [False] * 6
     assert sorted(await store.roles()) == ["role 0", "role 1", "role 2"]
     assert await texts(store, "ada") == ["0", "1", "2"]
@@ -229,7 +228,7 @@ async def test_prefetched_mail_is_dropped_when_a_job_is_rolled_back(
     process: Opener, shared: Postgres, tmp_path: Path
 ) -> None:
     store = await process()
-    sent = {name: (await store.send(letter("user", name))).message_id for name in ("ada", "bob")}
+    sent = {name: (await store.send(envelope("user", name))).message_id for name in ("ada", "bob")}
     with owner_connection(shared.url(tmp_path)) as db:
         session = PostgresSession(db, ["ada"], 30_000, NotifyChannels("society", "process"))
 
@@ -242,7 +241,7 @@ async def test_prefetched_mail_is_dropped_when_a_job_is_rolled_back(
         session.prefetch(["ada"])
         checkpoint = session.begin_job()
         db.execute("UPDATE messages SET state = 'withdrawn' WHERE recipient = 'ada'")
-        session.roll_back_to(checkpoint)  # invalidates what was prefetched
+        session.roll_back_to(checkpoint)  # invalidates the prefetched mail
         assert (waiting("ada"), waiting("bob")) == ([], [sent["bob"]])
         db.execute_now("ROLLBACK")
 
@@ -286,7 +285,7 @@ async def test_a_message_selected_as_due_is_not_delivered_by_another_process(
     first, second = await process(), await process()
     loop, url = asyncio.get_running_loop(), shared.url(tmp_path)
     for n in range(6):
-        await first.send(letter("user", "ada", str(n), delay_ms=1))
+        await first.send(envelope("user", "ada", str(n), delay_ms=1))
     await asyncio.to_thread(_until_due, url)
     meanwhile: list[Future[Any]] = []
 
@@ -303,4 +302,4 @@ async def test_a_message_selected_as_due_is_not_delivered_by_another_process(
 
 def _until_due(url: str) -> None:
     with psycopg.connect(url, autocommit=True) as db:
-        db.execute("SELECT pg_sleep(0.005)")  # the clock is the database's
+        db.execute("SELECT pg_sleep(0.005)")  # the database supplies the time

@@ -8,15 +8,15 @@ from coterie.agents import Agent
 from coterie.messages import make_envelope
 from coterie.store import Limits
 from coterie.stores.sql import claims, commands
+from coterie.stores.sql.migrations import migrate_sqlite
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.unit_of_work import UnitOfWork
-from coterie.stores.sqlite.migrate import migrate
 from coterie.turn import ModelAnswered, Rules
 
 
 def test_an_agent_takes_messages_that_arrive_in_the_transaction_that_ends_its_turn() -> None:
     db = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(db)
+    migrate_sqlite(db)
 
     def uow() -> UnitOfWork:
         return UnitOfWork(db, now=1_000, limits=Limits(), session=SqliteSession(db, 1_000))

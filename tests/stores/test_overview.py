@@ -12,11 +12,12 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import UNIX_EPOCH
 from coterie.errors import Refused
-from coterie.llm.types import TokenUsage, ToolCall
+from coterie.llm.service import TokenUsage, ToolCall
 from coterie.messages import make_envelope
+from coterie.plan import PlannedCall
 from coterie.store import MAX_LISTED, Overview, Page, Snapshot, Store, Thread
 from coterie.testing import FakeClock
-from coterie.turn import CallEnded, ModelAnswered, ModelFailed, PlannedCall, Rules
+from coterie.turn import CallEnded, ModelAnswered, ModelFailed, Rules
 from coterie.turn_store import Claim, TurnStore
 
 RULES = Rules()
@@ -75,7 +76,7 @@ async def thread_of(store: Society, agent_id: str) -> Thread:
 # Threads
 
 
-async def test_a_thread_is_what_the_person_and_one_agent_said_and_what_went_wrong_between_them(store: Society) -> None:
+async def test_a_thread_has_the_messages_of_the_person_and_one_agent_and_notices_about_it(store: Society) -> None:
     await say(store, "user", "ada", "one")
     await say(store, "user", "bob", "another thread")
     await say(store, "ada", "user", "two")
@@ -131,7 +132,7 @@ async def test_unread_messages_are_those_after_the_read_mark(store: Society) -> 
     trouble = await notice(store, "ada", "three")
     last = await say(store, "ada", "user", "four")
     assert (await thread_of(store, "ada")).unread == 3
-    assert await store.mark_read("ada", mine) == 1  # up to words of one's own
+    assert await store.mark_read("ada", mine) == 1  # up to a message of the person
     found = await thread_of(store, "ada")
     assert (found.unread, found.first_unread, found.last.id) == (2, trouble, last)
     assert await store.unread(["ada", "bob"]) == {"ada": 2, "bob": 0}
@@ -141,7 +142,17 @@ async def test_unread_messages_are_those_after_the_read_mark(store: Society) -> 
     assert (await agent(store, "user")).waiting == 0
 
 
-async def test_what_was_delivered_behind_the_read_mark_stays_unread(store: Society, clock: FakeClock) -> None:
+async def test_a_history_can_be_read_in_parts(store: Society) -> None:
+    for text in ("one", "two", "three"):
+        await say(store, "user", "ada", text)
+    await work(store, ModelAnswered(text="done"))
+    first, *rest = await store.history("ada")
+
+    assert await store.history("ada", limit=1) == [first]
+    assert await store.history("ada", first.seq, 2) == rest[:2]
+
+
+async def test_a_message_delivered_before_the_read_mark_stays_unread(store: Society, clock: FakeClock) -> None:
     late = await say(store, "ada", "user", "sent first", delay_ms=1000)
     seen = await say(store, "ada", "user", "met first")
     await clock.advance(seconds=1)
@@ -151,8 +162,8 @@ async def test_what_was_delivered_behind_the_read_mark_stays_unread(store: Socie
 
 
 async def test_notices_about_no_agent_can_be_read_too(store: Society) -> None:
-    told = await say(store, "system", "user", "about nobody")
-    assert await store.mark_read("system", told) == 1
+    notice_id = await say(store, "system", "user", "about nobody")
+    assert await store.mark_read("system", notice_id) == 1
     assert await store.waiting("user") == []
 
 
@@ -164,7 +175,7 @@ async def test_a_new_society_shows_its_agents_and_nothing_else(store: Society) -
     assert [each.id for each in shown.agents] == ["ada", "bob"]
     assert shown == Snapshot(
         seq=await store.last_event(), agents=shown.agents, agent_count=2, threads=[], thread_count=0, queues=[],
-        queue_count=0, delayed=[], delayed_count=0, open_questions=[], question_count=0,
+        queue_count=0, delayed=[], delayed_count=0, open_questions=[], question_count=0, tasks=[], task_count=0,
     )  # fmt: skip
 
 
@@ -197,18 +208,18 @@ async def test_long_lists_are_cut_and_counted_and_terminated_agents_come_last(st
     assert "ada" not in {each.id for each in shown.agents}
 
 
-async def test_a_snapshot_is_of_one_moment_however_much_happens_meanwhile(store: Society) -> None:
+async def test_a_snapshot_is_consistent_during_concurrent_writes(store: Society) -> None:
     before = await store.last_event()
 
-    async def talk() -> None:
+    async def send_messages() -> None:
         for n in range(150):
             await say(store, "ada", "user", str(n), quick_replies=["Yes"])
 
-    talking = asyncio.create_task(talk())
+    sending = asyncio.create_task(send_messages())
     shots = []
-    while not talking.done():
+    while not sending.done():
         shots.append(await store.snapshot())
-    await talking
+    await sending
     log = [event for event in await store.events(before, 10_000) if event.kind == "message.created"]
     for shot in shots:
         sent = sum(event.seq <= shot.seq for event in log)
@@ -230,7 +241,7 @@ async def test_an_agent_shows_the_call_it_is_at(store: Society) -> None:
 # Clearing a conversation
 
 
-async def test_a_cleared_conversation_is_gone_with_all_that_the_agent_remembers(store: Society) -> None:
+async def test_clearing_a_conversation_deletes_its_messages_and_the_history(store: Society) -> None:
     await say(store, "user", "ada", "one")
     claim = await work(store, calls("look"))
     await advance(store, claim, CallEnded(index=0, ok=True, result="seen"), ModelAnswered(text="done"))
@@ -268,9 +279,7 @@ async def test_a_conversation_is_not_cleared_under_an_agent_at_work(store: Socie
 @pytest.mark.parametrize(
     ("held", "mail", "then"), [(0, 0, "idle"), (0, 1, "ready"), (1, 0, "paused"), (1, 1, "paused")]
 )
-async def test_an_agent_that_was_stuck_is_free_again_when_its_conversation_is_cleared(
-    store: Society, held: int, mail: int, then: str
-) -> None:
+async def test_clearing_the_conversation_unblocks_the_agent(store: Society, held: int, mail: int, then: str) -> None:
     await say(store, "user", "ada")
     await work(store, ModelFailed(message="no key", recovery="block"))
     assert (await agent(store)).state == "blocked"
@@ -308,7 +317,7 @@ async def test_runs_are_plans_with_their_calls_newest_first(store: Society) -> N
     assert await store.runs(Page(), "bob") == []
 
 
-async def test_a_request_whose_plan_was_withdrawn_counts_as_such(store: Society) -> None:
+async def test_a_request_with_a_withdrawn_plan_counts_as_withdrawn(store: Society) -> None:
     await say(store, "user", "ada")
     claim = await work(store)
     await say(store, "user", "ada", "wait")

@@ -13,7 +13,7 @@ from coterie.stores.sql import claims
 from coterie.stores.sql.store import SqlStore
 from coterie.turn import Rules
 
-from .processes import Opener, letter
+from .processes import Opener, envelope
 
 
 async def states(store: Store) -> dict[str, str]:
@@ -24,7 +24,7 @@ async def test_no_agent_is_claimed_and_new_agents_are_paused_until_the_society_i
     await store.pause("bob")
     await store.pause_all()
     await store.add_agents([Agent(id="new", name="New")])
-    await store.send(letter("user", "new"))
+    await store.send(envelope("user", "new"))
     assert await store.claim_ready("w", Rules(), 10) == []
     assert await states(store) == {"ada": "paused", "bob": "paused", "new": "paused"}
     assert (await store.snapshot()).paused and await store.is_paused()
@@ -35,7 +35,7 @@ async def test_no_agent_is_claimed_and_new_agents_are_paused_until_the_society_i
 
 
 async def test_pausing_and_resuming_one_agent_meanwhile_counts_afterwards(store: SqlStore) -> None:
-    await store.send(letter("user", "ada"))
+    await store.send(envelope("user", "ada"))
     await store.pause_all()
     await store.resume("ada")
     await store.pause("bob")
@@ -49,7 +49,7 @@ async def test_a_claim_that_started_before_the_pause_and_commits_after_it_is_voi
     process: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await process(), await process()
-    await one.send(letter("user", "ada"))
+    await one.send(envelope("user", "ada"))
     looked, paused = threading.Event(), threading.Event()
 
     def hit(name: str) -> None:

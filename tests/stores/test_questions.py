@@ -196,7 +196,7 @@ async def test_a_button_that_was_not_offered_is_refused(store: Society, wrong: d
     assert await open_questions(store) == [asked]
 
 
-async def test_only_the_person_answers_and_only_what_asks_the_person(store: Society) -> None:
+async def test_only_the_person_answers_questions_to_the_person(store: Society) -> None:
     asked = await ask(store)
     await store.send(free_text(sender="bob", in_reply_to=asked))
     await store.send(free_text("bob", in_reply_to=asked))

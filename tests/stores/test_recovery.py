@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from coterie.agents import Agent
+from coterie.plan import INTERRUPTED_RESULT, UNKNOWN_RESULT, Effect
 from coterie.store import Limits
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock
-from coterie.turn import UNKNOWN_RESULT, AskModel, Effect, ModelFailed, Rest, RunCall
+from coterie.turn import AskModel, ModelFailed, Rest, RunCall
 from tests.engines import Engine
 
 from .steps import (
@@ -78,6 +79,20 @@ async def test_a_call_cut_off_is_run_again_under_the_same_key_when_it_may(restar
         assert (after.action, after.plan_key) == (RunCall(0, is_retry=True), before.plan_key)
 
 
+@pytest.mark.parametrize("effect", ["pure", "idempotent"])
+async def test_a_call_cut_off_is_not_run_again_if_a_message_came_meanwhile(
+    restarted: Restarted, effect: Effect
+) -> None:
+    async with restarted as it:
+        await ask(it.store)
+        await advance(it.store, await claim_agent(it.store), says("", call(effect=effect), call()))
+        await ask(it.store, text="stop")
+        await it.again()
+        assert (await claim_agent(it.store)).action == AskModel()
+        results = [f"tool: {UNKNOWN_RESULT}", f"tool: {INTERRUPTED_RESULT}"]
+        assert await history_lines(it.store) == ["user: hello", "assistant: ", *results, "user: stop"]
+
+
 async def test_an_unsafe_call_cut_off_is_unknown_and_never_run_again(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store)
@@ -98,9 +113,7 @@ async def test_results_known_before_the_crash_stay(restarted: Restarted) -> None
         assert (await history_lines(it.store))[2:] == ["tool: known", "tool: new"]
 
 
-async def test_what_waits_for_a_person_or_a_time_waits_on_after_a_restart(
-    restarted: Restarted, clock: FakeClock
-) -> None:
+async def test_approvals_and_retries_still_wait_after_a_restart(restarted: Restarted, clock: FakeClock) -> None:
     async with restarted as it:
         question = await asked_for_approval(it.store, call("pay", needs_approval=True))
         await ask(it.store, "bob")
@@ -132,7 +145,7 @@ async def test_a_turn_that_crashes_the_runtime_repeatedly_is_quarantined(restart
         await advance(it.store, await claim_agent(it.store), says("fine again"))
 
 
-async def test_progress_between_crashes_is_no_poison(restarted: Restarted) -> None:
+async def test_progress_between_crashes_resets_the_crash_counter(restarted: Restarted) -> None:
     async with restarted as it:
         await ask(it.store)
         claim = await claim_agent(it.store)
@@ -150,7 +163,7 @@ async def test_a_notice_about_a_quarantined_turn_reaches_an_agent_in_any_state(r
         for _ in range(8):
             await it.store.claim_ready("w", RULES, 2)
             await it.again()
-        # Both were set aside; bob was told of ada's failure, perhaps in the transaction that ended his own turn.
+        # Both were quarantined. Bob may get the notice about ada in the transaction that ends his own turn.
         while claims := await it.store.claim_ready("w", RULES, 2):
             for claim in claims:
                 await advance(it.store, claim, says(""))

@@ -20,7 +20,7 @@ from coterie.stores.sql.rows import Connection
 from coterie.turn import AskModel, Rest
 from tests.engines import Postgres
 
-from .processes import Opener, letter
+from .processes import Opener, envelope
 from .steps import RULES, Society, ask, says, state
 from .workers import TIMEOUT_SECONDS, ManualWorker
 
@@ -52,20 +52,20 @@ class TwoProcesses:
         held = Held()
         jobs: list[asyncio.Future[Any]] = [asyncio.ensure_future(self.one._transact(held))]
         await asyncio.to_thread(held.began.wait, TIMEOUT_SECONDS)
-        jobs.append(asyncio.create_task(self.one.send(letter("user", send_to, "from one"))))
+        jobs.append(asyncio.create_task(self.one.send(envelope("user", send_to, "from one"))))
         for _ in range(2):
-            await asyncio.sleep(0)  # messages are handed in at the end of the round in which they were sent
+            await asyncio.sleep(0)  # a send is submitted at the end of its loop iteration
         jobs.append(asyncio.ensure_future(then()))
         await asyncio.sleep(0)
         held.may_end.set()
         return jobs
 
-    async def assert_the_other_has_the_agent_alone(self, agent_id: str) -> None:
+    async def assert_only_the_other_has_a_claim(self, agent_id: str) -> None:
         claim = await self.second.next()
         assert self.first.claims.empty(), "two processes hold a claim with the same epoch and step"
         assert (self.first.reserved, self.second.reserved) == (0, 0)
         claim = await self.other.advance(claim, says("done"), RULES)
-        assert claim.action == AskModel()  # the message of `one` came meanwhile
+        assert claim.action == AskModel()  # the message of `one` has arrived
         assert (await self.other.advance(claim, says("done too"), RULES)).action == Rest()
         assert await state(self.other, agent_id) == "idle"
 
@@ -78,33 +78,33 @@ async def two(process: Opener) -> TwoProcesses:
 async def test_a_batch_that_meets_a_lock_keeps_no_claim_of_its_rolled_back_run(
     two: TwoProcesses, shared: Postgres, tmp_path: Path
 ) -> None:
-    to_ada = await two.one.send(letter("user", "ada", "soon withdrawn", delay_ms=3_600_000))
+    to_ada = await two.one.send(envelope("user", "ada", "withdrawn", delay_ms=3_600_000))
     with shared.behind(tmp_path) as db:
         db.execute("BEGIN")
         db.execute("SELECT 1 FROM agents WHERE id = 'ada' FOR UPDATE").fetchone()
-        # The batch claims bob, meets the lock on ada, is undone, and waits for ada before it takes bob again.
+        # The batch claims bob, meets the lock on ada, is rolled back, and locks ada before it claims bob again.
         jobs = await two.one_batch("bob", lambda: two.one.withdraw(to_ada.message_id, "user"))
-        await until_somebody_waits_for(db)
-        await two.other.send(letter("user", "bob", "from other"))
+        await wait_for_blocked_session(db)
+        await two.other.send(envelope("user", "bob", "from other"))
         db.execute("ROLLBACK")
     await asyncio.gather(*jobs)
-    await two.assert_the_other_has_the_agent_alone("bob")
+    await two.assert_only_the_other_has_a_claim("bob")
 
 
-async def until_somebody_waits_for(db: Connection) -> None:
+async def wait_for_blocked_session(db: Connection) -> None:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not db.execute(_WAITS_FOR_US).fetchone()[0]:
-            await asyncio.sleep(0.005)  # PostgreSQL tells nobody that a session began to wait
+            await asyncio.sleep(0.005)  # PostgreSQL sends no event when a session starts to wait
 
 
 @pytest.mark.parametrize("error", [psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected])
 async def test_a_batch_that_the_database_rolls_back_keeps_no_claim_of_that_run(
     two: TwoProcesses, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undone, may_run_again, runs = threading.Event(), threading.Event(), list[int]()
+    rolled_back, may_run_again, runs = threading.Event(), threading.Event(), list[int]()
 
     def pause_before_the_next_run(_: float) -> None:
-        undone.set()
+        rolled_back.set()
         may_run_again.wait(TIMEOUT_SECONDS)
 
     def fails_once(*_: Any) -> None:
@@ -120,12 +120,12 @@ async def test_a_batch_that_the_database_rolls_back_keeps_no_claim_of_that_run(
         SimpleNamespace(sleep=pause_before_the_next_run, monotonic=time.monotonic),
     )
     jobs = await two.one_batch("bob", failing)
-    await asyncio.to_thread(undone.wait, TIMEOUT_SECONDS)
-    await two.other.send(letter("user", "bob", "from other"))
+    await asyncio.to_thread(rolled_back.wait, TIMEOUT_SECONDS)
+    await two.other.send(envelope("user", "bob", "from other"))
     may_run_again.set()
     await asyncio.gather(*jobs)
     assert len(runs) == 2
-    await two.assert_the_other_has_the_agent_alone("bob")
+    await two.assert_only_the_other_has_a_claim("bob")
 
 
 async def test_a_batch_that_cannot_be_written_starts_no_turn_and_releases_its_slots(store: Society) -> None:
@@ -133,7 +133,7 @@ async def test_a_batch_that_cannot_be_written_starts_no_turn_and_releases_its_sl
     store.register_worker(worker)
 
     def fails(*_: Any) -> None:
-        raise FailpointHit("the engine's own trouble: nothing of the batch is written")
+        raise FailpointHit("an error of the engine: nothing of the batch is written")
 
     busy = store._transact(held)  # type: ignore[attr-defined]
     await asyncio.to_thread(held.began.wait, TIMEOUT_SECONDS)
@@ -198,12 +198,12 @@ async def test_releasing_several_agents_never_waits_for_a_lock_while_holding_ano
             db.execute("BEGIN")
             db.execute("SELECT 1 FROM agents WHERE id = ? FOR UPDATE", (locked,)).fetchone()
             releasing = asyncio.create_task(store.release_claims("w", failed=False))
-            await until_somebody_waits_for(db)
+            await wait_for_blocked_session(db)
             free = db.execute(
                 "SELECT id FROM agents WHERE kind = 'agent' ORDER BY id FOR UPDATE SKIP LOCKED"
             ).fetchall()
             db.execute("ROLLBACK")
             await releasing
-            # The batch that begins again has locked the rows before the one it waits for, in order.
+            # The repeated batch has locked the rows before the one it waits for, in the order of ids.
             assert {name for (name,) in free} >= {name for name in ("ada", "bob", "cyd") if name >= locked}
             assert len(await store.claim_ready("w", RULES, 3)) == 3

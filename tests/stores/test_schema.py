@@ -9,8 +9,7 @@ from typing import Any
 
 import psycopg
 
-from coterie.stores.postgres.migrate import migrate as migrate_postgres
-from coterie.stores.sqlite import migrate as sqlite
+from coterie.stores.sql.migrations import APPLICATION_ID, migrate_postgres, migrate_sqlite
 
 OLD_SCHEMAS = Path(__file__).parent / "old_schemas"
 
@@ -30,12 +29,12 @@ def sqlite_schema(db: sqlite3.Connection) -> dict[str, Any]:
 
 def test_an_upgraded_sqlite_database_has_the_schema_of_a_new_one() -> None:
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as new:
-        assert sqlite.migrate(new) == 0
+        assert migrate_sqlite(new) == 0
         with closing(sqlite3.connect(":memory:", isolation_level=None)) as old:
             old.executescript((OLD_SCHEMAS / "sqlite_0005.sql").read_text())
-            old.execute(f"PRAGMA application_id = {sqlite.APPLICATION_ID}")
+            old.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             old.execute("PRAGMA user_version = 5")
-            assert sqlite.migrate(old) == 5
+            assert migrate_sqlite(old) == 5
             assert sqlite_schema(old) == sqlite_schema(new)
 
 

@@ -97,7 +97,7 @@ async def test_a_row_has_one_mark_in_claims_views_and_after_a_restart(
     await store.close()
 
 
-async def test_the_secret_is_not_shown_with_what_is_known_of_the_store(
+async def test_the_secret_is_not_in_the_description_of_the_store(
     engine: Engine, tmp_path: Path, clock: FakeClock
 ) -> None:
     store = await engine.open(tmp_path / "data", clock)

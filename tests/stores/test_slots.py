@@ -1,4 +1,4 @@
-"""As many requests run at a model service as it allows, in all processes together, and each process gets its share."""
+"""Slots of a service: the limit holds for all processes together, and each process gets its share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 
 from coterie.clock import SystemClock
 from coterie.llm.concurrency import MAX_PERSON_REQUESTS_IN_A_ROW, ServiceQueue, ServiceQueues
-from coterie.store import OtherProcess, SlotGrant, divide_slots
+from coterie.slot_sharing import OtherProcess, SlotGrant, divide_slots
 from coterie.stores.postgres import PostgresStore
 from coterie.testing import FakeClock
 from tests.engines import Postgres
-from tests.faults.harness import patience
+
+from .workers import TIMEOUT_SECONDS
 
 LEASE = timedelta(seconds=2)
 Opener = Callable[[], Awaitable[PostgresStore]]
@@ -63,32 +64,32 @@ def test_a_process_that_gives_its_slot_back_does_not_take_it_again_while_another
 
 @pytest.fixture
 async def process(shared: Postgres, tmp_path: Path) -> AsyncIterator[Opener]:
-    """One more store on the same database, as another process has it."""
+    """Opens stores on one database, each like a separate process."""
     opened: list[PostgresStore] = []
 
     async def another() -> PostgresStore:
         store = await PostgresStore.open(shared.url(tmp_path), SystemClock(), lease=LEASE)
         opened.append(store)
-        await _until(lambda: _known(store, len(opened)))
+        await _until(lambda: _has_processes(store, len(opened)))
         return store
 
     yield another
     await asyncio.gather(*(store.close() for store in opened))
 
 
-async def _known(store: PostgresStore, count: int) -> bool:
+async def _has_processes(store: PostgresStore, count: int) -> bool:
     """True if `count` processes have sent a heartbeat."""
     return len(await store.workers()) == count
 
 
 async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(patience(10)):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         while not await holds():
             await asyncio.sleep(0.01)
 
 
 class Model:
-    """Counts who is asking it."""
+    """A fake model that counts requests that run at the same time."""
 
     def __init__(self) -> None:
         self.running = self.most = 0
@@ -108,7 +109,7 @@ class Model:
 async def test_three_processes_keep_to_one_limit_and_none_of_them_starves(process: Opener) -> None:
     queues = [ServiceQueues(SystemClock(), await process()) for _ in range(3)]
     model = Model()
-    # The first is there before the others, and has four times as much to ask.
+    # The first process starts earlier and has four times as many requests.
     asking = [asyncio.ensure_future(model.ask(queues[0].queue_for("main", 3), 0)) for _ in range(40)]
     await model.has_served.wait()
     late = [
@@ -148,7 +149,7 @@ async def test_the_slots_of_a_dead_process_are_free_after_its_lease(process: Ope
     assert await dead.request_slots("main", 2, 0, 2) == SlotGrant(2)
     assert await survivor.request_slots("main", 2, 0, 2) == SlotGrant(0)
     assert dead._heartbeat
-    dead._heartbeat._closing.set()  # no more heartbeats, no deregistration
+    dead._heartbeat._closing.set()  # as after a kill: no more heartbeats, no deregistration
     dead._heartbeat._deregister = dead._heartbeat._disconnect  # type: ignore[method-assign]
     dead._heartbeat._due.set()
     began = asyncio.get_running_loop().time()
@@ -165,7 +166,7 @@ async def test_a_process_that_stops_cleanly_gives_its_slots_back_at_once(
 ) -> None:
     survivor = await process()
     leaving = await PostgresStore.open(shared.url(tmp_path), SystemClock(), lease=LEASE)
-    await _until(lambda: _known(survivor, 2))
+    await _until(lambda: _has_processes(survivor, 2))
     assert await leaving.request_slots("main", 2, 0, 2) == SlotGrant(2)
     await leaving.close()
     assert await survivor.request_slots("main", 2, 0, 2) == SlotGrant(2)
@@ -183,14 +184,14 @@ async def test_a_cancelled_caller_neither_holds_nor_waits_for_a_slot(process: Op
     holding = asyncio.create_task(hold())
     await inside.wait()
     waiting = asyncio.create_task(hold())
-    await _until(lambda: _is_wanted(other))
+    await _until(lambda: _sees_waiting(other))
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await _until(lambda: _is_wanted(other, False))
+    await _until(lambda: _sees_waiting(other, False))
     leave.set()
     await holding
-    async with asyncio.timeout(patience(5)), queue.slot():
+    async with asyncio.timeout(TIMEOUT_SECONDS), queue.slot():
         assert queue.running == 1
     await queues.close()
 
@@ -199,20 +200,20 @@ async def test_a_cancelled_caller_neither_holds_nor_waits_for_a_slot(process: Op
 
 
 class Recorder:
-    """Grants nothing beyond what a test sets, and remembers what it was told."""
+    """A slot store that grants what the test sets and records the requests."""
 
     def __init__(self) -> None:
         self.grants = 0
         self.answers = asyncio.Event()
         self.answers.set()
-        self.told: list[tuple[int, int, int]] = []
-        """Slots kept, requests that wait, and how many of them are for the person."""
+        self.requests: list[tuple[int, int, int]] = []
+        """Slots held, requests waiting, and how many of these are for the person."""
 
     def subscribe_slots(self, callback: Callable[[], None]) -> None:
         """No other process exists."""
 
     async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
-        self.told.append((held, waiting, urgent))
+        self.requests.append((held, waiting, urgent))
         await self.answers.wait()
         granted, self.grants = min(self.grants, waiting), 0
         return SlotGrant(granted, others_wait=True)
@@ -223,55 +224,55 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_other_processes_hear_at_once_that_a_caller_who_went_away_waits_no_more() -> None:
-    sharing = Recorder()
-    queues = ServiceQueues(FakeClock(), sharing)
+async def test_a_cancelled_caller_is_reported_to_other_processes_at_once() -> None:
+    slots = Recorder()
+    queues = ServiceQueues(FakeClock(), slots)
     queue = queues.queue_for("main", 1)
     waiting = [asyncio.create_task(_hold(queue, asyncio.Event(), person=person)) for person in (False, True)]
     await _settle()
-    assert sharing.told[-1] == (0, 2, 1)
+    assert slots.requests[-1] == (0, 2, 1)
 
     for count, one in zip((1, 0), reversed(waiting), strict=True):
         one.cancel()
         await _settle()
-        assert sharing.told[-1] == (0, count, 0)
+        assert slots.requests[-1] == (0, count, 0)
         assert queue.waiting == count
     await queues.close()
 
 
-async def test_a_slot_granted_to_a_caller_who_goes_away_at_that_moment_is_not_lost() -> None:
-    sharing = Recorder()
-    queues = ServiceQueues(FakeClock(), sharing)
+async def test_a_slot_granted_to_a_caller_cancelled_at_that_moment_is_not_lost() -> None:
+    slots = Recorder()
+    queues = ServiceQueues(FakeClock(), slots)
     queue, leave = queues.queue_for("main", 1), asyncio.Event()
     gone = asyncio.create_task(_hold(queue, leave))
     await _settle()
-    sharing.grants = 1
+    slots.grants = 1
     queue.wake()
     while queue.running == 0:
         await asyncio.sleep(0)
-    gone.cancel()  # the slot is granted, and the caller has not taken its next step
+    gone.cancel()  # the slot is granted, but the caller has not run since
     await _settle()
-    assert (gone.cancelled(), queue.running, sharing.told[-1]) == (True, 0, (0, 0, 0))
+    assert (gone.cancelled(), queue.running, slots.requests[-1]) == (True, 0, (0, 0, 0))
     await queues.close()
 
 
-async def test_a_slot_that_comes_free_while_the_database_is_asked_goes_back_if_another_process_waits() -> None:
-    sharing = Recorder()
-    queues = ServiceQueues(FakeClock(), sharing)
+async def test_a_slot_released_during_a_database_request_goes_back_if_another_process_waits() -> None:
+    slots = Recorder()
+    queues = ServiceQueues(FakeClock(), slots)
     queue, leave = queues.queue_for("main", 1), asyncio.Event()
-    sharing.grants = 1
+    slots.grants = 1
     requests = [asyncio.create_task(_hold(queue, leave)) for _ in range(2)]
     await _settle()
-    assert (queue.running, sharing.told[-1]) == (1, (0, 2, 0))
+    assert (queue.running, slots.requests[-1]) == (1, (0, 2, 0))
 
-    sharing.answers.clear()
+    slots.answers.clear()
     queue.wake()
     await _settle()
-    leave.set()  # the slot comes free before the answer: no other process had a chance at it
+    leave.set()  # the slot is released before the database answers
     await _settle()
-    sharing.answers.set()
+    slots.answers.set()
     await _settle()
-    assert (queue.running, sharing.told[-2:]) == (0, [(1, 1, 0), (0, 1, 0)])
+    assert (queue.running, slots.requests[-2:]) == (0, [(1, 1, 0), (0, 1, 0)])
     for one in requests:
         one.cancel()
     await queues.close()
@@ -306,7 +307,7 @@ async def test_the_persons_requests_go_first_and_agents_get_every_fifth_slot() -
     assert last == ["person 8", "agent 2"]
 
 
-async def test_a_limit_that_is_raised_lets_those_in_who_wait() -> None:
+async def test_a_raised_limit_admits_waiting_callers() -> None:
     queues, leave = ServiceQueues(FakeClock()), asyncio.Event()
     queue = queues.queue_for("main", 1)
     holding = [asyncio.create_task(_hold(queue, leave)) for _ in range(3)]
@@ -319,11 +320,11 @@ async def test_a_limit_that_is_raised_lets_those_in_who_wait() -> None:
     await asyncio.gather(*holding)
 
 
-async def test_callers_who_go_away_give_back_exactly_what_they_held() -> None:
+async def test_cancelled_callers_release_exactly_the_slots_they_held() -> None:
     queue, leave = ServiceQueues(FakeClock()).queue_for("main", 2), asyncio.Event()
     tasks = [asyncio.create_task(_hold(queue, leave, person=n % 2 == 0)) for n in range(9)]
     await _settle()
-    for one in tasks[:7]:  # two that hold a slot, and five that wait
+    for one in tasks[:7]:  # two hold a slot, five wait
         one.cancel()
     await _settle()
     assert (queue.running, queue.waiting) == (2, 0)
@@ -332,6 +333,6 @@ async def test_callers_who_go_away_give_back_exactly_what_they_held() -> None:
     assert (queue.running, queue.waiting) == (0, 0)
 
 
-async def _is_wanted(other: PostgresStore, wanted: bool = True) -> bool:
-    """True if `other`, which has no slots and wants none, sees that a process waits."""
-    return (await other.request_slots("main", 1, 0, 0)).others_wait is wanted
+async def _sees_waiting(other: PostgresStore, expected: bool = True) -> bool:
+    """True if `other`, which has and requests no slots, sees that another process waits."""
+    return (await other.request_slots("main", 1, 0, 0)).others_wait is expected

@@ -1,4 +1,4 @@
-"""Whatever another worker did with an agent's history, the next request to the model shows it, on every engine.
+"""Changes of a history by another worker are in the next request, on every engine.
 
 A society works with a model server that keeps every request. A second worker, on a store of its own where the engine
 allows several, takes the agent's turns step by step and then leaves: the society goes on in the middle of the turn.
@@ -25,7 +25,7 @@ from coterie.turn_store import Claim, StaleClaim
 from tests.engines import Engine, Postgres
 from tests.faults.scenarios import wait_until_idle
 
-from .processes import letter
+from .processes import envelope
 from .steps import advance, call, done, says
 from .workers import ManualWorker
 
@@ -49,23 +49,23 @@ class Two:
         self.society, self.store, self.model, self._folder = society, store, model, folder
         self._worker = ManualWorker("second")
 
-    async def say_at_the_first(self, text: str) -> None:
+    async def send_to_first(self, text: str) -> None:
         await self.society.send(to="ada", text=text)
         await wait_until_idle(self.society)
 
-    async def say_at_the_second(self, text: str) -> Claim:
+    async def send_to_second(self, text: str) -> Claim:
         self.store.register_worker(self._worker)
-        await self.store.send(letter("user", "ada", text))
+        await self.store.send(envelope("user", "ada", text))
         return await self._worker.next()
 
-    async def leave(self) -> list[dict[str, Any]]:
-        """The second worker releases its turn; return what the society then shows to the model."""
+    async def release_second(self) -> list[dict[str, Any]]:
+        """Release the turn of the second worker; return the messages of the next request."""
         before = len(self.model.requests)
-        self.attend_at_the_first()
+        self.register_first()
         await self.store.release_claims("second", failed=False)
         return shown(await self.model.wait_for_request(before + 1))
 
-    def attend_at_the_first(self) -> None:
+    def register_first(self) -> None:
         """If both share one store, register the worker of the society again."""
         if self.store is self.society.store:
             self.store.register_worker(self.society._require_runtime()._scheduler)
@@ -112,34 +112,34 @@ async def _society(engine: Engine, folder: Path, model: ModelServer) -> AsyncIte
         yield society
 
 
-async def test_what_was_said_to_another_worker_is_in_the_request_after_it_left(two: Two) -> None:
+async def test_messages_read_by_another_worker_are_in_the_next_request(two: Two) -> None:
     two.model.script("the first answer")
-    await two.say_at_the_first("FIRST")
-    await two.say_at_the_second("SECOND")
-    messages = await two.leave()
+    await two.send_to_first("FIRST")
+    await two.send_to_second("SECOND")
+    messages = await two.release_second()
     assert [message["role"] for message in messages] == ["user", "assistant", "user"]
     assert "FIRST" in words(messages[:1]) and "SECOND" in words(messages[2:])
 
 
-async def test_the_answers_of_another_worker_are_in_the_request_after_it_left(two: Two) -> None:
-    await two.say_at_the_first("FIRST")
-    claim = await advance(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
+async def test_answers_of_another_worker_are_in_the_next_request(two: Two) -> None:
+    await two.send_to_first("FIRST")
+    claim = await advance(two.store, await two.send_to_second("SECOND"), says("said by the second"))
     assert claim.action == Rest()
-    await two.say_at_the_second("THIRD")
-    messages = await two.leave()
+    await two.send_to_second("THIRD")
+    messages = await two.release_second()
     assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant", "user"]
     assert messages[3]["content"] == "said by the second" and "THIRD" in words(messages[4:])
 
 
-async def test_the_result_of_an_unsafe_call_is_in_the_request_after_its_worker_left_and_it_runs_once(two: Two) -> None:
+async def test_an_unsafe_call_of_another_worker_runs_once_and_its_result_is_in_the_next_request(two: Two) -> None:
     two.model.default = fires_until_it_sees_a_result
     two.model.script("the first answer")
-    await two.say_at_the_first("FIRST")
-    claim = await advance(two.store, await two.say_at_the_second("SECOND"), says("", call("fire")))
+    await two.send_to_first("FIRST")
+    claim = await advance(two.store, await two.send_to_second("SECOND"), says("", call("fire")))
     assert claim.action == RunCall(0)
     claim = await advance(two.store, claim, done(result="fired at the second server"))
     assert claim.action == AskModel()
-    messages = await two.leave()
+    messages = await two.release_second()
     await wait_until_idle(two.society)
     assert (messages[-1]["role"], messages[-1]["content"]) == ("tool", "fired at the second server")
     assert two.fired() == 0
@@ -150,49 +150,49 @@ def fires_until_it_sees_a_result(request: ReceivedRequest) -> Says | str:
     return "done" if seen else Says(calls=(Calls("fire", {}),))
 
 
-async def test_a_conversation_that_was_cleared_elsewhere_is_not_shown(two: Two) -> None:
-    await two.say_at_the_first("FIRST")
+async def test_a_conversation_cleared_by_another_worker_is_not_shown(two: Two) -> None:
+    await two.send_to_first("FIRST")
     await two.store.clear_thread("ada")
-    await two.say_at_the_second("SECOND")
-    messages = await two.leave()
+    await two.send_to_second("SECOND")
+    messages = await two.release_second()
     assert "FIRST" not in words(messages) and "SECOND" in words(messages)
 
 
 async def test_a_cleared_conversation_is_not_shown_when_the_new_one_has_as_many_rows(two: Two) -> None:
-    await two.say_at_the_first("FIRST")
+    await two.send_to_first("FIRST")
     await two.store.clear_thread("ada")
-    claim = await advance(two.store, await two.say_at_the_second("SECOND"), says("said by the second"))
+    claim = await advance(two.store, await two.send_to_second("SECOND"), says("said by the second"))
     assert claim.action == Rest()
-    two.attend_at_the_first()
-    await two.say_at_the_first("THIRD")
+    two.register_first()
+    await two.send_to_first("THIRD")
     messages = shown(two.model.requests[-1])
     assert "FIRST" not in words(messages) and "SECOND" in words(messages) and "THIRD" in words(messages)
 
 
-async def test_a_summary_that_was_made_elsewhere_is_shown_instead_of_what_it_stands_for(two: Two) -> None:
-    await two.say_at_the_first("FIRST")
-    claim = await two.say_at_the_second("SECOND")
+async def test_a_summary_of_another_worker_replaces_the_messages_it_covers(two: Two) -> None:
+    await two.send_to_first("FIRST")
+    claim = await two.send_to_second("SECOND")
     compacted = await two.store.summarise(claim, 2, "WHAT WAS SAID BEFORE")
     assert (compacted.epoch, compacted.step_no) == (claim.epoch, claim.step_no)
     assert compacted.history_version > claim.history_version
-    messages = await two.leave()
+    messages = await two.release_second()
     assert "FIRST" not in words(messages)
     assert words(messages).index("WHAT WAS SAID BEFORE") < words(messages).index("SECOND")
 
 
-async def test_a_turn_that_was_quarantined_elsewhere_is_not_shown(two: Two) -> None:
-    await two.say_at_the_first("FIRST")
-    claim = await advance(two.store, await two.say_at_the_second("SECOND"), Poisoned("it kills"))
+async def test_a_turn_quarantined_by_another_worker_is_not_shown(two: Two) -> None:
+    await two.send_to_first("FIRST")
+    claim = await advance(two.store, await two.send_to_second("SECOND"), Poisoned("it kills"))
     assert claim.action == Rest()
-    await two.say_at_the_second("THIRD")
-    messages = await two.leave()
+    await two.send_to_second("THIRD")
+    messages = await two.release_second()
     assert "FIRST" in words(messages) and "SECOND" not in words(messages) and "THIRD" in words(messages)
 
 
-async def test_a_worker_that_lost_its_claim_is_not_given_the_history(two: Two) -> None:
-    lost = await two.say_at_the_second("SECOND")
+async def test_a_worker_with_a_stale_claim_does_not_get_the_history(two: Two) -> None:
+    lost = await two.send_to_second("SECOND")
     assert (await two.store.history_view("ada", lost)).version == lost.history_version
-    await two.leave()
+    await two.release_second()
     await wait_until_idle(two.society)
     with pytest.raises(StaleClaim):
         await two.store.history_view("ada", lost)

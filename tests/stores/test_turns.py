@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from coterie.agents import Agent
+from coterie import failpoints
+from coterie.agents import ACTIVE_STATES, Agent
 from coterie.messages import make_envelope
 from coterie.testing import FakeClock
-from coterie.turn import AskModel, CallEnded, Rest
+from coterie.turn import AskModel, CallEnded, Event, ModelFailed, Rest
 from coterie.turn_store import StaleClaim
 from tests.engines import Engine
 
@@ -17,6 +19,7 @@ from .steps import (
     RULES,
     Society,
     advance,
+    answer,
     ask,
     call,
     claim_agent,
@@ -61,7 +64,7 @@ async def test_several_agents_are_claimed_at_once_up_to_the_limit(store: Society
     assert len(await store.claim_ready("w", RULES, 5)) == 1
 
 
-async def test_the_agents_at_work_are_those_whose_state_says_so(store: Society) -> None:
+async def test_working_agents_are_those_in_the_states_llm_and_tools(store: Society) -> None:
     async def at_work() -> list[str]:
         return [agent.id for agent in await store.agents() if agent.state in ("llm", "tools")]
 
@@ -75,7 +78,43 @@ async def test_the_agents_at_work_are_those_whose_state_says_so(store: Society) 
     assert await at_work() == []
 
 
-async def test_a_claim_carries_what_the_work_needs(store: Society) -> None:
+async def test_files_of_a_result_stay_with_it_over_a_takeover_and_in_the_history(store: Society) -> None:
+    picture = {"artifactRef": "art_1", "type": "image", "filename": "a.png", "mimeType": "image/png", "size": 3}
+    await ask(store)
+    claim = await advance(store, await claim_agent(store), says("", call(), call("look", "pure")))
+    ended = CallEnded(index=0, ok=True, result="drawn", attachments=(picture,))
+    claim = await advance(store, claim, ended)
+    await store.release_claims("w", failed=False)
+    claim = await claim_agent(store, "other")
+    assert claim.plan is not None and claim.plan.calls[0].attachments == (picture,)
+    claim = await advance(store, claim, CallEnded(index=1, ok=True, result="nothing"))
+    expected = [(), (), (picture,), ()]
+    assert [tuple(row.attachments) for row in await store.history("ada")] == expected
+    assert [tuple(row.attachments) for row in claim.added_rows or ()] == expected[1:]
+
+
+async def test_the_agents_at_work_are_those_with_an_unfinished_turn(store: Society) -> None:
+    """004-1.1: also an agent that waits for an approval or for a retry has not finished its request sequence."""
+
+    async def at_work() -> list[str]:
+        return [agent.id for agent in await store.agents() if agent.state in ACTIVE_STATES]
+
+    await ask(store)
+    claim = await advance(store, await claim_agent(store), says("", call(needs_approval=True)))
+    assert (await at_work(), claim.action) == (["ada"], Rest())
+    (question,) = await store.waiting("user")
+    await answer(store, question, 0)
+    claim = await advance(store, await claim_agent(store), done())
+    assert await at_work() == ["ada"]
+    failed = ModelFailed(message="busy", recovery="retry", delay=timedelta(0))
+    await advance(store, claim, failed)
+    assert await at_work() == ["ada"]
+    assert (await store.send(make_envelope(sender="bob", to="ada", payload={"text": "x"}))).state == "queued"
+    claim = await advance(store, await claim_agent(store), says("that is all"))
+    assert (await at_work(), claim.action) == ([], Rest())
+
+
+async def test_a_claim_has_its_cause_and_its_call(store: Society) -> None:
     await ask(store)
     newest = await ask(store, text="newest")
     claim = await claim_agent(store)
@@ -130,6 +169,31 @@ async def test_a_step_that_fails_leaves_no_trace(store: Society) -> None:
 # A turn without interruptions
 
 
+@pytest.mark.parametrize("at", ["turn.replied", "turn.group_closed", "turn.before_save", "flush.done", "commit.before"])
+async def test_a_step_that_fails_after_its_first_writes_leaves_no_trace(store: Society, at: str) -> None:
+    """004-6.3: the answer, the reply, the state and the mail that it takes are stored together or not at all."""
+    await ask(store)
+    claim = await advance(store, await claim_agent(store), says("", call()))
+    event: Event = done()
+    if at == "turn.replied":
+        claim, event = await advance(store, claim, done()), says("fine")
+    await ask(store, text="and this")
+
+    async def everything() -> tuple[object, ...]:
+        return await history_lines(store), await state(store), await received(store, "user"), await store.waiting("ada")
+
+    before = await everything()
+    failpoints.arm(f"{at}:1:raise")
+    try:
+        with pytest.raises(failpoints.FailpointHit):
+            await store.advance(claim, event, RULES)
+    finally:
+        failpoints.arm("")
+    assert await everything() == before
+    await advance(store, claim, event)
+    assert await everything() != before
+
+
 async def test_a_text_ends_the_turn_and_answers_the_asker(store: Society) -> None:
     asked = await ask(store)
     claim = await advance(store, await claim_agent(store), says("42"))
@@ -149,7 +213,7 @@ async def test_calls_and_results_enter_the_history_together_when_all_have_ended(
     assert (claim.action, await state(store)) == (AskModel(), "llm")
 
 
-async def test_call_ids_are_unique_for_the_agent_whatever_the_service_calls_them(store: Society) -> None:
+async def test_call_ids_are_unique_even_if_the_service_repeats_them(store: Society) -> None:
     await ask(store)
     claim = await advance(
         store, await claim_agent(store), says("", call(), call()), done(0), done(1), says("", call()), done()

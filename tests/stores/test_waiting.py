@@ -10,10 +10,11 @@ import pytest
 
 from coterie.clock import to_ms
 from coterie.errors import Refused
-from coterie.llm.types import Completion, TokenUsage
+from coterie.llm.service import Completion, TokenUsage
+from coterie.plan import STOPPED_RESULT, UNKNOWN_RESULT
 from coterie.store import Limits
 from coterie.testing import FakeClock
-from coterie.turn import STOPPED_RESULT, UNKNOWN_RESULT, AskModel, Event, ModelAnswered, ModelFailed, Rest, Stopped
+from coterie.turn import AskModel, Event, ModelAnswered, ModelFailed, Rest, Stopped
 from coterie.turn_store import StaleClaim
 from tests.conftest import PEOPLE
 from tests.engines import Engine
@@ -78,7 +79,7 @@ async def test_a_blocked_agent_notifies_its_askers_and_retries_once_with_the_per
     assert (await history_lines(store))[-2:] == ["user: hello?", "user: mended"]
     await advance(store, claim, ModelFailed(message="still no key", recovery="block"))
     assert await state(store) == "blocked"
-    assert [other.agent_id for other in await store.claim_ready("w", RULES, 5)] == ["bob"]  # who is told of it
+    assert [other.agent_id for other in await store.claim_ready("w", RULES, 5)] == ["bob"]  # bob gets the notice
 
 
 async def test_unblocking_affects_only_blocked_agents_that_are_not_paused(store: Society) -> None:
@@ -102,16 +103,14 @@ async def test_a_person_can_unblock_an_agent_whose_mailbox_is_full(store: Societ
             await ask(store, text="one more", **refused)
         assert refusal.value.code == "mailbox_full"
     await ask(store, text="mended")
-    with pytest.raises(Refused) as refusal:  # one is enough
+    with pytest.raises(Refused) as refusal:  # one message can be sent to a full mailbox
         await ask(store, text="hello?")
     assert refusal.value.code == "mailbox_full"
     await advance(store, await claim_agent(store), says("I am back"))
     assert (await history_lines(store))[-2:] == ["user: mended", "assistant: I am back"]
 
 
-async def test_summaries_cost_what_their_models_used_however_many_a_step_needs(
-    store: Society, clock: FakeClock
-) -> None:
+async def test_the_usage_of_every_summary_of_a_step_counts(store: Society, clock: FakeClock) -> None:
     start = clock.now()
     for text in ("one", "two", "three"):
         await ask(store, text=text)
@@ -128,6 +127,17 @@ async def test_summaries_cost_what_their_models_used_however_many_a_step_needs(
     )
     assert await store.tokens_used_since(start) == 226
     assert (await store.history_view("ada")).summary == "a digest, made without a model"
+
+
+async def test_the_usage_of_requests_during_a_tool_call_counts(store: Society, clock: FakeClock) -> None:
+    start = clock.now()
+    await ask(store)
+    stale = await claim_agent(store)
+    claim = await advance(store, stale, says("", call()))
+    for tokens in (100, 10):
+        await store.add_usage(claim, "other", TokenUsage(input_tokens=tokens, output_tokens=1))
+    await store.add_usage(stale, "other", TokenUsage(input_tokens=1000))  # it was made, so it is paid for
+    assert await store.tokens_used_since(start) == 1112
 
 
 async def test_a_summary_with_a_stale_claim_is_rejected(store: Society, clock: FakeClock) -> None:
@@ -154,7 +164,7 @@ async def test_a_turn_at_the_round_limit_ends_with_a_message_to_the_asker(store:
 # Stop
 
 
-async def test_a_stopped_turn_keeps_what_was_said_and_marks_it(store: Society) -> None:
+async def test_a_stopped_turn_keeps_the_partial_text_and_marks_it(store: Society) -> None:
     await ask(store)
     await advance(store, await claim_agent(store), Stopped("The answer is"))
     assert await history_lines(store) == ["user: hello", "assistant: The answer is"]
@@ -162,7 +172,7 @@ async def test_a_stopped_turn_keeps_what_was_said_and_marks_it(store: Society) -
     assert partial.stopped and await state(store) == "idle"
 
 
-async def test_stopped_during_a_call_its_outcome_is_unknown_and_the_rest_did_not_run(store: Society) -> None:
+async def test_a_stop_during_a_call_gives_an_unknown_outcome_and_cancels_the_rest(store: Society) -> None:
     await ask(store)
     claim = await advance(store, await claim_agent(store), says("", call("a"), call("b")), Stopped())
     assert claim.action == Rest()
@@ -181,13 +191,26 @@ async def test_mail_that_waits_begins_the_next_turn_at_once_after_a_stop(store: 
 async def test_a_stop_ends_a_turn_that_waits_for_its_next_try_and_no_other(store: Society) -> None:
     await ask(store)
     claim = await claim_agent(store)
-    assert await store.stop_waiting_turn("ada") is False  # somebody works on it
+    assert await store.stop_waiting_turn("ada") is False  # a worker has claimed it
     await advance(store, claim, ModelFailed(message="busy", recovery="retry", delay=timedelta(hours=1)))
     assert await state(store) == "wait_retry"
 
     assert await store.stop_waiting_turn("ada") is True
     assert await store.stop_waiting_turn("ada") is False
     assert await state(store) == "idle"
+
+
+async def test_an_agent_whose_turn_is_stopped_is_never_idle_with_mail(store: Society) -> None:
+    """004-4.5: the message came while the turn waited for its next try."""
+    await ask(store)
+    await advance(
+        store, await claim_agent(store), ModelFailed(message="busy", recovery="retry", delay=timedelta(hours=1))
+    )
+    await ask(store, text="two")
+    assert await store.stop_waiting_turn("ada") is True
+    assert (await state(store), await store.wake_forgotten()) == ("ready", [])
+    await advance(store, await claim_agent(store), says("done"))
+    assert (await state(store), await store.waiting("ada")) == ("idle", [])
 
 
 async def test_a_stop_of_a_turn_that_waits_leaves_the_mail_to_the_next(store: Society) -> None:
@@ -243,7 +266,7 @@ async def test_reserved_tokens_count_until_an_answer_replaces_them_or_a_failure_
     await ask(store)
     claim = await claim_agent(store)
     assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)
-    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)  # once more for the same is the same
+    assert await store.reserve_tokens(claim, "main", 100, since=start, limit=50)  # a repeated reservation counts once
     assert await store.tokens_used_since(start) == 100
 
     await advance(store, claim, ModelFailed(message="no", recovery="retry", delay=timedelta(0)))
@@ -306,7 +329,7 @@ async def test_an_agent_terminated_at_work_has_a_closed_history_and_its_claim_is
     assert (await stored(store, waiting)).state == "dead"
     ((sender, text, reply),) = await received(store, "user")
     assert (sender, reply) == ("system", asked) and "terminated" in text
-    assert await store.claim_ready("w", RULES, 10) != []  # bob, who is told that his message died
+    assert await store.claim_ready("w", RULES, 10) != []  # bob gets a notice about his dead letter
 
 
 @pytest.mark.parametrize(
@@ -336,10 +359,8 @@ async def test_terminating_a_ready_agent_only_notifies_the_senders_of_dead_lette
     assert sender == "system" and "Not delivered" in text
 
 
-async def test_a_wait_is_never_longer_than_it_was_meant_to_be_whatever_the_clock_does(
-    engine: Engine, tmp_path: Path, clock: FakeClock
-) -> None:
-    """Ada waits 30 s for her next try, Bob has mail; then the clock of the society's times is set back a day."""
+async def test_a_clock_set_back_does_not_prolong_a_retry(engine: Engine, tmp_path: Path, clock: FakeClock) -> None:
+    """Ada waits 30 s for a retry and bob has mail; then the clock is set back by a day."""
     store = await engine.open(tmp_path / "data", clock, Limits())
     await store.add_agents(PEOPLE)
     await ask(store)
@@ -354,7 +375,7 @@ async def test_a_wait_is_never_longer_than_it_was_meant_to_be_whatever_the_clock
         claims = [
             *await store.claim_ready("w", RULES, 10),
             *await store.claim_ready("w", RULES, 10),
-        ]  # the first may only find out
+        ]  # the first claim may only detect the clock change
         assert [claim.agent_id for claim in claims] == ["bob"]
         await earlier.advance(seconds=29)
         assert list(await store.claim_ready("w", RULES, 10)) == []
@@ -365,14 +386,14 @@ async def test_a_wait_is_never_longer_than_it_was_meant_to_be_whatever_the_clock
         await store.close()
 
 
-async def test_the_claim_of_a_worker_that_is_gone_ends_though_the_clock_was_set_back(
+async def test_the_lease_of_a_dead_worker_ends_although_the_clock_was_set_back(
     engine: Engine, tmp_path: Path, clock: FakeClock
 ) -> None:
     store = await engine.open(tmp_path / "data", clock, Limits())
     await store.add_agents(PEOPLE)
     await ask(store)
     await claim_agent(store)
-    with engine.behind(tmp_path / "data") as db:  # a lease that ends tomorrow, by the clock of today
+    with engine.behind(tmp_path / "data") as db:  # a lease that ends tomorrow
         db.execute("UPDATE agents SET runnable_at = ? WHERE id = 'ada'", (to_ms(clock.now()) + 86_400_000,))
     try:
         assert list(await store.claim_ready("w2", RULES, 10)) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from coterie.turn_store import Claim
+from coterie.turn_store import Claim, Interruption
 
 from .steps import RULES
 
@@ -21,6 +21,7 @@ class ManualWorker:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self.claims: asyncio.Queue[Claim] = asyncio.Queue()
+        self.interruptions: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.reserved = 0
         """Slots that the store has reserved and neither used nor released."""
         self.checks = 0
@@ -40,6 +41,9 @@ class ManualWorker:
 
     def abandon_turns(self) -> None:
         pass
+
+    def interrupt(self, interruption: Interruption) -> None:
+        self.interruptions.put_nowait((interruption.agent_id, interruption.position))
 
     def wake(self) -> None:
         pass

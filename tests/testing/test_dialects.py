@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coterie.llm.providers.openai import Dialect
-from coterie.llm.types import (
+from coterie.llm.service import (
     AssistantMessage,
     ChatMessage,
     InlineFile,
@@ -121,20 +121,20 @@ BAD_TOOLS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("messages", GOOD.values(), ids=GOOD)
-def test_a_good_history_passes(messages: list[Any]) -> None:
+def test_a_valid_history_is_accepted(messages: list[Any]) -> None:
     assert check_openai_chat(messages, [TOOL]) is None
     assert check_openai_responses(responses_input(messages)) is None
     assert check_anthropic(anthropic_body(messages, [TOOL])) is None
 
 
-@pytest.mark.parametrize(("messages", "complaint"), BAD.values(), ids=BAD)
-def test_a_bad_history_is_refused_for_what_is_bad_about_it(messages: list[Any], complaint: str) -> None:
-    assert complaint in (check_openai_chat(messages, [TOOL]) or "nothing to complain about")
+@pytest.mark.parametrize(("messages", "error"), BAD.values(), ids=BAD)
+def test_an_invalid_history_is_refused_with_the_reason(messages: list[Any], error: str) -> None:
+    assert error in (check_openai_chat(messages, [TOOL]) or "no error")
 
 
-@pytest.mark.parametrize(("tools", "complaint"), BAD_TOOLS.values(), ids=BAD_TOOLS)
-def test_bad_tools_are_refused(tools: Any, complaint: str) -> None:
-    assert complaint in (check_openai_chat([USER], tools) or "nothing to complain about")
+@pytest.mark.parametrize(("tools", "error"), BAD_TOOLS.values(), ids=BAD_TOOLS)
+def test_bad_tools_are_refused(tools: Any, error: str) -> None:
+    assert error in (check_openai_chat([USER], tools) or "no error")
 
 
 def test_calls_are_refused_where_no_tools_are_declared() -> None:
@@ -145,7 +145,7 @@ def test_calls_are_refused_where_no_tools_are_declared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "complaint"),
+    ("roles", "error"),
     [
         ("system user", None),
         ("user assistant user", None),
@@ -158,16 +158,16 @@ def test_calls_are_refused_where_no_tools_are_declared() -> None:
         ("user assistant", "last role"),
     ],
 )
-def test_strict_turns(roles: str, complaint: str | None) -> None:
+def test_strict_turns(roles: str, error: str | None) -> None:
     messages = [{"role": role.replace("calls", "assistant"), "content": "x"} for role in roles.split()]
 
     found = check_strict_alternation(messages)
 
-    assert found is None if complaint is None else complaint in (found or "")
+    assert found is None if error is None else error in (found or "")
 
 
 @pytest.mark.parametrize(
-    ("items", "complaint"),
+    ("items", "error"),
     [
         ([], "at least one"),
         ([{"type": "reasoning"}], "Invalid value"),
@@ -176,12 +176,12 @@ def test_strict_turns(roles: str, complaint: str | None) -> None:
         ([{"type": "message", "role": "user", "content": [{"type": "output_text", "text": "x"}]}], "Invalid value"),
     ],
 )
-def test_bad_responses_input_is_refused(items: list[Any], complaint: str) -> None:
-    assert complaint in (check_openai_responses(items) or "")
+def test_bad_responses_input_is_refused(items: list[Any], error: str) -> None:
+    assert error in (check_openai_responses(items) or "")
 
 
 @pytest.mark.parametrize(
-    ("messages", "complaint"),
+    ("messages", "error"),
     [
         ([], "at least one"),
         ([{"role": "assistant", "content": [{"type": "text", "text": "x"}]}], "first message"),
@@ -205,8 +205,8 @@ def test_bad_responses_input_is_refused(items: list[Any], complaint: str) -> Non
         ),
     ],
 )
-def test_bad_anthropic_messages_are_refused(messages: list[Any], complaint: str) -> None:
-    assert complaint in (check_anthropic({"messages": messages, "tools": [{}]}) or "")
+def test_bad_anthropic_messages_are_refused(messages: list[Any], error: str) -> None:
+    assert error in (check_anthropic({"messages": messages, "tools": [{}]}) or "")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -34,15 +34,15 @@ async def post(client: httpx.AsyncClient, server: ModelServer, *messages: Any, *
     return await client.post(f"{server.base_url}/chat/completions", json=body)
 
 
-async def test_it_answers_what_was_scripted_in_order_and_then_its_default(
+async def test_scripted_replies_come_in_order_and_then_the_default(
     server: ModelServer, client: httpx.AsyncClient
 ) -> None:
-    server.script("one", Status(503, "busy"), lambda request: f"heard {request.last_text}")
+    server.script("one", Status(503, "busy"), lambda request: f"got {request.last_text}")
 
     answers = [await post(client, server) for _ in range(4)]
 
     assert [answer.status_code for answer in answers] == [200, 503, 200, 200]
-    assert [_said(answers[i]) for i in (0, 2, 3)] == ["one", "heard Hi", "ok"]
+    assert [_said(answers[i]) for i in (0, 2, 3)] == ["one", "got Hi", "ok"]
 
 
 async def test_it_streams_tokens_calls_and_usage(server: ModelServer, client: httpx.AsyncClient) -> None:
@@ -73,7 +73,7 @@ async def test_a_gate_holds_the_answer_back(server: ModelServer, client: httpx.A
     assert _said(await asking) == "at last"
 
 
-async def test_it_keeps_what_it_was_asked(server: ModelServer, client: httpx.AsyncClient) -> None:
+async def test_requests_are_recorded(server: ModelServer, client: httpx.AsyncClient) -> None:
     await post(client, server, temperature=0)
 
     (request,) = server.requests
@@ -81,7 +81,7 @@ async def test_it_keeps_what_it_was_asked(server: ModelServer, client: httpx.Asy
     assert request.body["temperature"] == 0 and request.headers["content-type"] == "application/json"
 
 
-async def test_leaving_ends_requests_that_still_wait(client: httpx.AsyncClient) -> None:
+async def test_closing_the_server_ends_waiting_requests(client: httpx.AsyncClient) -> None:
     async with ModelServer() as server:
         server.script(Says("never", gate=asyncio.Event()))
         asking = asyncio.create_task(post(client, server))
@@ -99,7 +99,7 @@ DANGLING = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "body", "status", "words"),
+    ("settings", "body", "status", "message"),
     [
         ({}, {"messages": [USER, DANGLING], "tools": [TOOL]}, 400, "did not have response messages"),
         ({}, {"messages": [{"role": "tool", "tool_call_id": "a", "content": ""}]}, 400, "must be a response"),
@@ -124,8 +124,8 @@ DANGLING = {
         ),
     ],
 )
-async def test_it_refuses_as_real_services_do_whatever_the_script_says(
-    settings: dict[str, Any], body: dict[str, Any], status: int, words: str, client: httpx.AsyncClient
+async def test_invalid_requests_are_refused_whatever_the_script_says(
+    settings: dict[str, Any], body: dict[str, Any], status: int, message: str, client: httpx.AsyncClient
 ) -> None:
     async with ModelServer(**settings) as server:
         server.script("never said")
@@ -134,10 +134,10 @@ async def test_it_refuses_as_real_services_do_whatever_the_script_says(
 
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (status, "invalid_request_error")
-        assert words in error["message"] and words in server.refused[0]
+        assert message in error["message"] and message in server.refused[0]
 
 
-async def test_it_knows_no_other_path(server: ModelServer, client: httpx.AsyncClient) -> None:
+async def test_other_paths_are_not_found(server: ModelServer, client: httpx.AsyncClient) -> None:
     assert (await client.get(f"{server.base_url}/models")).status_code == 404
     assert (await client.post(f"{server.base_url}/chat/completions", content=b"{")).status_code == 400
 

@@ -1,7 +1,8 @@
-"""Agents and their services over HTTP, in a society at work."""
+"""Agents and services over HTTP, in a running society."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from coterie.agents import Agent
 from coterie.clock import SystemClock
 from coterie.society import Society
+from coterie.store import worker_name
 from coterie.testing import Calls, ModelServer, Says
 from coterie.web.app import build_app
 from coterie.web.auth import Access
@@ -35,7 +37,7 @@ async def model() -> AsyncIterator[ModelServer]:
 
 @pytest.fixture
 async def society(tmp_path: Path, model: ModelServer) -> AsyncIterator[Society]:
-    """Ada sees pictures, bob reads text."""
+    """A society in which ada has vision and bob has not."""
     folder = tmp_path / "home"
     folder.mkdir()
     (folder / "coterie.toml").write_text('[agents.ada]\nname = "Ada"\nservice = "eyes"\n[agents.bob]\n')
@@ -56,7 +58,7 @@ async def client(society: Society) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(client: httpx.AsyncClient, society: Society, text: str, to: str = "ada") -> str:
-    """Say something, and wait for the answer."""
+    """Send a message and return the agent's answer."""
     answer = await client.post(f"{API}/messages", json={"to": to, "payload": {"text": text}})
     assert answer.status_code == 202
     async for message in society.inbox():
@@ -65,12 +67,29 @@ async def ask(client: httpx.AsyncClient, society: Society, text: str, to: str = 
     raise AssertionError("no answer came")
 
 
-async def test_agents_are_listed_with_what_they_can_do(client: httpx.AsyncClient) -> None:
+async def test_agents_are_listed_with_their_capabilities(client: httpx.AsyncClient) -> None:
     shown = (await client.get(f"{API}/agents")).json()
     ada, bob = shown["items"]
     assert (ada["id"], ada["name"], ada["state"], ada["service"]) == ("ada", "Ada", "idle", "eyes")
     assert ada["capabilities"] == {"input": ["text", "vision"], "output": ["text", "tool_calling"], "inferred": False}
     assert bob["service"] == "main" and bob["capabilities"]["inferred"] and shown["next"] is None
+
+
+async def test_a_list_tells_what_is_unread_and_which_process_works(
+    client: httpx.AsyncClient, society: Society, model: ModelServer
+) -> None:
+    gate = asyncio.Event()
+    await ask(client, society, "hello", "bob")
+    model.script(Says("done", gate=gate))
+    await client.post(f"{API}/messages", json={"to": "ada", "payload": {"text": "hello"}})
+    await model.wait_for_request(2)
+
+    items = (await client.get(f"{API}/agents")).json()["items"]
+
+    gate.set()
+    assert [(agent["unread"], agent["worker"]) for agent in items] == [(0, worker_name()), (1, None)]
+    # One process has the file, so there is nobody to share with.
+    assert (await client.get(f"{API}/workers")).json() == {"items": [], "next": None}
 
 
 async def test_agents_are_found_by_capability_and_direction(client: httpx.AsyncClient) -> None:
@@ -84,7 +103,7 @@ async def test_agents_are_found_by_capability_and_direction(client: httpx.AsyncC
     assert (await client.get(f"{API}/agents", params={"direction": "up"})).status_code == 422
 
 
-async def test_agents_come_in_pages(client: httpx.AsyncClient) -> None:
+async def test_the_list_of_agents_is_paged(client: httpx.AsyncClient) -> None:
     first = (await client.get(f"{API}/agents", params={"limit": 1})).json()
     second = (await client.get(f"{API}/agents", params={"limit": 1, "after": first["next"]})).json()
     assert [first["items"][0]["id"], second["items"][0]["id"]] == ["ada", "bob"]
@@ -104,12 +123,12 @@ async def test_agents_come_in_pages(client: httpx.AsyncClient) -> None:
         ("terminated", "terminated", None),
     ],
 )
-def test_states_of_work_are_one_with_a_phase(stored: Any, state: str, phase: str | None) -> None:
+def test_stored_states_map_to_a_state_and_a_phase(stored: Any, state: str, phase: str | None) -> None:
     status = AgentStatus.of(Agent(id="a", name="A", state=stored))
     assert (status.state, status.phase or None) == (state, phase)
 
 
-async def test_an_agent_can_be_made_and_ended(client: httpx.AsyncClient) -> None:
+async def test_an_agent_can_be_created_and_terminated(client: httpx.AsyncClient) -> None:
     made = await client.post(f"{API}/agents", json={"id": "eve", "prompt": "You are Eve.", "parent": "ada"})
     assert made.status_code == 201 and (made.json()["id"], made.json()["parent"]) == ("eve", "ada")
 
@@ -131,7 +150,7 @@ async def test_an_agent_can_be_made_and_ended(client: httpx.AsyncClient) -> None
         ({"prompt": "x", "parent": "nobody"}, 404, "unknown_agent"),
     ],
 )
-async def test_what_cannot_be_made_says_why(
+async def test_an_invalid_agent_is_refused_with_status_and_code(
     client: httpx.AsyncClient, body: dict[str, str], status: int, code: str
 ) -> None:
     answer = await client.post(f"{API}/agents", json=body)
@@ -150,7 +169,9 @@ async def test_what_cannot_be_made_says_why(
     ],
 )
 @pytest.mark.parametrize("who", ["nobody", "user"])
-async def test_an_unknown_agent_is_one(client: httpx.AsyncClient, method: str, path: str, who: str) -> None:
+async def test_requests_about_an_unknown_agent_get_404(
+    client: httpx.AsyncClient, method: str, path: str, who: str
+) -> None:
     answer = await client.request(method, f"{API}/agents/{who}{path}")
     assert (answer.status_code, answer.json()["code"]) == (404, "unknown_agent")
 
@@ -161,7 +182,7 @@ async def test_an_agent_can_be_paused_and_resumed(client: httpx.AsyncClient) -> 
     assert (await client.post(f"{API}/agents/ada/stop")).status_code == 200
 
 
-async def test_the_history_is_told_in_the_roles_of_the_model(
+async def test_the_history_is_shown_with_the_roles_of_the_model_and_is_paged(
     client: httpx.AsyncClient, society: Society, model: ModelServer
 ) -> None:
     model.script(Says(calls=(Calls("list_agents"),)), Says("Two of us."))
@@ -183,7 +204,7 @@ async def test_the_history_is_told_in_the_roles_of_the_model(
     assert pages == [["system"], ["user"], ["assistant"], ["tool"], ["assistant"]] and after == {"after": None}
 
 
-async def test_runs_and_usage_tell_what_was_done(
+async def test_runs_and_usage_show_tool_calls_and_request_counts(
     client: httpx.AsyncClient, society: Society, model: ModelServer
 ) -> None:
     model.script(Says(calls=(Calls("list_agents"),)), Says("Two of us."))
@@ -210,12 +231,27 @@ async def test_services_are_shown_with_masked_keys(client: httpx.AsyncClient, mo
     assert shown.json()["items"][0]["capabilities"]["source"] == "inferred"
 
 
-async def test_a_service_is_tried_out_with_one_real_request(client: httpx.AsyncClient, model: ModelServer) -> None:
-    trial = (await client.post(f"{API}/services/main/test")).json()
-    assert trial["ok"] and trial["code"] == "ok"
+async def test_the_price_of_a_service_is_shown_and_stays_when_another_field_changes(
+    client: httpx.AsyncClient, model: ModelServer
+) -> None:
+    price = {"input": 0.25, "cachedInput": 0.025, "output": 2.0}
+    put = await client.put(f"{API}/services/main", json={"price": price})
+    assert put.status_code == 200, put.text
+    assert put.json()["price"] == {**price, "currency": "USD"}
+    await client.put(f"{API}/services/main", json={"description": "for every day"})
+    main, eyes = (await client.get(f"{API}/services")).json()["items"]
+    assert (main["description"], main["price"]) == ("for every day", {**price, "currency": "USD"})
+    assert eyes["price"] is None
+
+
+async def test_a_health_check_sends_one_real_request_to_the_service(
+    client: httpx.AsyncClient, model: ModelServer
+) -> None:
+    result = (await client.post(f"{API}/services/main/test")).json()
+    assert result["ok"] and result["code"] == "ok"
     draft = {"baseURL": "http://127.0.0.1:9/v1", "model": "m"}
-    trial = (await client.post(f"{API}/services/new/test", json=draft)).json()
-    assert not trial["ok"] and trial["code"] == "unreachable"
+    result = (await client.post(f"{API}/services/new/test", json=draft)).json()
+    assert not result["ok"] and result["code"] == "unreachable"
 
 
 @pytest.mark.parametrize(
@@ -226,23 +262,26 @@ async def test_a_service_is_tried_out_with_one_real_request(client: httpx.AsyncC
         ("DELETE", "/services/eyes", None, 409, "service_in_use"),
         ("PUT", "/services/x", {"model": 7}, 422, "service_invalid"),
         ("PUT", "/services/x", {"key": 7}, 422, "service_invalid"),
+        ("PUT", "/services/main", {"price": {"input": -1, "output": 1}}, 422, "service_invalid"),
         ("PUT", "/services/x", [], 422, "request_invalid"),
     ],
 )
-async def test_what_cannot_be_done_to_a_service_says_why(
+async def test_an_invalid_change_of_a_service_is_refused_with_status_and_code(
     client: httpx.AsyncClient, method: str, path: str, body: Any, status: int, code: str
 ) -> None:
     answer = await client.request(method, API + path, json=body)
     assert (answer.status_code, answer.json()["code"]) == (status, code)
 
 
-async def test_a_service_nobody_needs_can_be_removed(client: httpx.AsyncClient, model: ModelServer) -> None:
+async def test_an_unused_service_can_be_deleted(client: httpx.AsyncClient, model: ModelServer) -> None:
     await client.put(f"{API}/services/third", json={"baseURL": model.base_url, "model": "m"})
     assert (await client.delete(f"{API}/services/third")).status_code == 204
     assert len((await client.get(f"{API}/services")).json()["items"]) == 2
 
 
-async def test_files_are_read_again_and_spoilt_ones_change_nothing(client: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_a_reload_of_an_invalid_file_is_refused_and_changes_nothing(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
     file = tmp_path / "home" / "llmservices.json"
     assert (await client.post(f"{API}/reload")).json() == {"problems": []}
 
@@ -250,3 +289,17 @@ async def test_files_are_read_again_and_spoilt_ones_change_nothing(client: httpx
     answer = await client.post(f"{API}/reload")
     assert (answer.status_code, answer.json()["code"]) == (422, "config_invalid")
     assert len((await client.get(f"{API}/services")).json()["items"]) == 2
+
+
+async def test_a_description_reaches_people_and_the_prompts_of_the_other_agents(
+    client: httpx.AsyncClient, society: Society, model: ModelServer
+) -> None:
+    created = await client.post(f"{API}/agents", json={"id": "zoe", "prompt": "x", "description": "Knows\nzoos."})
+    assert (created.status_code, created.json()["description"]) == (201, "Knows zoos.")
+    shown = {agent["id"]: agent["description"] for agent in (await client.get(f"{API}/agents")).json()["items"]}
+    assert shown == {"ada": "", "bob": "", "zoe": "Knows zoos."}
+    await ask(client, society, "hello", "bob")
+    assert "- zoe: Knows zoos.\n" in str(model.requests[-1].body["messages"][0]["content"])
+
+    refused = await client.post(f"{API}/agents", json={"prompt": "x", "description": "x" * 501})
+    assert (refused.status_code, refused.json()["code"]) == (422, "request_invalid")

@@ -27,7 +27,7 @@ async def put(client: httpx.AsyncClient, data: bytes, filename: str = "a.txt") -
     return str(answer.json()["artifactRef"])
 
 
-async def test_a_file_comes_back_as_it_went_in(client: httpx.AsyncClient) -> None:
+async def test_a_downloaded_file_equals_the_uploaded_one(client: httpx.AsyncClient) -> None:
     answer = await client.post(ARTIFACTS, files={"file": ("图 1.png", PNG, "text/html")})
     assert answer.status_code == 201
     described = answer.json()
@@ -42,7 +42,7 @@ async def test_a_file_comes_back_as_it_went_in(client: httpx.AsyncClient) -> Non
     assert (await client.get(f"{ARTIFACTS}/{ref}/meta")).json()["filename"] == "图 1.png"
 
 
-async def test_any_bytes_survive_the_way_through_multipart(client: httpx.AsyncClient) -> None:
+async def test_any_bytes_pass_through_a_multipart_upload_unchanged(client: httpx.AsyncClient) -> None:
     for data in (b"", b"\r\n", b"\r\n--", b"--\r\n--boundary\r\n" * 1_000, bytes(range(256)) * 2_000):
         ref = await put(client, data)
         assert (await client.get(f"{ARTIFACTS}/{ref}")).content == data
@@ -63,7 +63,9 @@ async def test_any_bytes_survive_the_way_through_multipart(client: httpx.AsyncCl
         ("bytes=-", 200, b"0123456789"),
     ],
 )
-async def test_a_part_of_a_file(client: httpx.AsyncClient, asked: str, status: int, expected: bytes) -> None:
+async def test_a_range_request_gets_the_bytes_of_the_range(
+    client: httpx.AsyncClient, asked: str, status: int, expected: bytes
+) -> None:
     ref = await put(client, b"0123456789")
     answer = await client.get(f"{ARTIFACTS}/{ref}", headers={"Range": asked})
     assert (answer.status_code, answer.content) == (status, expected)
@@ -73,14 +75,14 @@ async def test_a_part_of_a_file(client: httpx.AsyncClient, asked: str, status: i
 
 
 @pytest.mark.parametrize("asked", ["bytes=10-", "bytes=99-100", "bytes=-0"])
-async def test_a_part_that_is_not_there(client: httpx.AsyncClient, asked: str) -> None:
+async def test_a_range_outside_the_file_gets_416(client: httpx.AsyncClient, asked: str) -> None:
     ref = await put(client, b"0123456789")
     answer = await client.get(f"{ARTIFACTS}/{ref}", headers={"Range": asked})
     assert (answer.status_code, answer.json()["code"]) == (416, "range_invalid")
     assert answer.headers["content-range"] == "bytes */10"
 
 
-async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) -> None:
+async def test_conditional_requests_use_the_etag(client: httpx.AsyncClient) -> None:
     ref = await put(client, b"0123456789")
     etag = (await client.get(f"{ARTIFACTS}/{ref}")).headers["etag"]
     assert (await client.get(f"{ARTIFACTS}/{ref}", headers={"If-None-Match": f'"x", W/{etag}'})).status_code == 304
@@ -100,7 +102,7 @@ HEADS = [
 NAMES = ["a.html", "a.svg", "a.png", "a.xhtml", "a.pdf", "a.png.html"]
 
 
-async def test_what_a_browser_might_run_is_only_ever_downloaded(client: httpx.AsyncClient) -> None:
+async def test_content_that_a_browser_could_run_is_sent_as_a_download(client: httpx.AsyncClient) -> None:
     assert len(HEADS) >= 30
     for number, head in enumerate(HEADS):
         ref = await put(client, head + SCRIPT, NAMES[number % len(NAMES)])
@@ -126,7 +128,9 @@ OF_A_KIND = {
 MISNAMED = ["a.exe", "a.png.html", "a", "a.docx"]
 
 
-async def test_a_type_is_told_from_the_bytes_whatever_the_name_and_the_sender_say(client: httpx.AsyncClient) -> None:
+async def test_the_media_type_comes_from_the_bytes_and_not_from_the_name_or_the_client(
+    client: httpx.AsyncClient,
+) -> None:
     kinds = [(mime, data, name) for mime, heads in OF_A_KIND.items() for data in heads for name in MISNAMED]
     assert len(kinds) >= 40
     for mime, data, name in kinds:
@@ -137,7 +141,7 @@ async def test_a_type_is_told_from_the_bytes_whatever_the_name_and_the_sender_sa
         assert (kept["type"], kept["mimeType"], kept["filename"]) == (kind, mime, name), data
 
 
-async def test_a_picture_with_a_script_behind_it_stays_a_picture(client: httpx.AsyncClient) -> None:
+async def test_an_image_followed_by_a_script_is_served_as_an_image(client: httpx.AsyncClient) -> None:
     ref = await put(client, PNG + SCRIPT, "a.html")
     answer = await client.get(f"{ARTIFACTS}/{ref}")
     assert answer.headers["content-type"] == "image/png"
@@ -155,7 +159,7 @@ async def test_a_filename_cannot_break_out_of_its_header(client: httpx.AsyncClie
 
 
 def traversals() -> list[str]:
-    """Well over 500 ways up, each alone and in front of what somebody may want."""
+    """More than 500 paths: prefixes that go up, combined with file names that an attacker may want."""
     ups = ["..", "../", "..\\", "....//", "..;/", ".", "./", "/", "//", "\\", "~", "%2e%2e/", "%2e%2e%2f", "..%2f"]
     ups += ["..%5c", "%252e%252e%252f", "..%c0%af", "%c0%ae%c0%ae/", "..%00/", "%00", "\u2025/", "\uff0e\uff0e\uff0f"]
     ups += ["C:\\", "\\\\host\\share\\", "\\\\?\\C:\\", "file:///", "CON", "NUL", "COM1", "a" * 300 + "/", "x/../../"]
@@ -175,7 +179,7 @@ def traversals() -> list[str]:
 
 
 async def status_of(app: FastAPI, path: str) -> int:
-    """As a server hands it over; a client would tidy the path up first."""
+    """Status of a raw path. An HTTP client would normalize it first."""
     statuses = []
 
     async def receive() -> Message:
@@ -190,16 +194,16 @@ async def status_of(app: FastAPI, path: str) -> int:
     return int(statuses[0])
 
 
-async def test_no_name_leads_out_of_where_files_are_kept(app: FastAPI) -> None:
+async def test_path_traversal_gets_404(app: FastAPI) -> None:
     names = traversals()
     assert len(names) >= 500
     for name in names:
         for path in {name, unquote(name), unquote(unquote(name))}:
-            for place in (f"{ARTIFACTS}/", "/static/"):
-                assert await status_of(app, place + path) == 404, (place, path)
+            for root in (f"{ARTIFACTS}/", "/static/"):
+                assert await status_of(app, root + path) == 404, (root, path)
 
 
-async def test_an_uploaded_name_is_only_a_name(client: httpx.AsyncClient, society: Society) -> None:
+async def test_a_filename_of_an_upload_contains_no_path(client: httpx.AsyncClient, society: Society) -> None:
     for name in traversals()[:40]:
         answer = await client.post(ARTIFACTS, files={"file": (name, b"x")})
         assert answer.status_code == 201
@@ -207,7 +211,7 @@ async def test_an_uploaded_name_is_only_a_name(client: httpx.AsyncClient, societ
         assert "\\" not in answer.json()["filename"]
 
 
-async def test_the_list_goes_page_by_page(client: httpx.AsyncClient) -> None:
+async def test_the_list_of_artifacts_is_paged(client: httpx.AsyncClient) -> None:
     refs = {await put(client, f"{n}".encode()) for n in range(5)}
     seen: list[str] = []
     url = f"{ARTIFACTS}?limit=2"
@@ -240,19 +244,21 @@ def part(name: str, data: bytes = b"x", filename: str = "f") -> bytes:
         b"--b\r\n" + b"X-Header: " + b"y" * 100_000 + b"\r\n\r\nx\r\n--b--\r\n",
     ],
 )
-async def test_half_an_upload_is_none(client: httpx.AsyncClient, society: Society, body: bytes) -> None:
+async def test_an_incomplete_or_malformed_upload_is_refused_and_stores_nothing(
+    client: httpx.AsyncClient, society: Society, body: bytes
+) -> None:
     answer = await client.post(ARTIFACTS, content=body, headers=BOUNDARY)
     assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
     assert (await client.get(ARTIFACTS)).json()["items"] == []
 
 
-async def test_other_fields_beside_the_file_do_not_matter(client: httpx.AsyncClient) -> None:
+async def test_other_form_fields_are_ignored(client: httpx.AsyncClient) -> None:
     body = part("note") + b"\r\n" + part("file", b"yes") + b"\r\n" + part("end") + b"\r\n--b--\r\n"
     answer = await client.post(ARTIFACTS, content=body, headers=BOUNDARY)
     assert (answer.status_code, answer.json()["size"]) == (201, 3)
 
 
-async def test_a_file_beyond_the_limit_is_refused_while_it_comes_in(
+async def test_a_file_over_the_limit_is_refused_before_it_is_received_whole(
     client: httpx.AsyncClient, society: Society
 ) -> None:
     society.artifacts.set_max_file_bytes(1_000)
@@ -274,6 +280,6 @@ async def test_a_file_beyond_the_limit_is_refused_while_it_comes_in(
 @pytest.mark.parametrize(
     "kind", ["multipart/form-data", "multipart/form-data; boundary=", f"multipart/form-data; boundary={'b' * 300}"]
 )
-async def test_a_body_without_a_boundary_is_no_upload(client: httpx.AsyncClient, kind: str) -> None:
+async def test_an_upload_without_a_valid_boundary_is_refused(client: httpx.AsyncClient, kind: str) -> None:
     answer = await client.post(ARTIFACTS, content=b"x", headers={"Content-Type": kind})
     assert answer.json()["code"] == "request_invalid"

@@ -16,7 +16,7 @@ GIGABYTE = 1_000 * MB
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-def test_a_gigabyte_beyond_the_limit_costs_neither_memory_nor_disk(tmp_path: Path) -> None:
+def test_an_upload_of_a_gigabyte_over_the_limit_uses_neither_memory_nor_disk(tmp_path: Path) -> None:
     sent = 0
 
     def body() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Connections that strangers hold, starve or flood: they end, and the owner is served all the while."""
+"""Slow, endless and too many connections are closed, and the owner is served meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coterie.web.auth import Access
 from coterie.web.connections import MAX_HEAD_BYTES, MAX_LEFTOVER_BYTES, MAX_UNAUTHENTICATED_PER_ADDRESS, Connections
 from coterie.web.server import WebServer, listen, port_of
 
-from .test_server import AUTH, PATIENCE, Wire
+from .test_server import AUTH, TIMEOUT, Wire
 
 CHUNKED = "POST /session HTTP/1.1\r\nHost: HERE\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 KB = b"x" * 1024
@@ -36,21 +36,21 @@ class Server:
         return Wire(self.port, reader, writer)
 
     async def attack(self, text: str, count: int) -> list[Wire]:
-        """So many connections that send only `text`."""
+        """Open `count` connections that send only `text`."""
         return [await self.connect(text) for _ in range(count)]
 
-    def knock(self, text: str = "GET /") -> socket.socket:
-        """A connection that waits to be accepted, with `text` sent already."""
-        each = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
-        each.send(text.replace("HERE", f"127.0.0.1:{self.port}").encode())
-        each.setblocking(False)
-        return each
+    def connect_unaccepted(self, text: str = "GET /") -> socket.socket:
+        """A connection with `text` sent, which the server has not accepted yet."""
+        connection = socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
+        connection.send(text.replace("HERE", f"127.0.0.1:{self.port}").encode())
+        connection.setblocking(False)
+        return connection
 
     async def serves_the_owner(self) -> None:
-        """A new connection with the token gets its answer."""
+        """Check that a new connection with the token gets its response."""
         began = time.monotonic()
         async with Wire.to(self.port) as wire:
-            wire.say("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
+            wire.send_lines("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
             assert await wire.status() == 200
         self.slowest = max(self.slowest, time.monotonic() - began)
 
@@ -72,9 +72,9 @@ async def server(
             print(f" [owner served within {found.slowest * 1000:.0f} ms]", end="")
 
 
-async def has_ended(wire: Wire) -> bytes:
-    """What came until the server closed the connection. Fails if it stays open."""
-    async with asyncio.timeout(PATIENCE):
+async def read_to_end(wire: Wire) -> bytes:
+    """Bytes received until the server closed the connection. Fails if it stays open."""
+    async with asyncio.timeout(TIMEOUT):
         with contextlib.suppress(ConnectionError):
             return await wire.reader.read()
     return b""
@@ -82,17 +82,17 @@ async def has_ended(wire: Wire) -> bytes:
 
 async def all_ended(wires: Iterable[Wire]) -> None:
     for wire in wires:
-        await has_ended(wire)
+        await read_to_end(wire)
         wire.writer.close()
 
 
 async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not true():
             await asyncio.sleep(0.01)
 
 
-# Half-sent requests
+# Incomplete requests
 
 HALF = {
     "nothing": "",
@@ -107,30 +107,32 @@ HALF = {
 
 
 @pytest.mark.parametrize("sent", HALF.values(), ids=HALF)
-async def test_a_half_sent_request_ends_in_time(server: Server, clock: FakeClock, sent: str) -> None:
+async def test_the_connection_of_an_incomplete_request_is_closed_after_its_timeout(
+    server: Server, clock: FakeClock, sent: str
+) -> None:
     wire = await server.connect(sent)
     await until(lambda: len(server.connections) == 1)
-    await server.serves_the_owner()  # on the same loop: what was sent before has been read
+    await server.serves_the_owner()  # one event loop: the bytes sent before this have been read
     await clock.advance(seconds=100)
-    told = await has_ended(wire)
-    if sent and "refused" not in sent and b"HTTP/1.1" in told:
-        assert told.count(b"HTTP/1.1") <= 2
+    received = await read_to_end(wire)
+    if sent and "refused" not in sent and b"HTTP/1.1" in received:
+        assert received.count(b"HTTP/1.1") <= 2
     await until(lambda: len(server.connections) == 0)
     wire.writer.close()
 
 
-async def test_who_sends_too_slowly_is_told(server: Server, clock: FakeClock) -> None:
+async def test_a_slow_sender_gets_408(server: Server, clock: FakeClock) -> None:
     for text, words in ((HALF["half of the headers"], b"headers"), (HALF["half a body"], b"body")):
         wire = await server.connect(text)
         await server.serves_the_owner()
         await clock.advance(seconds=31)
-        told = await has_ended(wire)
-        assert told.startswith(b"HTTP/1.1 408 ") and words in told
+        received = await read_to_end(wire)
+        assert received.startswith(b"HTTP/1.1 408 ") and words in received
         wire.writer.close()
 
 
 @pytest.mark.parametrize("sent", HALF.values(), ids=HALF)
-async def test_three_hundred_half_sent_requests_do_not_silence_the_owner(server: Server, sent: str) -> None:
+async def test_three_hundred_incomplete_requests_do_not_block_the_owner(server: Server, sent: str) -> None:
     wires = await server.attack(sent, 300)
     await server.serves_the_owner()
     await until(lambda: server.connections.unauthenticated <= MAX_UNAUTHENTICATED_PER_ADDRESS)
@@ -140,50 +142,50 @@ async def test_three_hundred_half_sent_requests_do_not_silence_the_owner(server:
         wire.writer.close()
 
 
-async def test_the_owners_connections_stay_open_while_strangers_come_and_go(server: Server) -> None:
+async def test_authenticated_connections_stay_open_during_a_flood_of_unauthenticated_ones(server: Server) -> None:
     stream = await server.connect(f"GET /api/v1/events HTTP/1.1\r\nHost: HERE\r\n{AUTH}\r\n\r\n")
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         await stream.reader.readuntil(b"event: hello")
     async with Wire.to(server.port) as kept:
-        kept.say("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
+        kept.send_lines("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
         assert await kept.status() == 200
         wires = await server.attack(HALF["half of the headers"], 300)
         await server.serves_the_owner()
-        kept.say("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
+        kept.send_lines("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
         assert await kept.status() == 200
     assert not stream.reader.at_eof()
     for wire in (*wires, stream):
         wire.writer.close()
 
 
-async def test_the_owner_gets_through_between_two_crowds_that_come_at_once(server: Server) -> None:
-    """From the owner's own address: the second crowd is larger than all strangers of one address may be."""
+async def test_the_owner_is_served_between_two_floods_from_the_same_address(server: Server) -> None:
+    """The second flood is larger than the limit per address."""
     for _ in range(3):
-        crowd = [server.knock() for _ in range(2 * MAX_UNAUTHENTICATED_PER_ADDRESS)]
-        owner = server.knock(f"GET /metrics HTTP/1.1\r\nHost: HERE\r\n{AUTH}\r\n\r\n")
-        crowd += [server.knock() for _ in range(2 * MAX_UNAUTHENTICATED_PER_ADDRESS)]
+        flood = [server.connect_unaccepted() for _ in range(2 * MAX_UNAUTHENTICATED_PER_ADDRESS)]
+        owner = server.connect_unaccepted(f"GET /metrics HTTP/1.1\r\nHost: HERE\r\n{AUTH}\r\n\r\n")
+        flood += [server.connect_unaccepted() for _ in range(2 * MAX_UNAUTHENTICATED_PER_ADDRESS)]
         began = time.monotonic()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             answer = await asyncio.get_running_loop().sock_recv(owner, 1000)
         server.slowest = max(server.slowest, time.monotonic() - began)
         assert answer.startswith(b"HTTP/1.1 200 ")
         await server.serves_the_owner()
-        for each in (*crowd, owner):
+        for each in (*flood, owner):
             each.close()
 
 
-async def test_a_connection_whose_next_request_brings_no_secret_is_a_strangers_again(server: Server) -> None:
-    """A proxy sends the requests of many people over one connection."""
+async def test_a_connection_counts_as_unauthenticated_after_a_request_without_a_secret(server: Server) -> None:
+    """A proxy sends the requests of many clients over one connection."""
     async with Wire.to(server.port) as wire:
-        wire.say("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
+        wire.send_lines("GET /metrics HTTP/1.1", "Host: HERE", AUTH)
         assert await wire.status() == 200
         assert (len(server.connections), server.connections.unauthenticated) == (1, 0)
-        wire.say("GET /healthz HTTP/1.1", "Host: HERE")
+        wire.send_lines("GET /healthz HTTP/1.1", "Host: HERE")
         assert await wire.status() == 200
         assert server.connections.unauthenticated == 1
 
 
-async def test_a_body_that_drips_ends_and_an_upload_that_goes_on_does_not(server: Server, clock: FakeClock) -> None:
+async def test_a_trickled_body_is_refused_and_a_steady_upload_succeeds(server: Server, clock: FakeClock) -> None:
     drip, flow = await server.connect(CHUNKED), await server.connect(CHUNKED)
     begin, end = '--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n', b"\r\n--b--\r\n"
     upload = await server.connect(
@@ -199,23 +201,25 @@ async def test_a_body_that_drips_ends_and_an_upload_that_goes_on_does_not(server
             flow.writer.write(b"1400\r\n" + b" " * 5120 + b"\r\n")
         await server.serves_the_owner()
         await clock.advance(seconds=25)
-    assert (await has_ended(drip)).startswith(b"HTTP/1.1 408 ")
-    assert (await has_ended(flow)).startswith(b"HTTP/1.1 413 ")
+    assert (await read_to_end(drip)).startswith(b"HTTP/1.1 408 ")
+    assert (await read_to_end(flow)).startswith(b"HTTP/1.1 413 ")
     upload.writer.write(end)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         assert await upload.status() == 201
     for wire in (drip, flow, upload):
         wire.writer.close()
 
 
-async def test_an_answer_that_nobody_takes_is_given_up(server: Server, society: Society, clock: FakeClock) -> None:
+async def test_a_connection_whose_client_does_not_read_the_response_is_closed(
+    server: Server, society: Society, clock: FakeClock
+) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield b"z" * 1_000_000
 
     ref = (await society.artifacts.put(pieces(), "big")).ref
     wire = await server.connect(f"GET /api/v1/artifacts/{ref} HTTP/1.1\r\nHost: HERE\r\n{AUTH}\r\n\r\n")
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         await wire.reader.readuntil(b"zzz")
     wire.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await server.serves_the_owner()
@@ -227,7 +231,7 @@ async def test_an_answer_that_nobody_takes_is_given_up(server: Server, society: 
     wire.writer.transport.abort()
 
 
-# Without end
+# Endless input
 
 
 def endless(begin: str, piece: bytes) -> tuple[str, bytes]:
@@ -259,9 +263,9 @@ MOST = 8 * MAX_LEFTOVER_BYTES
 
 
 @pytest.mark.parametrize(("begin", "piece"), ENDLESS.values(), ids=ENDLESS)
-async def test_what_has_no_end_is_cut_off_and_the_owner_is_served(server: Server, begin: str, piece: bytes) -> None:
+async def test_endless_input_is_cut_off_and_the_owner_is_served(server: Server, begin: str, piece: bytes) -> None:
     async def send(wire: Wire) -> bool:
-        """True if the server stopped it."""
+        """Send endless input; return whether the server closed the connection."""
         with contextlib.suppress(ConnectionError):
             for _ in range(MOST // len(piece)):
                 wire.writer.write(piece)
@@ -275,7 +279,7 @@ async def test_what_has_no_end_is_cut_off_and_the_owner_is_served(server: Server
     attacks = [asyncio.create_task(send(wire)) for wire in wires]
     for _ in range(3):
         await server.serves_the_owner()
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         assert await asyncio.gather(*attacks) == [True] * len(wires)
     for wire in wires:
         wire.writer.close()
@@ -291,11 +295,11 @@ async def test_what_has_no_end_is_cut_off_and_the_owner_is_served(server: Server
         (CHUNKED + "1;" + "x" * 2 * MAX_HEAD_BYTES, b"400"),
     ],
 )
-async def test_what_is_too_long_is_told_so(server: Server, text: str, status: bytes) -> None:
+async def test_input_that_is_too_long_gets_431_or_400(server: Server, text: str, status: bytes) -> None:
     wire = await server.connect(text)
-    told = await has_ended(wire)
-    # A reset on the way may take the answer with it; another answer never comes.
-    assert not told or told.startswith(b"HTTP/1.1 " + status)
+    received = await read_to_end(wire)
+    # A TCP reset may discard the response; no other response is allowed.
+    assert not received or received.startswith(b"HTTP/1.1 " + status)
     wire.writer.close()
 
 
@@ -305,17 +309,17 @@ async def test_trailers_are_not_headers(server: Server) -> None:
         "POST /api/v1/links HTTP/1.1\r\nHost: HERE\r\nContent-Type: application/json\r\n"
         f"Transfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n{AUTH}\r\n\r\n"
     )
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         assert await wire.status() == 401
     wire.writer.close()
 
 
-async def test_every_request_of_a_connection_that_is_lost_ends(server: Server, society: Society) -> None:
-    """Also one before another that was pipelined behind it."""
+async def test_all_requests_of_a_lost_connection_are_cancelled(server: Server, society: Society) -> None:
+    """Also a request with another one pipelined behind it."""
     wire = await server.connect(
         f"GET /api/v1/events HTTP/1.1\r\nHost: HERE\r\n{AUTH}\r\n\r\nGET /metrics HTTP/1.1\r\nHost: HERE\r\n\r\n"
     )
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         await wire.reader.readuntil(b"event: hello")
     named = [task for task in asyncio.all_tasks() if task.get_name() == "coterie-stream-client"]
     assert named
@@ -323,7 +327,7 @@ async def test_every_request_of_a_connection_that_is_lost_ends(server: Server, s
     await until(lambda: all(task.done() for task in named))
 
 
-# Whom it closes
+# Which connections are closed at the limit
 
 
 class Peer:
@@ -336,7 +340,7 @@ class Peer:
     def check_deadlines(self, now: float) -> None: ...
 
 
-def test_who_opens_many_connections_closes_only_their_own(clock: FakeClock) -> None:
+def test_an_address_with_many_connections_loses_only_its_own(clock: FakeClock) -> None:
     connections = Connections(clock, max_unauthenticated=10, max_per_address=8)
     quiet = [Peer(f"198.51.100.{n}") for n in range(4)]
     loud = [Peer("203.0.113.1") for _ in range(40)]
@@ -348,7 +352,7 @@ def test_who_opens_many_connections_closes_only_their_own(clock: FakeClock) -> N
     assert [peer.closed for peer in network] == sorted((peer.closed for peer in network), reverse=True)
 
 
-def test_who_brought_a_right_secret_is_never_closed_for_others(clock: FakeClock) -> None:
+def test_authenticated_connections_are_never_closed_for_others(clock: FakeClock) -> None:
     connections = Connections(clock, max_unauthenticated=10, max_per_address=8)
     owner, other = Peer("127.0.0.1"), Peer("127.0.0.1")
     for peer in (owner, other):
@@ -362,7 +366,7 @@ def test_who_brought_a_right_secret_is_never_closed_for_others(clock: FakeClock)
     assert connections.unauthenticated == 8 and not other.closed
 
 
-def test_a_trusted_proxy_may_have_as_many_as_all_others_together(clock: FakeClock) -> None:
+def test_a_trusted_proxy_is_exempt_from_the_limit_per_address(clock: FakeClock) -> None:
     connections = Connections(
         clock, max_unauthenticated=10, max_per_address=4, is_proxy=lambda address: address == "10.0.0.1"
     )

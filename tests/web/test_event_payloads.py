@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from coterie.clock import SystemClock
-from coterie.testing import Calls, Says
-from coterie.testing.replies import Status
+from coterie.testing import Calls, Says, model_faults
+from coterie.testing.model_server import Status
 from coterie.web.sse import Hub
 from tests.agent.stage import Stage, stage
 
@@ -16,8 +17,8 @@ from .test_stream import StreamReader, listening
 
 
 @asynccontextmanager
-async def watched(folder: Path) -> AsyncIterator[tuple[Stage, StreamReader]]:
-    async with stage(folder) as here:
+async def watched(folder: Path, **entry: Any) -> AsyncIterator[tuple[Stage, StreamReader]]:
+    async with stage(folder, **entry) as here:
         hub = Hub(here.society, here.society.live, SystemClock())
         async with listening(hub) as reader:
             yield here, reader
@@ -85,3 +86,13 @@ async def test_a_problem_event_has_category_and_retryable(tmp_path: Path) -> Non
 
     assert (event.data["agent"], event.data["category"], event.data["retryable"]) == ("ada", "auth", False)
     assert event.data["message"]
+
+
+async def test_the_problem_of_a_silent_model_is_a_timeout(tmp_path: Path) -> None:
+    async with watched(tmp_path, timeout=300) as (here, reader):
+        here.server.script(model_faults.stall())
+        await here.say("go")
+        event = await reader.next("problem")
+
+    assert (event.data["category"], event.data["retryable"]) == ("timeout", True)
+    assert "fell silent for 0.3 s" in event.data["message"]

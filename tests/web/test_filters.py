@@ -1,4 +1,4 @@
-"""What is asked for in a filter is a value, whatever it looks like."""
+"""Values of filters never reach SQL as text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ FILTERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "name"), FILTERS)
-async def test_no_filter_is_read_as_sql(society: Society, client: httpx.AsyncClient, path: str, name: str) -> None:
+async def test_sql_in_a_filter_is_treated_as_a_value(
+    society: Society, client: httpx.AsyncClient, path: str, name: str
+) -> None:
     await society.send(to="ada", text="hello")
     await society.send(to="ada", text="later", delay_ms=60_000)
     assert len(STRINGS) >= 300

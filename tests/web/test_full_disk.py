@@ -1,4 +1,4 @@
-"""Uploads and other writes on a full disk: 507 whatever their size and wherever the space runs out."""
+"""Uploads and other writes on a full disk get 507."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from coterie.errors import StoreError, StoreUnavailable
 from coterie.society import Society
-from coterie.stores.postgres.errors import to_store_error
+from coterie.stores.postgres.connection import to_store_error
 from coterie.stores.sqlite import connection
 from coterie.stores.sqlite.engine import SqliteStore
 
@@ -23,21 +23,21 @@ ARTIFACTS = "/api/v1/artifacts"
 OPEN = os.open
 
 
-def goes_nowhere(path: Any, flags: int, *more: Any, **options: Any) -> int:
-    """Every new file is made, and has no room for a byte: the kernel's own ENOSPC, at write, flush and close."""
+def open_full(path: Any, flags: int, *more: Any, **options: Any) -> int:
+    """`os.open` whose new files are /dev/full: the kernel's own ENOSPC at write, flush and close."""
     if "incoming" in str(path) and flags & os.O_CREAT:
         os.close(OPEN(path, flags, *more, **options))
         return OPEN("/dev/full", os.O_WRONLY)
     return OPEN(path, flags, *more, **options)
 
 
-def refuses(code: int) -> Callable[..., int]:
-    def refusing(path: Any, flags: int, *more: Any, **options: Any) -> int:
+def open_failing(code: int) -> Callable[..., int]:
+    def failing(path: Any, flags: int, *more: Any, **options: Any) -> int:
         if "incoming" in str(path) and flags & os.O_CREAT:
             raise OSError(code, os.strerror(code), str(path))
         return OPEN(path, flags, *more, **options)
 
-    return refusing
+    return failing
 
 
 @pytest.mark.parametrize("size", [1, 4_000, 100_000, 3_000_000])
@@ -45,7 +45,7 @@ async def test_an_upload_of_any_size_on_a_full_disk_gets_507_and_leaves_nothing(
     size: int, client: httpx.AsyncClient, society: Society, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", goes_nowhere)
+        patch.setattr(os, "open", open_full)
         answer = await client.post(ARTIFACTS, files={"file": ("a.txt", b"x" * size)})
 
     assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
@@ -54,10 +54,10 @@ async def test_an_upload_of_any_size_on_a_full_disk_gets_507_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-async def test_a_file_that_cannot_even_be_made_gets_507(
+async def test_an_upload_whose_file_cannot_be_created_gets_507(
     code: int, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "open", refuses(code))
+    monkeypatch.setattr(os, "open", open_failing(code))
     answer = await client.post(ARTIFACTS, files={"file": ("a.txt", b"x")})
     assert (answer.status_code, answer.json()["code"]) == (507, "store_full")
 
@@ -73,10 +73,10 @@ async def test_an_upload_whose_row_does_not_fit_gets_507(
 
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE])
-async def test_a_write_that_the_quota_refuses_is_a_full_disk_and_no_reason_to_end_the_process(
+async def test_a_write_refused_by_a_quota_counts_as_a_full_disk_and_not_as_a_broken_store(
     code: int, client: httpx.AsyncClient, society: Society, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object) -> Any:
+    def fail(*_: object) -> Any:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = code
         raise error
@@ -85,8 +85,8 @@ async def test_a_write_that_the_quota_refuses_is_a_full_disk_and_no_reason_to_en
     message = {"to": "ada", "payload": {"text": "hello"}}
     with monkeypatch.context() as patch:
         patch.setattr(connection, "has_free_space", lambda _: False)
-        patch.setattr("coterie.stores.sql.commands.send", refused, raising=False)
-        patch.setattr("coterie.stores.sql.unit_of_work.UnitOfWork.flush", refused)
+        patch.setattr("coterie.stores.sql.commands.send", fail, raising=False)
+        patch.setattr("coterie.stores.sql.unit_of_work.UnitOfWork.flush", fail)
         answer = await client.post("/api/v1/messages", json=message)
     assert answer.status_code == 507, answer.text
     assert not society.broken.done()
@@ -110,7 +110,7 @@ class PgError(psycopg.OperationalError):
         ("53000", "insufficient resources", False),
     ],
 )
-def test_postgres_names_a_full_disk_and_other_shortages_pass(code: str, words: str, full: bool) -> None:
+def test_a_full_disk_of_postgresql_is_told_apart_from_other_shortages(code: str, words: str, full: bool) -> None:
     found: StoreError = to_store_error(PgError(code, words))
     assert isinstance(found, StoreUnavailable)
     assert found.full == full

@@ -1,4 +1,4 @@
-"""Nobody but the owner can keep the owner out: right secrets pass at once, wrong ones are slowed."""
+"""Wrong secrets are rate limited; they never block a right one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .conftest import BASE, TOKEN
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 WRONG = {"Authorization": "Bearer nonsense"}
 IMAGE = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
-"""What a browser adds to `<img src="http://127.0.0.1:8642/?code=x">` on a page of somebody else."""
+"""What a browser adds to `<img src="http://127.0.0.1:8642/?code=x">` on a foreign page."""
 PROXY = "10.0.0.1"
 
 
@@ -43,7 +43,7 @@ async def guess_tokens(client: httpx.AsyncClient, count: int, **headers: str) ->
 
 
 @pytest.mark.parametrize("headers", [{}, IMAGE], ids=["program", "foreign page"])
-async def test_wrong_codes_from_the_owners_address_do_not_refuse_a_right_secret(
+async def test_wrong_codes_from_the_owners_address_do_not_block_a_right_secret(
     anonymous: httpx.AsyncClient, access: Access, headers: dict[str, str]
 ) -> None:
     cookie, code = cookie_of(access), access.new_code()
@@ -55,7 +55,7 @@ async def test_wrong_codes_from_the_owners_address_do_not_refuse_a_right_secret(
     assert again.status_code == 303
 
 
-async def test_wrong_tokens_and_cookies_are_slowed_and_told_for_how_long(
+async def test_wrong_tokens_and_cookies_get_429_with_retry_after(
     anonymous: httpx.AsyncClient, access: Access, clock: FakeClock
 ) -> None:
     assert await guess_tokens(anonymous, 21) == [401] * 20 + [429]
@@ -70,7 +70,7 @@ async def test_wrong_tokens_and_cookies_are_slowed_and_told_for_how_long(
     assert await guess_tokens(anonymous, 2) == [401, 429]
 
 
-async def test_requests_of_a_foreign_page_do_not_use_up_what_the_owner_may_ask_without_a_secret(
+async def test_requests_of_a_foreign_page_have_a_rate_limit_of_their_own(
     anonymous: httpx.AsyncClient, access: Access
 ) -> None:
     flood = [(await anonymous.get("/healthz", headers=IMAGE)).status_code for _ in range(1_001)]
@@ -79,7 +79,7 @@ async def test_requests_of_a_foreign_page_do_not_use_up_what_the_owner_may_ask_w
     assert await guess_codes(anonymous, 1) == [401]
 
 
-async def test_a_flood_without_secrets_does_not_refuse_a_right_code(
+async def test_a_flood_without_secrets_does_not_block_a_right_code(
     anonymous: httpx.AsyncClient, access: Access
 ) -> None:
     flood = [(await anonymous.get("/healthz")).status_code for _ in range(1_001)]
@@ -116,7 +116,7 @@ async def test_a_second_cookie_of_the_same_name_does_not_hide_the_right_one(
 
 @pytest.fixture
 async def proxied(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[httpx.AsyncClient]:
-    """A proxy that is named in the settings."""
+    """A client whose requests come from a trusted proxy."""
     server = replace(society.config.server, trusted_proxies=(PROXY, "fd00::/8"))
     society.config = replace(society.config, server=server)
     async with from_address(build_app(society, access, clock=clock), PROXY) as client:
@@ -131,7 +131,7 @@ async def proxied(society: Society, access: Access, clock: FakeClock) -> AsyncIt
         ({"X-Forwarded-For": "198.51.100.1, fd00::9"}, {"X-Forwarded-For": "198.51.100.2:5000, 10.0.0.1"}),
     ],
 )
-async def test_two_clients_of_a_trusted_proxy_do_not_share_a_budget(
+async def test_two_clients_of_a_trusted_proxy_do_not_share_a_rate_limit(
     proxied: httpx.AsyncClient, first: dict[str, str], second: dict[str, str]
 ) -> None:
     assert await guess_tokens(proxied, 21, **first) == [401] * 20 + [429]
@@ -139,32 +139,32 @@ async def test_two_clients_of_a_trusted_proxy_do_not_share_a_budget(
     assert await guess_tokens(proxied, 1, **first) == [429]
 
 
-async def test_what_a_client_of_a_trusted_proxy_writes_into_the_header_itself_changes_nothing(
+async def test_a_client_of_a_trusted_proxy_cannot_forge_its_address(
     proxied: httpx.AsyncClient,
 ) -> None:
-    """The proxy puts the address that it sees last, so only the right end of the list counts."""
-    told = [await guess_tokens(proxied, 1, **{"X-Forwarded-For": f"192.0.2.{n}, 198.51.100.1"}) for n in range(21)]
-    assert told[-1] == [429]
-    # This proxy writes only X-Forwarded-For; whatever the client put into the other header reaches us unchanged.
+    """The proxy appends the address that it sees, so only the right end of the list counts."""
+    statuses = [await guess_tokens(proxied, 1, **{"X-Forwarded-For": f"192.0.2.{n}, 198.51.100.1"}) for n in range(21)]
+    assert statuses[-1] == [429]
+    # This proxy writes only X-Forwarded-For; it passes the client's other header on unchanged.
     headers = {"X-Forwarded-For": "198.51.100.9"}
-    told = [await guess_tokens(proxied, 1, **headers, Forwarded=f"for=192.0.2.{n}") for n in range(21)]
-    assert told[-1] == [429]
+    statuses = [await guess_tokens(proxied, 1, **headers, Forwarded=f"for=192.0.2.{n}") for n in range(21)]
+    assert statuses[-1] == [429]
     for odd in ("unknown", "for=_hidden", "999.1.1.1", "x" * 5_000, ",,,", ""):
         assert await guess_tokens(proxied, 1, **{"X-Forwarded-For": odd}) == [429]
 
 
 async def test_an_untrusted_peer_cannot_choose_its_address(app: FastAPI) -> None:
     async with from_address(app, "203.0.113.5") as client:
-        told = [
+        statuses = [
             await guess_tokens(client, 1, **{"X-Forwarded-For": f"192.0.2.{n}", "Forwarded": f"for=192.0.2.{n}"})
             for n in range(21)
         ]
-        assert told[-1] == [429]
+        assert statuses[-1] == [429]
     async with from_address(app, "203.0.113.6") as client:
         assert await guess_tokens(client, 1) == [401]
 
 
-async def test_one_ipv6_network_has_one_budget(app: FastAPI) -> None:
+async def test_an_ipv6_network_shares_one_rate_limit(app: FastAPI) -> None:
     """A customer of a provider gets 2^64 addresses."""
     for number in range(20):
         async with from_address(app, f"2001:db8:0:1::{number + 1:x}") as client:

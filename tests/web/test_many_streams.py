@@ -35,8 +35,8 @@ async def connect(server: Served, last: str | None = None) -> tuple[asyncio.Stre
     return reader, writer
 
 
-async def hear(reader: asyncio.StreamReader, into: list[str], count: int) -> str:
-    """First words of messages, until there are `count`; the id of the last event."""
+async def read_messages(reader: asyncio.StreamReader, into: list[str], count: int) -> str:
+    """Append the first word of each message until `into` has `count`; return the id of the last event."""
     last = ""
     while len(into) < count:
         line = (await reader.readline()).decode().rstrip()
@@ -49,7 +49,7 @@ async def hear(reader: asyncio.StreamReader, into: list[str], count: int) -> str
     return last
 
 
-async def until_all_listen(server: Served, count: int) -> None:
+async def until_live(server: Served, count: int) -> None:
     async with asyncio.timeout(30):
         while sum(client.is_live for client in tuple(server.app.state.hub.clients)) < count:
             await asyncio.sleep(0.01)
@@ -64,38 +64,40 @@ async def send(server: Served, texts: list[str]) -> None:
 
 
 @pytest.mark.slow
-async def test_two_hundred_clients_hear_everything_though_forty_of_them_never_read(tmp_path: Path) -> None:
+async def test_clients_get_every_event_while_forty_of_two_hundred_do_not_read(tmp_path: Path) -> None:
     with served(tmp_path / "home") as server:
         streams = [await connect(server) for _ in range(CLIENTS)]
-        await until_all_listen(server, CLIENTS)
+        await until_live(server, CLIENTS)
         for _, writer in streams[:STALLED]:
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         before = rss()
-        heard: list[list[str]] = [[] for _ in streams[STALLED:]]
+        received: list[list[str]] = [[] for _ in streams[STALLED:]]
         texts = [f"{number} " + "x" * 4000 for number in range(MESSAGES)]
-        readers = [hear(reader, into, MESSAGES) for (reader, _), into in zip(streams[STALLED:], heard, strict=True)]
+        readers = [
+            read_messages(reader, into, MESSAGES) for (reader, _), into in zip(streams[STALLED:], received, strict=True)
+        ]
         async with asyncio.timeout(120):
             await asyncio.gather(send(server, texts), *readers)
         grown = rss() - before
         for _, writer in streams:
             writer.transport.abort()
-    assert all(each == [text.split()[0] for text in texts] for each in heard)
+    assert all(words == [text.split()[0] for text in texts] for words in received)
     assert grown < MAX_GROWTH_BYTES
 
 
 @pytest.mark.slow
-async def test_twenty_lost_streams_lose_no_message_and_repeat_none(tmp_path: Path) -> None:
+async def test_a_client_that_reconnects_twenty_times_gets_every_message_once(tmp_path: Path) -> None:
     with served(tmp_path / "home") as server:
         reader, writer = await connect(server)
-        await until_all_listen(server, 1)
+        await until_live(server, 1)
         texts = [f"m{number}" for number in range(1000)]
         sending = asyncio.create_task(send(server, texts))
-        heard: list[str] = []
+        received: list[str] = []
         async with asyncio.timeout(120):
             for count in range(50, 1001, 50):
-                last = await hear(reader, heard, count)
+                last = await read_messages(reader, received, count)
                 writer.transport.abort()
                 reader, writer = await connect(server, last)
             await sending
         writer.transport.abort()
-    assert heard == texts
+    assert received == texts

@@ -1,4 +1,4 @@
-"""Every route there is, found in the application itself: a new one cannot be forgotten."""
+"""Checks of every route of the application, so that a new route is included."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.web.middleware import EVENTS
 from .conftest import BASE, TOKEN
 
 PUBLIC = {"/", "/healthz", "/readyz", "/static/{path:path}"}
-STRANGE_HOSTS = [
+UNKNOWN_HOSTS = [
     "evil.example",
     "127.0.0.1.nip.io:8642",
     "127.0.0.1.:8642",
@@ -28,7 +28,7 @@ STRANGE_HOSTS = [
 
 
 def calls(app: FastAPI) -> list[tuple[str, str, str]]:
-    """Method, path with something in its blanks, template."""
+    """Method, path with parameters filled in, and template of each route."""
     found = []
     for context in iter_route_contexts(app.routes):
         template = context.path or ""
@@ -37,13 +37,11 @@ def calls(app: FastAPI) -> list[tuple[str, str, str]]:
     return found
 
 
-def test_there_are_routes_to_look_at(app: FastAPI) -> None:
+def test_the_routes_of_the_application_are_found(app: FastAPI) -> None:
     assert {template for *_, template in calls(app)} >= PUBLIC | {"/api/v1/artifacts", "/metrics", "/openapi.json"}
 
 
-async def test_without_a_token_every_route_but_the_public_ones_is_closed(
-    app: FastAPI, anonymous: httpx.AsyncClient
-) -> None:
+async def test_every_route_but_the_public_ones_requires_a_token(app: FastAPI, anonymous: httpx.AsyncClient) -> None:
     for method, path, template in calls(app):
         answer = await anonymous.request(method, path)
         if template in PUBLIC:
@@ -55,14 +53,14 @@ async def test_without_a_token_every_route_but_the_public_ones_is_closed(
                 assert answer.json()["code"] in ("unauthorized", "code_invalid")
 
 
-@pytest.mark.parametrize("host", STRANGE_HOSTS)
-async def test_no_route_answers_under_a_strange_name(app: FastAPI, client: httpx.AsyncClient, host: str) -> None:
+@pytest.mark.parametrize("host", UNKNOWN_HOSTS)
+async def test_no_route_answers_to_an_unknown_host(app: FastAPI, client: httpx.AsyncClient, host: str) -> None:
     for method, path, _ in calls(app):
         answer = await client.request(method, path, headers={"Host": host})
         assert answer.status_code == 421, (method, path, host)
 
 
-async def test_no_write_and_no_stream_is_open_to_a_foreign_page(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_foreign_origins_can_neither_write_nor_stream(app: FastAPI, client: httpx.AsyncClient) -> None:
     for method, path, _ in calls(app):
         if method in ("GET", "HEAD"):
             continue
@@ -73,17 +71,17 @@ async def test_no_write_and_no_stream_is_open_to_a_foreign_page(app: FastAPI, cl
     assert answer.status_code == 403
 
 
-async def test_no_answer_lets_another_origin_read_it(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_no_response_has_cors_headers(app: FastAPI, client: httpx.AsyncClient) -> None:
     for method, path, _ in calls(app):
         for headers in ({"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
             for each in {method, "OPTIONS"}:
                 if path == EVENTS and each == "GET":
-                    continue  # it has no end
+                    continue  # an endless response
                 answer = await client.request(each, path, headers=headers)
                 assert not [name for name in answer.headers if name.startswith("access-control-")], (each, path)
 
 
-async def test_the_token_opens_what_was_closed(client: httpx.AsyncClient) -> None:
+async def test_the_token_gives_access_to_protected_routes(client: httpx.AsyncClient) -> None:
     assert TOKEN not in (await client.get("/openapi.json")).text
     assert (await client.get("/openapi.json")).status_code == 200
     assert (await client.get("/metrics")).status_code == 200

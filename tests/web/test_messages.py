@@ -1,4 +1,4 @@
-"""Messages over HTTP: sent once, looked at, moved, withdrawn."""
+"""Messages over HTTP: send, read, reschedule, withdraw."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def send(client: httpx.AsyncClient, text: str = "hello", to: str = "ada", 
     return str(answer.json()["messageId"])
 
 
-async def test_a_message_is_accepted_and_there(client: httpx.AsyncClient, society: Society) -> None:
+async def test_a_sent_message_is_accepted_and_can_be_read_back(client: httpx.AsyncClient, society: Society) -> None:
     answer = await client.post(f"{API}/messages", json={"to": "ada", "payload": {"text": "**hi**"}, "from": "bob"})
 
     assert answer.status_code == 202 and answer.json()["state"] == "pending"
@@ -31,14 +31,14 @@ async def test_a_message_is_accepted_and_there(client: httpx.AsyncClient, societ
     assert found["rendered"] == [{"t": "p", "c": [{"t": "strong", "c": ["hi"]}]}]
 
 
-async def test_a_delayed_message_says_when_it_is_due(client: httpx.AsyncClient, clock: FakeClock) -> None:
+async def test_the_receipt_of_a_delayed_message_has_its_due_time(client: httpx.AsyncClient, clock: FakeClock) -> None:
     answer = await client.post(f"{API}/messages", json={"to": "ada", "payload": {"text": "later"}, "delayMs": HOUR})
 
     assert answer.json()["state"] == "delayed"
     assert answer.json()["scheduledDeliveryTime"] == "2030-01-01T01:00:00.000Z"
 
 
-async def test_fifty_posts_under_one_client_id_are_one_message_with_one_answer(
+async def test_fifty_sends_with_one_client_id_store_one_message_and_get_one_receipt(
     client: httpx.AsyncClient, society: Society
 ) -> None:
     body = {"to": "ada", "payload": {"text": "once"}, "clientId": "c-1", "delayMs": 500}
@@ -69,7 +69,7 @@ async def test_fifty_posts_under_one_client_id_are_one_message_with_one_answer(
         ([], 422, "request_invalid"),
     ],
 )
-async def test_what_cannot_be_sent_is_a_problem_with_its_code(
+async def test_an_invalid_send_is_refused_with_status_and_code(
     client: httpx.AsyncClient, society: Society, body: Any, status: int, code: str
 ) -> None:
     answer = await client.post(f"{API}/messages", json=body)
@@ -80,24 +80,24 @@ async def test_what_cannot_be_sent_is_a_problem_with_its_code(
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"\xff", b'{"to": NaN}'])
-async def test_a_body_that_is_no_json_is_said_to_be_none(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_a_body_that_is_not_json_gets_400(client: httpx.AsyncClient, body: bytes) -> None:
     answer = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (400, "json_invalid")
 
 
-async def test_a_body_nested_without_end_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_deeply_nested_body_is_refused(client: httpx.AsyncClient) -> None:
     body = b'{"to": "ada", "payload": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001
     answer = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (422, "payload_invalid")
 
 
-async def test_a_terminated_recipient_and_a_full_mailbox_say_so(client: httpx.AsyncClient, society: Society) -> None:
+async def test_a_send_to_a_terminated_agent_gets_410(client: httpx.AsyncClient, society: Society) -> None:
     await society.store.terminate("bob")
     answer = await client.post(f"{API}/messages", json={"to": "bob", "payload": {}})
     assert (answer.status_code, answer.json()["code"]) == (410, "recipient_terminated")
 
 
-async def test_a_withdrawn_message_stays_withdrawn_and_a_taken_one_is_too_late(
+async def test_a_withdrawal_is_idempotent_and_refused_once_the_message_is_read(
     client: httpx.AsyncClient, society: Society
 ) -> None:
     waiting = await send(client)
@@ -109,7 +109,7 @@ async def test_a_withdrawn_message_stays_withdrawn_and_a_taken_one_is_too_late(
     assert (answer.status_code, answer.json()["code"]) == (409, "already_taken")
 
 
-async def test_a_delayed_message_can_be_moved_until_it_is_delivered(
+async def test_a_delayed_message_can_be_rescheduled_until_it_is_delivered(
     client: httpx.AsyncClient, clock: FakeClock
 ) -> None:
     later = await send(client, delayMs=HOUR)
@@ -122,19 +122,19 @@ async def test_a_delayed_message_can_be_moved_until_it_is_delivered(
 
 
 @pytest.mark.parametrize("delay", [True, "5", 1e15, None, [], {}])
-async def test_a_move_is_refused_with_the_code_that_a_send_would_get(client: httpx.AsyncClient, delay: Any) -> None:
+async def test_an_invalid_delay_of_a_reschedule_is_refused(client: httpx.AsyncClient, delay: Any) -> None:
     later = await send(client, delayMs=HOUR)
     answer = await client.patch(f"{API}/messages/{later}", json={"delayMs": delay})
     assert (answer.status_code, answer.json()["code"]) == (422, "delayMs_invalid")
 
 
-async def test_a_move_to_no_time_at_all_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_reschedule_without_a_delay_is_refused(client: httpx.AsyncClient) -> None:
     later = await send(client, delayMs=HOUR)
     answer = await client.patch(f"{API}/messages/{later}", json={})
     assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
 
 
-REVIVED_BY_OTHERS: list[dict[str, Any]] = [
+OBJECT_PAYLOADS: list[dict[str, Any]] = [
     {"lc": 1, "type": "constructor", "id": ["os", "system"], "kwargs": {"command": "true"}},
     {"lc": 2, "type": "secret", "id": ["COTERIE_TOKEN"]},
     {"py/object": "os.system", "py/reduce": [{"py/function": "os.system"}, ["true"]]},
@@ -144,8 +144,8 @@ REVIVED_BY_OTHERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("payload", REVIVED_BY_OTHERS)
-async def test_what_other_programs_would_revive_is_data_like_any_other(
+@pytest.mark.parametrize("payload", OBJECT_PAYLOADS)
+async def test_payloads_that_name_classes_or_templates_are_stored_as_data(
     client: httpx.AsyncClient, payload: dict[str, Any]
 ) -> None:
     sent = await client.post(f"{API}/messages", json={"to": "ada", "payload": payload})
@@ -153,11 +153,11 @@ async def test_what_other_programs_would_revive_is_data_like_any_other(
     assert (await client.get(f"{API}/messages/{sent.json()['messageId']}")).json()["payload"] == payload
 
 
-async def test_an_empty_client_id_names_nothing_and_no_message_is_lost_for_it(client: httpx.AsyncClient) -> None:
+async def test_an_empty_client_id_does_not_deduplicate(client: httpx.AsyncClient) -> None:
     assert await send(client, clientId="") != await send(client, clientId="")
 
 
-async def test_half_a_character_as_javascript_writes_it_is_stored_as_a_mark(client: httpx.AsyncClient) -> None:
+async def test_a_lone_surrogate_is_stored_as_a_replacement_character(client: httpx.AsyncClient) -> None:
     body = rb'{"to": "ada", "payload": {"text": "cut \ud83d"}, "clientId": "\ud83d"}'
     sent = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
     assert sent.status_code == 202
@@ -166,7 +166,7 @@ async def test_half_a_character_as_javascript_writes_it_is_stored_as_a_mark(clie
 
 
 @pytest.mark.parametrize("text", [rb'"\ud83d", "x": NaN', rb'"\ud83d" oops'])
-async def test_half_a_character_excuses_nothing_else(client: httpx.AsyncClient, text: bytes) -> None:
+async def test_invalid_json_with_a_lone_surrogate_is_still_refused(client: httpx.AsyncClient, text: bytes) -> None:
     body = b'{"to": "ada", "payload": {"text": ' + text + b"}}"
     answer = await client.post(f"{API}/messages", content=body, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (400, "json_invalid")
@@ -184,13 +184,13 @@ async def test_half_a_character_excuses_nothing_else(client: httpx.AsyncClient, 
         ("DELETE", "/dead-letters/nothing"),
     ],
 )
-async def test_an_unknown_message_is_one(client: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_requests_about_an_unknown_message_get_404(client: httpx.AsyncClient, method: str, path: str) -> None:
     body = {"delayMs": 5} if method == "PATCH" else None
     answer = await client.request(method, API + path, json=body)
     assert (answer.status_code, answer.json()["code"]) == (404, "unknown_message")
 
 
-async def test_the_timeline_comes_in_pages_newest_first(client: httpx.AsyncClient) -> None:
+async def test_the_timeline_is_paged_with_the_newest_message_first(client: httpx.AsyncClient) -> None:
     sent = [await send(client, f"n{n}", to="ada" if n % 2 else "bob") for n in range(7)]
 
     first = (await client.get(f"{API}/messages", params={"limit": 4})).json()
@@ -201,12 +201,12 @@ async def test_the_timeline_comes_in_pages_newest_first(client: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("limit", ["0", "201", "many"])
-async def test_a_list_has_at_most_two_hundred_items(client: httpx.AsyncClient, limit: str) -> None:
+async def test_a_page_limit_outside_1_to_200_is_refused(client: httpx.AsyncClient, limit: str) -> None:
     answer = await client.get(f"{API}/messages", params={"limit": limit})
     assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
 
 
-async def test_delayed_messages_are_counted_and_come_by_due_time(client: httpx.AsyncClient) -> None:
+async def test_delayed_messages_are_counted_and_listed_by_due_time(client: httpx.AsyncClient) -> None:
     late, soon, other = [await send(client, to=to, delayMs=ms) for to, ms in (("ada", 9), ("ada", 5), ("bob", 7))]
 
     everything = (await client.get(f"{API}/delayed")).json()
@@ -217,15 +217,15 @@ async def test_delayed_messages_are_counted_and_come_by_due_time(client: httpx.A
     assert [m["id"] for m in rest["items"]] == [late]
 
 
-async def test_a_dead_letter_is_listed_sent_again_and_let_go_of(client: httpx.AsyncClient, society: Society) -> None:
-    letter = await send(client, to="bob")
+async def test_a_dead_letter_can_be_listed_resent_and_deleted(client: httpx.AsyncClient, society: Society) -> None:
+    message = await send(client, to="bob")
     await society.store.terminate("bob")
     dead = (await client.get(f"{API}/dead-letters")).json()["items"]
-    assert [m["id"] for m in dead] == [letter] and dead[0]["reason"] == "recipient_terminated"
+    assert [m["id"] for m in dead] == [message] and dead[0]["reason"] == "recipient_terminated"
 
-    again = await client.post(f"{API}/dead-letters/{letter}/resend")
+    again = await client.post(f"{API}/dead-letters/{message}/resend")
     assert (again.status_code, again.json()["code"]) == (410, "recipient_terminated")
-    assert (await client.delete(f"{API}/dead-letters/{letter}")).status_code == 204
+    assert (await client.delete(f"{API}/dead-letters/{message}")).status_code == 204
     assert (await client.get(f"{API}/dead-letters")).json() == {"items": [], "next": None}
 
 
@@ -237,7 +237,7 @@ async def ask(society: Society, options: list[str]) -> str:
     return asked.message_id
 
 
-async def test_of_two_answers_at_once_one_wins_and_the_other_is_told_which(
+async def test_of_two_concurrent_answers_one_wins_and_the_other_gets_409_with_the_winner(
     client: httpx.AsyncClient, society: Society
 ) -> None:
     question = await ask(society, ["Yes", "No"])
@@ -257,7 +257,7 @@ async def test_of_two_answers_at_once_one_wins_and_the_other_is_told_which(
     assert shown["answer"] == lost.json()["answer"]
 
 
-async def test_an_option_that_is_none_is_refused(client: httpx.AsyncClient, society: Society) -> None:
+async def test_an_option_outside_the_quick_replies_is_refused(client: httpx.AsyncClient, society: Society) -> None:
     question = await ask(society, ["Yes"])
     body = {"to": "ada", "payload": {"text": "Maybe"}, "inReplyTo": question, "option": 1}
     answer = await client.post(f"{API}/messages", json=body)

@@ -13,15 +13,15 @@ SECRET = "the-detail-that-stays-inside"
 
 @pytest.fixture
 def app(app: FastAPI) -> FastAPI:
-    """With routes that fail."""
+    """An app with routes that fail."""
 
     async def fail(kind: str) -> None:
         raise {
-            "refused": Refused("already_answered", "somebody was faster", answer={"messageId": "m", "option": 1}),
+            "refused": Refused("already_answered", "another answer came first", answer={"messageId": "m", "option": 1}),
             "full": StoreUnavailable("the disk is full", full=True),
             "locked": StoreUnavailable("the database is locked"),
             "broken": StoreBroken(SECRET),
-            "mailbox": Refused("mailbox_full", "too much waits"),
+            "mailbox": Refused("mailbox_full", "the mailbox is full"),
         }.get(kind) or RuntimeError(SECRET)
 
     async def take(number: int, words: dict[str, int]) -> None:
@@ -32,14 +32,14 @@ def app(app: FastAPI) -> FastAPI:
     return app
 
 
-async def test_a_refusal_says_why_in_a_code_and_brings_what_it_knows(client: httpx.AsyncClient) -> None:
+async def test_a_refusal_becomes_problem_json_with_code_and_extra_fields(client: httpx.AsyncClient) -> None:
     answer = await client.get("/fail/refused")
     assert answer.headers["content-type"] == "application/problem+json"
     assert answer.json() == {
         "type": "about:blank",
         "title": "Conflict",
         "status": 409,
-        "detail": "somebody was faster",
+        "detail": "another answer came first",
         "code": "already_answered",
         "answer": {"messageId": "m", "option": 1},
     }
@@ -49,14 +49,14 @@ async def test_a_refusal_says_why_in_a_code_and_brings_what_it_knows(client: htt
     ("kind", "status", "code"),
     [("full", 507, "store_full"), ("locked", 503, "store_unavailable"), ("mailbox", 429, "mailbox_full")],
 )
-async def test_what_may_pass_later_says_when(client: httpx.AsyncClient, kind: str, status: int, code: str) -> None:
+async def test_a_temporary_error_has_retry_after(client: httpx.AsyncClient, kind: str, status: int, code: str) -> None:
     answer = await client.get(f"/fail/{kind}")
     assert (answer.status_code, answer.json()["code"]) == (status, code)
     assert int(answer.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize("kind", ["unexpected", "broken"])
-async def test_what_nobody_planned_for_is_told_by_its_id_alone(
+async def test_an_unexpected_error_shows_only_its_incident_id(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -69,7 +69,7 @@ async def test_what_nobody_planned_for_is_told_by_its_id_alone(
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-async def test_an_unknown_address_and_a_wrong_method(client: httpx.AsyncClient) -> None:
+async def test_an_unknown_path_gets_404_and_a_wrong_method_405(client: httpx.AsyncClient) -> None:
     for answer, status, code in (
         (await client.get("/api/v1/nothing"), 404, "not_found"),
         (await client.delete("/metrics"), 405, "method_not_allowed"),
@@ -78,14 +78,14 @@ async def test_an_unknown_address_and_a_wrong_method(client: httpx.AsyncClient) 
         assert answer.headers["content-type"] == "application/problem+json"
 
 
-async def test_an_invalid_request_names_the_places(client: httpx.AsyncClient) -> None:
+async def test_an_invalid_request_names_the_invalid_fields(client: httpx.AsyncClient) -> None:
     answer = await client.post("/take?number=x", json={"a": SECRET})
     assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
-    assert [each["place"] for each in answer.json()["places"]] == ["query.number", "body.a"]
+    assert [field["place"] for field in answer.json()["places"]] == ["query.number", "body.a"]
     assert SECRET not in answer.text
 
 
-async def test_a_body_that_is_no_json_is_told_so(client: httpx.AsyncClient) -> None:
+async def test_a_body_that_cannot_be_parsed_is_refused_as_invalid_json(client: httpx.AsyncClient) -> None:
     headers = {"Content-Type": "application/json"}
     for body in (b"{", b"\xff\xfe", b"{'a': 1}"):
         answer = await client.post("/take?number=1", content=body, headers=headers)

@@ -30,13 +30,13 @@ SNAPSHOT = {
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/openapi.json", "/metrics", "/api/v1/nothing", "/api/v1/artifacts/x"])
-async def test_every_answer_carries_the_same_security_headers(client: httpx.AsyncClient, path: str) -> None:
+async def test_every_response_has_the_security_headers(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.get(path)
     assert {name: answer.headers[name] for name in SNAPSHOT} == SNAPSHOT
     assert SNAPSHOT["content-security-policy"] == POLICY
 
 
-async def test_a_refusal_carries_them_too(anonymous: httpx.AsyncClient) -> None:
+async def test_refused_requests_get_the_security_headers_too(anonymous: httpx.AsyncClient) -> None:
     for headers in ({}, {"Host": "evil.example"}):
         answer = await anonymous.get("/metrics", headers=headers)
         assert {name: answer.headers[name] for name in SNAPSHOT} == SNAPSHOT
@@ -55,7 +55,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 @pytest.mark.parametrize(
     ("method", "secret", "origin", "site", "status"),
     [
-        # A program: it brings the token itself, and names no page.
+        # A program sends the token and no origin.
         ("POST", "bearer", None, None, 201),
         ("POST", "bearer", BASE, None, 201),
         ("POST", "bearer", None, "none", 201),
@@ -64,7 +64,7 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
         ("POST", "bearer", "null", None, 403),
         ("POST", "bearer", None, "cross-site", 403),
         ("POST", "bearer", None, "same-site", 403),
-        # A browser: the cookie comes by itself, so the page must be ours.
+        # A browser sends the cookie with every request, so the origin must be ours.
         ("POST", "cookie", BASE, None, 201),
         ("POST", "cookie", "http://localhost:8642", "same-origin", 201),
         ("POST", "cookie", None, "same-origin", 201),
@@ -73,14 +73,14 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
         ("POST", "cookie", "null", "same-origin", 403),
         ("POST", "cookie", BASE, "cross-site", 403),
         ("POST", "cookie", "http://127.0.0.1:3000", "same-site", 403),
-        # The event stream, read only but live.
+        # The event stream is read-only, but foreign pages must not read it.
         ("GET", "bearer", "https://evil.example", None, 403),
         ("GET", "cookie", None, None, 403),
         ("GET", "cookie", None, "cross-site", 403),
         ("GET", "cookie", "null", None, 403),
     ],
 )
-async def test_who_may_write_and_listen_from_where(
+async def test_writes_and_streams_are_allowed_by_secret_and_origin(
     anonymous: httpx.AsyncClient,
     cookie: dict[str, str],
     method: str,
@@ -99,21 +99,21 @@ async def test_who_may_write_and_listen_from_where(
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-async def test_a_form_cannot_write(client: httpx.AsyncClient, kind: str) -> None:
+async def test_a_write_with_a_form_content_type_gets_415(client: httpx.AsyncClient, kind: str) -> None:
     answer = await client.post(LINK, content=b'{"a": 1}', headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
 
 
-async def test_json_cannot_be_uploaded_as_a_file(client: httpx.AsyncClient) -> None:
+async def test_an_upload_of_json_gets_415(client: httpx.AsyncClient) -> None:
     assert (await client.post("/api/v1/artifacts", json={})).status_code == 415
 
 
-async def test_a_body_beyond_the_limit_is_refused_by_its_length(client: httpx.AsyncClient) -> None:
+async def test_a_body_over_the_limit_gets_413(client: httpx.AsyncClient) -> None:
     answer = await client.post(LINK, content=b" " * (MAX_BODY_BYTES + 1), headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
 
 
-async def test_strangers_are_held_back_and_the_owner_is_not(
+async def test_unauthenticated_requests_are_rate_limited_and_authenticated_ones_are_not(
     app: FastAPI, anonymous: httpx.AsyncClient, client: httpx.AsyncClient, clock: FakeClock
 ) -> None:
     statuses = [(await anonymous.get("/healthz")).status_code for _ in range(1_001)]
@@ -127,7 +127,7 @@ async def test_strangers_are_held_back_and_the_owner_is_not(
     assert (await anonymous.get("/healthz")).status_code == 200
 
 
-async def test_while_it_stops_new_requests_are_turned_away_and_the_connection_ends(
+async def test_a_stopping_server_refuses_new_requests_and_closes_the_connection(
     app: FastAPI, client: httpx.AsyncClient
 ) -> None:
     app.state.health.draining = True
@@ -140,7 +140,7 @@ async def test_while_it_stops_new_requests_are_turned_away_and_the_connection_en
     assert (ready.status_code, ready.json()["code"]) == (503, "stopping")
 
 
-async def test_what_comes_from_outside_is_turned_away_before_the_disk_is_full_and_the_rest_goes_on(
+async def test_sends_and_uploads_get_507_while_the_disk_is_nearly_full(
     society: Society, access: Access, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = build_app(society, access, clock=clock)
@@ -162,12 +162,12 @@ async def test_what_comes_from_outside_is_turned_away_before_the_disk_is_full_an
         await clock.advance(seconds=1)
         again = await client.post("/api/v1/messages", json=message)
 
-    assert [(one.status_code, one.json()["code"]) for one in refused] == [(507, "store_full")] * 2
+    assert [(answer.status_code, answer.json()["code"]) for answer in refused] == [(507, "store_full")] * 2
     assert refused[0].headers["retry-after"]
     assert (sent.status_code, withdrawn.status_code, again.status_code) == (202, 204, 202)
 
 
-async def test_who_can_begin_nothing_for_want_of_disk_is_not_ready(
+async def test_a_server_with_too_little_disk_space_is_not_ready(
     client: httpx.AsyncClient, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
@@ -179,7 +179,7 @@ async def test_who_can_begin_nothing_for_want_of_disk_is_not_ready(
     assert found == [(200, None), (503, "store_full"), (200, None)]
 
 
-async def test_only_the_whole_token_is_the_token(access: Access) -> None:
+async def test_only_the_exact_token_is_accepted(access: Access) -> None:
     assert access.is_token(TOKEN.encode())
     for wrong in (TOKEN[:-1].encode(), TOKEN.upper().encode(), b"", "ä".encode()):
         assert not access.is_token(wrong)

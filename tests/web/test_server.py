@@ -1,4 +1,4 @@
-"""What only shows on a real socket: broken requests, slow senders, senders who leave, memory."""
+"""Behaviour on a real socket: malformed requests, slow clients, disconnects, listening."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fastapi import FastAPI
 
 from coterie.errors import CoterieError
 from coterie.society import Society
-from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
@@ -23,7 +22,8 @@ from coterie.web.server import WebServer, close, listen, port_of
 
 from .conftest import TOKEN
 
-PATIENCE = 20
+TIMEOUT = 20
+"""Seconds."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def port(front: tuple[FastAPI, int]) -> int:
 
 
 class Wire:
-    """A connection on which anything can be written."""
+    """A raw connection to the server."""
 
     def __init__(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.port, self.reader, self.writer = port, reader, writer
@@ -51,13 +51,13 @@ class Wire:
     @contextlib.asynccontextmanager
     async def to(cls, port: int) -> AsyncIterator[Wire]:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             yield cls(port, reader, writer)
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
-    def say(self, *lines: str) -> None:
+    def send_lines(self, *lines: str) -> None:
         named = [line.replace("HERE", f"127.0.0.1:{self.port}") for line in lines]
         self.writer.write("\r\n".join([*named, "", ""]).encode())
 
@@ -84,21 +84,21 @@ AUTH = f"Authorization: Bearer {TOKEN}"
         ["GET /healthz HTTP/1.1", "Host: HERE."],
     ],
 )
-async def test_a_missing_double_or_strange_host_is_misdirected(port: int, lines: list[str]) -> None:
+async def test_a_missing_repeated_or_unknown_host_gets_421(port: int, lines: list[str]) -> None:
     async with Wire.to(port) as wire:
-        wire.say(*lines)
+        wire.send_lines(*lines)
         assert await wire.status() == 421
 
 
 @pytest.mark.parametrize("host", ["HERE", "LOCALHOST:PORT", "[::1]:PORT"])
-async def test_its_own_names_are_known(port: int, host: str) -> None:
+async def test_requests_to_its_own_hosts_are_served(port: int, host: str) -> None:
     async with Wire.to(port) as wire:
-        wire.say("GET /healthz HTTP/1.1", f"Host: {host.replace('PORT', str(port))}")
+        wire.send_lines("GET /healthz HTTP/1.1", f"Host: {host.replace('PORT', str(port))}")
         assert await wire.status() == 200
         assert b"server:" not in wire.head
 
 
-async def test_headers_without_end_are_cut_off(port: int) -> None:
+async def test_endless_headers_get_431(port: int) -> None:
     async with Wire.to(port) as wire:
         wire.writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
         with contextlib.suppress(ConnectionError):
@@ -109,62 +109,64 @@ async def test_headers_without_end_are_cut_off(port: int) -> None:
             assert b"HTTP/1.1 431 " in await wire.reader.read()
 
 
-async def test_a_chunked_body_beyond_the_limit_is_refused_and_the_connection_goes_on(port: int) -> None:
+async def test_a_chunked_body_over_the_limit_gets_413_and_the_connection_stays_usable(port: int) -> None:
     async with Wire.to(port) as wire:
-        wire.say("POST /session HTTP/1.1", "Host: HERE", "Content-Type: application/json", "Transfer-Encoding: chunked")
+        wire.send_lines(
+            "POST /session HTTP/1.1", "Host: HERE", "Content-Type: application/json", "Transfer-Encoding: chunked"
+        )
         for _ in range(2 * MAX_BODY_BYTES // 65_536):
             wire.writer.write(b"10000\r\n" + b" " * 65_536 + b"\r\n")
             await wire.writer.drain()
         wire.writer.write(b"0\r\n\r\n")
         assert await wire.status() == 413
         assert b'"body_too_large"' in wire.body
-        wire.say("GET /healthz HTTP/1.1", "Host: HERE")
+        wire.send_lines("GET /healthz HTTP/1.1", "Host: HERE")
         assert await wire.status() == 200
 
 
-def _incoming(society: Society) -> list[Path]:
-    assert isinstance(society.store, SqliteStore)
-    return list((Path(society.store._path).parent / "artifacts" / "incoming").iterdir())
+def _incoming(tmp_path: Path) -> list[Path]:
+    """Files of uploads that are not complete."""
+    return list((tmp_path / "home" / "data" / "artifacts" / "incoming").iterdir())
 
 
 async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not true():
             await asyncio.sleep(0.01)
 
 
-async def test_nothing_stays_of_a_file_whose_sender_left(port: int, society: Society) -> None:
+async def test_an_upload_whose_client_disconnects_leaves_no_file(port: int, society: Society, tmp_path: Path) -> None:
     async with Wire.to(port) as wire:
-        wire.say(
+        wire.send_lines(
             "POST /api/v1/artifacts HTTP/1.1", "Host: HERE", AUTH, "Content-Length: 1000000",
             "Content-Type: multipart/form-data; boundary=b",
         )  # fmt: skip
         wire.writer.write(b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nbegun')
-        await _until(lambda: len(_incoming(society)) == 1)
-    await _until(lambda: _incoming(society) == [])
+        await _until(lambda: len(_incoming(tmp_path)) == 1)
+    await _until(lambda: _incoming(tmp_path) == [])
     assert await society.artifacts.latest() == []
 
 
-async def test_a_silent_sender_is_told_and_nothing_stays(
-    port: int, society: Society, monkeypatch: pytest.MonkeyPatch
+async def test_an_upload_that_stops_gets_408_and_leaves_no_file(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coterie.web.uploads.IDLE_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("coterie.web.api.artifacts.IDLE_TIMEOUT_SECONDS", 0.1)
     async with Wire.to(port) as wire:
-        wire.say(
+        wire.send_lines(
             "POST /api/v1/artifacts HTTP/1.1", "Host: HERE", AUTH, "Content-Length: 1000000",
             "Content-Type: multipart/form-data; boundary=b",
         )  # fmt: skip
         wire.writer.write(b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nbegun')
         assert await wire.status() == 408
-    assert _incoming(society) == []
+    assert _incoming(tmp_path) == []
 
 
-async def test_a_client_that_is_let_go_loses_its_connection_and_no_error_is_logged(
+async def test_a_dropped_stream_client_is_disconnected_without_an_error_in_the_log(
     front: tuple[FastAPI, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     app, port = front
     async with Wire.to(port) as wire:
-        wire.say("GET /api/v1/events HTTP/1.1", "Host: HERE", AUTH)
+        wire.send_lines("GET /api/v1/events HTTP/1.1", "Host: HERE", AUTH)
         await wire.reader.readuntil(b"event: hello")
         (client,) = app.state.hub.clients
         client.drop()
@@ -173,18 +175,18 @@ async def test_a_client_that_is_let_go_loses_its_connection_and_no_error_is_logg
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_stopping_says_goodbye_while_the_store_is_open(society: Society, app: FastAPI) -> None:
-    heard: list[tuple[int, bool]] = []
+async def test_the_shutdown_callback_runs_while_the_store_is_open(society: Society, app: FastAPI) -> None:
+    calls: list[tuple[int, bool]] = []
 
-    async def last_words(early: int) -> None:
-        heard.append((early, await society.store.last_event() > 0))
+    async def on_stop(early: int) -> None:
+        calls.append((early, await society.store.last_event() > 0))
 
     await society.send(to="ada", text="later", delay_ms=60_000)
-    assert await society.stop(last_words) == 1
-    assert heard == [(1, True)]
+    assert await society.stop(on_stop) == 1
+    assert calls == [(1, True)]
 
 
-def test_a_port_that_is_taken_or_an_address_that_is_not_ours_is_one_sentence() -> None:
+def test_a_taken_port_and_a_foreign_address_give_one_line_errors() -> None:
     taken = listen("127.0.0.1", 0)
     try:
         with pytest.raises(CoterieError, match=r"is taken by another program: choose another with --port"):

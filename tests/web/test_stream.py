@@ -1,4 +1,4 @@
-"""The event stream: what a client is told, where it goes on, and what becomes of one that does not listen."""
+"""The event stream: events, positions to resume from, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from coterie.live import CallProgress
 from coterie.messages import PERSON
 from coterie.society import Society
 from coterie.store import Retention
 from coterie.testing import FakeClock
-from coterie.web import sse
 from coterie.web.sse import Hub
-from tests.faults.harness import patience
+from tests.faults.harness import scaled_timeout
 
 
 class ReceivedEvent(NamedTuple):
@@ -26,7 +26,7 @@ class ReceivedEvent(NamedTuple):
 
 
 class StreamReader:
-    """One client, without a network in between."""
+    """A client of the hub without a network."""
 
     def __init__(self) -> None:
         self.events: asyncio.Queue[ReceivedEvent] = asyncio.Queue()
@@ -45,8 +45,8 @@ class StreamReader:
                 self.events.put_nowait(ReceivedEvent(fields["event"], json.loads(fields["data"]), fields.get("id")))
 
     async def next(self, *kinds: str) -> ReceivedEvent:
-        """The next event, of one of these kinds."""
-        async with asyncio.timeout(patience(10)):
+        """Return the next event, or the next of one of `kinds`."""
+        async with asyncio.timeout(scaled_timeout(10)):
             while True:
                 event = await self.events.get()
                 if not kinds or event.kind in kinds:
@@ -64,12 +64,13 @@ async def hub(society: Society, clock: FakeClock) -> AsyncIterator[Hub]:
 async def listening(
     hub: Hub, last: str | None = None, reader: StreamReader | None = None
 ) -> AsyncIterator[StreamReader]:
-    """A client that has caught up."""
+    """A client that has received the backlog."""
     reader = reader or StreamReader()
+    earlier = set(hub.clients)
     task = asyncio.create_task(hub.serve(reader.write, last))
     if reader.stuck is None:
         await reader.next("hello")
-        while not any(client.is_live for client in hub.clients if client._task is task):
+        while not any(client.is_live for client in hub.clients - earlier):
             await asyncio.sleep(0)
     try:
         yield reader
@@ -78,21 +79,21 @@ async def listening(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def say(society: Society, text: str) -> str:
+async def send(society: Society, text: str) -> str:
     return (await society.send(to="ada", text=text)).message_id
 
 
-async def test_a_client_is_told_what_happens_with_its_place_in_the_log(hub: Hub, society: Society) -> None:
+async def test_an_event_has_its_position_in_the_log_as_id(hub: Hub, society: Society) -> None:
     start = await society.store.last_event()
     async with listening(hub) as reader:
-        sent = await say(society, "hello")
-        told = await reader.next("message.created")
+        sent = await send(society, "hello")
+        received = await reader.next("message.created")
 
-    assert told.data["message"]["id"] == sent and told.data["message"]["rendered"]
-    assert told.id == f"{hub.epoch}.{start + 1}" and told.data["prev"] == start
+    assert received.data["message"]["id"] == sent and received.data["message"]["rendered"]
+    assert received.id == f"{hub.epoch}.{start + 1}" and received.data["prev"] == start
 
 
-async def test_hello_comes_first_and_says_where_the_stream_begins(hub: Hub, society: Society) -> None:
+async def test_the_first_event_is_hello_with_the_position_of_the_stream(hub: Hub, society: Society) -> None:
     reader = StreamReader()
     task = asyncio.create_task(hub.serve(reader.write, None))
     hello = await reader.next()
@@ -104,22 +105,22 @@ async def test_hello_comes_first_and_says_where_the_stream_begins(hub: Hub, soci
     }  # fmt: skip
 
 
-async def test_who_comes_back_gets_what_was_missed_in_order_and_nothing_twice(hub: Hub, society: Society) -> None:
-    place = f"{hub.epoch}.{await society.store.last_event()}"
-    missed = [await say(society, f"m{n}") for n in range(150)]
+async def test_a_reconnecting_client_gets_missed_events_once_and_in_order(hub: Hub, society: Society) -> None:
+    position = f"{hub.epoch}.{await society.store.last_event()}"
+    missed = [await send(society, f"m{n}") for n in range(150)]
     reader = StreamReader()
-    async with listening(hub, place, reader):
-        later = await say(society, "later")
-        told = [await reader.next("message.created") for _ in range(151)]
+    async with listening(hub, position, reader):
+        later = await send(society, "later")
+        received = [await reader.next("message.created") for _ in range(151)]
 
-    assert [one.data["message"]["id"] for one in told] == [*missed, later]
-    seqs = [int((one.id or "").rpartition(".")[2]) for one in told]
-    assert [one.data["prev"] for one in told] == [int(place.rpartition(".")[2]), *seqs[:-1]]
+    assert [event.data["message"]["id"] for event in received] == [*missed, later]
+    seqs = [int((event.id or "").rpartition(".")[2]) for event in received]
+    assert [event.data["prev"] for event in received] == [int(position.rpartition(".")[2]), *seqs[:-1]]
 
 
 async def test_nothing_is_lost_between_snapshot_and_stream(hub: Hub, society: Society) -> None:
     seen = await society.store.snapshot()
-    between = await say(society, "between")
+    between = await send(society, "between")
     async with listening(hub, f"{hub.epoch}.{seen.seq}") as reader:
         assert (await reader.next("message.created")).data["message"]["id"] == between
 
@@ -128,27 +129,27 @@ async def test_nothing_is_lost_between_snapshot_and_stream(hub: Hub, society: So
     ("last", "reason"),
     [("another.3", "unknown_epoch"), ("{epoch}.x", "unknown_epoch"), ("{epoch}.999999", "ahead_of_log")],
 )
-async def test_a_place_nobody_knows_is_a_reset_and_then_life_goes_on(
+async def test_an_unknown_position_gives_a_reset_and_then_new_events(
     hub: Hub, society: Society, last: str, reason: str
 ) -> None:
     async with listening(hub, last.format(epoch=hub.epoch)) as reader:
         assert (await reader.next()).data == {"reason": reason}
-        sent = await say(society, "on")
+        sent = await send(society, "on")
         assert (await reader.next("message.created")).data["message"]["id"] == sent
 
 
-async def test_a_place_older_than_the_log_is_a_reset(hub: Hub, society: Society, clock: FakeClock) -> None:
-    place = f"{hub.epoch}.1"
-    await say(society, "old")
+async def test_a_position_older_than_the_log_gives_a_reset(hub: Hub, society: Society, clock: FakeClock) -> None:
+    position = f"{hub.epoch}.1"
+    await send(society, "old")
     await clock.jump(days=8)
-    await say(society, "new")
+    await send(society, "new")
     await society.store.prune(Retention())
-    async with listening(hub, place) as reader:
-        told = await reader.next()
-        assert (told.kind, told.data) == ("reset", {"reason": "too_old"})
+    async with listening(hub, position) as reader:
+        received = await reader.next()
+        assert (received.kind, received.data) == ("reset", {"reason": "too_old"})
 
 
-async def test_pieces_of_a_reply_are_gathered_and_carry_no_id(hub: Hub, society: Society, clock: FakeClock) -> None:
+async def test_draft_deltas_are_batched_and_have_no_id(hub: Hub, society: Society, clock: FakeClock) -> None:
     live = society.live
     async with listening(hub) as reader, listening(hub) as other:
         for piece in ("One ", "two ", "three"):
@@ -157,11 +158,11 @@ async def test_pieces_of_a_reply_are_gathered_and_carry_no_id(hub: Hub, society:
         live.append("ada", "d1", " four")
         live.finish("d1", "stored", ["m1"])
 
-        told = [await reader.next() for _ in range(4)]
-        assert told == [await other.next() for _ in range(4)]
+        received = [await reader.next() for _ in range(4)]
+        assert received == [await other.next() for _ in range(4)]
 
     about = {"draftId": "d1", "agent": "ada"}
-    assert told == [
+    assert received == [
         ReceivedEvent("draft.started", about, None),
         ReceivedEvent("draft.delta", about | {"from": 0, "delta": "One two three"}, None),
         ReceivedEvent("draft.delta", about | {"from": 13, "delta": " four"}, None),
@@ -169,7 +170,7 @@ async def test_pieces_of_a_reply_are_gathered_and_carry_no_id(hub: Hub, society:
     ]
 
 
-async def test_who_comes_in_the_middle_of_a_reply_gets_it_so_far_and_then_the_rest(
+async def test_a_client_that_connects_during_a_draft_gets_its_text_so_far(
     hub: Hub, society: Society, clock: FakeClock
 ) -> None:
     live = society.live
@@ -188,17 +189,48 @@ async def test_who_comes_in_the_middle_of_a_reply_gets_it_so_far_and_then_the_re
     assert whole == "Once upon a time"
 
 
+def progress(value: float, message: str = "", agent: str = "ada", call: str = "c1") -> CallProgress:
+    return CallProgress(agent_id=agent, call_id=call, tool="copy", progress=value, total=9, message=message)
+
+
+async def test_the_progress_of_a_tool_call_is_sent_a_few_times_a_second_without_an_id(
+    hub: Hub, society: Society, clock: FakeClock
+) -> None:
+    live = society.live
+    about = {"agent": "ada", "callId": "c1", "name": "copy", "total": 9.0}
+    async with listening(hub) as reader:
+        for value in range(1, 4):
+            live.report_progress(progress(value))
+        assert await reader.next() == ReceivedEvent("tool.progress", about | {"progress": 3.0}, None)
+        for value in range(4, 7):
+            live.report_progress(progress(value, "copying"))
+        await clock.advance(milliseconds=249)
+        assert reader.events.empty()
+        await clock.advance(milliseconds=1)
+        assert (await reader.next()).data == about | {"progress": 6.0, "message": "copying"}
+        async with listening(hub) as late:
+            assert (await late.next()).data == about | {"progress": 6.0, "message": "copying"}
+
+        live.report_progress(progress(7))
+        live.end_progress("ada")  # nothing is told about a call that has ended
+        live.report_progress(progress(1, agent="bob", call="c2"))
+        await clock.advance(milliseconds=250)
+        assert (await reader.next()).data["agent"] == "bob"
+        live.end_progress("bob")
+        assert live.progress == ()
+
+
 async def test_a_message_names_the_draft_it_replaces(hub: Hub, society: Society) -> None:
     async with listening(hub) as reader:
         society.live.append("ada", "d1", "Hi")
         receipt = await society.bus.send(sender="ada", to=PERSON, payload={"text": "Hi"}, client_id="x")
         society.live.finish("d1", "stored", [receipt.message_id])
         again = await reader.next("draft.ended")
-        told = await reader.next("message.created")
-    assert again.data["messages"] == [told.data["message"]["id"]] and told.data["draftId"] == "d1"
+        received = await reader.next("message.created")
+    assert again.data["messages"] == [received.data["message"]["id"]] and received.data["draftId"] == "d1"
 
 
-async def test_a_silent_stream_is_pinged_every_fifteen_seconds(hub: Hub, clock: FakeClock) -> None:
+async def test_an_idle_stream_is_pinged_every_fifteen_seconds(hub: Hub, clock: FakeClock) -> None:
     async with listening(hub) as reader:
         for pings in (1, 2, 3):
             await clock.advance(seconds=15)
@@ -208,34 +240,31 @@ async def test_a_silent_stream_is_pinged_every_fifteen_seconds(hub: Hub, clock: 
 
 
 async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patience(10)):
+    async with asyncio.timeout(scaled_timeout(10)):
         while not happened():
             await asyncio.sleep(0)
 
 
-async def test_one_that_takes_nothing_is_let_go_and_holds_nobody_up(
-    hub: Hub, society: Society, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sse, "MAX_BUFFERED_EVENTS", 5)
-    stalled = StreamReader()
+async def test_a_client_that_does_not_read_is_dropped_and_delays_no_other(society: Society, clock: FakeClock) -> None:
+    hub, stalled = Hub(society, society.live, clock, max_buffered_events=5), StreamReader()
     async with listening(hub) as reader, listening(hub, None, stalled):
         stalled.stuck = asyncio.Event()
-        for n in range(20):  # one by one: who listens is never five behind
-            sent = await say(society, f"m{n}")
+        for n in range(20):  # one by one: a client that reads is never five events behind
+            sent = await send(society, f"m{n}")
             assert (await reader.next("message.created")).data["message"]["id"] == sent
         await until(lambda: len(hub) == 1)
+    await hub.shut_down(0)
 
 
-async def test_a_big_message_does_not_let_go_of_who_reads(
-    hub: Hub, society: Society, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sse, "MAX_BUFFERED_BYTES", 1000)
+async def test_a_client_that_reads_is_not_dropped_for_one_large_message(society: Society, clock: FakeClock) -> None:
+    hub = Hub(society, society.live, clock, max_buffered_bytes=1000)
     async with listening(hub) as reader:
-        sent = await say(society, "x" * 5000)
+        sent = await send(society, "x" * 5000)
         assert (await reader.next("message.created")).data["message"]["id"] == sent
+    await hub.shut_down(0)
 
 
-async def test_a_dead_socket_ends_by_itself_though_nothing_happens(
+async def test_a_client_that_cannot_be_written_to_is_dropped_without_new_events(
     hub: Hub, society: Society, clock: FakeClock
 ) -> None:
     dead = StreamReader()
@@ -245,11 +274,11 @@ async def test_a_dead_socket_ends_by_itself_though_nothing_happens(
         async with listening(hub) as reader:
             await clock.advance(seconds=30)
             await until(lambda: len(hub) == 1)
-            sent = await say(society, "are you there?")
+            sent = await send(society, "are you there?")
             assert (await reader.next("message.created")).data["message"]["id"] == sent
 
 
-async def test_a_stop_is_told_to_everybody_and_ends_their_streams(hub: Hub) -> None:
+async def test_a_stop_sends_shutdown_to_every_client_and_ends_the_streams(hub: Hub) -> None:
     reader = StreamReader()
     task = asyncio.create_task(hub.serve(reader.write, None))
     await reader.next("hello")
@@ -258,21 +287,21 @@ async def test_a_stop_is_told_to_everybody_and_ends_their_streams(hub: Hub) -> N
     assert (await reader.next("shutdown")).data == {"graceful": True, "delayedFlushed": 2}
 
 
-async def test_what_is_no_longer_there_is_said_to_be_gone(hub: Hub, society: Society) -> None:
-    place = f"{hub.epoch}.{await society.store.last_event()}"
-    letter = (await society.send(to="bob", text="x")).message_id
+async def test_an_event_about_a_deleted_message_is_marked_as_gone(hub: Hub, society: Society) -> None:
+    position = f"{hub.epoch}.{await society.store.last_event()}"
+    deleted = (await society.send(to="bob", text="x")).message_id
     await society.store.terminate("bob")
-    await society.store.delete_dead_letter(letter)
-    async with listening(hub, place, reader := StreamReader()):
-        told = await reader.next("message.created")
-    assert told.data["id"] == letter and told.data["gone"]
+    await society.store.delete_dead_letter(deleted)
+    async with listening(hub, position, reader := StreamReader()):
+        received = await reader.next("message.created")
+    assert received.data["id"] == deleted and received.data["gone"]
 
 
-async def test_states_queues_questions_marks_and_delays_are_told(hub: Hub, society: Society) -> None:
+async def test_changes_of_states_queues_questions_and_delays_have_events(hub: Hub, society: Society) -> None:
     async with listening(hub) as reader:
         await society.pause("ada")
-        told = await reader.next("agent.state")
-        assert (told.data["id"], told.data["state"]) == ("ada", "paused")
+        received = await reader.next("agent.state")
+        assert (received.data["id"], received.data["state"]) == ("ada", "paused")
         later = await society.send(to="ada", text="a long story", delay_ms=5000)
         assert (await reader.next("delayed.scheduled")).data["preview"] == "a long story"
         await society.bus.withdraw(later.message_id)
@@ -290,7 +319,7 @@ async def test_states_queues_questions_marks_and_delays_are_told(hub: Hub, socie
         assert (queue.data["agent"], queue.data["items"]) == ("ada", [])
 
 
-async def test_a_delayed_message_is_told_with_who_to_whom_and_when_and_how_it_came_out(
+async def test_events_of_a_delayed_message_have_sender_recipient_due_time_and_outcome(
     hub: Hub, society: Society, clock: FakeClock
 ) -> None:
     async with listening(hub) as reader:

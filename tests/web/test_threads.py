@@ -1,4 +1,4 @@
-"""The person's conversations over HTTP, and everything at one glance."""
+"""Threads, snapshot, search and read marks over HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ API = "/api/v1"
 
 
 async def talk(society: Society, lines: int) -> list[str]:
-    """The person and ada take turns."""
+    """Store `lines` messages, alternately of the person and of ada; return their ids."""
     ids = []
     for number in range(lines):
         sender, to = ("user", "ada") if number % 2 == 0 else ("ada", "user")
@@ -20,35 +20,35 @@ async def talk(society: Society, lines: int) -> list[str]:
     return ids
 
 
-async def part(client: httpx.AsyncClient, **params: str | int) -> list[str]:
+async def page(client: httpx.AsyncClient, **params: str | int) -> list[str]:
     answer = await client.get(f"{API}/threads/ada/messages", params=params)
     assert answer.status_code == 200, answer.text
     return [message["id"] for message in answer.json()["items"]]
 
 
-async def test_a_conversation_is_read_from_any_place_in_both_directions(
+async def test_a_thread_is_paged_from_any_message_in_both_directions(
     client: httpx.AsyncClient, society: Society
 ) -> None:
     ids = await talk(society, 9)
     await society.send(to="bob", text="elsewhere")
 
-    assert await part(client) == ids
-    assert await part(client, limit=3) == ids[6:]
-    assert await part(client, limit=3, before=ids[6]) == ids[3:6]
-    assert await part(client, limit=3, after=ids[3]) == ids[4:7]
-    assert ids[4] in await part(client, limit=3, around=ids[4])
+    assert await page(client) == ids
+    assert await page(client, limit=3) == ids[6:]
+    assert await page(client, limit=3, before=ids[6]) == ids[3:6]
+    assert await page(client, limit=3, after=ids[3]) == ids[4:7]
+    assert ids[4] in await page(client, limit=3, around=ids[4])
 
 
-async def test_next_goes_on_in_the_same_direction(client: httpx.AsyncClient, society: Society) -> None:
+async def test_next_continues_in_the_same_direction(client: httpx.AsyncClient, society: Society) -> None:
     ids = await talk(society, 5)
     url = f"{API}/threads/ada/messages"
     back = (await client.get(url, params={"limit": 3})).json()["next"]
-    assert await part(client, before=back) == ids[:2]
+    assert await page(client, before=back) == ids[:2]
     on = (await client.get(url, params={"limit": 2, "after": ids[0]})).json()["next"]
-    assert await part(client, after=on) == ids[3:]
+    assert await page(client, after=on) == ids[3:]
 
 
-async def test_two_places_at_once_are_none(client: httpx.AsyncClient, society: Society) -> None:
+async def test_two_positions_in_one_request_are_refused(client: httpx.AsyncClient, society: Society) -> None:
     (one,) = await talk(society, 1)
     answer = await client.get(f"{API}/threads/ada/messages", params={"before": one, "after": one})
     assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
@@ -63,12 +63,12 @@ async def test_two_places_at_once_are_none(client: httpx.AsyncClient, society: S
         ("/threads/ada/messages?before=nothing", "unknown_message"),
     ],
 )
-async def test_an_unknown_conversation_or_place_is_one(client: httpx.AsyncClient, path: str, code: str) -> None:
+async def test_an_unknown_thread_or_position_gets_404(client: httpx.AsyncClient, path: str, code: str) -> None:
     answer = await client.get(API + path)
     assert (answer.status_code, answer.json()["code"]) == (404, code)
 
 
-async def test_a_cleared_conversation_is_gone_and_the_others_stay(client: httpx.AsyncClient, society: Society) -> None:
+async def test_clearing_a_thread_leaves_the_others(client: httpx.AsyncClient, society: Society) -> None:
     ids = await talk(society, 4)
     await society.send(to="bob", text="stays")
     await client.post(f"{API}/read", json={"thread": "ada", "upto": ids[-1]})
@@ -80,7 +80,7 @@ async def test_a_cleared_conversation_is_gone_and_the_others_stay(client: httpx.
     assert (await client.delete(f"{API}/threads/nobody")).json()["code"] == "unknown_agent"
 
 
-async def test_a_conversation_goes_home_as_markdown_or_json(client: httpx.AsyncClient, society: Society) -> None:
+async def test_a_thread_is_exported_as_markdown_or_json(client: httpx.AsyncClient, society: Society) -> None:
     await talk(society, 2)
     await society.bus.send(sender="ada", to="user", payload={"text": "which?"}, quick_replies=["Tea", "Coffee"])
     url = f"{API}/threads/ada/export"
@@ -89,11 +89,11 @@ async def test_a_conversation_goes_home_as_markdown_or_json(client: httpx.AsyncC
     assert written.headers["content-type"].startswith("text/markdown")
     assert "## You, " in written.text and "line 1" in written.text and "- [ ] Tea" in written.text
     for asked in ({"params": {"format": "json"}}, {"headers": {"Accept": "application/json"}}):
-        told = (await client.get(url, **asked)).json()  # type: ignore[arg-type]
-        assert [m["payload"]["text"] for m in told["messages"]] == ["line 0", "line 1", "which?"]
+        exported = (await client.get(url, **asked)).json()  # type: ignore[arg-type]
+        assert [m["payload"]["text"] for m in exported["messages"]] == ["line 0", "line 1", "which?"]
 
 
-async def test_what_was_read_is_no_longer_new(client: httpx.AsyncClient, society: Society) -> None:
+async def test_messages_marked_as_read_are_no_longer_unread(client: httpx.AsyncClient, society: Society) -> None:
     ids = await talk(society, 4)
     before = (await client.get(f"{API}/snapshot")).json()["threads"][0]
     assert (before["agent"], before["unread"], before["firstUnread"]) == ("ada", 2, ids[1])
@@ -105,7 +105,7 @@ async def test_what_was_read_is_no_longer_new(client: httpx.AsyncClient, society
     assert (await client.post(f"{API}/read", json={"thread": "ada"})).status_code == 422
 
 
-async def test_the_snapshot_holds_everything_and_the_place_to_go_on_from(
+async def test_the_snapshot_has_the_whole_state_and_its_position_in_the_log(
     client: httpx.AsyncClient, society: Society, clock: FakeClock
 ) -> None:
     await society.send(to="ada", text="waits")
@@ -121,7 +121,7 @@ async def test_the_snapshot_holds_everything_and_the_place_to_go_on_from(
     assert [m["payload"]["text"] for m in shown["openQuestions"]] == ["which?"]
 
 
-async def test_search_finds_all_words_in_any_case_in_pages(client: httpx.AsyncClient, society: Society) -> None:
+async def test_search_matches_all_words_in_any_case_and_is_paged(client: httpx.AsyncClient, society: Society) -> None:
     for text in ("Red apple", "green APPLE", "red pear", "an apple, red"):
         await society.send(to="ada", text=text)
 
@@ -132,7 +132,7 @@ async def test_search_finds_all_words_in_any_case_in_pages(client: httpx.AsyncCl
     assert (await client.get(f"{API}/search")).status_code == 422
 
 
-async def test_runs_and_usage_of_a_society_that_did_nothing_are_empty(client: httpx.AsyncClient) -> None:
+async def test_runs_and_usage_of_a_new_society_are_empty(client: httpx.AsyncClient) -> None:
     for path in ("/runs", "/usage"):
         assert (await client.get(API + path)).json() == {"items": [], "next": None}
     assert (await client.get(f"{API}/runs", params={"before": "x"})).status_code == 422

@@ -1,4 +1,4 @@
-"""A server in a process of its own, so that its memory can be measured. Prints its port, then how much it grew."""
+"""A server in its own process. Prints its port, and after a line of input the growth of its memory in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coterie.web.server import WebServer, listen, port_of
 
 
 def resident() -> int:
-    """Bytes now; the highest so far would include the imports."""
+    """Current resident bytes. The peak of the process would include the imports."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
@@ -28,8 +28,8 @@ async def main(folder: str, token: str) -> None:
         await server.start()
         before = peak = resident()
         print(port_of(sockets), flush=True)
-        told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
-        while not told.done():
+        stop = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
+        while not stop.done():
             peak = max(peak, resident())
             await asyncio.sleep(0.01)
         print(peak - before, flush=True)

@@ -15,15 +15,14 @@ from coterie.artifacts import BlobStore
 from coterie.clock import Clock, SystemClock, to_rfc3339
 from coterie.config import Config, SocietyFolder, read_config
 from coterie.errors import ConfigError, Problem, StoreBroken, StoreUnusable
-from coterie.messages import PERSON, Message
-from coterie.store import Overview, worker_name
+from coterie.messages import PERSON, CutOff, Message
+from coterie.store import Overview
 from coterie.stores.blobs import blob_path
-from coterie.stores.open import is_shared, open_store_read_only, require_society
+from coterie.stores.open import is_shared, open_store_read_only, require_database, require_society
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
     find_lost_commits,
-    lock_owner_pid,
     open_reader,
     to_store_error,
 )
@@ -31,8 +30,6 @@ from coterie.stores.sqlite.engine import DATABASE
 
 BLOB_PAGE_ROWS = 500
 THREAD_PAGE_MESSAGES = 200
-GONE = "gone"
-"""Name of a worker whose process has ended."""
 MAX_FILE_FINDINGS = 20
 """Findings that SQLite reports at most about a damaged file."""
 
@@ -51,8 +48,7 @@ class Inspection:
             config = read_config(folder)
         except ConfigError:
             config = Config()
-        if not is_shared(config) and not (society_folder.data / DATABASE).exists():
-            raise StoreUnusable(f"the society in {folder} has not run yet: start it with coterie serve {folder}")
+        require_database(society_folder, config)
         store, blobs = await open_store_read_only(society_folder, config, clock or SystemClock())
         try:
             yield cls(society_folder, store, blobs, shared=is_shared(config))
@@ -96,15 +92,6 @@ class Inspection:
             if sha256 not in lost and (problem := await self._check_blob(sha256, size, deep)):
                 yield f"artifacts: {problem}"
 
-    async def worker_names(self) -> Callable[[Agent], str | None]:
-        """Return a function from an agent to its worker's name, `host/pid`; `gone` if that process has ended."""
-        if self.shared:
-            names = {worker.id: worker.name for worker in await self.store.workers()}
-            return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
-        pid = owner_pid(self.folder)
-        name = worker_name(pid) if pid and pid > 0 else GONE
-        return lambda agent: name if agent.worker else None
-
     @property
     def _database(self) -> Path:
         return self.folder.data / DATABASE
@@ -130,11 +117,6 @@ class Inspection:
         if (sha256, size) in await self.store.artifact_blobs((sha256, size - 1), 1):
             return f"{sha256} is referenced by the database, but its bytes are gone"
         return None
-
-
-def owner_pid(folder: SocietyFolder) -> int | None:
-    """Pid of the process that runs the society; -1 if unknown, None if no process runs it."""
-    return lock_owner_pid(folder.data)
 
 
 def storage_problems(folder: SocietyFolder) -> Sequence[Problem]:
@@ -193,15 +175,26 @@ def render_markdown(agent: Agent, messages: Sequence[Message]) -> str:
     parts = [f"# {agent.name}\n"]
     for message in messages:
         sender = "You" if message.sender == PERSON else agent.name if message.sender == agent.id else message.sender
-        parts.append(f"## {sender}, {to_rfc3339(message.delivered_at or message.created_at)}\n")
+        at = to_rfc3339(message.delivered_at or message.created_at)
+        early = f" (delivered early, due {to_rfc3339(message.deliver_at)})" if message.early else ""
+        parts.append(f"## {sender}, {at}{early}\n")
         parts.append(f"{_render_body(message)}\n")
     return "\n".join(parts)
 
 
+_ENDINGS: dict[CutOff | None, str] = {
+    None: "stopped here",
+    "length": "cut off at the length limit",
+    "content_filter": "cut off by the content filter",
+}
+
+
 def _render_body(message: Message) -> str:
-    """Text, attachments and quick replies; `[x]` marks the chosen reply."""
+    """Text, an early end, attachments and quick replies; `[x]` marks the chosen reply."""
     payload: dict[str, Any] = message.payload
     lines = [str(payload["text"])] if payload.get("text") else []
+    if message.stopped or message.cut_off:
+        lines.append(f"\n*({_ENDINGS[message.cut_off]})*\n")
     lines += [f"- file: {attachment.get('filename', 'file')}" for attachment in payload.get("attachments", [])]
     chosen = message.answer.option if message.answer else None
     for number, option in enumerate(payload.get("quickReplies", [])):

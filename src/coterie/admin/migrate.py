@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from coterie.config import SQLITE, SocietyFolder, StoreSettings, read_config, redact_url
 from coterie.errors import StoreBroken, StoreUnusable
 from coterie.stores.open import require_driver
+from coterie.stores.sql.migrations import (
+    migrate_postgres,
+    migrate_sqlite,
+    postgres_version,
+    schema_scripts,
+    sqlite_version,
+)
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
     FolderLock,
@@ -17,7 +24,6 @@ from coterie.stores.sqlite.connection import (
     to_store_error,
 )
 from coterie.stores.sqlite.engine import DATABASE
-from coterie.stores.sqlite.migrate import SCHEMA, check_version, migrate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +64,14 @@ def _sqlite_schema(folder: SocietyFolder, *, apply: bool) -> Schema:
         if isinstance(store_error, StoreBroken):
             store_error = StoreUnusable(f"{path} is damaged ({error}): restore a backup with coterie restore FILE")
         raise store_error from error
-    return Schema(engine="sqlite", location=str(path), version=version, newest=SCHEMA.newest)
+    return Schema(engine="sqlite", location=str(path), version=version, newest=schema_scripts("sqlite").newest)
 
 
 def _read_file_version(folder: SocietyFolder) -> int:
     if not (folder.data / DATABASE).exists():
         return 0
     with closing(open_reader(folder.data / DATABASE)) as db:
-        return check_version(db)
+        return sqlite_version(db)
 
 
 def _migrate_file(folder: SocietyFolder) -> int:
@@ -75,16 +81,16 @@ def _migrate_file(folder: SocietyFolder) -> int:
     try:
         with closing(open_writer(folder.data / DATABASE, "full")) as db:
             (folder.data / DATABASE).chmod(0o600)
-            return migrate(db)
+            return migrate_sqlite(db)
     finally:
         lock.release()
 
 
 def _postgres_schema(store: StoreSettings, *, apply: bool) -> Schema:
     require_driver(store)
-    from coterie.stores.postgres import migrate as postgres
     from coterie.stores.postgres.connection import owner_connection
 
     with owner_connection(store.url) as db:
-        version = postgres.migrate(db.raw) if apply else postgres.read_version(db.raw)
-    return Schema(engine="postgresql", location=redact_url(store.url), version=version, newest=postgres.SCHEMA.newest)
+        version = migrate_postgres(db.raw) if apply else postgres_version(db.raw)
+    newest = schema_scripts("postgres").newest
+    return Schema(engine="postgresql", location=redact_url(store.url), version=version, newest=newest)

@@ -1,5 +1,7 @@
 """The built-in tools: agents, messages, artifacts, roles, and the specification of `send_message`.
 
+Every request of an agent contains the descriptions of its tools, so they are short.
+
 The runner executes `send_message` itself, because its message is stored in the transaction of the call's result.
 """
 
@@ -12,16 +14,14 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from coterie.agent.service import AgentDirectory, AgentService
-from coterie.agent.tools import Tool, ToolContext, ToolResult, error_result, get_tool, tool
+from coterie.agent.tools import Tool, ToolContext, ToolResult, error_result, file_result, get_tool, tool
 from coterie.bus import MessageBus
 from coterie.clock import to_rfc3339
-from coterie.errors import Refused
-from coterie.llm.service import Direction
-from coterie.llm.types import ToolSpec
-from coterie.messages import MAX_QUICK_REPLIES, Envelope, describe_receipt, make_envelope
+from coterie.llm.service import Direction, ToolSpec
+from coterie.messages import MAX_QUICK_REPLIES, Envelope, make_envelope
+from coterie.plan import SEND_MESSAGE_TOOL
 from coterie.store import Store
 from coterie.text import one_line
-from coterie.turn import SEND_MESSAGE_TOOL
 
 MAX_READ_BYTES = 64 << 10
 """Bytes that one call of `read_artifact` reads."""
@@ -33,21 +33,30 @@ def built_in_tools(directory: AgentDirectory, bus: MessageBus, store: Store) -> 
     return (*agent_tools(directory), *message_tools(bus, store), *artifact_tools())
 
 
+def built_in_names() -> frozenset[str]:
+    """Names of all built-in tools, with `send_message`."""
+    unused: Any = None  # the functions only keep what they are made with
+    tools = (*built_in_tools(unused, unused, unused), *agent_management_tools(unused))
+    return frozenset((SEND_MESSAGE_TOOL, *(built_in.name for built_in in tools)))
+
+
 def agent_tools(directory: AgentDirectory) -> tuple[Tool, ...]:
     """Return the tools that list agents and their capabilities (003 R4)."""
 
     @tool(effect="pure")
     async def list_agents() -> dict[str, Any]:
-        """List the agents you can write to, with what each one's model takes in and gives out."""
+        """List agents."""
         return {"agents": [_describe_agent(directory, agent_id) for agent_id in directory]}
 
     @tool(effect="pure")
     async def find_agents(
-        capability: Annotated[str, "Such as vision, audio, file, text, structured_output or tool_calling."],
-        direction: Annotated[Direction, "What its model takes in, or what it gives out."] = "input",
+        capability: str,
+        direction: Direction | None = None,
     ) -> dict[str, Any]:
-        """Find the agents whose models have a capability: for example who can look at a picture for you."""
-        return {"agents": list(await directory.with_capability(capability, direction))}
+        """Find agents by capability, such as vision."""
+        found = list(await directory.with_capability(capability, direction or "input"))
+        about = {agent_id: text for agent_id in found if (text := directory.description_of(agent_id))}
+        return {"agents": found} | ({"descriptions": about} if about else {})
 
     return _tools_of(list_agents, find_agents)
 
@@ -55,7 +64,7 @@ def agent_tools(directory: AgentDirectory) -> tuple[Tool, ...]:
 def message_tools(bus: MessageBus, store: Store) -> tuple[Tool, ...]:
     @tool(effect="pure")
     async def list_delayed(*, ctx: ToolContext) -> dict[str, Any]:
-        """List the messages you have sent that are still to be delivered, by due time."""
+        """List delayed messages."""
         messages = await store.delayed(sender=ctx.agent_id, limit=MAX_LISTED)
         return {
             "messages": [
@@ -65,17 +74,21 @@ def message_tools(bus: MessageBus, store: Store) -> tuple[Tool, ...]:
                     "scheduledDeliveryTime": to_rfc3339(message.deliver_at),
                     "text": one_line(message.payload.get("text", ""), 200),
                 }
+                | ({"every": message.every, "scheduleId": message.schedule_id} if message.schedule_id else {})
                 for message in messages
             ]
         }
 
     @tool(effect="idempotent")
     async def withdraw_message(
-        messageId: Annotated[str, "The id that send_message gave you."],  # noqa: N803
+        messageId: str,  # noqa: N803
         *,
         ctx: ToolContext,
     ) -> dict[str, Any]:
-        """Take back a message of yours, as long as its recipient has not taken it up."""
+        """Take back an unread message, or end a schedule."""
+        if await store.schedule(messageId):
+            schedule = await bus.end_schedule(messageId, by=ctx.agent_id)
+            return {"scheduleId": schedule.id, "state": schedule.state}
         message = await bus.withdraw(messageId, by=ctx.agent_id)
         return {"messageId": message.id, "state": message.state}
 
@@ -85,13 +98,13 @@ def message_tools(bus: MessageBus, store: Store) -> tuple[Tool, ...]:
 def artifact_tools() -> tuple[Tool, ...]:
     @tool(effect="idempotent")
     async def put_artifact(
-        filename: Annotated[str, "What to call the file, with its ending."],
-        text: Annotated[str | None, "The content, for a text file."] = None,
-        base64: Annotated[str | None, "The content in base64, for any other file."] = None,
+        filename: str,
+        text: str | None = None,
+        base64: str | None = None,
         *,
         ctx: ToolContext,
     ) -> dict[str, Any] | ToolResult:
-        """Keep a file. Send it to others by its artifactRef, in payload.attachments of send_message."""
+        """Store a file of text or base64."""
         match text, base64:
             case str(), None:
                 data = text.encode("utf-8", "replace")
@@ -107,12 +120,15 @@ def artifact_tools() -> tuple[Tool, ...]:
     @tool(effect="pure")
     async def read_artifact(
         artifactRef: str,  # noqa: N803
-        offset: Annotated[int, "The byte to begin at: nextOffset of the last call."] = 0,
+        offset: Annotated[int | None, "nextOffset"] = None,
         *,
         ctx: ToolContext,
     ) -> dict[str, Any] | ToolResult:
-        """Read a text file that you made or were sent, 64 KiB a call. Pictures, sound and others cannot be read so."""
+        """Read a text file, picture or sound."""
+        offset = offset or 0
         artifact = await ctx.artifacts.describe(artifactRef)
+        if artifact.type != "file":
+            return file_result(artifact)
         if not artifact.mime_type.startswith("text/") and artifact.mime_type != _EMPTY:
             return error_result(
                 "not_text", f"{artifact.filename} is {artifact.mime_type}: only text can be read this way"
@@ -129,7 +145,7 @@ def artifact_tools() -> tuple[Tool, ...]:
 
     @tool(effect="pure")
     async def list_artifacts(*, ctx: ToolContext) -> dict[str, Any]:
-        """List the newest files that you may read: those you made, and those that messages brought you."""
+        """List your files."""
         return {"artifacts": [artifact.to_dict() for artifact in await ctx.artifacts.latest(MAX_LISTED)]}
 
     put, read, listing = _tools_of(put_artifact, read_artifact, list_artifacts)
@@ -140,7 +156,9 @@ def artifact_tools() -> tuple[Tool, ...]:
 def _describe_agent(directory: AgentDirectory, agent_id: str) -> dict[str, Any]:
     can = directory.capabilities_of(agent_id)
     name = directory.profile(agent_id).name or agent_id
-    return {"id": agent_id, "name": name, "input": sorted(can.input), "output": sorted(can.output)}
+    about = directory.description_of(agent_id)
+    known = {"id": agent_id, "name": name} | ({"description": about} if about else {})
+    return known | {"input": sorted(can.input), "output": sorted(can.output)}
 
 
 def _decode_piece(data: bytes, *, last: bool) -> tuple[str, int]:
@@ -156,28 +174,20 @@ def _tools_of(*functions: Callable[..., object]) -> tuple[Tool, ...]:
 
 SEND_MESSAGE = ToolSpec(
     name=SEND_MESSAGE_TOOL,
-    description=(
-        "Send a message to an agent or to the person (`user`). It arrives on its own; do not wait for an answer."
-        " `payload.text` is what the recipient reads; `payload.attachments` forwards files by their artifactRef."
-    ),
+    description="Send a message. An answer comes later.",
     parameters={
         "type": "object",
         "properties": {
-            "to": {"type": "string", "description": "The id of the recipient."},
-            "payload": {
-                "type": "object",
-                "description": 'A JSON object, such as {"text": "…", "attachments": [{"artifactRef": "…"}]}.',
-            },
-            "delayMs": {"type": "number", "description": "延迟投递时间（毫秒），消息将在指定时间后才进入收件人队列"},
+            "to": {"type": "string"},
+            "payload": {"type": "object", "description": "{text, attachments: [{artifactRef}]}"},
+            "delayMs": {"type": "number", "description": "Delay in ms"},
+            "unlessAnswered": {"type": "string", "description": "Your messageId"},
+            "every": {"type": "string", "description": "15m, weekdays 08:00 Europe/Berlin, or cron"},
             "quickReplies": {
                 "type": "array",
                 "items": {"type": "string"},
                 "maxItems": MAX_QUICK_REPLIES,
-                "description": (
-                    "可选的快速回复建议列表，最多10个字符串。"
-                    "Optional: up to 10 short answers to offer. They are suggestions: the recipient may pick one,"
-                    " or ignore them and answer freely."
-                ),
+                "description": "Optional: up to 10 answers to offer",
             },
         },
         "required": ["to", "payload"],
@@ -185,28 +195,19 @@ SEND_MESSAGE = ToolSpec(
 )
 
 
-async def send_message(
-    bus: MessageBus, sender: str, arguments: Mapping[str, Any], *, key: str | None = None, cause: str | None = None
-) -> dict[str, Any]:
-    """Send a message; return its id and due time, or the error if it was refused.
+def build_envelope(sender: str, arguments: Mapping[str, Any], *, key: str | None, cause: str | None) -> Envelope:
+    """Return the envelope of a `send_message` call. Equal keys mean the same message.
 
     Other arguments, such as `from`, are ignored: `sender` is the sender.
     """
-    try:
-        receipt = await bus.send_envelope(build_envelope(sender, arguments, key=key, cause=cause))
-    except Refused as refusal:
-        return refusal.to_dict()
-    return describe_receipt(receipt)
-
-
-def build_envelope(sender: str, arguments: Mapping[str, Any], *, key: str | None, cause: str | None) -> Envelope:
-    """Return the envelope of a `send_message` call. Equal keys mean the same message."""
     return make_envelope(
         sender=sender,
         to=arguments.get("to"),
         payload=arguments.get("payload"),
         delay_ms=arguments.get("delayMs"),
         quick_replies=arguments.get("quickReplies"),
+        every=arguments.get("every"),
+        unless_answered=arguments.get("unlessAnswered"),
         client_id=key,
         cause=cause,
     )
@@ -217,31 +218,32 @@ def agent_management_tools(agent_service: AgentService) -> tuple[Tool, ...]:
 
     @tool(effect="idempotent")
     async def create_role(
-        name: Annotated[str, "a-z, 0-9, _ and -"],
-        prompt: Annotated[str, "What an agent of this role is told about itself."],
-        tools: Annotated[
-            list[str] | None,
-            "Names or patterns of the tools it may use; those you have when left out, none when empty.",
-        ] = None,
-        service: Annotated[str | None, "The id of a model service that you may use; your own when left out."] = None,
+        name: str,
+        prompt: str,
+        tools: list[str] | None = None,
+        service: str | None = None,
+        description: str | None = None,
         *,
         ctx: ToolContext,
     ) -> dict[str, Any]:
-        """Describe a kind of agent, to be made with spawn_agent. It has at most the tools that you have."""
-        await agent_service.create_role(name, prompt, tools, service, maker=ctx.agent_id)
+        """Define a role. Default tools and service: yours."""
+        await agent_service.create_role(name, prompt, tools, service, maker=ctx.agent_id, description=description or "")
         return {"role": name}
 
     @tool(effect="idempotent")
     async def spawn_agent(
         role: str,
-        id: Annotated[str | None, "a-z, 0-9, _ and -; made up when left out."] = None,  # noqa: A002
+        id: str | None = None,  # noqa: A002
         name: str | None = None,
-        task: Annotated[str | None, "A first message to it, from you."] = None,
+        task: str | None = None,
+        description: str | None = None,
         *,
         ctx: ToolContext,
     ) -> dict[str, Any]:
-        """Make an agent of a role. It is yours: you may terminate it when it is no longer needed."""
-        agent = await agent_service.spawn(ctx.agent_id, role, id=id, name=name, key=ctx.idempotency_key)
+        """Create an agent of a role."""
+        agent = await agent_service.spawn(
+            ctx.agent_id, role, id=id, name=name, description=description, key=ctx.idempotency_key
+        )
         result: dict[str, Any] = {"id": agent.id, "name": agent.name}
         if task:
             result["messageId"] = (await ctx.send(agent.id, {"text": task})).message_id
@@ -250,11 +252,11 @@ def agent_management_tools(agent_service: AgentService) -> tuple[Tool, ...]:
     @tool(effect="idempotent")
     async def terminate_agent(
         id: str,  # noqa: A002
-        reason: Annotated[str | None, "For the record."] = None,
+        reason: str | None = None,
         *,
         ctx: ToolContext,
     ) -> dict[str, Any]:
-        """End an agent that you made, and everybody it made."""
+        """End an agent you created."""
         return {"terminated": list(await agent_service.terminate(id, by=ctx.agent_id)), "reason": reason}
 
     return _tools_of(create_role, spawn_agent, terminate_agent)

@@ -1,6 +1,8 @@
-"""One connection to an MCP server, and the log of its stderr.
+"""One connection to an MCP server: a child process, or a session over HTTP.
 
-`StderrLog` copies the server's stderr to our log: line by line, limited in size and rate, with secrets redacted.
+`McpConnection.request` says how a failed request failed: `NotRun` (the server did not run it, so any call may be
+repeated on a new connection), `ConnectionLost` (it may have run), or the server's own error. A connection that is no
+longer usable takes no new requests, but those under way may end.
 """
 
 from __future__ import annotations
@@ -11,132 +13,45 @@ import errno
 import importlib
 import logging
 import os
+import re
 import shutil
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from coterie.agent.child_process import PROGRAM
+from coterie.agent.mcp_sampling import REFUSED
+from coterie.agent.mcp_stderr import StderrLog
 from coterie.clock import Clock
 from coterie.errors import CoterieError
+from coterie.llm.config import KeyLookup
 from coterie.redaction import find_secrets, redact
 from coterie.text import one_line, to_storable
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the import takes a second and is needed only if servers are configured
     import mcp
 
 log = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 2000
-"""Longer lines are cut."""
-MAX_LINES_PER_PERIOD, PERIOD_SECONDS = 200, 10.0
-"""Rate limit of logged lines. Further lines are read and counted, not logged."""
-MAX_HELD_BACK_LINES = 10
-"""Last unlogged lines, logged when the server ends: they may say why."""
-_READ_BYTES = 1 << 13
-"""Bytes per read, so that a flood does not block the event loop."""
-_MAX_DRAIN_BYTES = 1 << 20
-"""Bytes read after the server ended. A pipe holds less, but an orphaned child may write for ever."""
-
-
-class StderrLog:
-    """Context manager with a pipe that is read on the event loop. On exit, the rest of the pipe is logged."""
-
-    writable: TextIO
-    """Stderr of the server. The caller closes it after the server has started."""
-
-    def __init__(self, server: str, secrets: tuple[str, ...], clock: Clock) -> None:
-        self._server, self._secrets, self._clock = server, secrets, clock
-        self._longest_secret = max((len(one.encode()) for one in secrets), default=0)
-        self._line, self._last = bytearray(), b""
-        self._since, self._logged = clock.monotonic(), 0
-        self._held_back, self._skipped = deque[bytes](maxlen=MAX_HELD_BACK_LINES), 0
-
-    def __enter__(self) -> Self:
-        self._readable, writable = os.pipe()
-        os.set_blocking(self._readable, False)
-        self.writable = os.fdopen(writable, "w")
-        asyncio.get_running_loop().add_reader(self._readable, self._read)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.writable.close()
-        self._drain()
-        asyncio.get_running_loop().remove_reader(self._readable)
-        os.close(self._readable)
-        self._end_line()
-        self._log_skipped()
-        for line in self._held_back:
-            self._log_line(line)
-
-    @property
-    def last_line(self) -> str:
-        """The last non-empty line, redacted."""
-        return one_line(self._redact(bytes(self._line.strip()) or self._last), 300)
-
-    def _drain(self) -> None:
-        read = 0
-        while read < _MAX_DRAIN_BYTES and (size := self._read()):
-            read += size
-
-    def _read(self) -> int:
-        """Read once; return the number of bytes, 0 if the pipe is empty or closed."""
-        try:
-            piece = os.read(self._readable, _READ_BYTES)
-        except BlockingIOError:
-            return 0
-        if not piece:  # end of file: the reader would be called for ever
-            asyncio.get_running_loop().remove_reader(self._readable)
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            self._append(end)
-            self._end_line()
-        self._append(rest)
-        return len(piece)
-
-    def _append(self, piece: bytes) -> None:
-        # One byte more than the limit shows that the line is longer. The rest of the line is dropped.
-        self._line += piece[: MAX_LINE_BYTES + self._longest_secret + 1 - len(self._line)]
-
-    def _end_line(self) -> None:
-        line = bytes(self._line).rstrip()
-        self._line.clear()
-        if not line:
-            return
-        self._last = line
-        now = self._clock.monotonic()
-        if now - self._since >= PERIOD_SECONDS:
-            self._since, self._logged = now, 0
-            self._log_skipped()
-            self._held_back.clear()
-        if self._logged < MAX_LINES_PER_PERIOD:
-            self._logged += 1
-            self._log_line(line)
-        else:
-            self._skipped += 1
-            self._held_back.append(line)
-
-    def _log_skipped(self) -> None:
-        if self._skipped:
-            log.info("the MCP server %s wrote %d more lines: not all are shown", self._server, self._skipped)
-        self._skipped = 0
-
-    def _log_line(self, line: bytes) -> None:
-        log.info("the MCP server %s wrote: %s", self._server, self._redact(line))
-
-    def _redact(self, line: bytes) -> str:
-        text = redact(to_storable(line.decode("utf-8", "replace")), self._secrets)
-        if len(line) > MAX_LINE_BYTES + self._longest_secret:
-            text = text[: -self._longest_secret - 1]  # a secret that was cut in two would not be redacted
-        return text if len(text) <= MAX_LINE_BYTES else text[:MAX_LINE_BYTES] + "…"
-
-
+CLOSE_SECONDS = 10.0
+"""Time for a server to end before its connection is cut."""
+PROBE_SECONDS = 10.0
+"""Time to answer after a request that was cancelled, for example at its deadline."""
+MAX_RESUBSCRIBE_DELAY = timedelta(minutes=1)
+_READ_SECONDS = 3600.0
+"""Silence on an HTTP response. The deadline of the tool ends a call before."""
+_CONNECT_SECONDS = 30.0
+_MAX_EVENT_BYTES = 64 << 20
+"""One server-sent event, which holds a whole result. The SDK's limit of 1 MiB is too small for pictures."""
 _MAX_PAGES = 100
-_KEEPER = "coterie.agent.mcp_keeper"
 _CONNECTION_CLOSED = -32000
 """The SDK's error code for a connection that ended before the answer. A server may use it for other errors."""
+_METHOD_NOT_FOUND = -32601
+T = TypeVar("T")
 
 
 class McpServerEntry(Protocol):
@@ -152,23 +67,197 @@ class McpServerEntry(Protocol):
     def env(self) -> Mapping[str, str] | None: ...
     @property
     def url(self) -> str | None: ...
+    @property
+    def headers(self) -> Mapping[str, str] | None: ...
+    @property
+    def roots(self) -> tuple[str, ...]: ...
+    @property
+    def start_seconds(self) -> int: ...
+    @property
+    def approve(self) -> tuple[str, ...]: ...
+    @property
+    def sampling(self) -> bool: ...
 
 
 class McpUnavailable(CoterieError):
     """The server cannot be reached. The call was not sent."""
 
 
+class NotRun(CoterieError):
+    """The server did not run the request: it was not sent, or its session was refused."""
+
+
+class ConnectionLost(CoterieError):
+    """The connection ended during the request, which may have run."""
+
+
+# Keys in the configuration
+
+_REFERENCE = re.compile(r"\$(\$?)\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PLAIN_NAME = re.compile(r"(HOME|USER|LOGNAME|PATH|PWD|DIR|LANG|SHELL|HOST|PORT)$", re.I)
+"""Variables whose values are no secrets. Redacting a home folder would make results useless."""
+_SECRET_HEADER = re.compile(r"authorization|cookie|(key|token|secret|password)$", re.I)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedServer:
+    """A server's entry with the values of its `${NAME}` references. It exists only in memory."""
+
+    id: str
+    command: str | None
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    url: str | None
+    headers: Mapping[str, str]
+    roots: tuple[tuple[str, str], ...]
+    """Names and URIs of folders."""
+    sampling: bool
+    """The server may ask the models of the agents that call it."""
+    secrets: tuple[str, ...]
+    """Redacted from everything that the server says."""
+
+
+def resolve_server(entry: McpServerEntry, find_key: KeyLookup) -> ResolvedServer:
+    """Replace `${NAME}` in args, env, url and headers. `$${NAME}` stays as `${NAME}`.
+
+    `McpUnavailable`: a name is not set.
+    """
+    used: dict[str, str] = {}
+
+    def fill(text: str, where: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            if match[1]:
+                return match[0][1:]
+            if (key := find_key(match[2])) is None:
+                raise McpUnavailable(
+                    f"{match[2]}, which {where} refers to, is set neither in the environment nor in data/secrets.json"
+                )
+            if not _PLAIN_NAME.search(match[2]):
+                used[f"{match[2]}_KEY"] = key
+            return key
+
+        return _REFERENCE.sub(value, text)
+
+    args = tuple(fill(arg, "args") for arg in entry.args)
+    env = {name: fill(value, f"env.{name}") for name, value in (entry.env or {}).items()}
+    headers = {name: fill(value, f"headers.{name}") for name, value in (entry.headers or {}).items()}
+    url = entry.url and fill(entry.url, "url")
+    for number, (name, value) in enumerate(headers.items()):
+        if _SECRET_HEADER.search(name):  # such as "Bearer KEY"
+            used |= {f"{number}_{part}_KEY": word for part, word in enumerate(value.split())}
+    return ResolvedServer(
+        id=entry.id,
+        command=entry.command,
+        args=args,
+        env=env,
+        url=url,
+        headers=headers,
+        roots=tuple((path.name, path.as_uri()) for path in (Path(one).expanduser().resolve() for one in entry.roots)),
+        sampling=entry.sampling,
+        secrets=find_secrets(env, args, url, used),
+    )
+
+
+def secrets_of(entry: McpServerEntry, find_key: KeyLookup) -> tuple[str, ...]:
+    """Return the secrets of a server, as far as its references can be resolved."""
+    return resolve_server(entry, lambda name: find_key(name) or "").secrets
+
+
+# HTTP
+
+
+@dataclass(slots=True)
+class HttpExchange:
+    """What HTTP tells about the request that runs in the same context."""
+
+    status: int = 0
+    """Of the last response; 0: none."""
+    has_session: bool = False
+    was_sent: bool = True
+    is_broken: bool = False
+    """The connection failed before a response."""
+    was_accepted: bool = False
+    """The server began to answer. What follows in the same context belongs to a request that it has run: answers to its
+    questions, and attempts to read its answer on after the connection broke."""
+
+    @property
+    def is_refused(self) -> bool:
+        """True if the server cannot have run the request.
+
+        Servers answer a request of an unknown session with 404, as the specification asks, or with 400 or 410.
+        """
+        if self.was_accepted:
+            return False
+        return not self.was_sent or (self.has_session and self.status in (400, 404, 410))
+
+
+_exchange: ContextVar[HttpExchange | None] = ContextVar("coterie_mcp_exchange", default=None)
+"""Set by `McpConnection.request`. The SDK sends each request in the context of its caller."""
+
+
+def _http_client(headers: Mapping[str, str]) -> Any:
+    import httpx2
+
+    class Client(httpx2.AsyncClient):
+        async def send(self, request: httpx2.Request, *args: Any, **options: Any) -> httpx2.Response:
+            """Send a request. A failed POST becomes an error response: an exception would end all other requests."""
+            exchange = _exchange.get() or HttpExchange()
+            try:
+                response = await super().send(request, *args, **options)
+            except httpx2.TransportError as error:
+                if request.method != "POST":
+                    raise
+                unsent = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
+                exchange.was_sent, exchange.is_broken = not isinstance(error, unsent), True
+                message = str(error) or type(error).__name__
+                answer = {"jsonrpc": "2.0", "id": None, "error": {"code": _CONNECTION_CLOSED, "message": message}}
+                return httpx2.Response(503, json=answer, request=request)
+            exchange.status = response.status_code
+            exchange.was_accepted |= response.is_success
+            exchange.has_session = "mcp-session-id" in request.headers
+            return response
+
+    timeout = httpx2.Timeout(_CONNECT_SECONDS, read=_READ_SECONDS)
+    return Client(headers=dict(headers), timeout=timeout)
+
+
+# The connection
+
+OnTools = Callable[["list[mcp.Tool]"], object]
+"""Called with the new list when the server's tools have changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallHandlers:
+    """Answers what the server asks while it runs a call."""
+
+    elicit: Callable[[Any], Awaitable[Any]] | None = None
+    """Answers a question to the person: `ElicitRequestParams -> ElicitResult`."""
+    sample: Callable[[Any], Awaitable[Any]] | None = None
+    """Asks the agent's model: `CreateMessageRequestParams -> CreateMessageResult | ErrorData`."""
+
+
+_handlers: ContextVar[CallHandlers | None] = ContextVar("coterie_mcp_handlers", default=None)
+"""Of the call in whose context the SDK handles a message of the server."""
+
+
 class McpConnection:
     """Owns a task that holds the connection, because the SDK's scopes belong to the task that entered them."""
 
-    def __init__(self, entry: McpServerEntry, clock: Clock) -> None:
+    def __init__(self, server: ResolvedServer, clock: Clock, on_tools: OnTools | None = None) -> None:
         self.client: mcp.Client | None = None
         """None: not connected."""
-        self._stderr = StderrLog(entry.id, _secrets(entry), clock)
-        self._lost_event, self._has_warned = asyncio.Event(), False
-        self._entry = entry
+        self.server = server
+        self._clock, self._on_tools = clock, on_tools
+        self._stderr = StderrLog(server.id, server.secrets, clock)
+        self._wake, self._is_lost, self._have_tools_changed = asyncio.Event(), False, False
+        self._has_warned = False
+        self._in_flight, self._is_retired, self._is_suspect = 0, False, False
+        self._calls: list[CallHandlers] = []
+        """Handlers of the calls under way, the newest last."""
+        self._handshake = HttpExchange()
         self._ready: asyncio.Future[list[mcp.Tool]] = asyncio.get_running_loop().create_future()
-        self.task = asyncio.create_task(self._run(), name=f"coterie-mcp-{entry.id}")
+        self.task = asyncio.create_task(self._run(), name=f"coterie-mcp-{server.id}")
 
     async def wait_ready(self, within: timedelta) -> list[mcp.Tool]:
         await asyncio.wait({self._ready}, timeout=within.total_seconds())
@@ -176,23 +265,97 @@ class McpConnection:
             raise TimeoutError(f"it did not list its tools within {within.total_seconds():g} s")
         return self._ready.result()
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> mcp.types.CallToolResult:
+    @property
+    def is_open(self) -> bool:
+        """True if the connection takes new requests."""
+        return self.client is not None and not self._is_retired
+
+    @property
+    def has_resources(self) -> bool:
+        return self.client is not None and self.client.server_capabilities.resources is not None
+
+    async def request(self, send: Callable[[mcp.Client], Awaitable[T]], handlers: CallHandlers | None = None) -> T:
+        """Send a request. Raises `NotRun`, `ConnectionLost`, or the server's error.
+
+        `handlers`: answer what the server asks meanwhile.
+        """
         if self.client is None:
-            raise ConnectionError("the connection has just ended")
-        return await self.client.call_tool(name, arguments)
+            raise NotRun("the connection has just ended")
+        exchange = HttpExchange()
+        context, handled = _exchange.set(exchange), _handlers.set(handlers)
+        self._in_flight += 1
+        if handlers:
+            self._calls.append(handlers)
+        try:
+            return await send(self.client)
+        except asyncio.CancelledError:
+            self._is_suspect = True
+            raise
+        except Exception as error:
+            raise self._classify(error, exchange) from error
+        finally:
+            _exchange.reset(context)
+            _handlers.reset(handled)
+            if handlers:
+                self._calls.remove(handlers)
+            self._in_flight -= 1
+            if self._is_retired and not self._in_flight:
+                self._mark_lost()
+
+    def _classify(self, error: Exception, exchange: HttpExchange) -> Exception:
+        text = self.error_text(error)
+        if exchange.is_refused:
+            self.retire()
+            return NotRun(text)
+        # Over HTTP the SDK reports a lost server before the connection is closed.
+        is_closed = self.server.url is not None and getattr(error, "code", None) == _CONNECTION_CLOSED
+        if self.client is None or isinstance(error, OSError) or is_closed or exchange.is_broken:
+            self.retire()
+            return ConnectionLost(text)
+        if exchange.status in (502, 503, 504):  # a proxy without the server behind it
+            self.retire()
+            return ConnectionLost(f"HTTP {exchange.status}: {text}")
+        if exchange.status in (401, 403):
+            self.retire()  # the next connection uses the key that is set then
+            return CoterieError(
+                f"HTTP {exchange.status}: {text}. Check the key in headers or url of mcp.{self.server.id}"
+            )
+        return error
+
+    async def list_tools(self) -> list[mcp.Tool]:
+        return await self.request(_list_tools)
+
+    async def is_alive(self) -> bool:
+        """After a cancelled request, check that the server still answers. If not, take no new requests."""
+        if self._is_suspect and not self._in_flight and self.client is not None:
+            self._is_suspect = False
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await _list_tools(self.client)
+            except Exception as error:
+                log.warning("the MCP server %s does not answer: %s", self.server.id, self.error_text(error))
+                self.retire()
+        return self.is_open
 
     def describe_failure(self, error: Exception) -> str:
         """Return why there is no connection, with the last line of the server's stderr."""
-        why, wrote = error_text(error, self._entry), self._stderr.last_line
+        why, wrote = self.error_text(error), self._stderr.last_line
+        if self._handshake.status >= 400:
+            why = f"HTTP {self._handshake.status}: {why}"
         return f"{why}; the last it wrote was: {wrote}" if wrote else why
 
-    def is_connection_error(self, error: Exception) -> bool:
-        """True if the connection was lost; False if the server answered with an error."""
-        if self.client is None or isinstance(error, OSError):
-            return True
-        # Over HTTP the SDK reports a lost server before the connection is closed.
-        code, text = getattr(error, "code", None), str(error)
-        return self._entry.url is not None and (code == _CONNECTION_CLOSED or text == "Session terminated")
+    def error_text(self, error: BaseException) -> str:
+        """Return the error message without the secrets of the server: errors repeat whole URLs."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        text = redact(to_storable(str(error)), self.server.secrets)
+        return one_line(text, 300) or type(error).__name__
+
+    def retire(self) -> None:
+        """Take no new requests, and close when those under way have ended."""
+        self._is_retired = True
+        if not self._in_flight:
+            self._mark_lost()
 
     def close(self) -> None:
         self._mark_lost()
@@ -201,48 +364,152 @@ class McpConnection:
             self.task.cancel()
 
     async def _run(self) -> None:
+        _exchange.set(self._handshake)
         try:
             sdk = await asyncio.to_thread(importlib.import_module, "mcp")  # off the loop: it takes a second
-            async with sdk.Client(self._transport()) as client:
-                tools = await _list(client)
+            callbacks: dict[str, Any] = {"list_roots_callback": self._list_roots} if self.server.roots else {}
+            if self.server.sampling:  # else the capability is not announced
+                callbacks["sampling_callback"] = self._on_sampling
+            async with sdk.Client(
+                self._transport(),
+                message_handler=self._on_message,
+                elicitation_callback=self._on_elicitation,
+                cache=None,
+                **callbacks,
+            ) as client:
+                tools = await _list_tools(client)
                 self.client = client
                 if not self._ready.done():
                     self._ready.set_result(tools)
-                await self._lost_event.wait()
+                await self._follow_tools(client)
         except Exception as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
             else:
-                log.warning(
-                    "the connection to the MCP server %s broke: %s", self._entry.id, error_text(error, self._entry)
-                )
+                log.warning("the connection to the MCP server %s broke: %s", self.server.id, self.error_text(error))
         finally:
             self._mark_lost()
 
     def _mark_lost(self) -> None:
         self.client = None
-        self._lost_event.set()
+        if not self._is_lost:
+            self._is_lost = True
+            self._wake.set()
+            # A server that does not answer must not hold its connection for ever.
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, self.task.cancel)
+
+    # What the server sends on its own
+
+    async def _follow_tools(self, client: mcp.Client) -> None:
+        """List the tools again whenever the server says that they have changed, until the connection is lost."""
+        subscribing = asyncio.create_task(self._subscribe(client), name=f"coterie-mcp-{self.server.id}-changes")
+        try:
+            while not self._is_lost:
+                await self._wake.wait()
+                self._wake.clear()
+                if self._have_tools_changed and not self._is_lost:
+                    self._have_tools_changed = False
+                    await self._relist(client)
+        finally:
+            subscribing.cancel()
+            await asyncio.wait({subscribing})
+
+    async def _relist(self, client: mcp.Client) -> None:
+        try:
+            tools = await _list_tools(client)
+        except Exception as error:
+            log.warning(
+                "the changed tools of the MCP server %s cannot be listed: %s", self.server.id, self.error_text(error)
+            )
+            return
+        if self._on_tools:
+            self._on_tools(tools)
+
+    async def _subscribe(self, client: mcp.Client) -> None:
+        """Subscribe to changes of the tools. Servers of earlier protocol versions send them unasked."""
+        from mcp.client.subscriptions import ListenNotSupportedError
+
+        offered = client.server_capabilities.tools
+        delay = timedelta(seconds=1)
+        while offered and offered.list_changed:
+            try:
+                async with client.listen(tools_list_changed=True) as changes:
+                    delay = timedelta(seconds=1)
+                    self._note_change()  # changes before the subscription may have been missed
+                    async for _ in changes:
+                        self._note_change()
+            except Exception as error:  # the stream ended, or the server cannot be reached
+                if isinstance(error, ListenNotSupportedError) or getattr(error, "code", None) == _METHOD_NOT_FOUND:
+                    return
+            await self._clock.sleep(delay)
+            delay = min(2 * delay, MAX_RESUBSCRIBE_DELAY)
+
+    async def _on_message(self, message: object) -> None:
+        if getattr(message, "method", "") == "notifications/tools/list_changed":
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._have_tools_changed = True
+        self._wake.set()
+
+    async def _on_elicitation(self, context: object, params: Any) -> Any:
+        from mcp.types import ElicitResult
+
+        elicit = (self._current_call() or CallHandlers()).elicit
+        return await elicit(params) if elicit else ElicitResult(action="cancel")
+
+    async def _on_sampling(self, context: object, params: Any) -> Any:
+        from mcp.types import ErrorData
+
+        if sample := (self._current_call() or CallHandlers()).sample:
+            return await sample(params)
+        message = "a model can be asked only during a tool call of an agent"
+        log.warning("a request of the MCP server %s to a model was refused: %s", self.server.id, message)
+        return ErrorData(code=REFUSED, message=message)
+
+    def _current_call(self) -> CallHandlers | None:
+        """Return the handlers of the call to which a request of the server belongs.
+
+        A request over HTTP may come in the response to the call, and so in its context. Otherwise it does not say to
+        which call it belongs: the newest call is the likeliest.
+        """
+        known = _handlers.get()
+        return known if known in self._calls else self._calls[-1] if self._calls else None
+
+    async def _list_roots(self, context: object) -> Any:
+        from mcp.types import ListRootsResult, Root
+
+        return ListRootsResult(roots=[Root(uri=uri, name=name) for name, uri in self.server.roots])  # type: ignore[arg-type]
+
+    # Transports
 
     def _transport(self) -> Any:
-        if self._entry.url:
-            from mcp.client.streamable_http import streamable_http_client
-
-            return streamable_http_client(self._entry.url)
-        if not self._entry.command:
+        if self.server.url:
+            return self._http(self.server.url)
+        if not self.server.command:
             raise McpUnavailable("the entry names neither a command nor a url")
-        return self._process()
+        return self._process(self.server.command)
 
     @contextlib.asynccontextmanager
-    async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
+    async def _http(self, url: str) -> AsyncIterator[tuple[Any, Any]]:
+        from mcp.client.streamable_http import streamable_http_client
+
+        async with (
+            _http_client(self.server.headers) as client,
+            streamable_http_client(url, http_client=client, max_sse_event_size=_MAX_EVENT_BYTES) as streams,
+        ):
+            yield streams
+
+    @contextlib.asynccontextmanager
+    async def _process(self, command: str) -> AsyncIterator[tuple[Any, Any]]:
         """Run the server as a child process. When its stdout ends, the connection is marked as lost."""
         import anyio
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        assert self._entry.command  # noqa: S101
-        env = dict(self._entry.env or {})
-        _check_command(self._entry.command, env)
+        env = dict(self.server.env)
+        _check_command(command, env)
         # The keeper kills the server and its descendants even if this process dies. The SDK cannot do that.
-        keeper = ("-P", "-m", _KEEPER, str(os.getpid()), self._entry.command, *self._entry.args)
+        keeper = ("-P", "-m", PROGRAM, "server", str(os.getpid()), command, *self.server.args)
         started = StdioServerParameters(command=sys.executable, args=list(keeper), env=env)
         sender, receiver = anyio.create_memory_object_stream[Any](0)
 
@@ -273,7 +540,7 @@ class McpConnection:
         if not self._has_warned:
             log.warning(
                 "the MCP server %s writes lines to stdout that are no MCP messages: change it to use stderr",
-                self._entry.id,
+                self.server.id,
             )
         self._has_warned = True
 
@@ -285,23 +552,17 @@ def _check_command(command: str, env: Mapping[str, str]) -> None:
         raise OSError(number, os.strerror(number), command)
 
 
-def error_text(error: BaseException, entry: McpServerEntry) -> str:
-    """Return the error message without the secrets of the entry: errors repeat whole URLs."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    text = redact(to_storable(str(error)), _secrets(entry))
-    return one_line(text, 300) or type(error).__name__
-
-
-def _secrets(entry: McpServerEntry) -> tuple[str, ...]:
-    return find_secrets(entry.env, entry.args, entry.url)
-
-
-async def _list(client: mcp.Client) -> list[mcp.Tool]:
+async def _list_tools(client: mcp.Client) -> list[mcp.Tool]:
+    """Return all tools. A server that offers none, but for example resources, may reject the request."""
     tools: list[mcp.Tool] = []
     cursor = None
     for _ in range(_MAX_PAGES):
-        page = await client.list_tools(cursor=cursor)
+        try:
+            page = await client.list_tools(cursor=cursor)
+        except Exception as error:
+            if client.server_capabilities.tools is None and getattr(error, "code", None) == _METHOD_NOT_FOUND:
+                break
+            raise
         tools += page.tools
         if (cursor := page.next_cursor) is None:
             break

@@ -6,80 +6,82 @@ The reducer in `turn.py` makes all decisions, inside the transaction of `TurnSto
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from coterie.agent.builtins import SEND_MESSAGE, build_envelope
-from coterie.agent.compaction import (
-    build_digest,
-    estimate_tokens,
-    estimate_usage,
-    fill_usage,
-    find_cut,
-    fits_window,
-    join_summaries,
-    summary_request,
-)
-from coterie.agent.context import SystemPrompts, build_request
-from coterie.agent.history_cache import HistoryCache
+from coterie.agent.compaction import accept_summary, build_digest, find_cut, summary_request
+from coterie.agent.context import HistoryCache, RequestBuilder, TurnPrompt
+from coterie.agent.context_window import ContextWindows, estimate_tokens, estimate_usage, fill_usage, summary_limit
+from coterie.agent.failures import classify_failure, may_have_cost, missing_service_failure
+from coterie.agent.running_call import STORE_RETRY_DELAY, STRICTNESS, RunningCalls, is_as_strict, store_arguments
 from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import Tool, ToolContext, error_result
 from coterie.agents import Profile
+from coterie.answer_schema import WrongAnswer, check_answer
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.errors import CoterieError, Refused, StoreUnavailable
 from coterie.failpoints import hit
 from coterie.live import LiveReplies, ReplyOutcome
+from coterie.llm.call_metrics import ModelCallMetrics, SentRequest
+from coterie.llm.config import ServiceEntry
 from coterie.llm.gateway import ModelGateway
 from coterie.llm.service import (
-    CircuitOpen,
+    Completion,
     ContextTooLong,
     MalformedResponse,
+    ModelRequest,
     PermanentError,
     ServiceError,
     SocietyPaused,
-    TransientError,
+    TokenUsage,
+    ToolCall,
     UnknownService,
 )
-from coterie.llm.types import Completion, ModelRequest, TokenUsage, ToolCall
-from coterie.messages import Envelope, SaveFile, fit_answer
+from coterie.messages import CutOff, Envelope, SaveFile, fit_answer
+from coterie.plan import UNKNOWN_RESULT, PlannedCall
 from coterie.rate_limit import RateLimiter
 from coterie.telemetry import Tracing, log_context
+from coterie.text import to_storable
 from coterie.turn import (
-    UNKNOWN_RESULT,
-    ArgumentsFile,
     AskModel,
     CallEnded,
     Deferred,
-    Effect,
     Event,
+    Interrupted,
     ModelAnswered,
     ModelFailed,
-    PlannedCall,
     Rest,
     Rules,
     RunCall,
     Stopped,
     ToolRulesChanged,
+    may_cut,
 )
 from coterie.turn_store import Claim, StaleClaim, TurnStore
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES = 10
-MAX_MALFORMED_RETRIES = 2
-FIRST_RETRY_DELAY = timedelta(seconds=1)
-MAX_RETRY_DELAY = timedelta(seconds=60)
-STORE_RETRY_DELAY = timedelta(seconds=1)
+SAID_NOTHING = (
+    "the model reached its length limit before it said anything: raise maxTokens of its service in llmservices.json,"
+    " or ask for less at once"
+)
+_CUT_OFF: dict[str, CutOff] = {"length": "length", "content_filter": "content_filter"}
+"""By finish reason."""
+MAX_REFUSALS = 12
+"""Requests of one step that a service may refuse as too long. Each has at most 9/10 of the one before."""
+MAX_MODEL_SUMMARIES = 2
+"""Summaries of one step that the model is asked for. Further ones are made without it."""
 PAIR_BURST, PAIR_MESSAGES_PER_SECOND = 100, 1
 """Rate limit per sender and recipient, so that no agent can fill another's mailbox."""
 ToolContextFactory = Callable[[Profile, str, str | None], ToolContext]
@@ -114,24 +116,50 @@ class RunningTurn:
     slot: TurnSlot | None = None
     streamed_text: list[str] = field(default_factory=list)
     """Pieces that the model has streamed so far."""
-    pending_request: tuple[str, ModelRequest] | None = None
-    """Service id and request that have no answer yet."""
+    pending_request: SentRequest | None = None
+    """The request that has no answer yet."""
     is_stopping: bool = False
     """A stop was requested."""
     is_queued: bool = False
     """The request waits in the queue of its service and was not sent."""
     is_deferring: bool = False
     """The society was paused while the request was queued."""
-    prompt: str = ""
-    """System prompt, rendered once per turn."""
+    is_cancelling: bool = False
+    """`cancel` has cancelled the task, and the action has not ended yet."""
+    newest_position: int = 0
+    """Position of the newest message from a person, as far as this process knows."""
+    cut_after: int | None = None
+    """A person's message after this position cuts the model's answer. None: no message does."""
+    prompt: TurnPrompt = field(default_factory=TurnPrompt)
+    epoch: int = 0
+    """Of the claim that it runs under."""
+    is_ended: bool = False
+    """The turn was ended in the store, together with its task: results of its actions are refused."""
+    summaries: int = 0
+    """Summaries that the model was asked for in this step."""
 
-    def was_stopped(self) -> bool:
-        """True if only `stop_turn` cancelled the task; False if another caller cancelled it too."""
-        return self.is_stopping and not self.task.uncancel()
+    @property
+    def is_cut(self) -> bool:
+        """True if a message has arrived that the request does not contain and that may cut it."""
+        return self.cut_after is not None and self.newest_position > self.cut_after
 
-    def was_deferred(self) -> bool:
-        """True if only a pause of the society cancelled the task."""
-        return self.is_deferring and not self.task.uncancel()
+    def cancel(self) -> None:
+        """Cancel the action that is being executed, once."""
+        if self.is_cancellable and not self.is_cancelling:
+            self.is_cancelling = True
+            self.task.cancel()
+
+    def was_cancelled(self) -> bool:
+        """True if only `cancel` cancelled the task; False if another caller cancelled it too."""
+        return self.is_cancelling and not self.task.uncancel()
+
+    def end_action(self) -> None:
+        self.is_cancellable = self.is_cancelling = self.is_queued = self.is_deferring = False
+        self.cut_after = None
+
+
+class CutByMail(Exception):
+    """A person's message arrived before the request was queued."""
 
 
 class LlmHandler:
@@ -151,6 +179,7 @@ class LlmHandler:
         refresh_agents: Callable[[], Awaitable[None]] | None = None,
         artifact_writer: Callable[[str], SaveFile] | None = None,
         is_paused: Callable[[], bool] = lambda: False,
+        model_metrics: ModelCallMetrics | None = None,
     ) -> None:
         """`live`: publishes streamed text. `tokens_per_day`: 0 is no limit.
 
@@ -158,10 +187,22 @@ class LlmHandler:
         are too long for a message. `is_paused`: True if the society is paused, as far as this process knows.
         """
         self._artifact_writer, self._is_paused, self._refresh_agents = artifact_writer, is_paused, refresh_agents
+        self._model_metrics = model_metrics or ModelCallMetrics()
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
         self._live, self._tokens_per_day, self._tracing = live or LiveReplies(), tokens_per_day, tracing or Tracing()
-        self._history_cache, self._prompts = HistoryCache(), SystemPrompts(directory)
+        self._history_cache, self._windows = HistoryCache(), ContextWindows()
+        self._requests = RequestBuilder(store, directory, toolbox, self._history_cache)
+        self._running_calls = RunningCalls(
+            store=store,
+            models=models,
+            directory=directory,
+            live=self._live,
+            clock=clock,
+            is_paused=is_paused,
+            redact=toolbox.redact_text,
+            metrics=self._model_metrics,
+        )
         self._pair_rates = RateLimiter(clock, burst=PAIR_BURST, per_second=PAIR_MESSAGES_PER_SECOND)
         self._turns: dict[str, RunningTurn] = {}
 
@@ -169,13 +210,17 @@ class LlmHandler:
         """Use these limits from the next step on."""
         self._rules, self._tokens_per_day = rules, tokens_per_day
 
+    def system_prompt(self, profile: Profile) -> str:
+        """Return the system prompt that the agent's next request has."""
+        return self._requests.system_prompt(profile)
+
     def start_turn(self, claim: Claim, slot: TurnSlot | None = None) -> asyncio.Task[None]:
         """Start a task that runs the agent's turns until no action is left or another worker has claimed the agent.
 
         `stop_turn` finds the turn from this moment on. `slot`: released while the turn asks its model, and acquired
         again before it runs a tool.
         """
-        turn = self._turns[claim.agent_id] = RunningTurn(slot=slot)
+        turn = self._turns[claim.agent_id] = RunningTurn(slot=slot, epoch=claim.epoch)
         turn.task = asyncio.create_task(self._run_turn(claim, turn), name=f"coterie-turn-{claim.agent_id}")
         turn.task.add_done_callback(lambda _: self._forget_turn(claim.agent_id, turn))
         return turn.task
@@ -184,22 +229,35 @@ class LlmHandler:
         self._history_cache.apply_claim(claim)
         self._bus.notify()  # watchers see the claim
         span = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
+        result: ActionResult | None = None
         try:
             while not isinstance(claim.action, Rest):
                 with log_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
                     await span.set_cause(claim.cause)
                     ended = claim.turn_no
-                    claim = await self._advance(claim, await self._perform(claim, turn))
+                    result = await self._perform(claim, turn)
+                    claim = await self._advance(claim, result)
                     if claim.turn_no != ended:
                         turn.is_stopping = False  # the stop was for the turn that has ended
         except StaleClaim as stale:
             with log_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
-                log.warning("%s; the last step of this worker is discarded", stale)
+                if turn.is_ended:
+                    log.info("%s: the turn was ended with its task", claim.agent_id)
+                else:
+                    log.warning("%s; the last step of this worker is discarded", stale)
             self._history_cache.invalidate(claim.agent_id)
+            await self._count_refused(claim, result)
         finally:
             span.end()
             self._live.finish(_stream_id(claim), "failed")
             self._forget_turn(claim.agent_id, turn)
+
+    async def _count_refused(self, claim: Claim, result: ActionResult | None) -> None:
+        """Count the tokens of a request whose answer was refused: they are paid for all the same."""
+        event = result.event if result else None
+        if isinstance(event, ModelAnswered | ModelFailed | Stopped | Interrupted) and event.usage.input_tokens:
+            service, usage = event.service, event.usage
+            await self._retry_store(claim, lambda: self._store.add_usage(claim, service, usage))
 
     def _forget_turn(self, agent_id: str, turn: RunningTurn) -> None:
         if self._turns.get(agent_id) is turn:  # the agent's next turn may have begun
@@ -227,36 +285,60 @@ class LlmHandler:
         """Cancel the agent's model request or tool call. False: no turn of the agent runs here."""
         if (turn := self._turns.get(agent_id)) is None:
             return False
-        if turn.is_cancellable and not turn.is_stopping:
-            turn.task.cancel()
+        turn.cancel()
         turn.is_stopping = True
         return True
+
+    def drop_turn(self, agent_id: str, epoch: int) -> None:
+        """Cancel the action of a turn that was ended in the store. `epoch`: claims before it are stale."""
+        turn = self._turns.get(agent_id)
+        if turn is not None and turn.epoch < epoch:
+            turn.is_ended = turn.is_stopping = True
+            turn.cancel()
+
+    def interrupt_turn(self, agent_id: str, position: int) -> None:
+        """A person's message arrived at `position`. Cut the answer that the agent's model is writing, if it may.
+
+        Otherwise the message waits for the end of the step. While the society is paused, a new request could not start.
+        """
+        if (turn := self._turns.get(agent_id)) is None:
+            return
+        turn.newest_position = max(turn.newest_position, position)
+        if turn.is_cut and not self._is_paused():
+            turn.cancel()
 
     def defer_queued(self) -> None:
         """After a pause of the society: cancel requests that wait in the queue of their service."""
         for turn in self._turns.values():
-            if turn.is_queued and turn.is_cancellable and not turn.is_stopping and not turn.is_deferring:
+            if turn.is_queued and turn.is_cancellable and not turn.is_stopping:
                 turn.is_deferring = True
-                turn.task.cancel()
+                turn.cancel()
 
     async def _perform(self, claim: Claim, turn: RunningTurn) -> ActionResult:
-        """Execute the action of the claim. A stop cancels it."""
-        turn.streamed_text, turn.pending_request = [], None
+        """Execute the action of the claim. A stop cancels it; a person's message may cancel a request to the model."""
+        turn.streamed_text, turn.pending_request, turn.summaries = [], None, 0
         if not turn.is_stopping:
             turn.is_cancellable = True
             try:
                 return await self._execute(claim, turn)
             except asyncio.CancelledError:
-                if turn.was_deferred():
-                    return ActionResult(event=Deferred())
-                if not turn.was_stopped():
+                if not turn.was_cancelled():
                     raise
+                if not turn.is_stopping:
+                    return ActionResult(event=Deferred() if turn.is_deferring else self._interrupted(claim, turn))
             finally:
-                turn.is_cancellable = turn.is_queued = turn.is_deferring = False
+                turn.end_action()
         turn.is_stopping = False
-        service, usage = _estimate_unanswered(turn)
+        service, usage = self._estimate_unanswered(turn)
         said, attachments = await self._fit_text(claim, "".join(turn.streamed_text))
         return ActionResult(event=Stopped(said, usage=usage, service=service, attachments=attachments))
+
+    def _interrupted(self, claim: Claim, turn: RunningTurn) -> Interrupted:
+        service, usage = self._estimate_unanswered(turn)
+        text = to_storable("".join(turn.streamed_text))
+        if service:
+            log.info("%s: a message of the person cut the answer after %d characters", claim.agent_id, len(text))
+        return Interrupted(partial_text=text, usage=usage, service=service)
 
     async def _execute(self, claim: Claim, turn: RunningTurn) -> ActionResult:
         try:
@@ -298,19 +380,34 @@ class LlmHandler:
             raise
         except SocietyPaused:
             return Deferred()
+        except CutByMail:
+            return self._interrupted(claim, turn)
         except ServiceError as error:
             log.warning("%s got no answer: %s", claim.agent_id, error)
             failed = classify_failure(error, claim.model_failures, random.random())
-            service, usage = _estimate_unanswered(turn, error)
+            if failed.recovery == "retry":
+                with contextlib.suppress(Refused):  # a reload may have removed its service
+                    self._model_metrics.count_retry(self._directory.service_of(claim.agent_id).id, error)
+            service, usage = self._estimate_unanswered(turn, error)
             return msgspec.structs.replace(failed, usage=usage, service=service)
         except UnknownService as error:
             return missing_service_failure(error, is_fixed=claim.agent_id in self._directory)
         except Exception:
             # An unexpected error must end the turn, or the agent would stay busy for ever.
             log.exception("%s cannot ask its model", claim.agent_id)
-            service, usage = _estimate_unanswered(turn)
+            service, usage = self._estimate_unanswered(turn)
             message = "something went wrong inside the runtime; the log has the details"
             return ModelFailed(message=message, recovery="give_up", usage=usage, service=service)
+        if answer.finish_reason == "length" and not answer.text.strip() and not answer.calls:
+            # A turn that is asked something must not end in silence.
+            return ModelFailed(message=SAID_NOTHING, recovery="give_up", usage=answer.usage, service=answer.service)
+        if profile.answer_schema and not answer.calls:
+            try:
+                answer = msgspec.structs.replace(answer, text=check_answer(answer.text, profile.answer_schema))
+            except WrongAnswer as error:
+                problem = MalformedResponse(f"the answer of the model does not follow answer_schema: {error}")
+                failed = classify_failure(problem, claim.model_failures, random.random())
+                return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
         text, attachments = (answer.text, ()) if answer.calls else await self._fit_text(claim, answer.text)
         return ModelAnswered(
@@ -319,6 +416,7 @@ class LlmHandler:
             usage=answer.usage,
             service=answer.service,
             attachments=attachments,
+            cut_off=_CUT_OFF.get(answer.finish_reason),
         )
 
     async def _fit_text(self, claim: Claim, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
@@ -327,23 +425,40 @@ class LlmHandler:
         return await self._retry_store(claim, lambda: fit_answer(text, writer))
 
     async def _answer(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Completion:
-        """Ask the model. A history that exceeds the context window is summarised once."""
+        """Ask the model. A request that exceeds the context window is shortened until the service accepts it."""
         service = self._directory.service_of(claim.agent_id)
-        request = await self._request(claim, profile, turn)
-        await self._reserve_tokens(claim, service.id, request)
-        if not fits_window(request, service.context_tokens) and (
-            compacted := await self._compact(claim, service.id, turn)
-        ):
-            claim = compacted
-            request = await self._request(claim, profile, turn)
-        try:
-            return await self._ask_model(service.id, request, claim, turn)
-        except ContextTooLong:
-            turn.pending_request = None  # the service rejected it, so it cost nothing
-            if not (compacted := await self._compact(claim, service.id, turn)):
-                raise
-            claim = compacted
-        return await self._ask_model(service.id, await self._request(claim, profile, turn), claim, turn)
+        request = await self._requests.build(claim, profile, turn.prompt)
+        size, refusals, limit = estimate_tokens(request), list[ContextTooLong](), math.inf
+        await self._reserve_tokens(claim, service.id, size)
+        while len(refusals) <= MAX_REFUSALS:
+            budget = min(limit, self._windows.budget(service) or math.inf)
+            if size > budget:
+                try:
+                    claim = await self._compact(claim, profile, service, turn, int(budget))
+                    request = await self._requests.build_short(claim, profile, turn.prompt, int(budget))
+                except PermanentError as error:
+                    self._windows.forget(service)  # its window may have been changed
+                    raise refusals[-1] if refusals else error from None
+                size = estimate_tokens(request)
+            try:
+                answer = await self._ask_model(service.id, request, claim, turn)
+            except ContextTooLong as error:
+                turn.pending_request = None  # the service rejected it, so it cost nothing
+                limit = self._learn_from_refusal(error, service, size)
+                refusals.append(error)
+                continue
+            if answer.service == service.id:
+                self._windows.record_answer(service, request, size, answer.usage)
+            return answer
+        self._windows.forget(service)
+        raise refusals[-1]
+
+    def _learn_from_refusal(self, error: ContextTooLong, service: ServiceEntry, size: int) -> int:
+        """Return the largest estimate that the next request may have. `size`: estimate of the refused one."""
+        refusing = self._models.entry(error.service) if error.service else service
+        limit = self._windows.record_refusal(refusing, size, error)
+        log.info("service %s refused a request as too long; the next one has at most %d tokens", refusing.id, limit)
+        return limit
 
     async def _ask_model(
         self, service: str, request: ModelRequest, claim: Claim, turn: RunningTurn, *, publish: bool = True
@@ -351,11 +466,15 @@ class LlmHandler:
         """Send the request to the service. `publish`: stream the text to watchers."""
         answer: Completion | None = None
 
-        def on_start() -> None:
+        def on_start(entry: ServiceEntry) -> None:
             if self._is_paused():
                 raise SocietyPaused("the society is paused")
-            turn.is_queued, turn.pending_request = False, (service, request)
+            turn.is_queued, turn.pending_request = False, SentRequest(entry, request, self._clock.monotonic())
 
+        # Summaries (`publish` false) are not cut: the next request needs them.
+        turn.cut_after = claim.newest_position if publish and self._may_cut(claim) else None
+        if turn.is_cut and not self._is_paused():
+            raise CutByMail
         turn.is_queued = True
         asking = self._models.generate(
             service, request, agent_id=claim.agent_id, for_person=claim.for_person, on_start=on_start
@@ -364,49 +483,68 @@ class LlmHandler:
             async for piece in pieces:
                 if isinstance(piece, Completion):
                     answer = piece  # the last piece; no break, because ending the generator normally is cheaper
+                    turn.cut_after = None  # a complete answer is never cut
                 elif publish:
                     turn.streamed_text.append(piece.text)
                     self._live.append(claim.agent_id, _stream_id(claim), piece.text)
-        assert answer is not None  # noqa: S101 - the gateway ends with an answer or an error
-        turn.pending_request = None
-        return fill_usage(request, answer)
+        sent, turn.pending_request = turn.pending_request, None
+        assert answer is not None and sent is not None  # noqa: S101 - the gateway ends with an answer or an error
+        answer = fill_usage(request, answer)
+        return msgspec.structs.replace(answer, usage=self._count_usage(sent, answer.usage))
 
-    async def _request(self, claim: Claim, profile: Profile, turn: RunningTurn) -> ModelRequest:
-        """Build the request from the history version of `claim`. `StaleClaim`: the claim is no longer valid."""
-        conversation = self._history_cache.get(claim.agent_id, claim.history_version)
-        if conversation is None:
-            view = await self._store.history_view(claim.agent_id, claim)
-            conversation = self._history_cache.put(claim.agent_id, view)
-        turn.prompt = turn.prompt or self._prompts.render(profile)
-        specs = self._toolbox.model_specs(self._directory.tools_of(profile.id))
-        return build_request(turn.prompt, conversation.summary, conversation.items, specs)
+    def _count_usage(self, sent: SentRequest, usage: TokenUsage) -> TokenUsage:
+        """Return the usage with its cost and duration."""
+        usage = sent.complete_usage(usage, self._clock.monotonic())
+        self._model_metrics.count_usage(sent.entry, usage)
+        return usage
 
-    async def _compact(self, claim: Claim, service: str, turn: RunningTurn) -> Claim | None:
-        """Summarise the older half of the history. Returns the updated claim; None: there is nothing to summarise."""
+    def _estimate_unanswered(self, turn: RunningTurn, error: ServiceError | None = None) -> tuple[str, TokenUsage]:
+        """Return the service and the estimated usage of a request without an answer. `error` None: it was stopped."""
+        sent, turn.pending_request = turn.pending_request, None
+        if sent is None or not may_have_cost(error, has_text=bool(turn.streamed_text)):
+            return "", TokenUsage()
+        return sent.entry.id, self._count_usage(sent, estimate_usage(sent.request, "".join(turn.streamed_text)))
+
+    def _may_cut(self, claim: Claim) -> bool:
+        return may_cut(self._rules, self._directory.profile(claim.agent_id).interrupt, claim.cuts)
+
+    async def _compact(
+        self, claim: Claim, profile: Profile, service: ServiceEntry, turn: RunningTurn, budget: int
+    ) -> Claim:
+        """Replace the older part of the history, and its summary, by a new summary. Returns the updated claim.
+
+        `budget`: tokens that a request may have.
+        """
+        limit = summary_limit(budget)
+        space = budget - limit - estimate_tokens(self._requests.fixed_part(profile, turn.prompt))
         view = await self._store.history_view(claim.agent_id, claim)
-        if (upto := find_cut(view.rows)) is None:
-            return None
+        if space <= 0 or (upto := find_cut(view.rows, space // 2)) is None:
+            return claim
         older, answer = [row for row in view.rows if row.seq <= upto], None
-        try:
-            answer = await self._ask_model(service, summary_request(older), claim, turn, publish=False)
-            text = answer.text.strip() or build_digest(older)
-        except ServiceError as error:
-            log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
-            text = build_digest(older)
-            asked, usage = _estimate_unanswered(turn, error)
-            answer = Completion(text="", usage=usage, service=asked) if usage.input_tokens else None
-        compacted = await self._store.summarise(claim, upto, join_summaries(view.summary, text), answer)
+        text = ""
+        if turn.summaries < MAX_MODEL_SUMMARIES:
+            turn.summaries += 1
+            request = summary_request(view.summary, older, budget)
+            try:
+                answer = await self._ask_model(service.id, request, claim, turn, publish=False)
+                text = accept_summary(answer, view.summary, older, limit)
+            except ServiceError as error:
+                log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
+                if isinstance(error, ContextTooLong):
+                    self._learn_from_refusal(error, service, estimate_tokens(request))
+                asked, usage = self._estimate_unanswered(turn, error)
+                answer = Completion(text="", usage=usage, service=asked) if usage.input_tokens else None
+        text = text or build_digest(view.summary, older, limit)
+        compacted = await self._store.summarise(claim, upto, text, answer)
         log.info("%s: the model now sees a summary of the history up to row %d", claim.agent_id, upto)
         return compacted
 
-    async def _reserve_tokens(self, claim: Claim, service: str, request: ModelRequest) -> None:
+    async def _reserve_tokens(self, claim: Claim, service: str, tokens: int) -> None:
         """Count the estimated tokens before the request, so that a crash cannot lose them."""
         if not self._tokens_per_day:
             return
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
-        if not await self._store.reserve_tokens(
-            claim, service, estimate_tokens(request), since=today, limit=self._tokens_per_day
-        ):
+        if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=self._tokens_per_day):
             limit = f"{self._tokens_per_day:,} tokens"
             raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
 
@@ -423,7 +561,7 @@ class LlmHandler:
         if call.invalid_arguments is not None:
             message = "the arguments are no JSON object; send the call again with valid arguments"
             return ActionResult(event=CallEnded(index=index, ok=False, result=message))
-        if call.name == SEND_MESSAGE.name:
+        if call.name == SEND_MESSAGE.name and self._toolbox.may_send(self._directory.tools_of(profile.id)):
             return await self._send(claim, index, call, key)
         context = self._context(profile, key, claim.cause)
         # The tool's rules may have changed since the call was planned. Nothing may be awaited between this check and
@@ -432,11 +570,18 @@ class LlmHandler:
         tool = self._toolbox.find(call.name, allowed)
         if tool is None and run.is_retry and planned.effect != "pure":
             return ActionResult(event=CallEnded(index=index, ok=False, result=UNKNOWN_RESULT, is_outcome_unknown=True))
-        if tool is not None and not _is_as_strict(planned, tool):
+        if tool is not None and not is_as_strict(planned, tool):
             return ActionResult(event=await self._rules_changed(run, planned, tool, context))
-        result = await self._toolbox.call(call.name, call.arguments, context, patterns=allowed)
+        with self._running_calls.bind(context, claim, call, tokens_per_day=self._tokens_per_day) as running:
+            result = await self._toolbox.call(call.name, call.arguments, running, patterns=allowed)
         return ActionResult(
-            event=CallEnded(index=index, ok=result.ok, result=result.text, is_outcome_unknown=result.is_outcome_unknown)
+            event=CallEnded(
+                index=index,
+                ok=result.ok,
+                result=result.text,
+                is_outcome_unknown=result.is_outcome_unknown,
+                attachments=tuple(artifact.to_dict() for artifact in result.attachments),
+            )
         )
 
     async def _rules_changed(self, run: RunCall, planned: PlannedCall, tool: Tool, context: ToolContext) -> Event:
@@ -444,14 +589,14 @@ class LlmHandler:
         call, file = planned.call, None
         if tool.approval and not planned.needs_approval and not run.is_retry and not planned.fits_question:
             try:
-                file = await _store_arguments(call, context)
+                file = await store_arguments(call, context)
             except (CoterieError, OSError) as error:
                 message = f"{call.name} was not run: its arguments are too long for the approval question"
                 result = error_result("approval_impossible", f"{message}, and could not be stored as a file: {error}")
                 return CallEnded(index=run.index, ok=False, result=result.text)
         return ToolRulesChanged(
             index=run.index,
-            effect=max(planned.effect, tool.effect, key=_STRICTNESS.index),
+            effect=max(planned.effect, tool.effect, key=STRICTNESS.index),
             needs_approval=planned.needs_approval or tool.approval,
             is_retry=run.is_retry,
             file=file,
@@ -474,36 +619,6 @@ class LlmHandler:
             raise Refused("too_many_messages", message)
 
 
-def _estimate_unanswered(turn: RunningTurn, error: ServiceError | None = None) -> tuple[str, TokenUsage]:
-    """Return the service and the estimated cost of a request without an answer. `error` None: it was stopped."""
-    asking, turn.pending_request = turn.pending_request, None
-    match error:
-        case None | MalformedResponse() | TransientError(reason="timeout" | "truncated"):
-            sent = True
-        case _:
-            sent = bool(turn.streamed_text)  # no text: it was rejected, or never reached the service
-    if asking is None or not sent:
-        return "", TokenUsage()
-    service, request = asking
-    return service, estimate_usage(request, "".join(turn.streamed_text))
-
-
-_STRICTNESS: tuple[Effect, ...] = ("pure", "idempotent", "unsafe")
-
-
-def _is_as_strict(planned: PlannedCall, tool: Tool) -> bool:
-    """True if the call was planned under rules at least as strict as the tool's current rules."""
-    is_approved = planned.needs_approval or not tool.approval
-    return is_approved and _STRICTNESS.index(planned.effect) >= _STRICTNESS.index(tool.effect)
-
-
-async def _store_arguments(call: ToolCall, context: ToolContext) -> ArgumentsFile:
-    data = msgspec.json.encode(call.arguments)
-    key = f"{context.idempotency_key}/arguments"
-    kept = await context.artifacts.put(data, f"{call.name}-arguments.json", key=key)
-    return ArgumentsFile(kept.ref, kept.filename, kept.mime_type, kept.size, kept.sha256)
-
-
 def _stream_id(claim: Claim) -> str:
     """Return the id of the text that this step streams."""
     return f"{claim.agent_id}/{claim.turn_no}/{claim.step_no}"
@@ -514,6 +629,8 @@ def _stream_outcome(event: Event, after: Claim) -> ReplyOutcome:
     match event:
         case Stopped():
             return "stopped"
+        case Interrupted():
+            return "withdrawn"
         case ModelAnswered(calls=()):
             return "stored"
         case ModelAnswered():
@@ -523,49 +640,3 @@ def _stream_outcome(event: Event, after: Claim) -> ReplyOutcome:
 
 def _is_ok(result: ActionResult) -> bool:
     return isinstance(result.event, CallEnded) and result.event.ok
-
-
-def classify_failure(error: ServiceError, retries: int, jitter: float) -> ModelFailed:
-    """Decide whether to retry, block or give up. `retries`: failures in a row before; `jitter`: random, 0 to 1."""
-    match error:
-        case TransientError() | CircuitOpen() if retries < MAX_RETRIES:
-            wait = error.retry_after if error.retry_after is not None else _backoff(retries, jitter)
-            return ModelFailed(message=str(error), recovery="retry", delay=wait, category=_category(error))
-        case MalformedResponse() if retries < MAX_MALFORMED_RETRIES:
-            return ModelFailed(message=str(error), recovery="retry", delay=_backoff(retries, jitter), category="server")
-        case PermanentError(category="content"):
-            return ModelFailed(message=str(error), recovery="give_up")
-        case ContextTooLong():
-            return ModelFailed(
-                message=f"{error}. Clear the conversation, or use a model with a larger window.",
-                recovery="block",
-                category="context_length",
-            )
-    return ModelFailed(message=f"{error}. Fix it, then write to me again.", recovery="block", category=_category(error))
-
-
-def _category(error: ServiceError) -> str:
-    """Return the error category of the event stream."""
-    match error:
-        case PermanentError(category="auth"):
-            return "auth"
-        case PermanentError(category="quota") | CircuitOpen():
-            return "rate_limit"
-        case TransientError(retry_after=after, reason="busy") if after is not None:
-            return "rate_limit"
-        case TransientError():
-            return "network"
-    return "server"
-
-
-def missing_service_failure(error: UnknownService, *, is_fixed: bool) -> ModelFailed:
-    """`is_fixed`: the agent has a service now; the configuration changed during the request."""
-    if is_fixed:
-        return ModelFailed(message=str(error), recovery="retry", delay=timedelta(0))
-    return ModelFailed(message=f"{error}. Fix it, then write to me again.", recovery="block")
-
-
-def _backoff(retries: int, jitter: float) -> timedelta:
-    """Full jitter below a limit that doubles with every failure; at least 50 ms."""
-    limit = min(MAX_RETRY_DELAY, FIRST_RETRY_DELAY * (1 << retries))
-    return max(timedelta(milliseconds=50), limit * jitter)

@@ -25,7 +25,7 @@ from coterie.llm.gateway import ModelGateway
 from coterie.supervision import Shutdown, supervise
 from coterie.telemetry import log_context
 from coterie.turn import Rules
-from coterie.turn_store import AdmitFunction, Claim, TurnStore
+from coterie.turn_store import AdmitFunction, Claim, Interruption, TurnStore
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +165,8 @@ class ServiceAdmission:
 
 CLAIM_INTERVAL = timedelta(seconds=1)
 """Longest delay until a due retry or a lost wake-up is found."""
+SWEEP_INTERVAL = timedelta(seconds=5)
+"""Longest time that an agent with an inconsistent stored state stays idle while mail waits for it."""
 MAX_RELEASE_ATTEMPTS = 3
 """After these, turns stay claimed until the next start or the end of the lease, and count as crashed."""
 MAX_CLAIMS_PER_ROUND = 128
@@ -202,6 +204,8 @@ class Scheduler:
         self._is_stopping, self._stopping = False, asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._last_error: str | None = None
+        self._swept_at: float | None = None
+        """Time of the last sweep by the monotonic clock."""
 
     def update_rules(self, rules: Rules) -> None:
         self.rules = rules
@@ -265,6 +269,12 @@ class Scheduler:
             turn.cancel()
         self._wake.set()
 
+    def interrupt(self, interruption: Interruption) -> None:
+        if interruption.ended_epoch is not None:
+            self._handler.drop_turn(interruption.agent_id, interruption.ended_epoch)
+        else:
+            self._handler.interrupt_turn(interruption.agent_id, interruption.position)
+
     def wake(self) -> None:
         self._wake.set()
 
@@ -282,8 +292,20 @@ class Scheduler:
     async def _poll(self) -> None:
         while not self._is_stopping:
             self._wake.clear()
+            await self._sweep()
             if not await self._claim_round():
                 await self._clock.wait(self._wake, CLAIM_INTERVAL)
+
+    async def _sweep(self) -> None:
+        """Wake agents that wrongly rest while mail waits for them, at most once per `SWEEP_INTERVAL`."""
+        now = self._clock.monotonic()
+        if self._swept_at is not None and now - self._swept_at < SWEEP_INTERVAL.total_seconds():
+            return
+        self._swept_at = now
+        try:
+            await self._store.wake_forgotten()
+        except StoreError as error:  # the next claim reports it too
+            log.debug("cannot look for forgotten agents now: %s", error)
 
     async def _claim_round(self) -> bool:
         """Claim one round of ready agents. True: more may be ready."""

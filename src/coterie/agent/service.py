@@ -12,13 +12,14 @@ from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequen
 from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 
-from coterie.agents import AGENT_ID, Agent, Profile
+from coterie.agents import AGENT_ID, MAX_DESCRIPTION, Agent, Profile
 from coterie.artifacts import ArtifactType
 from coterie.errors import Refused
 from coterie.ids import id_for, new_id
 from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.llm.learned_limits import LearnedLimits
-from coterie.llm.service import CAPABILITY_BY_TYPE, Capabilities, Direction, ServiceNotAllowed
+from coterie.llm.routing import accepts_tools
+from coterie.llm.service import CAPABILITY_BY_TYPE, Capabilities, Direction, Sampling, ServiceNotAllowed
 from coterie.messages import PERSON, RESERVED_IDS
 from coterie.store import Store
 from coterie.text import closest_match, one_line, to_storable
@@ -47,6 +48,11 @@ class AgentDirectory:
         """Remove an agent that coterie.toml no longer describes. Its mail stays; `add` brings it back."""
         self._agents.pop(agent_id, None)
         self._changes += 1
+
+    @property
+    def currency(self) -> str | None:
+        """The currency of the prices of services; None: no service has a price."""
+        return self._services.currency
 
     def is_terminated(self, agent_id: str) -> bool:
         return agent_id in self._terminated
@@ -86,6 +92,11 @@ class AgentDirectory:
         profile = self._agents.get(agent_id)
         return (profile and profile.name) or agent_id
 
+    def description_of(self, agent_id: str) -> str:
+        """What the agent is for, on one line; empty if it has no description or is unknown."""
+        profile = self._agents.get(agent_id)
+        return one_line(profile.description, MAX_DESCRIPTION) if profile else ""
+
     def service_of(self, agent_id: str) -> ServiceEntry:
         """Return the service of the agent, else of its maker. `UnknownService`: there is none or it is not allowed."""
         profile = self.profile(agent_id)
@@ -94,10 +105,14 @@ class AgentDirectory:
             raise ServiceNotAllowed(entry.id, profile.maker, gone=self._ancestry(agent_id) is None)
         return entry
 
+    def accepts_tools(self, agent_id: str) -> bool:
+        """True if the agent's requests contain tools."""
+        return accepts_tools(self.service_of(agent_id), self._learned_limits)
+
     # Rights. They are computed at each use: an agent never has more rights than its maker has now.
 
     def tools_of(self, agent_id: str) -> tuple[tuple[str, ...], ...]:
-        """Return the pattern lists of the agent and its makers. A tool is allowed if each list has a match."""
+        """Return the pattern lists of the agent and its makers. A tool is allowed if each list allows it."""
         ancestry = self._ancestry(agent_id)
         return tuple(dict.fromkeys(profile.tools for profile in ancestry)) if ancestry else ((),)
 
@@ -151,6 +166,8 @@ MAX_CHILDREN = 64
 """Living children per agent."""
 MAX_DESCENDANTS = 512
 """Living descendants, of all generations, per agent without a parent."""
+MAX_NAMED_ROLES = 20
+"""Roles named in an error."""
 _PAGE_SIZE = 200
 
 
@@ -186,6 +203,7 @@ class AgentService:
         tools: Sequence[str] | None = None,
         service: str | None = None,
         maker: str = PERSON,
+        description: str = "",
     ) -> None:
         """Create or replace a role. `Refused("role_taken")`: the role has another maker.
 
@@ -195,7 +213,14 @@ class AgentService:
             raise Refused("payload_invalid", f"a role's name is a-z, 0-9, _ and -, got {one_line(name, 40)!r}")
         self._check_service(maker, service)
         allowed = ("*",) if tools is None else tuple(map(to_storable, tools))
-        role = Profile(id=name, name=name, prompt=to_storable(prompt), tools=allowed, service=service)
+        role = Profile(
+            id=name,
+            name=name,
+            prompt=to_storable(prompt),
+            description=_check_description(description),
+            tools=allowed,
+            service=service,
+        )
         await self._store.put_role(name, json.dumps(asdict(role)), maker)
 
     def _check_service(self, maker: str, service: str | None) -> None:
@@ -210,15 +235,17 @@ class AgentService:
         *,
         id: str | None = None,  # noqa: A002
         name: str | None = None,
+        description: str | None = None,
         key: str,
     ) -> Profile:
-        """Create an agent from `role`. Idempotent for the same `key`."""
+        """Create an agent from `role`. Idempotent for the same `key`. `description`: by default the role's."""
         template = await self._find_role(role, parent)
         self._check_service(parent, template.service)
         profile = replace(
             template,
             id=id or f"{role[:50]}-{id_for('agent', key)[:6]}",
             name=to_storable(name or template.name),
+            description=template.description if description is None else _check_description(description),
             parent=None if parent == PERSON else parent,
             maker=None if parent == PERSON else parent,
             role=role,
@@ -240,6 +267,7 @@ class AgentService:
         service: str | None,
         tools: Sequence[str] | None,
         parent: str | None,
+        description: str = "",
     ) -> Profile:
         """Create an agent without a role, on a person's request.
 
@@ -257,6 +285,7 @@ class AgentService:
             name=to_storable(name or "").strip() or agent_id,
             service=service,
             prompt=to_storable(prompt),
+            description=_check_description(description),
             tools=("*",) if tools is None else tuple(map(to_storable, tools)),
             parent=parent,
             maker=parent if tools is None else None,
@@ -302,7 +331,8 @@ class AgentService:
         }  # fmt: skip
         if role not in roles:
             meant = closest_match(role, set(roles))
-            hint = f", did you mean {meant!r}?" if meant else ": make it first with create_role"
+            known = f": there are {', '.join(sorted(roles)[:MAX_NAMED_ROLES])}" if roles else ": there is none yet"
+            hint = f", did you mean {meant!r}?" if meant else known
             raise Refused("unknown_role", f"there is no role {one_line(role, 40)!r}{hint}")
         return _parse_profile(roles[role])
 
@@ -346,9 +376,19 @@ class AgentService:
         return queue[:0:-1]
 
 
+def _check_description(text: str) -> str:
+    """The description as it is stored; `Refused` if it is too long."""
+    if len(text) > MAX_DESCRIPTION:
+        raise Refused(
+            "payload_invalid", f"a description has at most {MAX_DESCRIPTION} characters, got {len(text):,}: shorten it"
+        )
+    return to_storable(text).strip()
+
+
 def _parse_profile(data: str) -> Profile:
     fields = json.loads(data)
     if "maker" not in fields:
         # Stored by a version without makers: the maker of an agent with a role is its parent.
         fields["maker"] = fields.get("parent") if fields.get("role") else None
-    return Profile(**fields | {"tools": tuple(fields["tools"]), "services": tuple(fields.get("services", ()))})
+    fields["tools"], fields["services"] = tuple(fields["tools"]), tuple(fields.get("services", ()))
+    return Profile(**fields | {"sampling": Sampling(**fields.get("sampling") or {})})

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 from coterie.agent.builtins import SEND_MESSAGE
 from coterie.agent.tools import (
     BadArguments,
+    CallTimer,
     InProcess,
     InThread,
     NoToolResult,
@@ -34,14 +35,14 @@ from coterie.agent.tools import (
 )
 from coterie.agent.user_tools import BLOCKED_AFTER, LoopCall, ToolLoops, bridge_context, run_in_process
 from coterie.errors import Problem
-from coterie.llm.types import ToolSpec
+from coterie.llm.service import ToolSpec
 from coterie.redaction import redact
 from coterie.text import closest_match, one_line
 
 log = logging.getLogger(__name__)
 
 Patterns = Sequence[str | tuple[str, ...]]
-"""Patterns of tool names, one of which must match; or several lists of patterns, each with a match."""
+"""Patterns of tool names, or several lists of patterns, each of which must allow a tool. See `is_allowed`."""
 Encoded = str | bytes | ToolResult
 Output = TypeVar("Output", str | bytes | ToolResult, ToolResult)
 
@@ -60,17 +61,20 @@ class Toolbox:
         self,
         tools: Iterable[Tool] = (),
         *,
+        built_ins: Iterable[Tool] = (),
         deadline: timedelta = DEFAULT_DEADLINE,
         max_abandoned: int = MAX_ABANDONED,
         blocked_after: timedelta = BLOCKED_AFTER,
         secrets: Sequence[str] = (),
     ) -> None:
-        """`deadline`: for tools that declare none. `secrets`: redacted from all results and logs of tools.
+        """`built_ins`: allowed unless an agent's patterns exclude them. `deadline`: for tools that declare none.
 
-        `blocked_after`: an event loop that runs nothing new for this long is blocked.
+        `secrets`: redacted from all results and logs of tools. `blocked_after`: an event loop that runs nothing new
+        for this long is blocked.
         """
         self._deadline, self._max_abandoned, self._secrets = deadline, max_abandoned, secrets
-        self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(tools)}
+        self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(built_ins), "given": tuple(tools)}
+        self._built_ins = frozenset(tool.name for tool in self._sources["built-in"])
         self._tools: dict[str, Tool] = {}
         self._allowed_tools: dict[Patterns, dict[str, Tool]] = {}
         self._model_specs: dict[Patterns, tuple[ToolSpec, ...]] = {}
@@ -101,8 +105,17 @@ class Toolbox:
     def model_specs(self, patterns: tuple[str | tuple[str, ...], ...]) -> tuple[ToolSpec, ...]:
         """Return the specifications that the model sees: `send_message` and the allowed tools."""
         if patterns not in self._model_specs:
-            self._model_specs[patterns] = (SEND_MESSAGE, *self.specs(patterns))
+            first = (SEND_MESSAGE,) if self.may_send(patterns) else ()
+            self._model_specs[patterns] = (*first, *self.specs(patterns))
         return self._model_specs[patterns]
+
+    def may_send(self, patterns: Patterns) -> bool:
+        """True unless a list excludes `send_message`. An empty list does not."""
+        return all(not is_excluded(SEND_MESSAGE.name, one) for one in _lists(patterns))
+
+    def given_names(self, patterns: Patterns) -> frozenset[str]:
+        """Return the names of the tools that the model sees."""
+        return frozenset(self._allowed(patterns)) | (_RESERVED if self.may_send(patterns) else frozenset())
 
     def _rebuild(self) -> list[Problem]:
         self._tools, problems = {}, list[Problem]()
@@ -117,12 +130,11 @@ class Toolbox:
     def _allowed(self, patterns: Patterns) -> dict[str, Tool]:
         key = tuple(patterns)
         if key not in self._allowed_tools:
-            own = tuple(one for one in key if isinstance(one, str))
-            lists = [one for one in key if not isinstance(one, str)]
-            if own or not lists:
-                lists.append(own)
+            lists = _lists(key)
             self._allowed_tools[key] = {
-                name: tool for name, tool in self._tools.items() if all(_matches(name, patterns) for patterns in lists)
+                name: tool
+                for name, tool in self._tools.items()
+                if all(is_allowed(name, one, is_built_in=name in self._built_ins) for one in lists)
             }
         return self._allowed_tools[key]
 
@@ -166,7 +178,8 @@ class Toolbox:
             log.warning(
                 "the tool %s, called by %s, did not end within %s; it was %s", name, ctx.agent_id, allowed, late
             )
-            message = f"{name} did not end within {allowed.total_seconds():g} s and was {late}"
+            what = "made no further progress" if ctx.timer.has_progressed else "did not end"
+            message = f"{name} {what} within {allowed.total_seconds():g} s and was {late}"
             return _no_result(tool, "tool_timeout", message)
         except _Raised as error:
             result = self._redact(exception_result(name, error.cause))
@@ -179,10 +192,14 @@ class Toolbox:
             log.exception("the tool %s could not be run", name)
             return self._redact(exception_result(name, error))
 
+    def redact_text(self, text: str) -> str:
+        """Remove the secrets from what a tool says."""
+        return redact(text, self._secrets)
+
     def _redact(self, output: Output) -> Output:
         match output:
             case str():
-                return redact(output, self._secrets)
+                return self.redact_text(output)
             case ToolResult():
                 return replace(output, text=redact(output.text, self._secrets))
         return output
@@ -210,7 +227,7 @@ class Toolbox:
             case OnLoop(function):
                 converted = _convert_arguments(tool, arguments, ctx)
                 task = asyncio.ensure_future(_wrap_errors(function(**converted)))
-                return encode_result(await self._await_until_deadline(task, seconds))
+                return encode_result(await self._await_until_deadline(task, seconds, ctx.timer))
             # User code must not run on this loop; converting arguments and results may run user code too.
             case OnToolLoop() as run:
                 bridged = bridge_context(ctx, asyncio.get_running_loop())
@@ -220,7 +237,7 @@ class Toolbox:
                     return encode_result(await _wrap_errors(run.function(**converted)))
 
                 call = self._loops.start(tool.name, ctx.agent_id, lambda: _wrap_conversion_errors(work()))
-                return cast(Encoded, await self._await_until_deadline(call, seconds))
+                return cast(Encoded, await self._await_until_deadline(call, seconds, ctx.timer))
             case InThread(function):
 
                 def run_in_thread() -> Encoded:
@@ -235,19 +252,25 @@ class Toolbox:
             case InProcess() as process:
                 converting = _start_thread(lambda: _convert_arguments(tool, arguments, ctx))
                 await self._await_until_deadline(converting, seconds)
-                timer = asyncio.timeout(seconds)
+                running = asyncio.ensure_future(run_in_process(process, arguments, ctx))
                 try:
-                    async with timer:
-                        return await run_in_process(process, arguments, ctx)
-                except TimeoutError:
-                    if timer.expired():
-                        raise _DeadlineExceeded("killed") from None
-                    raise
+                    await ctx.timer.wait(running, seconds)
+                finally:
+                    if is_late := not running.done():
+                        running.cancel()
+                        await asyncio.wait({running})
+                if is_late and running.cancelled():
+                    raise _DeadlineExceeded("killed")
+                return running.result()
 
-    async def _await_until_deadline(self, call: asyncio.Future[Any], seconds: float) -> Any:
+    async def _await_until_deadline(
+        self, call: asyncio.Future[Any], seconds: float, timer: CallTimer | None = None
+    ) -> Any:
         try:
             await asyncio.sleep(0)  # many calls end in one step and need no timer
-            if not call.done():
+            if not call.done() and timer:
+                await timer.wait(call, seconds)
+            elif not call.done():
                 await asyncio.wait({call}, timeout=seconds)
         except asyncio.CancelledError:
             await self._stop(call)
@@ -344,6 +367,32 @@ def _convert_arguments(tool: Tool, arguments: Mapping[str, Any], ctx: ToolContex
         raise
     except BaseException as error:  # parameter types may be user classes, which may raise anything
         raise _Raised(error) from None
+
+
+EXCLUDE = "!"
+"""First character of a pattern that excludes tools."""
+
+
+def is_allowed(name: str, patterns: Sequence[str], *, is_built_in: bool) -> bool:
+    """True if a list of patterns allows the tool.
+
+    An empty list allows none. A built-in tool is allowed unless it is excluded, any other if a pattern names it too. A
+    list that only excludes allows all others.
+    """
+    if not patterns or is_excluded(name, patterns):
+        return False
+    included = [pattern for pattern in patterns if not pattern.startswith(EXCLUDE)]
+    return is_built_in or not included or _matches(name, included)
+
+
+def is_excluded(name: str, patterns: Iterable[str]) -> bool:
+    return _matches(name, (pattern[1:] for pattern in patterns if pattern.startswith(EXCLUDE)))
+
+
+def _lists(patterns: Patterns) -> list[tuple[str, ...]]:
+    own = tuple(one for one in patterns if isinstance(one, str))
+    lists = [one for one in patterns if not isinstance(one, str)]
+    return [*lists, own] if own or not lists else lists
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

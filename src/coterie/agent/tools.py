@@ -8,34 +8,121 @@ Converts return values and exceptions of tools to results for the model. Long re
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import json
 import re
 import sys
 import typing
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any, Protocol, TypeVar, get_args, overload
 
 import msgspec
 
 from coterie.artifact_service import AgentArtifacts, ArtifactService
+from coterie.artifacts import Artifact
 from coterie.errors import CoterieError, Refused
 from coterie.llm.routing import CapabilityRouter
-from coterie.llm.service import Capabilities
-from coterie.llm.types import ToolSpec
+from coterie.llm.service import Capabilities, Completion, ModelRequest, ToolSpec
 from coterie.messages import Payload, Receipt
+from coterie.plan import Effect
 from coterie.text import closest_match, one_line, to_storable
-from coterie.turn import Effect
 
 
 class SendFunction(Protocol):
     async def __call__(
-        self, to: str, payload: Payload, *, delay_ms: float | None = None, quick_replies: list[str] | None = None
+        self,
+        to: str,
+        payload: Payload,
+        *,
+        delay_ms: float | None = None,
+        quick_replies: list[str] | None = None,
+        every: str | None = None,
+        time_zone: str | None = None,
+        unless_answered: str | None = None,
     ) -> Receipt:
-        """Send a message from the agent. `Refused`: the message is invalid and was not sent."""
+        """Send a message from the agent. `Refused`: the message is invalid and was not sent.
+
+        `every`: send it again and again, such as "weekdays 08:00", in `time_zone`. The receipt has the schedule's id.
+        `unless_answered`: a message of the agent; an answer to it withdraws this delayed one.
+        """
         ...
+
+
+class AskFunction(Protocol):
+    async def __call__(self, text: str, quick_replies: list[str]) -> str | None:
+        """Ask the person and wait for the answer. None: there was none. The deadline of the call is suspended."""
+        ...
+
+
+class ProgressFunction(Protocol):
+    async def __call__(self, progress: float, total: float | None = None, message: str | None = None) -> None:
+        """Show the person how far the call is. The deadline of the call starts again."""
+        ...
+
+
+async def ignore_progress(progress: float, total: float | None = None, message: str | None = None) -> None:
+    """Drop the report. The default of `ToolContext.report_progress`, for calls outside a turn."""
+
+
+class SampleFunction(Protocol):
+    async def __call__(self, request: ModelRequest) -> Completion:
+        """Ask the agent's model, outside of its conversation. Raises `ServiceError` or `SocietyPaused`.
+
+        The tokens count as the agent's. The deadline of the call is suspended.
+        """
+        ...
+
+
+MAX_WITH_PROGRESS = timedelta(hours=1)
+"""Total time of a call that keeps reporting progress, unless its deadline is longer."""
+
+
+class CallTimer:
+    """Measures how long a call works. The time in which it waits for the person or a model does not count."""
+
+    def __init__(self, max_with_progress: timedelta = MAX_WITH_PROGRESS) -> None:
+        self._pauses, self._changed = 0, asyncio.Event()
+        self._max_seconds = max_with_progress.total_seconds()
+        self._has_news = False
+        self.has_progressed = False
+        """The call has reported progress at least once."""
+
+    def restart(self) -> None:
+        """Measure from now on: the call has reported progress."""
+        self._has_news = self.has_progressed = True
+        self._changed.set()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._pauses += 1
+        self._changed.set()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            self._changed.set()
+
+    async def wait(self, call: asyncio.Future[Any], seconds: float) -> None:
+        """Wait until the call is done or has worked for `seconds` without progress."""
+        loop = asyncio.get_running_loop()
+        left, total = seconds, max(seconds, self._max_seconds)
+        while not call.done() and left > 0:
+            began, is_paused = loop.time(), self._pauses > 0
+            self._changed.clear()
+            self._has_news = False
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                timeout = None if is_paused else left
+                await asyncio.wait({call, changed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                changed.cancel()
+            worked = 0.0 if is_paused else loop.time() - began
+            total -= worked
+            left = min(seconds if self._has_news else left - worked, total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +137,15 @@ class ToolContext:
     """Files that the agent may read. It owns the files that the tool puts there."""
     idempotency_key: str
     """Stable when this call runs again after a crash."""
+    ask: AskFunction | None = None
+    """Asks the person. None: nobody can be asked."""
+    report_progress: ProgressFunction = ignore_progress
+    """Shows the person how far the call is: `await ctx.report_progress(3, 10, "copying")`."""
+    sample: SampleFunction | None = None
+    """Asks the agent's model for an MCP server. None: it cannot be asked."""
+    timer: CallTimer = field(default_factory=CallTimer)
+    tools: frozenset[str] = frozenset()
+    """Names of the tools that the agent's model is given. A result should mention no other."""
 
 
 _CONTEXT_PARAMETER = "ctx"
@@ -80,13 +176,14 @@ class Parameters:
     """The function has a parameter `ctx`, which is not in the schema."""
 
     def schema(self) -> dict[str, Any]:
-        """JSON Schema of the arguments object."""
-        return {
+        """JSON Schema of the arguments object. Every request contains it, so it has no optional keywords."""
+        schema: dict[str, Any] = {
             "type": "object",
             "properties": {parameter.name: parameter.schema for parameter in self.items},
-            "required": [parameter.name for parameter in self.items if parameter.required],
-            "additionalProperties": False,
         }
+        if required := [parameter.name for parameter in self.items if parameter.required]:
+            schema["required"] = required
+        return schema
 
     def convert(self, arguments: Mapping[str, Any], ctx: ToolContext | None) -> dict[str, Any]:
         """Return the keyword arguments for the function. `BadArguments`: a value is missing, unknown or invalid."""
@@ -177,9 +274,18 @@ def _read_parameter(parameter: inspect.Parameter, hint: Any, described: str | No
     if description := _annotated_text(hint) or described:
         schema = {"description": description} | schema
     required = parameter.default is parameter.empty
+    if parameter.default is None:
+        schema = _without_null(schema)
     if not required and isinstance(parameter.default, str | int | float | bool):
         schema["default"] = parameter.default
     return Parameter(parameter.name, hint, required, schema)
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an optional parameter without null: the model leaves the parameter out instead."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    rest = {key: value for key, value in schema.items() if key != "anyOf"}
+    return rest | kinds[0] if len(kinds) == 1 else schema
 
 
 def _annotated_text(hint: Any) -> str | None:
@@ -254,6 +360,8 @@ class ToolResult:
     """Artifact with the resolved result, if `text` is only a part of it."""
     is_outcome_unknown: bool = False
     """The call started, but it may or may not have taken effect."""
+    attachments: tuple[Artifact, ...] = ()
+    """Files for the model to see, if it can; else it gets their descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +394,8 @@ class InProcess:
     name: str
     memory_mb: int | None = None
     """Limit of the address space."""
+    takes_context: bool = False
+    """The function has a parameter `ctx`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,8 +441,8 @@ def tool(
 
     `effect`: after a crash, `pure` and `idempotent` calls run again with the same key; `unsafe` calls do not.
     `approval`: a person must approve each call. `seconds`: deadline. `process`: run in a separate process, which is
-    killed at the deadline; its environment has COTERIE_AGENT_ID and COTERIE_IDEMPOTENCY_KEY. `memory_mb`: limit of that
-    process.
+    killed at the deadline; `ctx` works there too, except `ctx.router`, and its environment has COTERIE_AGENT_ID and
+    COTERIE_IDEMPOTENCY_KEY. `memory_mb`: limit of that process.
     """
 
     def declare(declared: Callable[..., object]) -> Callable[..., object]:
@@ -416,15 +526,16 @@ def _choose_executor(
         raise BadTool("memory_mb is a number above 0, and needs process=True")
     if not process:
         return OnLoop(function) if inspect.iscoroutinefunction(function) else InThread(function)
-    if parameters.takes_context:
-        raise BadTool(
-            "ctx is not available in another process: remove ctx or process=True."
-            " COTERIE_AGENT_ID and COTERIE_IDEMPOTENCY_KEY are in the environment there"
-        )
     if function.__qualname__ != function.__name__:
         raise BadTool("with process=True it must be at the top level of its file, where the process finds it")
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or function.__code__.co_filename
-    return InProcess(module=function.__module__, file=file, name=function.__name__, memory_mb=memory_mb)
+    return InProcess(
+        module=function.__module__,
+        file=file,
+        name=function.__name__,
+        memory_mb=memory_mb,
+        takes_context=parameters.takes_context,
+    )
 
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 8 << 10, 4 << 10
@@ -475,11 +586,8 @@ async def fit_result(tool: Tool, encoded: str | bytes | ToolResult, ctx: ToolCon
     try:
         artifact = await ctx.artifacts.put(data, f"{tool.name}.txt", key=ctx.idempotency_key)
     except (CoterieError, OSError) as error:
-        return replace(
-            _join(shown, {"notKept": to_storable(str(error))}, ok=result.ok),
-            is_outcome_unknown=result.is_outcome_unknown,
-        )
-    return replace(_join(shown, artifact.to_dict(), ok=result.ok), is_outcome_unknown=result.is_outcome_unknown)
+        return _join(result, shown, {"notKept": to_storable(str(error))})
+    return _join(result, shown, artifact.to_dict())
 
 
 def exception_result(name: str, error: BaseException) -> ToolResult:
@@ -507,9 +615,16 @@ async def _fit_bytes(name: str, data: bytes, ctx: ToolContext) -> ToolResult:
         return error_result(
             "artifact_failed", f"{name} returned {len(data):,} bytes, which could not be stored: {error}"
         )
-    return _join({}, artifact.to_dict(), ok=True)
+    return file_result(artifact)
 
 
-def _join(shown: Mapping[str, Any], more: Mapping[str, Any], *, ok: bool) -> ToolResult:
+def file_result(artifact: Artifact) -> ToolResult:
+    """Return the result that describes a file. Pictures and sound are attached to it."""
+    text = json.dumps(artifact.to_dict(), ensure_ascii=False)
+    attachments = () if artifact.type == "file" else (artifact,)
+    return ToolResult(ok=True, text=text, artifact_ref=artifact.ref, attachments=attachments)
+
+
+def _join(result: ToolResult, shown: Mapping[str, Any], more: Mapping[str, Any]) -> ToolResult:
     text = json.dumps({**more, **shown}, ensure_ascii=False)
-    return ToolResult(ok=ok, text=text, artifact_ref=more.get("artifactRef"))
+    return replace(result, text=text, artifact_ref=more.get("artifactRef"))

@@ -45,6 +45,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+from coterie.agent.child_process import PROGRAM
+from coterie.agent.process_context import serve_context
 from coterie.agent.tools import (
     InProcess,
     NoToolResult,
@@ -170,7 +172,7 @@ def _line(file: Path, error: BaseException) -> int | None:
 BLOCKED_AFTER = timedelta(seconds=5)
 """A loop that starts nothing for this long counts as blocked."""
 PROBES_PER_PERIOD = 5
-"""Probes of a loop in that time. A suspended process missed_probes only one, however long it is suspended."""
+"""Probes of a loop in that time. A suspended process misses only one, however long it is suspended."""
 _MAX_FRAMES = 5
 _SHARED = ""
 """Key of the shared loop. Any other key is the name of a tool with its own loop."""
@@ -441,6 +443,9 @@ def bridge_context(ctx: ToolContext, home: asyncio.AbstractEventLoop) -> ToolCon
     return replace(
         ctx,
         send=_bridge(ctx.send, home),
+        ask=_bridge(ctx.ask, home),
+        report_progress=_bridge(ctx.report_progress, home),
+        sample=None,
         artifacts=cast(Any, _Bridge(ctx.artifacts, home)),
         router=cast(Any, _Bridge(ctx.router, home)),
     )
@@ -499,28 +504,41 @@ async def _iterate_on(items: AsyncIterable[T], home: asyncio.AbstractEventLoop) 
 
 MAX_OUTPUT_BYTES = 64 << 20
 """A larger result is an error, and its process is stopped."""
-_PROGRAM = "coterie.agent.tool_process"
 _SWEEP_SECONDS = 2.0
 """Time for the keeper to kill the tool's descendants, before its process group is killed."""
 
 
 async def run_in_process(run: InProcess, arguments: Mapping[str, Any], ctx: ToolContext) -> str | bytes | ToolResult:
     """Run a tool in its own process. The process and its descendants are gone when this returns or raises."""
+    if not run.takes_context:
+        return await _run_process(run, arguments, ctx, None)
+    async with serve_context(ctx) as (descriptor, described):
+        return await _run_process(run, arguments, ctx, described, descriptor)
+
+
+async def _run_process(
+    run: InProcess,
+    arguments: Mapping[str, Any],
+    ctx: ToolContext,
+    described: Mapping[str, Any] | None,
+    *descriptors: int,
+) -> str | bytes | ToolResult:
     # Our own socket pair instead of asyncio's pipes: it can be closed while a descendant still holds the other end.
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", _PROGRAM, str(os.getpid())),
+                *(sys.executable, "-P", "-m", PROGRAM, "tool", str(os.getpid())),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
+                pass_fds=descriptors,
                 start_new_session=True,
                 env={**os.environ, "COTERIE_AGENT_ID": ctx.agent_id, "COTERIE_IDEMPOTENCY_KEY": ctx.idempotency_key},
             )
             theirs.close()
             try:
-                return await _request(process, reader, writer, run, arguments)
+                return await _request(process, reader, writer, run, arguments, described)
             finally:
                 writer.transport.abort()  # the keeper reads the end of its input, and kills all descendants
                 await _wait_or_kill(process)
@@ -534,6 +552,7 @@ async def _request(
     writer: asyncio.StreamWriter,
     run: InProcess,
     arguments: Mapping[str, Any],
+    described: Mapping[str, Any] | None,
 ) -> str | bytes | ToolResult:
     request = {
         "module": run.module,
@@ -542,6 +561,7 @@ async def _request(
         "memoryMb": run.memory_mb,
         "path": sys.path,
         "arguments": dict(arguments),
+        "context": described,
     }
     writer.write(json.dumps(request).encode() + b"\n")
     try:

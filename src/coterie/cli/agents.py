@@ -1,37 +1,39 @@
-"""List and control agents: `agents`, `stop`, `pause`, `resume`."""
+"""List and control agents: `agents`, `stop` (also of a task), `pause`, `resume`, `clear`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from coterie.cli.options import DEFAULT_FOLDER, Dir, Json, Token, complete_agent
-from coterie.cli.output import format_status, no_such_agent, print_json, print_line, print_table, run_quietly
+from coterie.cli.options import DEFAULT_FOLDER, AgentArgument, Dir, Json, Token, complete_agent
+from coterie.cli.output import count_of, format_status, print_json, print_line, print_table, run_quietly
 
 if TYPE_CHECKING:
-    from coterie.admin.inspect import Inspection
-    from coterie.agent.service import AgentDirectory
-    from coterie.agents import Agent
     from coterie.cli.client import Client
-    from coterie.store import Store, Worker
 
 COLUMNS = ("AGENT", "NAME", "STATE", "SERVICE", "WAITING", "UNREAD", "WORKER", "WHY")
 OPTIONAL_COLUMNS = ("WORKER", "WHY")
 """Left out if they are empty."""
+FIELDS = (
+    "id", "name", "description", "state", "since", "phase", "tool", "step", "why", "service", "parent", "waiting",
+    "delayed", "unread", "worker",
+)  # fmt: skip
+"""What --json writes about an agent."""
 PARALLEL_REQUESTS = 32
-PAGE_SIZE = 200
 Order = Literal["stop", "pause", "resume"]
 _RESULTS = {"stop": "was told to stop", "pause": "is paused; its mail waits", "resume": "goes on"}
 
 
-def agents(dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
+def agents(dir: Dir = DEFAULT_FOLDER, token: Token = None, json: Json = False) -> None:  # noqa: A002
     """List the agents, each below the one that made it. Works beside a running society."""
-    found, workers = run_quietly(_read_agents(dir))
+    found, workers = run_quietly(_read_agents(dir, token))
     if json:
-        print_json({"items": found, "workers": [worker.to_dict() for worker in workers]})
+        items = [{key: agent[key] for key in FIELDS if key in agent} for agent in found]
+        print_json({"items": items, "workers": workers})
         return
     rows = [_row(agent, depth) for agent, depth in _sort_as_tree(found)]
     if rows:
@@ -40,77 +42,18 @@ def agents(dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
     else:
         print_line("There are no agents.")
     if workers:
-        print_line(f"Processes: {', '.join(f'{worker.name} ({worker.claims:,} at work)' for worker in workers)}")
+        processes = [f"{worker['name']} ({worker['claims']:,} at work)" for worker in workers]
+        print_line(f"Processes: {', '.join(processes)}")
 
 
-async def _read_agents(folder: Path) -> tuple[list[dict[str, Any]], Sequence[Worker]]:
-    from coterie.admin.inspect import Inspection
+async def _read_agents(
+    folder: Path, token: str | None
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    """The agents, and the processes that share the society."""
+    from coterie.cli.client import connect
 
-    async with Inspection.open(folder) as stored:
-        directory = await read_directory(stored)
-        unread = {thread.agent_id: thread.unread for thread in (await stored.store.snapshot()).threads}
-        holder = await stored.worker_names()
-        found: list[Agent] = []
-        while page := await stored.store.agents(found[-1].id if found else "", PAGE_SIZE):
-            found += page
-        items = [
-            _to_json(agent, directory, unread.get(agent.id, 0), holder(agent))
-            for agent in found
-            if agent.kind == "agent"
-        ]
-        return items, await stored.store.workers()
-
-
-async def read_directory(stored: Inspection) -> AgentDirectory:
-    """Profiles and services of the agents of a society that need not run."""
-    from coterie.agent.service import AgentDirectory, AgentService
-    from coterie.agent_runtime import load_services, read_profiles
-    from coterie.clock import SystemClock
-    from coterie.config import read_config
-    from coterie.llm.learned_limits import LearnedLimits
-
-    folder = stored.folder
-    profiles, _ = read_profiles(read_config(folder.path), folder)
-    limits = LearnedLimits(SystemClock(), folder.data / "refusals.json")
-    directory = AgentDirectory(load_services(folder), limits, profiles)
-    await AgentService(stored.store, directory).refresh_directory()
-    return directory
-
-
-async def find_agent(store: Store, name: str, *, or_person: bool = False) -> Agent:
-    """Find an agent in the stored society; `Refused` with a suggestion if there is none of that name."""
-    from coterie.errors import Refused
-    from coterie.text import to_storable
-
-    kinds = ("agent", "person") if or_person else ("agent",)
-    agent = await store.agent(to_storable(name))
-    if agent and agent.kind in kinds:
-        return agent
-    known = [agent.id for agent in await store.agents() if agent.kind in kinds]
-    raise Refused("unknown_recipient" if or_person else "unknown_agent", no_such_agent(name, known))
-
-
-def _to_json(agent: Agent, directory: AgentDirectory, unread: int, worker: str | None) -> dict[str, Any]:
-    from coterie.errors import CoterieError
-    from coterie.web.schemas import AgentStatus
-
-    service, parent = None, agent.parent
-    try:
-        parent = directory.profile(agent.id).parent or parent
-        service = directory.service_of(agent.id).id
-    except CoterieError:
-        pass  # terminated, or no longer described by the files
-    return {
-        "id": agent.id,
-        "name": agent.name,
-        **AgentStatus.of(agent).to_dict(),
-        "service": service,
-        "parent": parent,
-        "waiting": agent.waiting,
-        "delayed": agent.delayed,
-        "unread": unread,
-        "worker": worker,
-    }
+    async with connect(folder, token, private="read") as client:
+        return await client.agents(), (await client.get("/workers"))["items"]
 
 
 def _sort_as_tree(agents: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
@@ -160,19 +103,51 @@ def _control_command(order: Order, description: str) -> Callable[..., None]:
     ) -> None:
         if (agent is None) != all:
             raise typer.BadParameter("name one agent, or say --all")
-        results = run_quietly(_control(order, agent, dir, token))
-        if json:
-            states = [{"id": agent_id, "state": state} for agent_id, (state, _) in results.items()]
-            print_json({"items": states} if all else states[0])
-            return
-        for agent_id, (state, was_active) in results.items():
-            print_line(f"{agent_id} {_describe_result(order, state, was_active, all)}.")
+        _run_order(order, agent, dir, token, json)
 
     command.__name__, command.__doc__ = order, description
     return command
 
 
-stop = _control_command("stop", "End what an agent is doing. Its mail is kept.")
+def _run_order(order: Order, agent: str | None, folder: Path, token: str | None, json: bool) -> None:
+    """Control one agent, or all if `agent` is None; write the result."""
+    results = run_quietly(_control(order, agent, folder, token))
+    if json:
+        states = [{"id": agent_id, "state": state} for agent_id, (state, _) in results.items()]
+        print_json({"items": states} if agent is None else states[0])
+        return
+    for agent_id, (state, was_active) in results.items():
+        print_line(f"{agent_id} {_describe_result(order, state, was_active, agent is None)}.")
+
+
+def stop(
+    agent: Annotated[
+        str | None,
+        typer.Argument(metavar="AGENT", help="The id of an agent.", autocompletion=complete_agent, show_default=False),
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="Everybody at once.")] = False,  # noqa: A002
+    task: Annotated[
+        str | None, typer.Option(metavar="ID", help="Stop a whole task instead: all its turns, messages and questions.")
+    ] = None,
+    dir: Dir = DEFAULT_FOLDER,  # noqa: A002
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """End what an agent is doing; its mail is kept. Or stop everything that a task set off."""
+    from coterie.cli.tasks import format_stopped, stop_task
+
+    if (agent is not None) + all + (task is not None) != 1:
+        raise typer.BadParameter("name one agent, or say --all or --task ID")
+    if task is None:
+        _run_order("stop", agent, dir, token, json)
+        return
+    task_id, counts = run_quietly(stop_task(dir, token, task))
+    if json:
+        print_json({"id": task_id, **counts})
+    else:
+        print_line(format_stopped(counts))
+
+
 pause = _control_command("pause", "Let an agent rest until it is resumed. Its mail waits.")
 resume = _control_command("resume", "Let a paused or blocked agent go on.")
 
@@ -221,3 +196,40 @@ async def _control_one(client: Client, order: Order, agent_id: str) -> tuple[str
         return before["state"], False  # no agent was at work
     after = await client.post(f"/agents/{agent_id}/{order}")
     return after["state"], before["state"] == "active"
+
+
+def clear(
+    agent: AgentArgument,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dir: Dir = DEFAULT_FOLDER,  # noqa: A002
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Delete your conversation with an agent and all that the agent remembers. A blocked agent can go on."""
+    if not yes:
+        run_quietly(_find_agent(agent, dir, token))
+        if not sys.stdin.isatty():
+            raise typer.BadParameter("there is no terminal to ask on: say --yes", param_hint="--yes")
+        question = f"Delete your conversation with {agent} and all that it remembers? This cannot be undone."
+        typer.confirm(question, abort=True, err=True)
+    deleted = run_quietly(_clear(agent, dir, token))
+    if json:
+        print_json({"id": agent, "messages": deleted})
+    else:
+        print_line(f"Cleared the conversation with {agent}: {count_of(deleted, 'message')} deleted.")
+
+
+async def _find_agent(agent_id: str, folder: Path, token: str | None) -> None:
+    from coterie.cli.client import connect
+
+    async with connect(folder, token, private="read") as client:
+        await client.agent(agent_id)
+
+
+async def _clear(agent_id: str, folder: Path, token: str | None) -> int:
+    """Return the number of deleted messages."""
+    from coterie.cli.client import connect
+
+    async with connect(folder, token) as client:
+        await client.agent(agent_id)
+        return int((await client.delete(f"/threads/{agent_id}"))["messages"])

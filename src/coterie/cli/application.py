@@ -15,14 +15,13 @@ import typer
 from typer.core import TyperGroup
 
 from coterie import __version__, failpoints
-from coterie.cli.agents import agents, pause, resume, stop
-from coterie.cli.delayed import delayed
-from coterie.cli.history import export, history
-from coterie.cli.operations import backup, check, copy, init, migrate, restore, verify
+from coterie.cli.agents import agents, clear, pause, resume, stop
+from coterie.cli.messages import chat, delayed, export, history, send
+from coterie.cli.operations import backup, check, copy, init, migrate, open_panel, restore, serve, verify, worker
 from coterie.cli.options import wants_json
 from coterie.cli.output import make_streams_tolerant, print_error, print_json
-from coterie.cli.serve import open_panel, serve, worker
-from coterie.cli.talk import chat, send
+from coterie.cli.schedules import schedules
+from coterie.cli.tasks import tasks
 from coterie.errors import ConfigError, CoterieError, Refused
 
 
@@ -52,8 +51,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    init, serve, check, open_panel, send, chat, agents, delayed, history, export, stop, pause, resume, verify, backup,
-    restore, migrate, copy, worker,
+    init, serve, check, open_panel, send, chat, agents, tasks, delayed, schedules, history, export, stop, pause,
+    resume, clear, verify, backup, restore, migrate, copy, worker,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_panel"))(command)
 
@@ -116,13 +115,13 @@ def _describe_unexpected(error: Exception) -> str:
     incident = os.urandom(4).hex()
     if os.environ.get("COTERIE_DEBUG") != "1":
         return (
-            f"something went wrong that nobody planned for ({type(error).__name__}, incident {incident}):"
+            f"unexpected error ({type(error).__name__}, incident {incident}):"
             " run it again with COTERIE_DEBUG=1 to see where, and report what it says"
         )
     import logging
 
     logging.getLogger(__name__).error("incident %s", incident, exc_info=error)
-    return f"something went wrong that nobody planned for (incident {incident}): report it with the traceback above"
+    return f"unexpected error (incident {incident}): report it with the traceback above"
 
 
 def _flush_output(code: int) -> int:

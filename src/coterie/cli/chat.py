@@ -1,34 +1,47 @@
-"""A chat session: what the person types is sent or carried out, and what happens is shown."""
+"""A chat session on a terminal or a pipe: messages are shown, and what the person types is sent or carried out."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, TextIO
 
 from coterie.cli.conversation import (
     AgentStatus,
     ChatEvent,
     ChatMessage,
     Conversation,
+    DraftEnded,
+    DraftText,
     MessageArrived,
     MessagesRead,
     OutgoingMessage,
     SocietyStopped,
+    TaskChanged,
+    ToolProgress,
     open_conversation,
     wait_for_answers,
 )
 from coterie.cli.options import parse_duration_ms
-from coterie.cli.output import local_time, print_error
-from coterie.cli.terminal import MessageView, Screen, format_message, printable_lines, read_stdin
+from coterie.cli.output import escape_controls, local_time, print_error
+from coterie.cli.tasks import format_work
+from coterie.clock import Clock, SystemClock
 from coterie.errors import NoAnswer, Refused, ServerStopping, ServerUnusable
 from coterie.messages import PERSON, Receipt
 from coterie.text import one_line
 
 RECENT_MESSAGES = 10
+MAX_REASON = 400
+"""Characters of an error that are shown."""
+PROGRESS_SECONDS = 2.0
+"""Between two lines about the progress of a tool call, where no status is shown."""
 HELP = (
     "a number          answer with that quick reply; any other words are an answer of your own",
     "/attach FILE      send a file along with what you say next",
@@ -37,7 +50,12 @@ HELP = (
     "/stop             end what the agent is doing; Ctrl-C does the same",
     "/quit             leave; so do Ctrl-D, and Ctrl-C while nothing runs",
 )
+CUT_OFF = {
+    "length": "cut off at the length limit; say Continue to get the rest",
+    "content_filter": "cut off by the content filter of the model service",
+}
 Action = Callable[[], Awaitable[object]]
+_BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 class Quit(Exception):
@@ -125,6 +143,19 @@ async def _chat_on_pipe(conversation: Conversation) -> bool:
     return all_answered
 
 
+def read_stdin(on_line: Callable[[str | None], None]) -> None:
+    """Pass each line of standard input to `on_line`, then None. A thread reads, because some files cannot be polled."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            for line in sys.stdin:
+                loop.call_soon_threadsafe(on_line, line.rstrip("\n"))
+            loop.call_soon_threadsafe(on_line, None)
+
+    threading.Thread(target=read, name="coterie-stdin", daemon=True).start()
+
+
 class ChatSession:
     def __init__(self, conversation: Conversation, screen: Screen) -> None:
         self.conversation = conversation
@@ -138,6 +169,7 @@ class ChatSession:
         self._queued: dict[str, str] = {}
         """Texts that the agent has not read yet, by message id."""
         self._status = AgentStatus(state="idle")
+        self._progress = ToolProgress()
         self._is_stopping = False
 
     async def begin(self) -> None:
@@ -171,6 +203,9 @@ class ChatSession:
                     self._print_note(f"  {self.conversation.agent_id} has read: {self._queued.pop(message_id)}")
             case AgentStatus():
                 self._show_status(event)
+            case ToolProgress():
+                self._progress = event
+                self._show_status(self._status)
             case SocietyStopped():
                 self._print_note("The society was stopped.")
                 raise Quit
@@ -188,7 +223,11 @@ class ChatSession:
         self._status = status
         if status.state != "active":
             self._is_stopping = False
-        self._screen.show_status("" if status.state == "idle" else f"{self.conversation.agent_id}: {status}")
+        text = f"{self.conversation.agent_id}: {status}"
+        # The first progress of a call may arrive before the status that names its tool.
+        if self._progress.text and status.phase == "tool" and status.tool == self._progress.tool:
+            text = f"{text}, {self._progress.text}"
+        self._screen.show_status("" if status.state == "idle" else text)
 
     # What the person types
 
@@ -306,3 +345,182 @@ class ChatSession:
 
 def _expand_home(name: str) -> Path:
     return Path(name).expanduser()
+
+
+# How messages are shown
+
+
+def printable_lines(text: str) -> list[str]:
+    """The lines of a text, unable to control the terminal."""
+    return [escape_controls(line.expandtabs(4)) for line in text.split("\n")]
+
+
+class Screen:
+    """Writes finished lines to `out`; on a terminal also the text of a reply as it grows."""
+
+    shows_status = False
+
+    def __init__(self, out: TextIO) -> None:
+        self.is_terminal = out.isatty()
+        self._out = out
+        self._has_open_line = False
+
+    def bold(self, text: str) -> str:
+        return f"{_BOLD}{escape_controls(text)}{_RESET}" if self.is_terminal else escape_controls(text)
+
+    def dim(self, text: str) -> str:
+        return f"{_DIM}{escape_controls(text)}{_RESET}" if self.is_terminal else escape_controls(text)
+
+    def print(self, *lines: str) -> None:
+        """Write lines. They may be bold or dim; text from elsewhere must be escaped already."""
+        self.end_draft()
+        self._write("".join(f"{line}\n" for line in lines))
+
+    def append_draft(self, text: str) -> None:
+        """Write more of a growing reply."""
+        self._write("\n".join(printable_lines(text)))
+        self._has_open_line = not text.endswith("\n")
+
+    def end_draft(self) -> None:
+        if self._has_open_line:
+            self._write("\n")
+            self._has_open_line = False
+
+    def show_status(self, text: str) -> None:
+        """Show what the agent is doing; empty: nothing. Only a prompt has room for it."""
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class MessageView:
+    """Shows each message once, whether its draft was shown before or not."""
+
+    def __init__(self, screen: Screen, *, agent_id: str | None = None, clock: Clock | None = None) -> None:
+        """`agent_id`: the agent that writes drafts. None: messages are shown without their sender."""
+        self._screen, self._agent_id, self._clock = screen, agent_id, clock or SystemClock()
+        self._progress, self._progress_at = "", -math.inf
+        self._draft_id: str | None = None
+        self._draft_text = ""
+        self._shown: set[str] = set()
+        self._workers: tuple[str, ...] = ()
+        self.followed_task: str | None = None
+        """The task whose workers are shown."""
+
+    def handle(self, event: ChatEvent) -> None:
+        match event:
+            case DraftText() if self._screen.is_terminal:
+                self._append(event)
+            case DraftEnded(draft_id, outcome) if draft_id == self._draft_id and outcome != "stored":
+                self._end_draft()
+                # Lines that the person typed meanwhile may stand between the draft and this note.
+                notes = {"withdrawn": "the answer above was withdrawn", "failed": "broken off"}
+                self._screen.print(self._screen.dim(f"  ({notes.get(outcome, outcome)})"))
+            case AgentStatus() | ToolProgress():
+                self.handle_status(event)
+            case TaskChanged(task) if self._draft_id is None:
+                self.show_work(task)
+            case MessageArrived(message) if message.state != "delayed":
+                self.show([message])
+
+    def handle_status(self, event: ChatEvent) -> None:
+        """Show why there is no answer yet and who is at work, and nothing else."""
+        match event:
+            case AgentStatus(phase="retry", reason=str(reason)) if reason:
+                self._note(f"  (no answer yet, the model is asked again: {one_line(reason, MAX_REASON)})")
+            case ToolProgress(tool=tool, text=text) if text:
+                self._show_progress(f"  ({tool}: {text})")
+            case TaskChanged(task):
+                self.show_work(task)
+
+    def show_work(self, task: Mapping[str, Any]) -> None:
+        """Say who is at work on the followed task, on standard error if that is a terminal."""
+        workers = tuple(task["activeAgents"])
+        if task["id"] == self.followed_task and workers and workers != self._workers and sys.stderr.isatty():
+            self._workers = workers
+            self._screen.end_draft()
+            print_error(f"  ({format_work(task)})")
+
+    def _show_progress(self, text: str) -> None:
+        """Write a line now and then, unless the screen shows a status."""
+        now = self._clock.monotonic()
+        if self._screen.shows_status or text == self._progress or now - self._progress_at < PROGRESS_SECONDS:
+            return
+        self._progress, self._progress_at = text, now
+        self._note(text)
+
+    def _note(self, text: str) -> None:
+        """Write a line about the work of the agent. On a pipe to standard error: standard output is for answers."""
+        if self._screen.is_terminal:
+            self._screen.print(self._screen.dim(text))
+        else:
+            print_error(text.strip())
+
+    def mark_shown(self, message_id: str) -> None:
+        self._shown.add(message_id)
+
+    def show(self, messages: Sequence[ChatMessage]) -> None:
+        for message in messages:
+            if message.id not in self._shown:
+                self._shown.add(message.id)
+                self._show(message)
+
+    def _show(self, message: ChatMessage) -> None:
+        seen = self._draft_text.strip()
+        if self._draft_id is None or message.is_problem or not message.text.startswith(seen):
+            self._screen.print(*format_message(message, self._screen, with_sender=self._agent_id is not None))
+            return
+        if rest := message.text[len(seen) :].rstrip():
+            self._screen.append_draft(rest)
+        self._end_draft()
+        self._screen.print(*format_details(message, self._screen))
+
+    def _append(self, draft: DraftText) -> None:
+        if draft.draft_id != self._draft_id:
+            self._end_draft()
+            self._draft_id = draft.draft_id
+            if self._agent_id is not None:
+                self._screen.append_draft(f"{self._agent_id}: ")
+        new = draft.text[max(0, len(self._draft_text) - draft.start) :]
+        self._draft_text += new
+        self._screen.append_draft(new)
+
+    def _end_draft(self) -> None:
+        self._draft_id, self._draft_text = None, ""
+        self._screen.end_draft()
+
+
+def format_message(message: ChatMessage, screen: Screen, *, with_sender: bool = True) -> list[str]:
+    first, *more = printable_lines(message.text)
+    sender = "You" if message.sender == PERSON else message.sender
+    lines = [f"{screen.bold(f'{sender}:')} {first}" if with_sender else first, *more]
+    return [*lines, *format_details(message, screen)]
+
+
+def format_details(message: ChatMessage, screen: Screen) -> list[str]:
+    """What belongs to a message besides its text: arguments to approve, files, an early end, quick replies."""
+    lines = [f"  {line}" for line in _format_arguments(message.json["payload"].get("approval"))]
+    lines += [screen.dim(f"  [file {name}]") for name in message.filenames]
+    if message.is_stopped:
+        lines.append(screen.dim("  (stopped here)"))
+    if message.cut_off:
+        lines.append(screen.dim(f"  ({CUT_OFF.get(message.cut_off, 'cut off')})"))
+    if message.quick_replies and message.to == PERSON:
+        for number, option in enumerate(message.quick_replies, 1):
+            lines.append(f"  {screen.bold(f'{number})')} {printable_lines(option)[0]}")
+        lines[-1] += screen.dim(" (answered)" if message.is_answered else "")
+    return lines
+
+
+def _format_arguments(approval: Any) -> list[str]:
+    """All arguments of the tool call to approve: the person must see what they approve."""
+    arguments = approval.get("arguments") if isinstance(approval, dict) else None
+    if not isinstance(arguments, dict):
+        return []
+    lines = []
+    for name, value in arguments.items():
+        lines += printable_lines(
+            f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        )
+    return lines

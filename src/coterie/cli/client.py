@@ -11,16 +11,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import quote, urlsplit
 
 import httpx
 
 from coterie import __version__
-from coterie.admin.inspect import owner_pid
 from coterie.agents import AGENT_ID
 from coterie.cli.output import no_such_agent
-from coterie.config import ServerAddress, read_address, read_config
+from coterie.config import ServerAddress, ServerSettings, read_address, read_config
 from coterie.errors import (
     HTTP_STATUS,
     ConfigError,
@@ -32,7 +31,7 @@ from coterie.errors import (
 )
 from coterie.messages import PERSON
 from coterie.sse_parser import SseParser
-from coterie.stores.open import is_shared, require_society
+from coterie.stores.open import is_shared, owner_pid, require_society
 from coterie.web.addresses import is_loopback
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ STREAM_TIMEOUT_SECONDS = 35.0
 """Longest silence on the event stream. The server pings every 15 seconds."""
 PAGE_SIZE = 200
 TOKEN_FILE = "token"  # noqa: S105 - as in coterie.web.auth, whose import would load FastAPI
+PrivateMode = Literal["read", "store", "work"]
+"""What a private society does: `read` changes nothing, `store` keeps what is sent, `work` also lets agents answer."""
 _STORE_ERRORS = ("store_full", "store_unavailable")
 
 
@@ -85,8 +86,11 @@ class Client:
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return await self._request("POST", path, json={} if body is None else body)
 
-    async def delete(self, path: str) -> None:
-        await self._request("DELETE", path)
+    async def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        return await self._request("PATCH", path, json=body)
+
+    async def delete(self, path: str) -> Any:
+        return await self._request("DELETE", path)
 
     async def upload(self, file: Path) -> str:
         """Store the file as an artifact and return its reference."""
@@ -94,16 +98,19 @@ class Client:
             artifact = await self._request("POST", "/artifacts", files={"file": (file.name, opened)})
         return str(artifact["artifactRef"])
 
-    async def agents(self) -> Sequence[Mapping[str, Any]]:
-        """All agents by id, without the person."""
-        agents: list[Mapping[str, Any]] = []
+    async def pages(self, path: str, **params: str | int | None) -> AsyncGenerator[Mapping[str, Any], None]:
+        """All pages of a list that continues with `after`."""
         after = None
         while True:
-            page = await self.get("/agents", after=after, limit=PAGE_SIZE)
-            agents += page["items"]
+            page = await self.get(path, **{"limit": PAGE_SIZE, "after": after} | params)
+            yield page
             after = page["next"]
             if after is None:
-                return agents
+                return
+
+    async def agents(self) -> Sequence[Mapping[str, Any]]:
+        """All agents by id, without the person."""
+        return [agent async for page in self.pages("/agents") for agent in page["items"]]
 
     async def agent(self, agent_id: str) -> Mapping[str, Any]:
         """One agent; `Refused` with a suggestion if there is none of that name."""
@@ -181,17 +188,23 @@ def _check_response(response: httpx.Response) -> None:
 
 
 @asynccontextmanager
-async def connect(folder: Path, token: str | None = None, *, work: bool = False) -> AsyncIterator[Client]:
+async def connect(folder: Path, token: str | None = None, *, private: PrivateMode = "store") -> AsyncIterator[Client]:
     """Connect to the server that runs the society, or else start a private one until the end of the block.
 
-    `work`: agents of a private society answer. Otherwise it only stores what is sent; nothing is delivered.
+    With `read` the private one also runs beside a process that commands cannot talk to: a program without a server, a
+    server that starts or stops, or one of another version.
     """
-    client = find_server(folder, token)
+    try:
+        client = find_server(folder, token)
+    except (StoreOwned, ServerUnusable):
+        if private != "read":
+            raise
+        client = None
     if client is not None:
         async with client:
             yield client
         return
-    async with _run_society(folder, work) as society, _serve_privately(society) as client:
+    async with _open_society(folder, private) as society, _serve_privately(society) as client:
         try:
             async with client:
                 yield client
@@ -202,11 +215,12 @@ async def connect(folder: Path, token: str | None = None, *, work: bool = False)
 
 
 @asynccontextmanager
-async def _run_society(folder: Path, work: bool) -> AsyncIterator[Society]:
+async def _open_society(folder: Path, mode: PrivateMode) -> AsyncIterator[Society]:
     from coterie.society import Society
 
-    if not work:
-        async with Society.open_offline(folder) as society:
+    if mode != "work":
+        opening = Society.open_read_only(folder) if mode == "read" else Society.open_offline(folder)
+        async with opening as society:
             yield society
         return
     society = await Society.start(folder)
@@ -221,7 +235,6 @@ async def _run_society(folder: Path, work: bool) -> AsyncIterator[Society]:
 async def _serve_privately(society: Society) -> AsyncIterator[Client]:
     """Serve on a free loopback port, with a token that no other process learns."""
     from coterie.cli.server import SocietyServer
-    from coterie.config import ServerSettings
 
     token = secrets.token_urlsafe()
     server = SocietyServer.bind(ServerSettings(port=0), token)

@@ -12,7 +12,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from coterie.cli.client import Client, ServerEvent, connect
-from coterie.cli.output import format_status
+from coterie.cli.output import format_progress, format_status
 from coterie.clock import Clock, SystemClock
 from coterie.errors import NoAnswer, Refused, ServerStopping, ServerUnusable
 from coterie.messages import PERSON, SYSTEM, Receipt
@@ -21,14 +21,16 @@ RECONNECT_INTERVAL = timedelta(seconds=1)
 RECONNECT_LIMIT = 5
 REREAD_MESSAGES = 50
 """How many recent messages are read again when events were missed."""
+STOP_NOTICE_SECONDS = 1.0
+"""How long the last event of a server may take after its connections were closed."""
 _LOST = {
     "withdrawn": "the message was withdrawn before {agent} read it: send it again",
-    "dead": "{agent} can get no more mail, and the message is a dead letter: send it to somebody else",
+    "dead": "{agent} can get no more mail, and the message is a dead letter: send it to another agent",
 }
 _RESTING = {
     "paused": "{agent} is paused and reads it later: let it go on with coterie resume {agent}",
     "blocked": "{agent} is blocked and has not read it: see why with coterie agents, then coterie resume {agent}",
-    "terminated": "{agent} is no more: send it to somebody else",
+    "terminated": "{agent} was terminated: send it to another agent",
 }
 
 
@@ -46,7 +48,9 @@ class ChatMessage:
     in_reply_to: str | None = None
     is_answered: bool = False
     is_stopped: bool = False
-    """The reply was cut short."""
+    """The person stopped the reply."""
+    cut_off: str | None = None
+    """Why the model service ended the reply before it was complete."""
     json: Mapping[str, Any]
     """All fields, for --json."""
 
@@ -64,6 +68,7 @@ class ChatMessage:
             in_reply_to=json.get("inReplyTo"),
             is_answered=bool(json.get("answer")),
             is_stopped=bool(json.get("stopped")),
+            cut_off=json.get("cutOff"),
             json={key: value for key, value in json.items() if key != "rendered"},  # the text as a tree, for pages
         )
 
@@ -89,6 +94,11 @@ class ChatMessage:
 class OutgoingMessage:
     text: str
     delay_ms: float | None = None
+    every: str | None = None
+    """Makes it recurring: `weekdays 08:00`."""
+    time_zone: str | None = None
+    unless_answered: str | None = None
+    """A message of the person. An answer to it withdraws this delayed one."""
     quick_replies: Sequence[str] = ()
     attachments: Sequence[str] = ()
     """References of artifacts."""
@@ -103,13 +113,29 @@ class AgentStatus:
     """`idle`, `active`, `paused`, `blocked` or `terminated`."""
     phase: str | None = None
     tool: str | None = None
+    reason: str | None = None
+    """Why it is blocked, or asks its model again."""
 
     @classmethod
     def from_json(cls, json: Mapping[str, Any]) -> AgentStatus:
-        return cls(state=json["state"], phase=json.get("phase"), tool=json.get("tool"))
+        return cls(state=json["state"], phase=json.get("phase"), tool=json.get("tool"), reason=json.get("why"))
 
     def __str__(self) -> str:
         return format_status(self.state, self.phase, self.tool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolProgress:
+    """How far the agent's tool call is."""
+
+    tool: str = ""
+    text: str = ""
+    """As in `40%, copying`. Empty: the call has ended."""
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> ToolProgress:
+        text = format_progress(json["progress"], json.get("total"), json.get("message", ""))
+        return cls(tool=json["name"], text=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +166,20 @@ class DraftEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskChanged:
+    """The summary of a task, as JSON."""
+
+    task: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class SocietyStopped:
     """The last event: the society stops."""
 
 
-ChatEvent = MessageArrived | MessagesRead | DraftText | DraftEnded | AgentStatus | SocietyStopped
+ChatEvent = (
+    MessageArrived | MessagesRead | DraftText | DraftEnded | AgentStatus | TaskChanged | ToolProgress | SocietyStopped
+)
 
 
 class UnreadMessages:
@@ -177,6 +212,8 @@ class Conversation:
         self._client, self._clock = client, clock or SystemClock()
         self._events: asyncio.Queue[ChatEvent | Exception] = asyncio.Queue()
         self._connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._listener: asyncio.Task[None] | None = None
+        self._is_stopped = False
         self._unread = UnreadMessages(self.message)
         self._path = f"/agents/{quote(agent_id)}"
 
@@ -185,7 +222,7 @@ class Conversation:
     async def open(cls, client: Client, agent_id: str) -> AsyncIterator[Self]:
         """Follow everything that happens from now on. `ServerUnusable` if the event stream cannot be opened."""
         conversation = cls(client, agent_id)
-        listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
+        listener = conversation._listener = asyncio.create_task(conversation._listen(), name="coterie-listener")
         try:
             await conversation._connected
             yield conversation
@@ -200,6 +237,14 @@ class Conversation:
 
     async def message(self, message_id: str) -> ChatMessage:
         return ChatMessage.from_json(await self._client.get(f"/messages/{quote(message_id)}"))
+
+    async def task(self, task_id: str) -> Mapping[str, Any] | None:
+        """The summary of a task; None if it starts when its delayed message is due."""
+        try:
+            task: Mapping[str, Any] = await self._client.get(f"/tasks/{quote(task_id)}")
+        except Refused:
+            return None
+        return task
 
     async def status(self) -> AgentStatus:
         return AgentStatus.from_json(await self._client.get(self._path))
@@ -230,6 +275,12 @@ class Conversation:
             raise event
         return event
 
+    async def is_stopped(self) -> bool:
+        """True if the server announced its stop. Call it after a failed request: the announcement may arrive later."""
+        if self._listener:
+            await asyncio.wait({self._listener}, timeout=STOP_NOTICE_SECONDS)
+        return self._is_stopped
+
     async def _listen(self) -> None:
         try:
             await self._follow()
@@ -250,6 +301,7 @@ class Conversation:
                         last_id = event.id or last_id
                         await self._handle(event)
                         if event.kind == "shutdown":
+                            self._is_stopped = True
                             return
             except ServerStopping:
                 raise
@@ -289,6 +341,12 @@ def _parse_event(event: ServerEvent, agent_id: str) -> ChatEvent | None:
             return DraftEnded(data["draftId"], data["outcome"])
         case "agent.state" if data["id"] == agent_id:
             return AgentStatus.from_json(data)
+        case "task.changed":
+            return TaskChanged(data)
+        case "tool.progress" if data["agent"] == agent_id:
+            return ToolProgress.from_json(data)
+        case "tool.ended" if data["agent"] == agent_id:
+            return ToolProgress()
         case "shutdown":
             return SocietyStopped()
     return None
@@ -297,7 +355,7 @@ def _parse_event(event: ServerEvent, agent_id: str) -> ChatEvent | None:
 @asynccontextmanager
 async def open_conversation(folder: Path, agent_id: str, token: str | None = None) -> AsyncIterator[Conversation]:
     """Talk to an agent of the society in `folder`, which runs in this process if no other runs it."""
-    async with connect(folder, token, work=True) as client:
+    async with connect(folder, token, private="work") as client:
         await client.agent(agent_id)
         async with Conversation.open(client, agent_id) as conversation:
             yield conversation
@@ -310,6 +368,9 @@ async def send_message(client: Client, to: str, message: OutgoingMessage) -> Rec
         payload["attachments"] = [{"artifactRef": ref} for ref in message.attachments]
     optional = {
         "delayMs": message.delay_ms,
+        "every": message.every,
+        "timeZone": message.time_zone,
+        "unlessAnswered": message.unless_answered,
         "quickReplies": list(message.quick_replies) or None,
         "inReplyTo": message.in_reply_to,
         "option": message.option,
@@ -320,7 +381,9 @@ async def send_message(client: Client, to: str, message: OutgoingMessage) -> Rec
     return Receipt(
         message_id=receipt["messageId"],
         state=receipt["state"],
+        task=receipt["task"],
         scheduled_delivery_time=datetime.fromisoformat(due) if due else None,
+        schedule_id=receipt.get("scheduleId"),
     )
 
 
@@ -349,11 +412,57 @@ async def wait_for_answers(
                     raise stopped
         if not any(answer.in_reply_to == message_id for answer in answers.values()):
             answers |= {message.id: message for message in await _messages_after(conversation, message_id)}
-    except ServerStopping:
-        raise stopped from None
+    except ServerUnusable as error:
+        if isinstance(error, ServerStopping) or await conversation.is_stopped():
+            raise stopped from None
+        raise
     if not answers:
         raise NoAnswer(f"{agent} has read it and said nothing: see what it did with coterie history {agent}")
     return list(answers.values())
+
+
+async def wait_for_task(
+    conversation: Conversation, receipt: Receipt, on_event: Callable[[ChatEvent], None] = lambda _: None
+) -> Sequence[ChatMessage]:
+    """Return what the agent sent to the person until the task of the message did not work any more.
+
+    `NoAnswer` if it sent nothing, or cannot. `on_event` gets every event meanwhile.
+    """
+    agent, message_id = conversation.agent_id, receipt.message_id
+    stopped = NoAnswer(f"the society stopped before {agent} answered: start it again")
+    answers: dict[str, ChatMessage] = {}
+    try:
+        task = await _look(conversation, receipt)
+        while task is None or task["state"] == "working":
+            event = await conversation.next_event()
+            on_event(event)
+            match event:
+                case MessageArrived(message) if message.is_delivered:
+                    answers[message.id] = message
+                case TaskChanged(changed) if changed["id"] == receipt.task:
+                    task = changed
+                case AgentStatus() | MessagesRead():
+                    task = await _look(conversation, receipt)
+                case SocietyStopped():
+                    raise stopped
+        # Events of its last messages may still be on their way.
+        answers |= {message.id: message for message in await _messages_after(conversation, message_id)}
+    except ServerUnusable as error:
+        if isinstance(error, ServerStopping) or await conversation.is_stopped():
+            raise stopped from None
+        raise
+    found = [answer for answer in answers.values() if answer.is_problem or answer.json["task"] == receipt.task]
+    if not found and task["state"] == "stopped":
+        raise NoAnswer(f"the task was stopped before {agent} answered")
+    if not found:
+        raise NoAnswer(f"{agent} has read it and said nothing: see what it did with coterie history {agent}")
+    return found
+
+
+async def _look(conversation: Conversation, receipt: Receipt) -> Mapping[str, Any] | None:
+    """The task of the message. `NoAnswer` if the agent will not read the message."""
+    await _is_done(conversation, receipt.message_id)
+    return await conversation.task(receipt.task)
 
 
 async def _is_done(conversation: Conversation, message_id: str) -> bool:

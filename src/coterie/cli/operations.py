@@ -1,21 +1,25 @@
-"""Look after a society's files: `init`, `check`, `verify`, `backup`, `restore`, `migrate`, `copy`."""
+"""Run a society and look after its files.
+
+`init`, `serve`, `worker`, `open`, `check`, `verify`, `backup`, `restore`, `migrate`, `copy`.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coterie import __version__
-from coterie.cli.options import DEFAULT_FOLDER, Dir, DirArgument, Json, OptionalDir
+from coterie.cli.options import DEFAULT_FOLDER, Dir, DirArgument, Json, OptionalDir, Token
 from coterie.cli.output import Progress, count_of, print_error, print_json, print_line, run_quietly
 
 if TYPE_CHECKING:
-    from coterie.config import Config
-    from coterie.errors import Problem
+    from coterie.cli.check import CheckReport
 
 LISTED_NAMES = 10
 NOT_IN_BACKUP = "the access token and the keys of model services (data/token, data/secrets.json)"
@@ -40,85 +44,132 @@ def init(place: DirArgument = None, dir: OptionalDir = None, json: Json = False)
     print_line(f"Next: name your model services in {services}, then run: coterie serve {folder.path}")
 
 
-def check(dir: Dir = DEFAULT_FOLDER, json: Json = False) -> None:  # noqa: A002
-    """Look for mistakes in the society's files. Names every one with its file and place."""
-    import sqlite3
+def serve(
+    place: DirArgument = None,
+    dir: OptionalDir = None,  # noqa: A002
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", envvar="COTERIE_HOST", help="Listen here instead of server.host."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT", envvar="COTERIE_PORT", min=0, max=65535, help="Instead of server.port; 0: one that is free."
+        ),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", envvar="COTERIE_TOKEN", help="Who has it may do anything; made when not given."),
+    ] = None,
+) -> None:
+    """Run a society until Ctrl-C or SIGTERM. A missing folder is made, with commented templates."""
+    import asyncio
 
-    from coterie.admin.inspect import owner_pid, storage_problems
-    from coterie.stores.open import require_society
-    from coterie.stores.sqlite.connection import version_warnings
+    from coterie.cli import logs, server
 
-    folder = require_society(dir)
-    report: dict[str, Any] = {
-        "version": __version__,
-        "engine": "sqlite",
-        "engineVersion": sqlite3.sqlite_version,
-        "agents": None,
-        "services": None,
-        "problems": [],
-        "warnings": list(version_warnings()),
-        "runningPid": owner_pid(folder),
-    }
-    problems: list[Problem] = []
-    config = _check_config(dir, report, problems)
-    _check_services(dir, report, problems, config)
-    if report["engine"] == "sqlite":
-        problems += storage_problems(folder)
-    report["problems"] = [{"place": p.location, "message": p.message, "fatal": p.fatal} for p in problems]
+    logs.start()
+    folder = (place or dir or DEFAULT_FOLDER).resolve()
+    options = server.ServeOptions(folder=folder, host=host, port=port, token=token or None)
+    raise typer.Exit(asyncio.run(server.run_server(options)))
+
+
+def worker(place: DirArgument = None, dir: OptionalDir = None) -> None:  # noqa: A002
+    """Let agents of a shared society work here, too, until Ctrl-C or SIGTERM. Needs a PostgreSQL as store.url."""
+    import asyncio
+
+    from coterie.cli import logs, server
+
+    logs.start()
+    raise typer.Exit(asyncio.run(server.run_worker((place or dir or DEFAULT_FOLDER).resolve())))
+
+
+def open_panel(
+    dir: Dir = DEFAULT_FOLDER,  # noqa: A002
+    print_only: Annotated[bool, typer.Option("--print", help="Only write the link, open nothing.")] = False,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Open the panel of the running society in a browser, or write a link to it where there is none."""
+    url = run_quietly(_make_link(dir, token))
     if json:
-        print_json(report)
+        print_json({"url": url})
+    elif print_only or not _has_display() or not _open_browser(url):
+        print_line(url)
     else:
-        _print_report(report, problems, dir)
-    raise typer.Exit(1 if problems else 0)
+        print_line("Opened the panel in your browser.")
 
 
-def _check_config(folder: Path, report: dict[str, Any], problems: list[Problem]) -> Config | None:
-    from coterie.config import read_config
-    from coterie.errors import ConfigError
-    from coterie.stores.open import is_shared, require_driver
-    from coterie.web.addresses import addresses
+async def _make_link(folder: Path, token: str | None) -> str:
+    from coterie.cli.client import find_server
+    from coterie.errors import ServerUnusable
 
-    try:
-        config = read_config(folder)
-        require_driver(config.store)
-        addresses(config.server.host, config.server.port, config.server.public_url)
-    except ConfigError as error:
-        problems += error.problems
-        return None
-    if is_shared(config):
-        # The check does not connect to PostgreSQL, so its version stays unknown.
-        report |= {"engine": "postgresql", "engineVersion": "", "warnings": []}
-    problems += config.problems
-    report["agents"] = [agent.id for agent in config.agents]
-    return config
+    client = find_server(folder, token)
+    if client is None:
+        raise ServerUnusable(f"no process runs the society in {folder}: start it with coterie serve {folder}")
+    async with client:
+        return str((await client.post("/links"))["url"])
 
 
-def _check_services(folder: Path, report: dict[str, Any], problems: list[Problem], config: Config | None) -> None:
-    from coterie.config import unknown_service
-    from coterie.errors import ConfigError
-    from coterie.llm.config import ServiceRegistry
+def _has_display() -> bool:
+    if sys.platform == "darwin" or os.environ.get("WSL_DISTRO_NAME"):
+        return "SSH_CONNECTION" not in os.environ
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _open_browser(url: str) -> bool:
+    import webbrowser
 
     try:
-        services = ServiceRegistry.load(folder)
-    except ConfigError as error:
-        problems += error.problems
-        return
-    problems += services.problems
-    report["services"] = names = [service.id for service in services]
-    for agent in config.agents if config else ():
-        if agent.service is not None and agent.service not in services:
-            problems.append(unknown_service(agent.id, agent.service, names))
+        return webbrowser.open(url)
+    except webbrowser.Error:
+        return False
 
 
-def _print_report(report: dict[str, Any], problems: list[Problem], folder: Path) -> None:
-    engine = f"{report['engine']} {report['engineVersion']}".strip()
+def check(
+    dir: Dir = DEFAULT_FOLDER,  # noqa: A002
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also start the MCP servers, and send each service a small request.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Look for mistakes in the society's files. Names every one with its file and place."""
+    from coterie.cli import logs
+    from coterie.cli.check import SocietyCheck
+    from coterie.clock import SystemClock
+    from coterie.stores.open import require_society
+
+    checking = SocietyCheck(require_society(dir))
+    checking.check_files()
+    if deep:
+        logs.silence()
+        with Progress.show("Trying MCP servers and services"):
+            run_quietly(checking.try_connections(SystemClock()))
+    if json:
+        print_json(checking.report.to_dict())
+    else:
+        _print_report(checking.report, dir)
+    raise typer.Exit(1 if checking.report.problems else 0)
+
+
+def _print_report(report: CheckReport, folder: Path) -> None:
+    engine = f"{report.engine} {report.engine_version}".strip()
     print_line(f"coterie {__version__} with {engine}, society in {folder}")
-    print_line(f"agents: {_list_names(report['agents'])}")
-    print_line(f"services: {_list_names(report['services'])}")
-    if report["runningPid"]:
-        print_line(f"running: process {report['runningPid']}")
-    for warning in report["warnings"]:
+    print_line(f"agents: {_list_names(report.agents)}")
+    print_line(f"services: {_list_names(report.services)}")
+    print_line(f"tools: {_list_names(report.tools)}")
+    if costs := report.fixed_tokens:
+        listed = [f"{agent_id} {tokens:,}" for agent_id, tokens in list(costs.items())[:LISTED_NAMES]]
+        more = f" and {len(costs) - LISTED_NAMES:,} more" if len(costs) > LISTED_NAMES else ""
+        print_line(f"fixed tokens per request (prompt and tools, estimated): {', '.join(listed)}{more}")
+    if report.running_pid:
+        print_line(f"running: process {report.running_pid}")
+    for result in report.connections or ():
+        kind = "MCP server" if result.kind == "mcp" else "service"
+        tools = f": {', '.join(result.tools)}" if result.tools else ""
+        print_line(f"{kind} {result.id}: {'ok' if result.ok else 'failed'}, {result.message}{tools}")
+    for warning in report.warnings:
         print_line(f"Warning: {warning}")
+    problems = report.problems
     for problem in problems:
         print_line(f"Problem: {problem}")
     print_line(f"{count_of(len(problems), 'problem')} found." if problems else "No problems found.")
@@ -208,7 +259,7 @@ def restore(
     json: Json = False,
 ) -> None:
     """Put the society of a backup into a folder that holds none, and if wanted into an empty PostgreSQL."""
-    from coterie.admin.restore import restore as restore_backup
+    from coterie.admin.backup import restore as restore_backup
     from coterie.config import SQLITE, is_postgres_url
 
     if store is not None and store != SQLITE and not is_postgres_url(store):

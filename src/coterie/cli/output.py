@@ -103,6 +103,14 @@ def format_status(state: str, phase: str | None, tool: str | None) -> str:
     return f"{state}, {phase}{suffix}" if phase else state
 
 
+def format_progress(progress: float, total: float | None, message: str) -> str:
+    """How far a tool call is, as in `40%, copying`; without a total its message, or the plain number."""
+    if total:
+        percent = f"{max(0, min(100, round(100 * progress / total)))}%"
+        return f"{percent}, {message}" if message else percent
+    return message or f"{progress:g}"
+
+
 def no_such_agent(name: str, known: Collection[str]) -> str:
     """An error message that names the agent probably meant, or those that exist."""
     from coterie.text import closest_match, one_line

@@ -19,8 +19,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.vt100 import Vt100_Output
 from rich.cells import cell_len, chop_cells
 
+from coterie.cli.chat import Screen, printable_lines
 from coterie.cli.output import escape_controls
-from coterie.cli.terminal import Screen, printable_lines
 
 PROMPT = "> "
 
@@ -40,6 +40,8 @@ class PromptScreen(Screen):
     `on_line` gets each line that was entered. `on_interrupt` is called for Ctrl-C, `on_close` for Ctrl-D and for a
     terminal that is gone.
     """
+
+    shows_status = True
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import typer
 
 from coterie import __version__
-from coterie.admin.inspect import Inspection, owner_pid
+from coterie.admin.inspect import Inspection
 from coterie.cli.logs import is_debugging
 from coterie.cli.output import count_of, escape_controls, print_line
 from coterie.clock import SystemClock
@@ -28,7 +28,7 @@ from coterie.errors import CoterieError, StoreError, StoreOwned, StoreUnusable
 from coterie.messages import PERSON
 from coterie.society import Society
 from coterie.store import Page
-from coterie.stores.open import is_shared, require_society
+from coterie.stores.open import is_shared, owner_pid, require_society
 from coterie.supervision import Shutdown
 from coterie.tour import script
 from coterie.web.addresses import addresses, is_loopback

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from coterie.clock import Clock
 from coterie.errors import StoreError
-from coterie.store import SlotSharing
+from coterie.slot_sharing import SlotSharing
 from coterie.supervision import supervise
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,20 @@ from urllib.parse import urlsplit
 from coterie.artifacts import ArtifactType
 from coterie.errors import ConfigError, Problem
 from coterie.files import is_readable_by_others, write_private
-from coterie.llm.service import INFERRED, STANDARD_CAPABILITIES, Capabilities, Direction, UnknownService
+from coterie.llm.json_node import JsonNode, describe_value, find_typo
+from coterie.llm.price import Price, read_price
+from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body
+from coterie.llm.service import (
+    DEFAULT_TIMEOUT,
+    DEFAULT_TOTAL_TIMEOUT,
+    INFERRED,
+    STANDARD_CAPABILITIES,
+    Capabilities,
+    Deadlines,
+    Direction,
+    Sampling,
+    UnknownService,
+)
 from coterie.redaction import mask
 from coterie.text import closest_match, one_line, to_storable
 
@@ -28,8 +41,6 @@ SERVICES_FILE = "llmservices.json"
 MAX_SERVICES_BYTES = 4_000_000
 MAX_SECRETS_BYTES = 1 << 20
 MAX_ID_LENGTH = 64
-MAX_SAFE_INTEGER = 2**53 - 1
-"""The largest integer that every JSON parser reads exactly."""
 KeyLookup = Callable[[str], "str | None"]
 """Returns the key with that name."""
 
@@ -37,10 +48,22 @@ _TOP_KEYS = ("services", "examples", "about")
 """`examples` and `about` are for people and are not read."""
 _ENTRY_KEYS = (
     *("id", "name", "provider", "baseURL", "model", "apiKey", "capabilities", "capabilityTags", "description"),
-    *("maxConcurrentRequests", "timeout", "maxTokens", "contextTokens", "limits", "fallback"),
+    *("maxConcurrentRequests", "timeout", "firstTokenTimeout", "totalTimeout", "contextTokens", "limits", "fallback"),
+    *("temperature", "topP", "maxTokens", "reasoningEffort", "extraBody", "headers", "price"),
 )
 _KEY_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
+_OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")
 _TEXT_ONLY = frozenset({"text"})
+_MS = timedelta(milliseconds=1)
+_OTHER_NAMES = {
+    **dict.fromkeys(("image", "images", "image_input", "picture", "pictures"), "vision"),
+    **dict.fromkeys(("sound", "speech", "voice"), "audio"),
+    **dict.fromkeys(("pdf", "document", "documents"), "file"),
+    **dict.fromkeys(("tools", "tool_use", "tool_calls", "functions", "function_calling"), "tool_calling"),
+    **dict.fromkeys(("json", "json_mode", "json_schema", "structured_outputs"), "structured_output"),
+}
+"""What other products call the standard capabilities."""
 
 
 class Secret:
@@ -141,6 +164,16 @@ class SizeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """An HTTP header of every request to a service. Its value may hold secrets and is shown masked."""
+
+    name: str
+    value: Secret
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """The values of the references in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceEntry:
     """One service of llmservices.json."""
 
@@ -157,20 +190,53 @@ class ServiceEntry:
     capability_tags: tuple[str, ...] = ()
     description: str = ""
     max_concurrent_requests: int = 8
-    timeout: timedelta = timedelta(seconds=120)
+    timeout: timedelta = DEFAULT_TIMEOUT
+    """Longest silence within an answer."""
+    first_token_timeout: timedelta | None = None
+    """Longest silence before an answer. None: derived from `timeout`."""
+    total_timeout: timedelta = DEFAULT_TOTAL_TIMEOUT
+    temperature: float | None = None
+    top_p: float | None = None
     max_tokens: int | None = None
+    reasoning_effort: str | None = None
+    extra_body: str = ""
+    """A JSON object with more keys of each request."""
+    headers: tuple[Header, ...] = ()
     context_tokens: int | None = None
     limits: SizeLimits = SizeLimits()
     fallback: tuple[str, ...] = ()
     """Ids of the services to try in this order if this one fails."""
+    price: Price | None = None
+    """None: the cost of requests is unknown."""
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_tokens,
+            reasoning_effort=self.reasoning_effort,
+            extra_body=self.extra_body,
+        )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        first = self.first_token_timeout
+        if first is None and self.fallback:
+            first = self.timeout / 2  # another service can answer instead
+        return Deadlines.from_timeout(self.timeout, first_byte=first, total=self.total_timeout)
 
     @property
     def digest(self) -> str:
-        """Hash of all fields except the key, of which no trace may be stored."""
-        fields = {key: value for key, value in self.to_json().items() if key != "apiKey"}
+        """Hash of all fields except the price, and the key and the values of headers, of which no trace may be stored.
+
+        A price changes nothing that a test of the service found.
+        """
+        fields = {key: value for key, value in self.to_dict().items() if key not in ("apiKey", "price")}
+        fields["headers"] = sorted(header.name for header in self.headers)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the entry in the format of the file, with the key masked."""
         return {
             "id": self.id,
@@ -187,8 +253,15 @@ class ServiceEntry:
             "capabilityTags": list(self.capability_tags),
             "description": self.description,
             "maxConcurrentRequests": self.max_concurrent_requests,
-            "timeout": self.timeout // timedelta(milliseconds=1),
+            "timeout": self.timeout // _MS,
+            "firstTokenTimeout": self.first_token_timeout and self.first_token_timeout // _MS,
+            "totalTimeout": self.total_timeout // _MS,
+            "temperature": self.temperature,
+            "topP": self.top_p,
             "maxTokens": self.max_tokens,
+            "reasoningEffort": self.reasoning_effort,
+            "extraBody": self.sampling.extra_fields(),
+            "headers": {header.name: header.value.masked for header in self.headers},
             "contextTokens": self.context_tokens,
             "limits": {
                 "imageBytes": self.limits.image,
@@ -196,105 +269,8 @@ class ServiceEntry:
                 "fileBytes": self.limits.file,
             },
             "fallback": list(self.fallback),
+            "price": self.price and self.price.to_dict(),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class JsonNode:
-    """A JSON value with its path. Invalid values are added to `problems`; null counts as absent."""
-
-    value: object
-    file: str
-    path: str
-    problems: list[Problem]
-
-    def child(self, key: str) -> JsonNode:
-        value = self.value.get(key) if isinstance(self.value, dict) else None
-        return JsonNode(value, self.file, f"{self.path}.{key}" if self.path else key, self.problems)
-
-    def items(self) -> list[JsonNode]:
-        if self.value is None:
-            return []
-        if not isinstance(self.value, list):
-            self.report_expected("an array")
-            return []
-        return [JsonNode(item, self.file, f"{self.path}[{i}]", self.problems) for i, item in enumerate(self.value)]
-
-    def is_object(self, known: Collection[str]) -> bool:
-        """True for an object. Reports keys that look like a typo of a `known` key; other unknown keys are ignored."""
-        if not isinstance(self.value, dict):
-            self.report_expected("an object")
-            return False
-        missing = [key for key in known if key not in self.value]
-        for key in self.value:
-            if key not in known and (suggestion := find_typo(key, missing)):
-                self.child(one_line(key, 40)).report(f'is not known; did you mean "{suggestion}"?')
-        return True
-
-    def required_text(self) -> str | None:
-        if isinstance(self.value, str) and (text := to_storable(self.value).strip()):
-            return text
-        self.report_expected("a non-empty string")
-        return None
-
-    def optional_text(self) -> str:
-        """Return the text, empty if absent."""
-        if self.value is None or isinstance(self.value, str):
-            return to_storable(self.value or "").strip()
-        self.report_expected("a string")
-        return ""
-
-    def text_items(self) -> tuple[str, ...]:
-        return tuple(text for item in self.items() if (text := item.required_text()))
-
-    def integer(self, default: int, *, least: int = 1) -> int:
-        number = self.optional_integer(least)
-        return default if number is None else number
-
-    def optional_integer(self, least: int = 1) -> int | None:
-        number = self.value
-        if isinstance(number, int) and not isinstance(number, bool) and least <= number <= MAX_SAFE_INTEGER:
-            return number
-        if number is not None:
-            self.report_expected(f"a whole number of at least {least}")
-        return None
-
-    def report_expected(self, what: str) -> None:
-        self.report(f"expected {what}, got {describe_value(self.value)}")
-
-    def report(self, message: str) -> None:
-        self.problems.append(Problem(f"{self.file}: {self.path}" if self.path else self.file, message))
-
-
-def describe_value(value: object) -> str:
-    """Describe a value for an error message."""
-    match value:
-        case None:
-            return "nothing"
-        case dict():
-            return "an object"
-        case list():
-            return "an array"
-        case int() if not isinstance(value, bool) and abs(value) > MAX_SAFE_INTEGER:
-            return "a number too large"
-    return one_line(json.dumps(value, ensure_ascii=False), 40)
-
-
-def find_typo(word: str, known: Collection[str]) -> str | None:
-    """Return the known word that differs from `word` by one edit or only in case."""
-    return next((other for other in known if _is_one_edit(word.lower(), other.lower())), None)
-
-
-def _is_one_edit(a: str, b: str) -> bool:
-    """True for at most one letter added, removed or changed, or two neighbours swapped."""
-    a, b = _without_common_prefix(a, b)
-    a, b = _without_common_prefix(a[::-1], b[::-1])
-    return max(len(a), len(b)) <= 1 or (len(a) == 2 and a == b[::-1])
-
-
-def _without_common_prefix(a: str, b: str) -> tuple[str, str]:
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[same:], b[same:]
 
 
 def parse_services(data: bytes, find_key: KeyLookup) -> tuple[Sequence[ServiceEntry], Sequence[Problem]]:
@@ -311,10 +287,48 @@ def parse_services(data: bytes, find_key: KeyLookup) -> tuple[Sequence[ServiceEn
             )
         elif entry:
             by_id[entry.id] = entry, node
+    first_priced = next((entry for entry, _ in by_id.values() if entry.price), None)
     entries = [
-        replace(entry, fallback=_fallback(entry.id, node.child("fallback"), by_id)) for entry, node in by_id.values()
+        replace(
+            entry,
+            fallback=_fallback(entry.id, node.child("fallback"), by_id),
+            price=_same_currency(entry.price, node, first_priced),
+        )
+        for entry, node in by_id.values()
     ]
     return entries, top.problems
+
+
+def service_paths(data: bytes) -> dict[str, str]:
+    """The path of each service in the file, by its id: `services[0]`. Of two equal ids the first counts."""
+    paths: dict[str, str] = {}
+    for node in JsonNode(parse_json(data), SERVICES_FILE, "", []).child("services").items():
+        service_id = node.child("id").value
+        if isinstance(service_id, str):
+            paths.setdefault(to_storable(service_id).strip(), node.path)
+    return paths
+
+
+def find_unknown_keys(data: bytes) -> list[Problem]:
+    """A problem for each key that loading ignores. Keys that look like a typo are reported by `parse_services`."""
+    top = JsonNode(parse_json(data), SERVICES_FILE, "", [])
+    _report_unknown(top, _TOP_KEYS)
+    for node in top.child("services").items():
+        _report_unknown(node, _ENTRY_KEYS)
+        _report_unknown(node.child("capabilities"), ("input", "output"))
+        _report_unknown(node.child("limits"), ("imageBytes", "audioBytes", "fileBytes"))
+    return top.problems
+
+
+def _report_unknown(node: JsonNode, known: Collection[str]) -> None:
+    given = node.value if isinstance(node.value, dict) else {}
+    missing = [key for key in known if key not in given]
+    for key in given:
+        # Keys such as "_comment", "$schema" and "//" are notes of the owner.
+        if key not in known and key[:1].isalpha() and not find_typo(key, missing):
+            meant = closest_match(key, set(missing))
+            hint = f'; did you mean "{meant}"?' if meant else "; remove it, or start its name with _"
+            node.child(one_line(key, 40)).report(f"is not known and has no effect{hint}")
 
 
 def parse_json(data: bytes) -> object:
@@ -350,6 +364,7 @@ def _entry(node: JsonNode, find_key: KeyLookup) -> ServiceEntry | None:
     base_url = _base_url(node.child("baseURL"))
     model = node.child("model").required_text()
     key, missing = _key(node.child("apiKey"), find_key)
+    headers, missing_in_header = _headers(node.child("headers"), find_key)
     entry = ServiceEntry(
         id=service_id or "",
         name=node.child("name").optional_text(),
@@ -357,15 +372,23 @@ def _entry(node: JsonNode, find_key: KeyLookup) -> ServiceEntry | None:
         base_url=base_url or "",
         model=model or "",
         api_key=key,
-        missing_key=missing,
+        missing_key=missing or missing_in_header,
         capabilities=_capabilities(node.child("capabilities")),
         capability_tags=node.child("capabilityTags").text_items(),
         description=node.child("description").optional_text(),
         max_concurrent_requests=node.child("maxConcurrentRequests").integer(8),
-        timeout=timedelta(milliseconds=node.child("timeout").integer(120_000)),
+        timeout=node.child("timeout").milliseconds() or DEFAULT_TIMEOUT,
+        first_token_timeout=node.child("firstTokenTimeout").milliseconds(),
+        total_timeout=node.child("totalTimeout").milliseconds() or DEFAULT_TOTAL_TIMEOUT,
+        temperature=node.child("temperature").optional_number(MAX_TEMPERATURE),
+        top_p=node.child("topP").optional_number(1),
         max_tokens=node.child("maxTokens").optional_integer(),
+        reasoning_effort=_effort(node.child("reasoningEffort")),
+        extra_body=_extra_body(node.child("extraBody")),
+        headers=headers,
         context_tokens=node.child("contextTokens").optional_integer(),
         limits=_limits(node.child("limits")),
+        price=read_price(node.child("price")),
     )
     return entry if service_id and base_url and model else None
 
@@ -420,6 +443,53 @@ def _key(node: JsonNode, find_key: KeyLookup) -> tuple[Secret | None, str | None
     return Secret(key, name if reference else ""), None
 
 
+def _headers(node: JsonNode, find_key: KeyLookup) -> tuple[tuple[Header, ...], str | None]:
+    """Return the headers, and the name of a missing secret. Problems never quote a value."""
+    if node.value is None:
+        return (), None
+    if not isinstance(node.value, dict):
+        node.report_expected("an object of header names and values")
+        return (), None
+    headers, missing = list[Header](), None
+    for name, value in node.value.items():
+        place = node.child(one_line(name, 40))
+        if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            place.report("expected the name of an HTTP header that the runtime does not set itself")
+            continue
+        if not isinstance(value, str) or "${" in _KEY_REFERENCE.sub("", value):
+            place.report('expected a string, with references such as "${TEAM_TOKEN}" for secrets')
+            continue
+        secrets = {reference[1]: find_key(reference[1]) or "" for reference in _KEY_REFERENCE.finditer(value)}
+        if absent := next((secret for secret, found in secrets.items() if not found), None):
+            place.report(f"{absent} is set neither in the environment nor in data/secrets.json")
+            missing = missing or absent
+            continue
+        text = _replace_references(value, secrets)
+        if not (text.isascii() and text.isprintable()):
+            place.report("the value contains characters that an HTTP header cannot have")
+            continue
+        headers.append(Header(name=name, value=Secret(text), secrets=tuple(secrets.values())))
+    return tuple(headers), missing
+
+
+def _replace_references(text: str, secrets: Mapping[str, str]) -> str:
+    return _KEY_REFERENCE.sub(lambda reference: secrets[reference[1]], text).strip()
+
+
+def _effort(node: JsonNode) -> str | None:
+    wrong = None if node.value is None else check_effort(node.value)
+    if wrong:
+        node.report(f"{wrong}, got {describe_value(node.value)}")
+    return node.value if isinstance(node.value, str) and not wrong else None
+
+
+def _extra_body(node: JsonNode) -> str:
+    wrong = None if node.value is None else check_extra_body(node.value, "an object")
+    if wrong:
+        node.report(f"{wrong}, got {describe_value(node.value)}")
+    return "" if wrong or not node.value else json.dumps(node.value, sort_keys=True)
+
+
 def _capabilities(node: JsonNode) -> Capabilities:
     if node.value is None or not node.is_object(("input", "output")):
         return INFERRED
@@ -444,7 +514,7 @@ def _type(node: JsonNode) -> str | None:
     name = node.required_text()
     if name is None or name in STANDARD_CAPABILITIES:
         return name
-    suggestion = find_typo(name, STANDARD_CAPABILITIES)
+    suggestion = _OTHER_NAMES.get(name.lower()) or find_typo(name, STANDARD_CAPABILITIES)
     hint = f'; did you mean "{suggestion}"?' if suggestion else ""
     if name != name.lower() or len(name) > MAX_ID_LENGTH or not name.isprintable() or " " in name:
         node.report(f'expected a lower-case name without spaces, got "{one_line(name, 40)}"{hint}')
@@ -482,6 +552,17 @@ def _fallback(entry_id: str, node: JsonNode, known: Collection[str]) -> tuple[st
     return tuple(chosen)
 
 
+def _same_currency(price: Price | None, node: JsonNode, first: ServiceEntry | None) -> Price | None:
+    """Return the price if its currency is that of the `first` service with a price: only then costs can be added."""
+    if price is None or first is None or first.price is None or price.currency == first.price.currency:
+        return price
+    node.child("price").child("currency").report(
+        f'expected "{first.price.currency}", the currency of service "{first.id}", got "{price.currency}":'
+        " all prices must have one currency; until then the cost of this service is unknown"
+    )
+    return None
+
+
 class ServiceRegistry:
     """The configured services in file order. `replace_with` applies a reload for all holders of this object."""
 
@@ -513,6 +594,11 @@ class ServiceRegistry:
 
     def __contains__(self, service_id: object) -> bool:
         return service_id in self._entries
+
+    @property
+    def currency(self) -> str | None:
+        """The currency of all prices; None if no service has a price."""
+        return next((entry.price.currency for entry in self if entry.price), None)
 
     def has_unchanged(self, entry: ServiceEntry) -> bool:
         """True if the registry contains exactly this entry."""

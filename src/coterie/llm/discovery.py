@@ -1,18 +1,21 @@
 """Health checks of services, and discovery of services that could be set up.
 
-A health check sends one real request and explains the result. Discovery looks for keys in the environment and for model
-servers on this machine.
+A health check sends one real request and explains the result; it also finds out whether the model calls tools and reads
+pictures. Discovery looks for keys in the environment and for model servers on this machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
+import zlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import httpx
 import msgspec
@@ -21,12 +24,27 @@ from coterie.clock import Clock, to_rfc3339
 from coterie.llm.config import ServiceEntry
 from coterie.llm.gateway import MakeService
 from coterie.llm.learned_limits import ServiceRecords
-from coterie.llm.service import MalformedResponse, PermanentError, ServiceError, TransientError
-from coterie.llm.types import Completion, ModelRequest, TextPart, UserMessage
+from coterie.llm.service import (
+    Completion,
+    InlineFile,
+    LLMService,
+    MalformedResponse,
+    ModelRequest,
+    PermanentError,
+    ServiceError,
+    TextDelta,
+    TextPart,
+    ToolSpec,
+    TransientError,
+    UnsupportedCapability,
+    UserMessage,
+)
 from coterie.text import one_line, to_storable
 
 HEALTH_CHECK_TIMEOUT = timedelta(seconds=40)
-"""Half of it is for the first byte: a local server may have to load its model."""
+"""Longest silence: a local server may have to load its model."""
+HEALTH_CHECK_MAX_TOKENS = 256
+"""Enough for a short thought before the word."""
 HEALTH_CHECK_PROMPT = "Answer with the single word: ok"
 
 HealthCode = Literal["ok", "auth", "unreachable", "no_model", "quota", "refused", "timeout", "malformed"]
@@ -43,46 +61,149 @@ class HealthCheck:
     detail: str
     """The service's error in one sentence, empty on success. Never contains a key."""
     ms: int
+    """Of the first request."""
     at: datetime
+    capabilities: dict[str, bool] = field(default_factory=dict)
+    """Which of `tool_calling` and `vision` were tried, and whether they work."""
 
-    def to_json(self) -> dict[str, Any]:
+    def declared_capabilities(self) -> dict[str, list[str]] | None:
+        """`capabilities` of an entry, as far as they were found out; None if nothing was."""
+        if not self.capabilities:
+            return None
+        return {
+            "input": ["text", "vision"] if self.capabilities.get("vision") else ["text"],
+            "output": ["text", "tool_calling"] if self.capabilities.get("tool_calling", True) else ["text"],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"at": to_rfc3339(self.at)}
 
 
-async def check_health(entry: ServiceEntry, make_service: MakeService, clock: Clock) -> HealthCheck:
-    """Send one request to the service, without queue and circuit breaker."""
+async def check_health(
+    entry: ServiceEntry, make_service: MakeService, clock: Clock, *, try_capabilities: bool = True
+) -> HealthCheck:
+    """Send one request to the service, without queue and circuit breaker.
+
+    `try_capabilities`: if it answers, also send one tool and one picture.
+    """
     started = time.monotonic()  # network time, not the time of `clock`
-    error: ServiceError | None
+    error: ServiceError | None = None
+    found: dict[str, bool] = {}
+    ms = 0
     if entry.missing_key:
         error = PermanentError(f'service "{entry.id}" has no key: {entry.missing_key} is not set', category="auth")
     else:
-        error = await _send_prompt(replace(entry, timeout=min(entry.timeout, HEALTH_CHECK_TIMEOUT)), make_service)
-    ms = round((time.monotonic() - started) * 1000)
+        service = make_service(_limit(entry))
+        try:
+            error = await _fails(service, ModelRequest(messages=(_say(HEALTH_CHECK_PROMPT),)))
+            ms = round((time.monotonic() - started) * 1000)
+            if error is None and try_capabilities:
+                found = await _find_capabilities(service)
+        finally:
+            await service.close()
     code = _code(error)
     return HealthCheck(
         ok=error is None,
         code=code,
-        message=_message(code, entry, ms),
+        message=" ".join([_message(code, entry, ms), *_describe(found)]),
         detail="" if error is None else str(error),
         ms=ms,
         at=clock.now(),
+        capabilities=found,
     )
 
 
-async def _send_prompt(entry: ServiceEntry, make_service: MakeService) -> ServiceError | None:
-    service = make_service(entry)
-    pieces = service.generate(ModelRequest(messages=(UserMessage((TextPart(HEALTH_CHECK_PROMPT),)),)))
-    try:
+def _limit(entry: ServiceEntry) -> ServiceEntry:
+    """Return the entry with the time and token limits of a health check: the owner waits, and tokens cost money."""
+    return replace(
+        entry,
+        timeout=min(entry.timeout, HEALTH_CHECK_TIMEOUT),
+        first_token_timeout=min(entry.deadlines.first_byte, HEALTH_CHECK_TIMEOUT),
+        total_timeout=min(entry.total_timeout, HEALTH_CHECK_TIMEOUT),
+        max_tokens=min(entry.max_tokens or HEALTH_CHECK_MAX_TOKENS, HEALTH_CHECK_MAX_TOKENS),
+    )
+
+
+async def _ask(service: LLMService, request: ModelRequest) -> Completion:
+    async with aclosing(cast(AsyncGenerator[TextDelta | Completion, None], service.generate(request))) as pieces:
         async for piece in pieces:
             if isinstance(piece, Completion):
-                return None
+                return piece
+    raise MalformedResponse(f'service "{service.id}" ended its stream without an answer')
+
+
+async def _fails(service: LLMService, request: ModelRequest) -> ServiceError | None:
+    try:
+        await _ask(service, request)
     except ServiceError as error:
         return error
-    finally:
-        if isinstance(pieces, AsyncGenerator):
-            await pieces.aclose()
-        await service.close()
-    return MalformedResponse(f'service "{entry.id}" ended its stream without an answer')
+    return None
+
+
+# What the model can do: one tool and one picture are tried
+
+
+async def _find_capabilities(service: LLMService) -> dict[str, bool]:
+    """Whether each tried capability works. One that could not be found out is left out."""
+    found: dict[str, bool] = {}
+    for capability, request, is_proved in (
+        ("tool_calling", _TOOL_TRIAL, _calls_the_tool),
+        ("vision", _PICTURE_TRIAL, _sees_the_picture),
+    ):
+        try:
+            answer = await _ask(service, request)
+        except (UnsupportedCapability, PermanentError) as error:
+            if isinstance(error, UnsupportedCapability) or error.category in ("request", "content"):
+                found[capability] = False
+        except ServiceError:
+            pass  # too slow or too busy to tell
+        else:
+            if is_proved(answer) or answer.finish_reason != "length":  # a long thought is no answer
+                found[capability] = is_proved(answer)
+    return found
+
+
+def _calls_the_tool(answer: Completion) -> bool:
+    return any(call.name == _TOOL.name and call.invalid_arguments is None for call in answer.calls)
+
+
+def _sees_the_picture(answer: Completion) -> bool:
+    return any(word in answer.text.lower() for word in ("yellow", "gold", "黄"))
+
+
+def _say(text: str, *files: InlineFile) -> UserMessage:
+    return UserMessage((TextPart(text), *files))
+
+
+def _yellow_png(size: int = 32) -> bytes:
+    """A picture of one colour that a model without eyes would hardly guess."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + b"\xff\xe0\x00" * size) * size
+    head = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+_TOOL = ToolSpec(
+    name="confirm",
+    description="Confirm that you can call tools.",
+    parameters={"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+)
+_TOOL_TRIAL = ModelRequest(messages=(_say("Call the tool confirm with the word: ready"),), tools=(_TOOL,))
+_PICTURE = InlineFile(type="image", filename="colour.png", mime_type="image/png", data=_yellow_png())
+_PICTURE_TRIAL = ModelRequest(messages=(_say("Which colour has this picture? Answer with one word.", _PICTURE),))
+_FOUND = {
+    ("tool_calling", True): "It calls tools.",
+    ("tool_calling", False): "It does not call tools.",
+    ("vision", True): "It reads pictures.",
+    ("vision", False): "It does not read pictures.",
+}
+
+
+def _describe(found: Mapping[str, bool]) -> list[str]:
+    return [_FOUND[capability, works] for capability, works in found.items()]
 
 
 def _code(error: ServiceError | None) -> HealthCode:
@@ -139,6 +260,9 @@ class HealthChecks:
     def record_draft(self, entry: ServiceEntry, check: HealthCheck) -> None:
         self._drafts = {entry: check}
 
+    def get_draft(self, entry: ServiceEntry) -> HealthCheck | None:
+        return self._drafts.get(entry)
+
     def on_entry_saved(self, entry: ServiceEntry, *, new_key: bool) -> None:
         """Keep the check of this draft, if any. Otherwise a new key voids the earlier check."""
         if check := self._drafts.pop(entry, None):
@@ -170,7 +294,7 @@ class DiscoveredService:
     has_vision: bool = False
     """Most of its models read images and call tools. Unknown for local servers."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "name": self.name,
@@ -178,10 +302,10 @@ class DiscoveredService:
             "baseURL": self.base_url,
             "apiKey": self.key_name and f"${{{self.key_name}}}",
             "models": list(self.models),
-            "capabilities": {
-                "input": ["text", "vision"] if self.has_vision else ["text"],
-                "output": ["text", "tool_calling"] if self.has_vision else ["text"],
-            },
+            # Those of a local model are found out by a health check.
+            "capabilities": {"input": ["text", "vision"], "output": ["text", "tool_calling"]}
+            if self.has_vision
+            else None,
         }
 
 
@@ -212,6 +336,7 @@ LOCAL_SERVERS = (
     DiscoveredService(id="ollama", name="Ollama", base_url="http://127.0.0.1:11434/v1"),
     DiscoveredService(id="llama-cpp", name="llama.cpp", base_url="http://127.0.0.1:8080/v1"),
     DiscoveredService(id="lm-studio", name="LM Studio", base_url="http://127.0.0.1:1234/v1"),
+    DiscoveredService(id="vllm", name="vLLM", base_url="http://127.0.0.1:8000/v1"),
 )
 
 
@@ -220,17 +345,21 @@ def discover_keyed_services(environ: Mapping[str, str]) -> list[DiscoveredServic
     return [service for service in KEYED_SERVICES if environ.get(service.key_name or "", "").strip()]
 
 
-async def discover_local_servers(candidates: Sequence[DiscoveredService] = LOCAL_SERVERS) -> list[DiscoveredService]:
+async def discover_local_servers(
+    candidates: Sequence[DiscoveredService] = LOCAL_SERVERS, *, timeout_seconds: float = LOCAL_SERVER_TIMEOUT_SECONDS
+) -> list[DiscoveredService]:
     """Return the candidates that answer, with their models."""
     # No proxy: these addresses are on this machine.
-    async with httpx.AsyncClient(timeout=LOCAL_SERVER_TIMEOUT_SECONDS, trust_env=False) as client:
-        probes = await asyncio.gather(*(_probe(client, candidate) for candidate in candidates))
+    async with httpx.AsyncClient(timeout=timeout_seconds, trust_env=False) as client:
+        probes = await asyncio.gather(*(_probe(client, candidate, timeout_seconds) for candidate in candidates))
     return [server for server in probes if server]
 
 
-async def _probe(client: httpx.AsyncClient, candidate: DiscoveredService) -> DiscoveredService | None:
+async def _probe(
+    client: httpx.AsyncClient, candidate: DiscoveredService, timeout_seconds: float
+) -> DiscoveredService | None:
     try:
-        async with asyncio.timeout(LOCAL_SERVER_TIMEOUT_SECONDS):
+        async with asyncio.timeout(timeout_seconds):
             listed = msgspec.json.decode(await _get(client, f"{candidate.base_url}/models"))
         names = [item["id"] for item in listed["data"]]
     except (httpx.HTTPError, TimeoutError, ValueError, TypeError, KeyError):

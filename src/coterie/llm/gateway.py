@@ -23,16 +23,18 @@ from coterie.llm.learned_limits import LearnedLimits
 from coterie.llm.routing import CapabilityRouter, required_capabilities
 from coterie.llm.service import (
     CircuitOpen,
+    Completion,
     ContextTooLong,
     LLMService,
     MalformedResponse,
+    ModelRequest,
     PermanentError,
     ServiceError,
+    TextDelta,
     TransientError,
     TransientReason,
     UnsupportedCapability,
 )
-from coterie.llm.types import Completion, ModelRequest, TextDelta
 
 MAX_FAILURES = 5
 FIRST_OPEN_SECONDS = 15.0
@@ -142,7 +144,7 @@ class ModelGateway:
         *,
         agent_id: str,
         for_person: bool = False,
-        on_start: Callable[[], None] | None = None,
+        on_start: Callable[[ServiceEntry], None] | None = None,
     ) -> Stream:
         """Yield text deltas, then one `Completion`; or raise `ServiceError`.
 
@@ -151,7 +153,7 @@ class ModelGateway:
         all services fail, the error names them all.
 
         `for_person`: the request answers a message of the person and precedes requests of agents. `on_start` is called
-        after the queue, right before the request is sent; if it raises, nothing is sent.
+        with the service that is asked, after the queue, right before each sending; if it raises, nothing is sent.
         """
         first = self._services.get(service_id)
         entries = [first, *map(self._services.get, first.fallback)]
@@ -168,6 +170,8 @@ class ModelGateway:
                         yield piece
                 return
             except ServiceError as error:
+                if isinstance(error, ContextTooLong):
+                    error.service = entry.id
                 if has_output or len(entries) == 1 or not _fallback_may_help(error):
                     raise
                 failures.append(error)
@@ -180,6 +184,10 @@ class ModelGateway:
     def count_waiting(self, service_id: str, *, for_person: bool) -> int:
         """Return the number of requests for this service that wait for a slot. Thread-safe."""
         return self._waiting[service_id, for_person]
+
+    def entry(self, service_id: str) -> ServiceEntry:
+        """Return the service's entry. `UnknownService`: there is none."""
+        return self._services.get(service_id)
 
     def queue(self, service_id: str) -> ServiceQueue:
         return self._activate(self._services.get(service_id)).queue
@@ -213,7 +221,7 @@ class ModelGateway:
                     # Adapted after the queue, so that waiting requests hold no attachments in memory.
                     adapted = await self._router.fit(attempt.request, entry, agent_id=attempt.agent_id)
                     if attempt.on_start:
-                        attempt.on_start()
+                        attempt.on_start(entry)
                     probe, pieces, has_output = breaker.start_request(), active.service.generate(adapted), False
                     try:
                         piece = await _first(pieces, limit)
@@ -355,7 +363,7 @@ class _Attempt:
     key: tuple[str, bool]
     """Requested service id and `for_person`."""
     has_fallback: bool
-    on_start: Callable[[], None] | None = None
+    on_start: Callable[[ServiceEntry], None] | None = None
 
 
 async def _first(pieces: AsyncIterator[TextDelta | Completion], limit: float | None) -> TextDelta | Completion | None:

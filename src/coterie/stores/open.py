@@ -15,6 +15,8 @@ from coterie.store import Limits
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
+from coterie.stores.sqlite.connection import lock_owner_pid
+from coterie.stores.sqlite.engine import DATABASE
 
 
 def is_shared(config: Config) -> bool:
@@ -68,6 +70,12 @@ async def _open_blobs(store: SqlStore, open_blobs: Callable[[], BlobStore]) -> B
         raise
 
 
+def require_database(folder: SocietyFolder, config: Config) -> None:
+    """Raise `StoreUnusable` if the society has not run yet, so that there is nothing to read."""
+    if not is_shared(config) and not (folder.data / DATABASE).exists():
+        raise StoreUnusable(f"the society in {folder.path} has not run yet: start it with coterie serve {folder.path}")
+
+
 async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clock) -> tuple[SqlStore, BlobStore]:
     """Open both for reading only; other processes may run the society meanwhile."""
     require_driver(config.store)
@@ -80,6 +88,11 @@ async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clo
     if config.store.artifacts:
         return postgres, FolderBlobStore.open_read_only(folder.path / config.store.artifacts)
     return postgres, postgres.blobs()
+
+
+def owner_pid(folder: SocietyFolder) -> int | None:
+    """Pid of the process that runs the society; -1 if unknown, None if no process runs it. SQLite only."""
+    return lock_owner_pid(folder.data)
 
 
 def require_society(folder: Path) -> SocietyFolder:

@@ -18,17 +18,19 @@ from typing import Any, Protocol
 from coterie.errors import StoreUnusable
 from coterie.stores.blobs import read_blob, write_blob
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
+from coterie.stores.sql.migrations import migrate_sqlite, schema_scripts, sqlite_version
 from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
-from coterie.stores.sqlite.migrate import SCHEMA, check_version, migrate
 
 TABLES = (
     "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "plans", "calls", "roles",
-    "llm_calls", "summaries",
+    "llm_calls", "summaries", "schedules", "tasks", "turns",
 )  # fmt: skip
 """Tables that both engines have, in foreign-key order."""
-SEQUENCE_TABLES = ("messages", "plans")
-"""Tables whose `seq` values are never reused, even after their rows are deleted."""
+SEQUENCE_TABLES = ("messages", "plans", "tasks")
+"""Tables whose `seq` values a sequence assigns on PostgreSQL."""
+AUTOINCREMENT_TABLES = ("messages", "plans")
+"""Those whose values are never reused, even after their rows are deleted."""
 ENGINE_META_KEYS = ("schema",)
 """Keys of `meta` that describe the engine, not the society. They are not copied."""
 BATCH_ROWS = 1_000
@@ -162,7 +164,7 @@ class SqliteSource:
     def open(cls, database: Path, artifacts: Path) -> Iterator[SqliteSource]:
         try:
             with closing(open_reader(database)) as db:
-                if check_version(db) < SCHEMA.newest:
+                if sqlite_version(db) < schema_scripts("sqlite").newest:
                     raise StoreUnusable(f"{database} has an older schema: bring it up to date with coterie migrate")
                 db.execute("BEGIN")  # one snapshot for all reads
                 yield cls(db, artifacts)
@@ -182,7 +184,8 @@ class SqliteSource:
 
     def last_sequence(self, table: str) -> int:
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = :table", {"table": table}).fetchone()
-        return int(row[0]) if row else 0
+        row = row or self._db.execute("SELECT max(seq) FROM " + table).fetchone()
+        return row[0] or 0
 
     def read_blob(self, sha256: str) -> Iterator[bytes] | None:
         return read_blob(self._artifacts, sha256)
@@ -202,7 +205,7 @@ class SqliteTarget:
             os.close(os.open(database, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             with closing(sqlite3.connect(database, isolation_level=None)) as db:
                 db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-                migrate(db)
+                migrate_sqlite(db)
                 db.execute("PRAGMA foreign_keys = ON")
                 db.execute("BEGIN IMMEDIATE")
                 db.execute("DELETE FROM meta")  # replaced by the source's rows, its secret among them
@@ -214,6 +217,8 @@ class SqliteTarget:
             os.fsync(file.fileno())
 
     def set_last_sequence(self, table: str, number: int) -> None:
+        if table not in AUTOINCREMENT_TABLES:
+            return  # SQLite numbers the next row after the last one
         self.db.execute("DELETE FROM sqlite_sequence WHERE name = :table", {"table": table})
         if number:
             self.db.execute(

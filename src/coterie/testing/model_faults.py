@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coterie.testing.replies import Calls, CustomReply, ServerConnection, Status, call_chunks, chunk
+from coterie.testing.model_server import Calls, CustomReply, ServerConnection, Status, call_chunks, chunk
 
 _HELLO = chunk({"role": "assistant", "content": "Hello"})
 

@@ -1,6 +1,6 @@
 """The tour: a scripted model that demonstrates Coterie until a real model is set up.
 
-The tour's second agent.
+`TOUR_ENTRIES` are its services, `TourService` answers their requests, and `TourSeer` is its second agent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from coterie.clock import Clock, SystemClock
 from coterie.config import ASSISTANT, Config
 from coterie.errors import Refused
 from coterie.ids import new_id
-from coterie.llm.config import ServiceRegistry
-from coterie.llm.types import (
+from coterie.llm.config import ServiceEntry, ServiceRegistry
+from coterie.llm.service import (
     AssistantMessage,
+    Capabilities,
     Completion,
     InlineFile,
     ModelRequest,
@@ -39,8 +40,35 @@ _WORD_PAUSE = timedelta(milliseconds=30)
 _LONG_PAUSE_FACTOR = 25
 _CJK = re.compile("[\u3400-\u9fff\uf900-\ufaff]")
 _LETTER = re.compile(r"[^\W\d_]")
-_FRAME = re.compile(r"\A<message \S+ \{.*\}>\n?|\n?</message \S+>\Z")
+_FRAME = re.compile(r"\A<[a-z2-7]{8} [^\n]*>\n?|\n?</[a-z2-7]{8}>\Z")
 _INTERRUPTED = "interrupted_by_new_message"
+_FAILED = '"error"'
+
+
+TOUR_VISION = "tour-sees"
+TOUR = "tour"
+_TOUR_INPUT = frozenset({"text"})
+_TOUR_OUTPUT = frozenset({"text", "tool_calling"})
+
+TOUR_ENTRIES = (
+    ServiceEntry(
+        id="tour",
+        name="The tour (scripted)",
+        provider=TOUR,
+        base_url="",
+        model="tour",
+        capabilities=Capabilities(input=_TOUR_INPUT, output=_TOUR_OUTPUT),
+    ),
+    ServiceEntry(
+        id=TOUR_VISION,
+        name="The tour, with eyes (scripted)",
+        provider=TOUR,
+        base_url="",
+        model=TOUR_VISION,
+        capabilities=Capabilities(input=_TOUR_INPUT | {"vision"}, output=_TOUR_OUTPUT),
+    ),
+)
+"""Used until a real service is configured."""
 
 
 class TourService:
@@ -94,6 +122,8 @@ class Cues:
     texts: tuple[str, ...]
     """Texts of all user messages, newest first."""
     has_files: bool
+    is_refused: bool
+    """A tool call since the last user message failed."""
     tools: frozenset[str]
 
     @classmethod
@@ -112,6 +142,7 @@ class Cues:
             interrupted=stopped or any(_scene(_text(message)) is script.INTERJECTION for message in new[:-1]),
             texts=tuple(map(_text, all_users)),
             has_files=any(map(_described, all_users)),
+            is_refused=any(isinstance(message, ToolMessage) and _FAILED in message.text for message in after),
             tools=frozenset(tool.name for tool in request.tools),
         )
 
@@ -131,9 +162,10 @@ class Cues:
         return next(filter(None, map(_described, self.new)), None)
 
     @property
-    def seen(self) -> str | None:
+    def told(self) -> str | None:
         """The seer's answer."""
-        match = next(filter(None, (script.SEEN.search(_text(message)) for message in self.new)), None)
+        texts = [_text(message) for message in self.new]
+        match = next(filter(None, (seen.search(text) for text in texts for seen in (script.SEEN, script.DONE))), None)
         return match[1].strip() if match else None
 
     def is_shown(self, scene: Scene) -> bool:
@@ -161,12 +193,15 @@ def answer_as_guide(cues: Cues) -> ScriptedAnswer:
     if scene.tool in cues.tools:
         call = (scene.tool, _translate(scene.arguments, cues.chinese))
         answers.insert(0, ScriptedAnswer(scene.says.text(cues.chinese), (call,)))
+        if scene is script.ASK and not cues.is_refused:
+            answers[1] = ScriptedAnswer(script.ASKED.text(cues.chinese))
     return _nth(cues.step, answers)
 
 
 def answer_as_seer(cues: Cues) -> ScriptedAnswer:
     if not cues.inline:
-        return ScriptedAnswer(script.NOTHING_TO_SEE.text(cues.chinese))
+        is_asked = script.ASKS.search(cues.last)
+        return ScriptedAnswer((script.DOES if is_asked else script.NOTHING_TO_SEE).text(cues.chinese))
     return ScriptedAnswer(script.SEES.text(cues.chinese).format(", ".join(map(_describe_file, cues.inline))))
 
 
@@ -175,6 +210,8 @@ def _chosen(cues: Cues) -> Scene:
         return script.INTERRUPTED
     if script.SEEN.search(cues.last):
         return script.SHOWN
+    if script.DONE.search(cues.last):
+        return script.ANSWERED
     return _scene(cues.last) or script.UNKNOWN
 
 
@@ -192,8 +229,8 @@ def _menu(cues: Cues, scene: Scene) -> ScriptedAnswer:
     if cues.first and scene in (script.HELLO, script.UNKNOWN):
         remaining.append(script.LANGUAGE)
     text, options = scene.then.text(cues.chinese), [other.option.text(cues.chinese) for other in remaining]
-    if cues.seen:
-        text = f"{script.RELAYS.text(cues.chinese).format(cues.seen)}\n\n{text}"
+    if cues.told:
+        text = f"{script.RELAYS.text(cues.chinese).format(cues.told)}\n\n{text}"
     if "send_message" not in cues.tools:
         return ScriptedAnswer(" ".join([text, *options]))
     message: dict[str, Any] = {"to": "user", "payload": {"text": text}}
@@ -258,9 +295,6 @@ def _text(message: UserMessage) -> str:
     """Return the text without message frames and attachment descriptions."""
     texts = (part.text for part in message.parts if isinstance(part, TextPart) and not _attachment(part.text))
     return "\n".join(filter(None, (_FRAME.sub("", text) for text in texts)))
-
-
-TOUR_VISION = "tour-sees"
 
 
 # An id that no owner would choose, because it stays taken after the agent is terminated.

@@ -89,6 +89,19 @@ TOOL = Scene(
         "刚才运行了一个工具：在上面展开就能看到我问了什么、得到了什么。接下来看什么？",
     ),
 )
+ASK = Scene(
+    option=Translated("Ask another agent", "问问别的智能体"),
+    cue=re.compile(r"\b(an)?other agents?\b|\bsecond agent\b|\btasks?\b|别的智能体|其他智能体|任务", re.I),
+    says=Translated("I ask the second agent what it does.", "我问问另一个智能体它做什么。"),
+    tool="send_message",
+    arguments={"to": "tour-seer", "payload": {"text": Translated("What do you do here?", "你在这里做什么？")}},
+    then=Translated(
+        "There is no second agent here that I could ask. With one, a line under your message would show who is at "
+        "work for you. What next?",
+        "这里没有别的智能体可以问。如果有，你的消息下方会有一行字，写着谁在为你工作。接下来看什么？",
+    ),
+)
+"""`then` is sent only if nobody could be asked; otherwise `ASKED`, and `ANSWERED` with the answer."""
 INTERJECTION = Scene(
     option=Translated("Let me interrupt you", "让我插一句话"),
     cue=re.compile(r"\binterrupt|interject|插话|打断", re.I),
@@ -135,7 +148,25 @@ SETUP = Scene(
         "有了第一个服务，导览就结束：助手改用它来思考，脚本扮演的 Seer 随之离开。",
     ),
 )
-SCENES = (DELAY, TOOL, INTERJECTION, ATTACHMENT, SETUP)
+SCENES = (DELAY, TOOL, ASK, INTERJECTION, ATTACHMENT, SETUP)
+
+ASKED = Translated(
+    "I asked. Look at the line under your message: it shows who is at work for you.",
+    "问过了。看你消息下方的那一行：它写着谁在为你工作。",
+)
+ASKS = re.compile("What do you do here|你在这里做什么")
+DOES = Translated(
+    "Let me think… This is what I do: I look at pictures for agents whose model cannot see.",
+    "让我想想… 我做的事是：替看不见的智能体看图片。",
+)
+DONE = re.compile(r"(?:This is what I do:|我做的事是：)\s*([^\"\n]*)")
+ANSWERED = Scene(
+    then=Translated(
+        "All of that was one task: your message, my question and the answer. The line under your message opens it, "
+        "with its messages, its time and its cost, and can stop it while it lasts. What next?",
+        "你的消息、我的问题和回答合起来是一个任务。点你消息下方的那一行就能打开它：里面有消息、用时和费用，进行中还能停止。接下来看什么？",
+    )
+)
 
 PASSES_ON = Translated(
     "I cannot read {filename} ({mimeType}, {size} bytes), but {agent} can. I pass it on.",

@@ -12,12 +12,12 @@ from coterie.society import Society
 from coterie.web import auth, metrics, static_files
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
 from coterie.web.api import ROUTERS
+from coterie.web.api.artifacts import Uploads
 from coterie.web.auth import Access
 from coterie.web.errors import install_error_handlers
 from coterie.web.middleware import SecurityMiddleware
 from coterie.web.routing import install_openapi, operation_id
 from coterie.web.sse import Hub
-from coterie.web.uploads import Uploads
 
 API = "/api/v1"
 ShutdownHook = Callable[[int], Awaitable[None]]

@@ -1,7 +1,8 @@
 """Server-sent events for rows of the event log: each payload is read from the store when the event is sent.
 
-Every row becomes exactly one event, so that a client detects missed events from `prev`. An event about an object that
-no longer exists says `{"id": …, "gone": true}`.
+Every row becomes exactly one event, so that a client detects missed events from `prev`: the position of the event
+before. Rows of the kind `task.changed` become none; `web/task_events` tells clients about tasks. An event about an
+object that no longer exists says `{"id": …, "gone": true}`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import msgspec
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import to_rfc3339
-from coterie.events import Event
-from coterie.messages import Message
+from coterie.messages import Message, Schedule
 from coterie.society import Society
-from coterie.store import CallRecord, Page
+from coterie.store import CallRecord, Event, Page
 from coterie.web import schemas
 
 RECENT_PLANS = 20
@@ -36,6 +36,10 @@ def frame(kind: str, data: Mapping[str, Any], event_id: str | None = None) -> by
     return b"".join((f"{id_line}event: {kind}\ndata: ".encode(), _encode(data), b"\n\n"))
 
 
+def has_frame(event: Event) -> bool:
+    return event.kind != "task.changed"
+
+
 class EventSerializer:
     def __init__(self, society: Society, epoch: str, draft_ids: Mapping[str, str]) -> None:
         """`draft_ids`: by message id, the draft that the message was streamed as."""
@@ -43,6 +47,7 @@ class EventSerializer:
 
     async def frames(self, events: Sequence[Event], prev: int) -> list[tuple[int, bytes]]:
         """Position and frame of each event; `prev` is the position before the first."""
+        events = [event for event in events if has_frame(event)]
         subjects = await self._load(events)
         frames = []
         for event in events:
@@ -65,6 +70,7 @@ class EventSerializer:
             agents=await store.agents_by_id(agents) if agents else {},
             unread=await store.unread(upserted) if upserted else {},
             artifacts=await store.artifacts(artifacts) if artifacts else {},
+            schedules={schedule: await store.schedule(schedule) for schedule in _ids(events, ("schedule.",))},
             queues={agent: await store.waiting(agent) for agent in _ids(events, ("queue.",))},
             calls={agent: await self._recent_calls(agent) for agent in sorted(callers)},
         )
@@ -84,6 +90,7 @@ class _Subjects:
     agents: Mapping[str, Agent]
     unread: Mapping[str, int]
     artifacts: Mapping[str, Artifact]
+    schedules: Mapping[str, Schedule | None]
     queues: Mapping[str, Sequence[Message]]
     calls: Mapping[str, Mapping[str, CallRecord]]
 
@@ -115,12 +122,17 @@ class _Subjects:
             case "artifact.created":
                 artifact = self.artifacts.get(subject)
                 return artifact.to_dict() if artifact else _gone(subject)
+            case "schedule.changed":
+                schedule = self.schedules[subject]
+                return schemas.Schedule.of(schedule).to_dict() if schedule else _gone(subject)
             case "read" | "thread.cleared":
                 return {"thread": subject}
             case "problem":
                 return {"agent": subject}
             case "society.state":
                 return {}
+            case "task.changed":
+                raise AssertionError("it has no frame")
 
     def _message(self, message_id: str) -> dict[str, Any]:
         message = self.messages.get(message_id)

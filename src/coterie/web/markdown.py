@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
-from markdown_it import MarkdownIt
-from markdown_it.tree import SyntaxTreeNode
 from msgspec import UNSET, Struct, UnsetType
 from pygments.lexers import get_lexer_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
+
+if TYPE_CHECKING:
+    from markdown_it import MarkdownIt
+    from markdown_it.tree import SyntaxTreeNode
 
 MAX_TEXT = 20_000
 MAX_BRACKETS = 1_000
@@ -149,6 +151,8 @@ class _TooDeep(Exception):
 
 
 def render(text: str) -> list[Node]:
+    from markdown_it.tree import SyntaxTreeNode
+
     if len(text) > MAX_TEXT or text.count("[") > MAX_BRACKETS or _max_cells(text) > MAX_CELLS:
         return [text]
     tokens = _parser().parse(text)
@@ -174,6 +178,9 @@ _cached_json = functools.lru_cache(CACHE_SIZE)(_encode)
 
 @functools.cache
 def _parser() -> MarkdownIt:
+    # Imported here: most commands render nothing.
+    from markdown_it import MarkdownIt
+
     parser = MarkdownIt("commonmark", {"html": False, "maxNesting": 2 * MAX_DEPTH}).enable(["table", "strikethrough"])
     parser.validateLink = lambda url: bool(_LINK.fullmatch(url))  # type: ignore[method-assign]
     return parser

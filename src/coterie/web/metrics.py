@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import cast, get_args
 
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
@@ -17,6 +17,7 @@ from starlette.types import Scope
 from coterie.files import DiskMonitor
 from coterie.society import Society
 from coterie.store import Statistics, Store, Worker
+from coterie.tasks import TaskState
 from coterie.web.errors import RequestRejected
 from coterie.web.routing import Router, problems
 from coterie.web.schemas import HealthStatus
@@ -62,6 +63,9 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Families([*self._society_metrics(statistics), *_worker_metrics(workers)]))
         registry.register(self._requests)
+        if self._society.model_metrics:
+            for collector in self._society.model_metrics.collectors:
+                registry.register(collector)
         return generate_latest(registry)
 
     def _society_metrics(self, found: Statistics) -> Iterator[Metric]:
@@ -72,7 +76,9 @@ class Metrics:
         yield CounterMetricFamily("coterie_turns", "Turns that agents started", found.turns)
         yield _counters("coterie_model_calls", "Model answers, by outcome", "outcome", found.model_calls)
         yield _counters("coterie_tool_calls", "Finished tool calls, by outcome", "outcome", calls)
-        yield CounterMetricFamily("coterie_plans_withdrawn", "Plans withdrawn by a message", found.withdrawn_plans)
+        yield CounterMetricFamily(
+            "coterie_plans_withdrawn", "Plans and answers withdrawn by a message", found.withdrawn_plans
+        )
         yield CounterMetricFamily(
             "coterie_delayed_delivered", "Delayed messages delivered", events["delayed.delivered"]
         )
@@ -80,6 +86,8 @@ class Metrics:
         yield GaugeMetricFamily("coterie_mailbox_messages", "Messages waiting in mailboxes", found.waiting)
         yield GaugeMetricFamily("coterie_mailbox_fullest", "Messages in the fullest mailbox", found.largest_mailbox)
         yield _gauges("coterie_agents", "Agents, by state", "state", found.agents)
+        tasks = dict.fromkeys(get_args(TaskState), 0) | dict(found.tasks)
+        yield _gauges("coterie_tasks", "Tasks, by state", "state", tasks)
         yield GaugeMetricFamily("coterie_stream_clients", "Clients of the event stream", self._stream_clients())
         yield GaugeMetricFamily("coterie_store_healthy", "1 while the store can write", float(store.is_healthy))
 

@@ -7,13 +7,12 @@ validates messages and answers with error codes of its own, so those request fie
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from coterie import agents, artifacts, messages, store
+from coterie import agents, artifacts, messages, store, tasks
 from coterie.agent.context import QUARANTINED_NOTE
 from coterie.clock import to_rfc3339
 from coterie.errors import CoterieError, Problem
@@ -58,10 +57,11 @@ class Answer(Schema):
 
     message_id: str
     option: int | None
+    closed: Annotated[Literal["stopped"], Meta(description="Its task was stopped.")] | UnsetType = UNSET
 
     @classmethod
     def of(cls, answer: messages.QuestionAnswer) -> Self:
-        return cls(message_id=answer.message_id, option=answer.option)
+        return msgspec.convert(answer.to_dict(), cls)
 
 
 class ProblemDocument(Schema):
@@ -91,6 +91,25 @@ class Attachment(Schema):
     size: int | UnsetType = UNSET
 
 
+class BudgetUsed(Schema):
+    turns: int
+    input_tokens: int
+    output_tokens: int
+    cost: float | None
+    model_ms: int
+
+
+class BudgetRequest(Schema):
+    """The question whether a task may go on. Quick reply 0 grants one more budget, 1 stops the task."""
+
+    task: str
+    reason: tasks.BudgetReason
+    limit: float
+    about: str
+    agents: Annotated[list[str], Meta(description="Names of the agents that worked on it.")]
+    used: BudgetUsed
+
+
 class Payload(Schema):
     """The content of a message. Senders may add fields of their own."""
 
@@ -98,6 +117,7 @@ class Payload(Schema):
     attachments: list[Attachment] | UnsetType = UNSET
     quick_replies: list[str] | UnsetType = UNSET
     approval: Annotated[Any, Meta(description="A tool call to approve: `callId`, `tool`, `arguments`.")] = UNSET
+    budget: BudgetRequest | UnsetType = UNSET
     problem: Annotated[Any, Meta(description="On a notice of the runtime: `agent` is the agent concerned.")] = UNSET
 
 
@@ -115,6 +135,29 @@ class NewMessage(Schema):
     quick_replies: Annotated[Any, Meta(extra_json_schema={"type": ["array", "null"], "items": {"type": "string"}})] = (
         None
     )
+    every: Annotated[
+        Any,
+        Meta(
+            extra_json_schema={"type": ["string", "null"]},
+            description='Makes it recurring: "15m", "daily 08:00", "weekdays 08:00", "mon,thu 18:30", "monthly 1 09:00"'
+            " or five cron fields. With `delayMs`: from then on.",
+        ),
+    ] = None
+    time_zone: Annotated[
+        Any,
+        Meta(
+            extra_json_schema={"type": ["string", "null"]},
+            description="With `every`: an IANA name such as Europe/Berlin; the server's time zone if left out.",
+        ),
+    ] = None
+    unless_answered: Annotated[
+        Any,
+        Meta(
+            extra_json_schema={"type": ["string", "null"]},
+            description="With `delayMs`: the id of a message of the person to an agent; an answer to it withdraws this"
+            " message.",
+        ),
+    ] = None
     in_reply_to: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
     option: Annotated[Any, Meta(extra_json_schema={"type": ["integer", "null"]})] = None
 
@@ -126,18 +169,19 @@ class NewDelay(Schema):
 class Receipt(Schema):
     message_id: str
     state: Annotated[
-        Literal["pending", "queued", "delayed"],
-        Meta(description="`queued`: the recipient is working and gets the message as an interjection."),
+        Literal["pending", "queued", "delayed", "withdrawn"],
+        Meta(
+            description="`queued`: the recipient is working and gets the message as an interjection. `withdrawn`:"
+            " nobody reads it: the question of `unlessAnswered` is answered, or it stopped its task."
+        ),
     ]
+    task: Annotated[str, Meta(description="The task that it belongs to; its own id if it starts one.")]
     scheduled_delivery_time: Annotated[Time, Meta(description="Only when delayed.")] | UnsetType = UNSET
+    schedule_id: Annotated[str, Meta(description="Only when recurring.")] | UnsetType = UNSET
 
     @classmethod
     def of(cls, receipt: messages.Receipt) -> Self:
-        return cls(
-            message_id=receipt.message_id,
-            state=receipt.state,
-            scheduled_delivery_time=to_rfc3339(receipt.scheduled_delivery_time) or UNSET,
-        )
+        return msgspec.convert(receipt.to_dict(), cls)
 
 
 class Message(Schema, kw_only=True):
@@ -152,13 +196,28 @@ class Message(Schema, kw_only=True):
     state: messages.State
     in_reply_to: str | None
     cause: str | None
+    task: Annotated[str, Meta(description="The task that it belongs to: the id of the task's first message.")]
+    parent_task: (
+        Annotated[str, Meta(description="The task that scheduled it. It starts a task of its own when it is due.")]
+        | UnsetType
+    ) = UNSET
+    unless_answered: Annotated[str, Meta(description="An answer to this message withdraws it.")] | UnsetType = UNSET
     hops: int
     early: bool
-    stopped: bool
+    stopped: Annotated[bool, Meta(description="The person stopped the agent in the middle of this answer.")]
+    cut_off: (
+        Annotated[messages.CutOff, Meta(description="The model service ended the answer before it was complete.")]
+        | UnsetType
+    ) = UNSET
     option: int | UnsetType = UNSET
     reason: str | UnsetType = UNSET
     replay_of: str | UnsetType = UNSET
     answer: Answer | UnsetType = UNSET
+    schedule_id: Annotated[str, Meta(description="The recurring message that it is part of.")] | UnsetType = UNSET
+    every: Annotated[str, Meta(description="Its recurrence, with the time zone.")] | UnsetType = UNSET
+    missed: (
+        Annotated[int, Meta(description="Due times that passed without a delivery; it stands for them.")] | UnsetType
+    ) = UNSET
     rendered: Annotated[
         msgspec.Raw,
         Meta(
@@ -170,27 +229,8 @@ class Message(Schema, kw_only=True):
     @classmethod
     def of(cls, message: messages.Message) -> Self:
         text = message.payload.get("text")
-        return cls(
-            id=message.id,
-            sender=message.sender,
-            to=message.to,
-            payload=message.payload,
-            created_at=to_rfc3339(message.created_at),
-            deliver_at=to_rfc3339(message.deliver_at),
-            delivered_at=to_rfc3339(message.delivered_at),
-            taken_at=to_rfc3339(message.taken_at),
-            state=message.state,
-            in_reply_to=message.in_reply_to,
-            cause=message.cause,
-            hops=message.hops,
-            early=message.early,
-            stopped=message.stopped,
-            option=_or_unset(message.option),
-            reason=_or_unset(message.reason),
-            replay_of=_or_unset(message.replay_of),
-            answer=Answer.of(message.answer) if message.answer else UNSET,
-            rendered=markdown.render_json(text) if isinstance(text, str) and text else _EMPTY_LIST,
-        )
+        rendered = markdown.render_json(text) if isinstance(text, str) and text else _EMPTY_LIST
+        return msgspec.convert(message.to_dict() | {"rendered": rendered}, cls)
 
     @classmethod
     def of_all(cls, many: Iterable[messages.Message]) -> list[Self]:
@@ -209,6 +249,37 @@ class DelayedPage(Schema):
     items: list[Message]
     next: str | None
     count: int
+
+
+class Schedule(Schema, kw_only=True):
+    """A recurring message. `messageId` is its next delayed message, which can be moved or withdrawn by itself."""
+
+    id: str
+    sender: str = field(name="from")
+    to: str
+    payload: PayloadObject
+    every: Annotated[str, Meta(description="The recurrence with its time zone: `weekdays 08:00 Europe/Berlin`.")]
+    state: messages.ScheduleState
+    created_at: Time | None
+    message_id: str
+    deliver_at: Annotated[Time | None, Meta(description="When the next one is due by the recurrence; null: never.")]
+
+    @classmethod
+    def of(cls, schedule: messages.Schedule) -> Self:
+        return msgspec.convert(schedule.to_dict(), cls)
+
+
+class SchedulePage(Schema):
+    items: list[Schedule]
+    next: str | None
+
+
+class ScheduleChange(Schema):
+    """What is left out stays as it is."""
+
+    every: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
+    time_zone: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
+    paused: bool | None = None
 
 
 def preview(message: messages.Message) -> str:
@@ -264,6 +335,7 @@ class Capabilities(Schema):
 class Agent(AgentStatus, kw_only=True):
     id: str
     name: str
+    description: Annotated[str, Meta(description="What it is for; empty if nobody has said.")]
     kind: Literal["person"] | UnsetType = UNSET
     service: str | None
     capabilities: Capabilities | None
@@ -272,12 +344,23 @@ class Agent(AgentStatus, kw_only=True):
     waiting: int
     delayed: int
     unread: int | UnsetType = UNSET
+    worker: (
+        Annotated[str | None, Meta(description="The process that runs its turn, `host/pid`; `gone` if it has ended.")]
+        | UnsetType
+    ) = UNSET
 
     @classmethod
-    def in_society(cls, society: Society, agent: agents.Agent, unread: int | None = None) -> Self:
-        service, capabilities = None, None
+    def in_society(
+        cls,
+        society: Society,
+        agent: agents.Agent,
+        unread: int | None = None,
+        worker: str | UnsetType | None = UNSET,
+    ) -> Self:
+        service, capabilities, description = None, None, ""
         if agent.kind != "person":
             try:
+                description = society.agents.description_of(agent.id)
                 service = society.agents.service_of(agent.id).id
                 found = society.agents.capabilities_of(agent.id)
             except CoterieError:  # the agent has no model service
@@ -287,6 +370,7 @@ class Agent(AgentStatus, kw_only=True):
             **_status(agent),
             id=agent.id,
             name=agent.name,
+            description=description,
             kind="person" if agent.kind == "person" else UNSET,
             service=service,
             capabilities=capabilities,
@@ -295,6 +379,7 @@ class Agent(AgentStatus, kw_only=True):
             waiting=agent.waiting,
             delayed=agent.delayed,
             unread=_or_unset(unread),
+            worker=worker,
         )
 
 
@@ -310,10 +395,40 @@ class AgentPage(Schema):
     next: str | None
 
 
+class Worker(Schema):
+    """A process that runs the society."""
+
+    name: Annotated[str, Meta(description="`host/pid`.")]
+    since: Time
+    seen_at: Time
+    claims: Annotated[int, Meta(description="Agents at work in it.")]
+    heartbeats: int
+    fenced_writes: int
+    lease_takeovers: int
+
+    @classmethod
+    def of(cls, worker: store.Worker) -> Self:
+        return cls(
+            name=worker.name,
+            since=to_rfc3339(worker.since) or "",
+            seen_at=to_rfc3339(worker.seen_at) or "",
+            claims=worker.claims,
+            heartbeats=worker.heartbeats,
+            fenced_writes=worker.fenced,
+            lease_takeovers=worker.takeovers,
+        )
+
+
+class WorkerPage(Schema):
+    items: list[Worker]
+    next: None
+
+
 class NewAgent(Schema, kw_only=True):
     id: Annotated[str, Meta(max_length=64)] | None = None
     name: ShortText | None = None
     prompt: Annotated[str, Meta(max_length=200_000)]
+    description: Annotated[str, Meta(max_length=agents.MAX_DESCRIPTION, description="What it is for.")] = ""
     service: str | None = None
     tools: list[str] | None = None
     parent: str | None = None
@@ -364,7 +479,7 @@ class HistoryPage(Schema):
     next: str | None
 
 
-# Threads, runs, usage
+# Threads, runs
 
 
 class Thread(Schema):
@@ -381,25 +496,6 @@ class Thread(Schema):
             unread=thread.unread,
             first_unread=thread.first_unread,
         )
-
-
-class Snapshot(Schema):
-    """The state at event `seq`. Each list is cut at 200 items; the count beside it is the whole."""
-
-    epoch: str
-    seq: int
-    server_time: Time
-    paused: Annotated[bool, Meta(description="The whole society is paused: no turn, model call or tool starts.")]
-    agents: list[Agent]
-    agent_count: int
-    threads: list[Thread]
-    thread_count: int
-    queues: list[Message]
-    queue_count: int
-    delayed: list[Message]
-    delayed_count: int
-    open_questions: list[Message]
-    open_question_count: int
 
 
 class ReadMark(Schema):
@@ -432,7 +528,10 @@ class ToolCall(Schema):
 
 
 class Run(Schema):
-    """One plan of an agent: what its model wanted to do at one step, and the tool calls."""
+    """One plan of an agent: what its model wanted to do at one step, and the tool calls.
+
+    A withdrawn plan without calls is an answer that a message of the person ended.
+    """
 
     agent: str
     turn: int
@@ -471,26 +570,6 @@ class Run(Schema):
 class RunPage(Schema):
     items: list[Run]
     next: str | None
-
-
-class Usage(Schema):
-    day: str
-    agent_id: str = field(name="agent")
-    service: str
-    requests: int
-    withdrawn: int
-    input_tokens: int
-    output_tokens: int
-    estimated_tokens: Annotated[int, Meta(description="Part of both that the service did not report.")]
-
-    @classmethod
-    def of(cls, usage: store.Usage) -> Self:
-        return cls(**asdict(usage))
-
-
-class UsagePage(Schema):
-    items: list[Usage]
-    next: None
 
 
 # Artifacts

@@ -1,7 +1,9 @@
 """Server-sent events: one hub reads the event log once for all clients, with a bounded buffer for each client.
 
 A client gets `hello`, then the events it missed, then a snapshot of every reply in progress, then live events. Events
-of the log have the id `<epoch>.<seq>`. Events about replies in progress have no id, because they are not stored.
+of the log have the id `<epoch>.<seq>`. Events about replies and tool calls in progress (`draft.*`, `tool.progress`)
+have no id, because they are not stored; nor has `task.changed` (`web/task_events`).
+`EventStream` is the HTTP response of one client.
 """
 
 from __future__ import annotations
@@ -11,14 +13,21 @@ import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any, cast
+
+from fastapi import Header, Query, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from coterie.clock import Clock, to_rfc3339
 from coterie.errors import Lagged
-from coterie.live import LiveReplies, LiveReply
+from coterie.live import PROGRESS_INTERVAL, CallProgress, LiveReplies, LiveReply
 from coterie.society import Society
 from coterie.supervision import supervise
-from coterie.web.event_payloads import EventSerializer, frame
+from coterie.web.connections import HANG_UP
+from coterie.web.event_payloads import EventSerializer, frame, has_frame
+from coterie.web.routing import COMMON_PROBLEMS, Router
+from coterie.web.task_events import CHUNK, GATHER, ChangedTasks, changed_tasks, recently_changed, task_frames
 
 Write = Callable[[bytes], Awaitable[None]]
 
@@ -44,9 +53,12 @@ MAX_DRAFT_IDS = 1000
 class StreamClient:
     """One client: a bounded buffer, and the task that writes it out."""
 
-    def __init__(self, write: Write) -> None:
+    def __init__(
+        self, write: Write, *, max_events: int = MAX_BUFFERED_EVENTS, max_bytes: int = MAX_BUFFERED_BYTES
+    ) -> None:
         """Must be called by the task that serves the client; `drop` cancels that task."""
         self._write, self._task = write, asyncio.current_task()
+        self._max_events, self._max_bytes = max_events, max_bytes
         self._frames: deque[bytes] = deque()
         self._size = 0
         self._wake = asyncio.Event()
@@ -58,7 +70,7 @@ class StreamClient:
         """Position of the last event that was put into the buffer."""
 
     def put(self, frame: bytes) -> None:
-        if self._frames and (len(self._frames) >= MAX_BUFFERED_EVENTS or self._size + len(frame) > MAX_BUFFERED_BYTES):
+        if self._frames and (len(self._frames) >= self._max_events or self._size + len(frame) > self._max_bytes):
             self.drop()
             return
         self._frames.append(frame)
@@ -123,14 +135,28 @@ def epoch_of(log_id: str) -> str:
 class Hub:
     """Sends events to all clients. Its tasks run only while there are clients."""
 
-    def __init__(self, society: Society, live: LiveReplies, clock: Clock) -> None:
+    def __init__(
+        self,
+        society: Society,
+        live: LiveReplies,
+        clock: Clock,
+        *,
+        max_buffered_events: int = MAX_BUFFERED_EVENTS,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+    ) -> None:
+        """A client whose buffer exceeds one of the limits is dropped."""
         self._society, self._live, self._clock = society, live, clock
+        self._max_events, self._max_bytes = max_buffered_events, max_buffered_bytes
         self.epoch = epoch_of(society.store.info.log_id)
         self.clients: set[StreamClient] = set()
         self._draft_ids: dict[str, str] = {}
         self._serializer = EventSerializer(society, self.epoch, self._draft_ids)
         self._seen = 0
         """Position of the last event that every live client got."""
+        self._prev = 0
+        """Position of the last one of them that has a frame."""
+        self._changed_tasks = ChangedTasks(clock)
+        self._has_tasks = asyncio.Event()
         self._starting = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._has_drafts = asyncio.Event()
@@ -140,14 +166,17 @@ class Hub:
         """Characters of each draft that clients got."""
         self._changed_drafts: dict[str, LiveReply] = {}
         self._shutdown_frame: bytes | None = None
+        self._changed_progress: dict[str, CallProgress] = {}
+        self._has_progress = asyncio.Event()
         live.subscribe(self._on_draft)
+        live.subscribe_progress(self._on_progress)
 
     def __len__(self) -> int:
         return len(self.clients)
 
     async def serve(self, write: Write, last_event_id: str | None) -> None:
         """Send one client all events after `last_event_id`, until it is dropped or the society stops."""
-        client = StreamClient(write)
+        client = StreamClient(write, max_events=self._max_events, max_bytes=self._max_bytes)
         self.clients.add(client)
         self._no_clients.clear()
         try:
@@ -181,19 +210,26 @@ class Hub:
             await self._start_tasks()
         seen, reset_reason = await self._resume_position(last_event_id)
         await client.write(self._hello(seen, reset_reason))
-        while seen < self._seen:
-            events = await self._society.store.events(seen, BATCH_EVENTS)
-            if not events:
+        prev, tasks = seen, dict.fromkeys(await recently_changed(self._society, seen) if last_event_id else ())
+        while True:
+            if events := await self._society.store.events(seen, BATCH_EVENTS) if seen < self._seen else ():
+                frames = await self._serializer.frames(events, prev)
+                tasks |= dict.fromkeys(changed_tasks(events))
+                seen, prev = events[-1].seq, frames[-1][0] if frames else prev
+                await client.write(b"".join(data for _, data in frames))
+            elif tasks:
+                await self._write_tasks(client, list(tasks))
+                tasks.clear()
+            else:
                 break
-            frames = await self._serializer.frames(events, seen)
-            seen = events[-1].seq
-            await client.write(b"".join(data for _, data in frames))
         # No await from here to the end: the next event of the hub must reach this client too.
         self._flush_drafts()
         client.seen, client.is_live = seen, True
         for draft in self._live.replies:
             self._sent_lengths[draft.id] = draft.length
             client.put(frame("draft.snapshot", {"draftId": draft.id, "agent": draft.agent_id, "text": draft.text}))
+        for progress in self._live.progress:
+            client.put(_progress_frame(progress))
         if self._shutdown_frame is not None:
             client.put(self._shutdown_frame)
             client.close()
@@ -202,11 +238,22 @@ class Hub:
         async with self._starting:
             if not self._is_running("log"):
                 self._seen = await self._society.store.last_event()
+                self._prev = await self._last_frame_before(self._seen)
                 self._start("log", self._read_log)
+            if not self._is_running("tasks"):
+                self._start("tasks", self._send_tasks)
             if not self._is_running("ping"):
                 self._start("ping", self._send_pings)
             if not self._is_running("drafts"):
                 self._start("drafts", self._send_drafts)
+            if not self._is_running("progress"):
+                self._start("progress", self._send_progress)
+
+    async def _last_frame_before(self, position: int) -> int:
+        """Position of the last event with a frame, up to `position`. If it is far away, a position before it."""
+        start = max(0, position - BATCH_EVENTS)
+        events = await self._society.store.events(start, BATCH_EVENTS)
+        return max((event.seq for event in events if event.seq <= position and has_frame(event)), default=start)
 
     async def _resume_position(self, last_event_id: str | None) -> tuple[int, str | None]:
         """The position after which the client continues; and why, if it is not the one asked for."""
@@ -248,14 +295,37 @@ class Hub:
                 return
 
     async def _send_events(self, events: Sequence[Any]) -> None:
-        if not self._live_clients():
-            self._seen = events[-1].seq
-            return
-        for frames in _bursts(await self._serializer.frames(events, self._seen)):
-            for client in self._live_clients():
-                client.put_new(frames)
-            self._seen = frames[-1][0]
-            await asyncio.sleep(0)
+        if self._live_clients():
+            for frames in _bursts(await self._serializer.frames(events, self._prev)):
+                for client in self._live_clients():
+                    client.put_new(frames)
+                self._seen = self._prev = frames[-1][0]
+                await asyncio.sleep(0)
+            if self._changed_tasks.add(changed_tasks(events)):
+                self._has_tasks.set()
+        self._seen = events[-1].seq
+        self._prev = next((event.seq for event in reversed(events) if has_frame(event)), self._prev)
+
+    # Tasks
+
+    async def _send_tasks(self) -> None:
+        while self.clients:
+            wait = self._changed_tasks.until_due()
+            await self._clock.wait(self._has_tasks, IDLE_WAIT if wait is None else wait)
+            self._has_tasks.clear()
+            if self._changed_tasks.until_due() == timedelta(0):
+                await self._clock.wait(self._never, GATHER)
+            due = self._changed_tasks.take_due()
+            for start in range(0, len(due), CHUNK):
+                frames = await task_frames(self._society, due[start : start + CHUNK])
+                for client in self._live_clients():
+                    for data in frames:
+                        client.put(data)
+                await asyncio.sleep(0)  # the clients write
+
+    async def _write_tasks(self, client: StreamClient, task_ids: Sequence[str]) -> None:
+        for start in range(0, len(task_ids), CHUNK):
+            await client.write(b"".join(await task_frames(self._society, task_ids[start : start + CHUNK])))
 
     # Replies in progress
 
@@ -300,6 +370,26 @@ class Hub:
         if draft.outcome is not None:
             yield frame("draft.ended", data | {"outcome": draft.outcome, "messages": list(draft.message_ids)})
 
+    # Tool calls in progress
+
+    def _on_progress(self, agent_id: str, progress: CallProgress | None) -> None:
+        if progress is None:
+            self._changed_progress.pop(agent_id, None)  # the call has ended, as an event of the log says
+        elif self.clients:
+            self._changed_progress[agent_id] = progress
+            self._has_progress.set()
+
+    async def _send_progress(self) -> None:
+        while self.clients:
+            await self._clock.wait(self._has_progress, IDLE_WAIT)
+            self._has_progress.clear()
+            changed, self._changed_progress = self._changed_progress, {}
+            for progress in changed.values():
+                data = _progress_frame(progress)
+                for client in self._live_clients():
+                    client.put(data)
+            await self._clock.wait(self._never, PROGRESS_INTERVAL)
+
     async def _send_pings(self) -> None:
         while self.clients:
             await self._clock.wait(self._never, PING_INTERVAL)
@@ -317,6 +407,16 @@ class Hub:
         self._tasks[name] = asyncio.create_task(supervised, name=f"coterie-stream-{name}")
 
 
+def _progress_frame(progress: CallProgress) -> bytes:
+    data: dict[str, Any] = {"agent": progress.agent_id, "callId": progress.call_id, "name": progress.tool}
+    data |= {"progress": progress.progress}
+    if progress.total is not None:
+        data["total"] = progress.total
+    if progress.message:
+        data["message"] = progress.message
+    return frame("tool.progress", data)
+
+
 def _bursts(frames: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
     """The frames in parts of at most `BURST_BYTES`."""
     burst: list[tuple[int, bytes]] = []
@@ -329,3 +429,63 @@ def _bursts(frames: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, byt
         size += len(data)
     if burst:
         yield burst
+
+
+# The endpoint
+
+router = Router(tags=["events"], responses=COMMON_PROBLEMS)
+
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, hub: Hub, last_event_id: str | None) -> None:
+        self._hub, self._last_event_id = hub, last_event_id
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def write(data: bytes) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        serving = asyncio.create_task(self._hub.serve(write, self._last_event_id), name="coterie-stream-client")
+        disconnected = asyncio.create_task(_disconnected(receive), name="coterie-stream-disconnect")
+        try:
+            await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+            disconnected.cancel()
+            result, _ = await asyncio.gather(serving, disconnected, return_exceptions=True)
+        if result is None:
+            await send({"type": "http.response.body", "body": b""})
+        elif not isinstance(result, asyncio.CancelledError):
+            raise result
+        elif hang_up := scope.get("extensions", {}).get(HANG_UP):
+            # The client reads nothing any more, so it would not read a proper end either.
+            hang_up["now"]()
+            await _disconnected(receive)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@router.get(
+    "/events",
+    summary="Stream events as they happen",
+    responses={
+        200: {"description": "Server-sent events", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    },
+)
+async def stream_events(
+    request: Request,
+    last_event_id: Annotated[str | None, Header(max_length=200)] = None,
+    last: Annotated[str | None, Query(alias="lastEventId", max_length=200)] = None,
+) -> Response:
+    """Continues after `Last-Event-ID`, or after `lastEventId` for pages that cannot set headers."""
+    return EventStream(cast(Hub, request.app.state.hub), last_event_id or last)

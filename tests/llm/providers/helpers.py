@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from coterie.llm.providers.deadlines import Deadlines
 from coterie.llm.providers.openai import OpenAIService
-from coterie.llm.service import LLMService, ServiceError
-from coterie.llm.types import (
+from coterie.llm.service import (
     Completion,
+    Deadlines,
+    LLMService,
     ModelRequest,
+    ServiceError,
     SystemMessage,
     TextDelta,
     TextPart,
@@ -31,8 +32,10 @@ SHORT = Deadlines(
     idle=timedelta(milliseconds=450),
     total=timedelta(milliseconds=900),
 )
-PATIENT = Deadlines.from_total(timedelta(seconds=8))
+LONG = Deadlines.from_timeout(timedelta(seconds=2), total=timedelta(seconds=8))
 """For tests that do not depend on time."""
+GRACE_SECONDS = 10.0
+"""After its deadline and this time, a request counts as hung. Long enough for a loaded machine."""
 
 
 @dataclass(frozen=True)

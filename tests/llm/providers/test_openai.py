@@ -10,18 +10,20 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 
 from coterie.llm.providers.openai import OpenAIService
-from coterie.llm.service import PermanentError, TransientError, UnsupportedCapability
-from coterie.llm.types import (
+from coterie.llm.routing import TOOL_FILES_NOTE
+from coterie.llm.service import (
     AssistantMessage,
     Attachment,
     InlineFile,
     ModelRequest,
+    PermanentError,
+    Sampling,
     SystemMessage,
     TextDelta,
     TextPart,
@@ -29,10 +31,12 @@ from coterie.llm.types import (
     ToolCall,
     ToolMessage,
     ToolSpec,
+    TransientError,
+    UnsupportedCapability,
     UserMessage,
 )
 from coterie.testing import model_faults
-from coterie.testing.model_server import Calls, ModelServer, Says, Status
+from coterie.testing.model_server import CachedAs, Calls, ModelServer, Says, Status
 
 from .helpers import HELLO, KEY, LOOK_UP, ask, call, say, service, user
 
@@ -111,6 +115,36 @@ async def test_usage_is_read_from_the_stream(server: ModelServer, main: OpenAISe
     )
 
     assert (await say(main)).usage == TokenUsage(input_tokens=12, output_tokens=34)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("server_kind", get_args(CachedAs))
+async def test_cached_tokens_are_read_as_each_kind_of_server_reports_them(
+    server_kind: CachedAs, stream: bool, server: ModelServer
+) -> None:
+    main = service(server.base_url, stream=stream)
+    server.script(Says("hello", cached_tokens=32, cached_as=server_kind), "without a cache")
+
+    usage = (await say(main)).usage
+
+    assert (usage.cached_tokens, usage.input_tokens > 32) == (32, True)
+    assert (await say(main)).usage.cached_tokens == 0
+    await main.close()
+
+
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [({"cached_tokens": 99}, 12), ({"cached_tokens": "9"}, 0), ({"cached_tokens": None}, 0), (7, 0)],
+)
+async def test_cached_tokens_are_never_more_than_the_input(
+    details: object, cached: int, server: ModelServer, main: OpenAIService
+) -> None:
+    usage = {"prompt_tokens": 12, "completion_tokens": 34, "prompt_tokens_details": details}
+    server.script(
+        model_faults.events({"choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}, {"usage": usage})
+    )
+
+    assert (await say(main)).usage == TokenUsage(input_tokens=12, output_tokens=34, cached_tokens=cached)
 
 
 @pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": -1}, {"prompt_tokens": "7"}, {"prompt_tokens": 10**30}])
@@ -223,7 +257,7 @@ SEES = ModelRequest(messages=(UserMessage((TextPart("?"), PNG)),), tools=(LOOK_U
 
 
 @pytest.mark.parametrize(
-    ("status", "words", "request_", "what"),
+    ("status", "message", "request_", "what"),
     [
         (400, "registry.ollama.ai/library/gemma:2b does not support tools", SEES, "tool_calling"),
         (400, '"auto" tool choice requires --enable-auto-tool-choice to be set', HELLO, "tool_calling"),
@@ -236,9 +270,9 @@ SEES = ModelRequest(messages=(UserMessage((TextPart("?"), PNG)),), tools=(LOOK_U
     ],
 )
 async def test_real_error_messages_are_classified(
-    status: int, words: str, request_: ModelRequest, what: str, server: ModelServer, main: OpenAIService
+    status: int, message: str, request_: ModelRequest, what: str, server: ModelServer, main: OpenAIService
 ) -> None:
-    server.script(Status(status, words))
+    server.script(Status(status, message))
 
     error = (await ask(main, request_)).error
 
@@ -246,17 +280,17 @@ async def test_real_error_messages_are_classified(
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         "image input is not supported",
         "Invalid schema for function 'look_up': 'pattern' is not supported in tools[0]",
         "tool_call_id is not allowed here",
     ],
 )
-async def test_a_refusal_of_what_was_not_sent_or_of_one_tool_is_a_bad_request(
-    words: str, server: ModelServer, main: OpenAIService
+async def test_a_refusal_of_content_that_was_not_sent_is_a_bad_request(
+    message: str, server: ModelServer, main: OpenAIService
 ) -> None:
-    server.script(Status(400, words))
+    server.script(Status(400, message))
 
     error = (await ask(main, HELLO)).error
 
@@ -275,7 +309,7 @@ async def test_a_service_that_does_not_know_usage_in_streams_is_asked_without_fr
 
 
 async def test_a_service_with_a_newer_name_for_the_limit_is_asked_by_that_name(server: ModelServer) -> None:
-    main = service(server.base_url, max_tokens=77)
+    main = service(server.base_url, sampling=Sampling(max_tokens=77))
     server.script(Status(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."))
 
     await say(main)
@@ -285,7 +319,9 @@ async def test_a_service_with_a_newer_name_for_the_limit_is_asked_by_that_name(s
     await main.close()
 
 
-async def test_a_service_that_repeats_an_error_is_not_asked_for_ever(server: ModelServer, main: OpenAIService) -> None:
+async def test_a_service_that_repeats_an_error_is_asked_a_limited_number_of_times(
+    server: ModelServer, main: OpenAIService
+) -> None:
     server.default = Status(400, "stream_options max_completion_tokens roles must alternate, system role not supported")
 
     assert isinstance((await ask(main)).error, PermanentError)
@@ -327,6 +363,20 @@ async def test_a_service_with_strict_alternation_gets_alternating_messages() -> 
         await main.close()
 
 
+async def test_a_service_with_strict_alternation_gets_the_files_of_results_after_an_answer() -> None:
+    files = UserMessage((TextPart(TOOL_FILES_NOTE), PNG))
+    said = (user("Weather?"), AssistantMessage("", (call("a"),)), ToolMessage("a", "cold"), files)
+    async with ModelServer(alternate=True) as server:
+        main = service(server.base_url)
+
+        await say(main, ModelRequest(messages=said, tools=(LOOK_UP,)))
+
+        roles = [message["role"] for message in server.requests[-1].messages]
+        assert roles == ["user", "assistant", "tool", "assistant", "user"]
+        assert server.requests[-1].messages[3]["content"] == "(I look at the files of the results.)"
+        await main.close()
+
+
 async def test_a_service_without_a_system_role_gets_the_text_as_a_user_message(
     server: ModelServer, main: OpenAIService
 ) -> None:
@@ -337,7 +387,7 @@ async def test_a_service_without_a_system_role_gets_the_text_as_a_user_message(
     assert server.requests[1].messages == [{"role": "user", "content": "Be brief.\n\nHello"}]
 
 
-async def test_the_key_goes_into_its_header_and_nowhere_else(
+async def test_the_key_is_only_in_its_header(
     server: ModelServer, main: OpenAIService, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -348,7 +398,7 @@ async def test_the_key_goes_into_its_header_and_nowhere_else(
     assert KEY not in caplog.text and KEY not in repr(main) and KEY.encode() not in server.requests[0].raw
 
 
-async def test_a_service_that_wants_a_key_and_got_none_says_where_it_goes(server: ModelServer) -> None:
+async def test_a_missing_key_error_says_where_to_set_the_key(server: ModelServer) -> None:
     main = service(server.base_url, api_key="", key_name="")
     server.script(Status(401, "no key"))
 
@@ -357,7 +407,7 @@ async def test_a_service_that_wants_a_key_and_got_none_says_where_it_goes(server
     await main.close()
 
 
-async def test_a_wrong_key_a_dead_address_and_a_wrong_model_each_say_in_a_sentence_what_to_mend() -> None:
+async def test_a_wrong_key_address_or_model_gives_one_sentence_that_says_what_to_fix() -> None:
     async with ModelServer(api_key="right", models={"good"}) as server:
         wrong_key = service(server.base_url, api_key="wrong-key-wrong")
         wrong_model = service(server.base_url, api_key="right", model="bad")
@@ -389,7 +439,7 @@ async def test_an_address_may_carry_a_query(server: ModelServer) -> None:
     await main.close()
 
 
-async def test_what_may_be_secret_in_an_address_is_not_shown() -> None:
+async def test_secrets_in_an_address_are_not_shown() -> None:
     main = service("http://user:hunter2@127.0.0.1:1/v1?key=hunter3")
 
     assert "hunter" not in str((await ask(main)).error)
@@ -401,7 +451,7 @@ def certificate(tmp_path: Path) -> Path:
     """A self-signed certificate with its key in the same file."""
     openssl = shutil.which("openssl")
     if not openssl:
-        pytest.skip("there is no openssl to make a certificate with")
+        pytest.skip("there is no openssl to create a certificate")
     made, name = tmp_path / "both.pem", "subjectAltName=IP:127.0.0.1"
     command = [openssl, "req", "-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     more = ["-subj", "/CN=x", "-addext", name, "-keyout", str(made), "-out", str(tmp_path / "cert.pem")]
@@ -416,7 +466,7 @@ async def test_a_service_behind_tls_is_asked_only_if_its_certificate_is_trusted(
 ) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = b'{"choices": [{"message": {"content": "hush"}}]}'
+        body = b'{"choices": [{"message": {"content": "ok"}}]}'
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
         writer.close()
 
@@ -432,7 +482,7 @@ async def test_a_service_behind_tls_is_asked_only_if_its_certificate_is_trusted(
 
         await main.close()
     if trusted:
-        assert outcome.answer and outcome.answer.text == "hush"
+        assert outcome.answer and outcome.answer.text == "ok"
     else:
         assert isinstance(outcome.error, TransientError) and "CERTIFICATE_VERIFY_FAILED" in str(outcome.error)
 

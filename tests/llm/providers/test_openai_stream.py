@@ -8,19 +8,17 @@ from datetime import timedelta
 
 import pytest
 
-from coterie.llm.providers.deadlines import Deadlines
 from coterie.llm.providers.errors import RequestContext, parse_retry_after
 from coterie.llm.providers.openai_stream import MAX_CALLS, CompletionBuilder, ResponseReader
-from coterie.llm.service import ServiceError
-from coterie.llm.types import Completion
+from coterie.llm.service import Completion, Deadlines, ServiceError
 from coterie.redaction import redact
 from coterie.sse_parser import ServerSentEvent, SseParser
 from coterie.testing.clock import START
-from coterie.testing.replies import Calls, call_chunks, chunk
+from coterie.testing.model_server import Calls, call_chunks, chunk
 
 CONTEXT = RequestContext(service="main", address="http://x/v1", model="m", key="sk-0123456789")
 PARTS = [
-    *(bytes([letter]) for letter in b'"{}[]:,\\\x00\xff\n'),
+    *(bytes([char]) for char in b'"{}[]:,\\\x00\xff\n'),
     *(b"null", b"true", b"1e999", b"-1", b"\\ud800", b"\\u0000", b"\n\n", b"\r\n", b"data:", b"data: [DONE]\n\n"),
     *(b"error", b"choices", b"delta", b"tool_calls", b"index"),
 ]
@@ -43,7 +41,7 @@ def stream() -> bytes:
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 
-def damaged(data: bytes, chance: random.Random) -> bytes:
+def corrupted(data: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 6)):
         at, part = chance.randrange(len(data) + 1), chance.choice(PARTS)
         gone = chance.choice([0, 0, 1, 3, 40])
@@ -56,23 +54,23 @@ def test_corrupt_responses_never_raise_other_errors(seed: int) -> None:
     chance = random.Random(seed)
     good, whole = 0, stream()
     for number in range(150):
-        data = damaged(whole, chance)
+        data = corrupted(whole, chance)
         try:
             answer = read(data, chance.choice([1, 7, 100_000]))
         except ServiceError:
             continue
         good += 1
-        told = json.dumps(
+        text = json.dumps(
             [answer.text, [(call.id, call.name, call.arguments, call.invalid_arguments) for call in answer.calls]]
         )
-        assert "\\u0000" not in told and "\\ud800" not in told.replace("\\\\ud800", ""), f"seed {seed}, number {number}"
+        assert "\\u0000" not in text and "\\ud800" not in text.replace("\\\\ud800", ""), f"seed {seed}, number {number}"
         assert len({call.id for call in answer.calls}) == len(answer.calls) <= MAX_CALLS
-    assert 0 < good < 150, "the damage is neither nothing nor everything"
+    assert 0 < good < 150, "all or none of the responses were corrupted"
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5, 100, 1_000_000])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_an_answer_is_the_same_however_it_is_cut(cuts: int, newline: bytes) -> None:
+def test_an_answer_does_not_depend_on_the_chunk_boundaries(cuts: int, newline: bytes) -> None:
     answer = read(stream().replace(b"\n", newline), cuts)
 
     assert answer.text == "Grüße 😀" and [call.invalid_arguments for call in answer.calls] == [None, "oops"]
@@ -110,8 +108,9 @@ def test_a_key_is_redacted_everywhere() -> None:
     assert redact("short", ("",), fragments=True) == "short"
 
 
-def test_deadlines_are_derived_from_the_timeout() -> None:
-    two_minutes = Deadlines.from_total(timedelta(minutes=2))
+def test_deadlines_are_derived_from_the_longest_silence() -> None:
+    two_minutes = Deadlines.from_timeout(timedelta(minutes=2))
 
-    assert two_minutes.connect == timedelta(seconds=10) and two_minutes.first_byte == timedelta(minutes=1)
-    assert Deadlines.from_total(timedelta(hours=1)).first_byte == timedelta(minutes=30)
+    assert (two_minutes.connect, two_minutes.idle) == (timedelta(seconds=10), timedelta(minutes=2))
+    assert two_minutes.first_byte == timedelta(minutes=5), "a model may have to be loaded first"
+    assert two_minutes.total == timedelta(hours=1)

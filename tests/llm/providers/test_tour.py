@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coterie.llm.providers.openai import Dialect
-from coterie.llm.types import (
+from coterie.llm.service import (
     AssistantMessage,
     ChatMessage,
     Completion,
@@ -80,7 +80,8 @@ def described(capable: list[str]) -> str:
 
 def framed(text: str, **known: str) -> str:
     """Wrap a message in the frame that the runtime adds."""
-    return f"<message m1 {json.dumps({'from': 'user', **known})}>\n{text}\n</message m1>"
+    more = "".join(f" {key}:{value}" for key, value in known.items())
+    return f"<abcdefgh user 2030-01-01T12:00Z{more}>\n{text}\n</abcdefgh>"
 
 
 @pytest.mark.parametrize("words", ["Hi", "Hello!", "hey there"])
@@ -100,7 +101,7 @@ async def test_it_answers_a_hello_with_quick_replies_and_says_that_it_is_scripte
 @pytest.mark.parametrize(
     ("words", "scene"), [("你好", script.HELLO), ("看看", script.UNKNOWN), ("History?", script.UNKNOWN)]
 )
-async def test_the_welcome_that_came_first_is_not_said_again_to_the_first_words(words: str, scene: Scene) -> None:
+async def test_the_welcome_is_not_repeated_for_the_first_message(words: str, scene: Scene) -> None:
     talk = Talk()
 
     await talk.hears(words)
@@ -118,7 +119,12 @@ async def test_every_button_leads_to_its_scene_in_its_language(scene: Scene, chi
 
     await talk.hears(scene.option.text(chinese))
 
-    assert talk.menu["payload"]["text"] == scene.then.text(chinese)
+    if scene is not script.ASK:
+        assert talk.menu["payload"]["text"] == scene.then.text(chinese)
+    else:  # the second agent's answer brings the menu
+        assert talk.texts[-1] == script.ASKED.text(chinese)
+        await talk.hears(script.DOES.text(chinese))
+        assert talk.menu["payload"]["text"].endswith(script.ANSWERED.then.text(chinese))
     assert scene.option.text(chinese) not in talk.menu["quickReplies"]
     assert check_openai_chat(Dialect().messages(_request(talk)), [_wire(tool) for tool in TOOLS]) is None
 
@@ -147,6 +153,33 @@ async def test_it_runs_a_tool() -> None:
     await talk.hears("用一个工具")
 
     assert talk.calls[0].name == "list_agents"
+
+
+@pytest.mark.parametrize("chinese", [False, True])
+async def test_it_asks_the_second_agent_and_passes_the_answer_to_the_person(chinese: bool) -> None:
+    talk = Talk()
+    await talk.hears(script.ASK.option.text(chinese))
+    (call,) = talk.calls
+    assert call.name == "send_message" and call.arguments["to"] == "tour-seer"
+
+    said = await say(tour(has_vision=True), ModelRequest(messages=(user(call.arguments["payload"]["text"]),)))
+    assert said.text == script.DOES.text(chinese)
+    await talk.hears(said.text)
+
+    told = talk.menu["payload"]["text"]
+    assert told.startswith("回话来了：替看不见" if chinese else "Here is the answer: I look at pictures")
+    assert script.ASK.option.text(chinese) not in talk.menu["quickReplies"]
+
+
+async def test_it_says_if_there_is_no_second_agent_to_ask() -> None:
+    talk = Talk()
+    talk.said.append(user(script.ASK.option.en))
+    plan = await talk.asks()
+    talk.said += [ToolMessage(call.id, '{"error":"unknown_recipient","message":"x"}') for call in plan.calls]
+
+    answer = await talk.asks()
+
+    assert answer.calls[0].arguments["payload"]["text"] == script.ASK.then.en
 
 
 async def test_it_leaves_time_to_interrupt_and_takes_an_interjection_before_the_tool_ran() -> None:
@@ -202,10 +235,10 @@ async def test_the_answer_of_the_seer_is_passed_to_the_person() -> None:
 
     told = talk.menu["payload"]["text"]
     assert len(talk.calls) == 1 and "640 × 480" in told and told.startswith("回话来了") and talk.texts[-1] == ""
-    assert script.ATTACHMENT.option.zh not in talk.menu["quickReplies"] and len(talk.menu["quickReplies"]) == 4
+    assert script.ATTACHMENT.option.zh not in talk.menu["quickReplies"] and len(talk.menu["quickReplies"]) == 5
 
 
-async def test_an_answer_and_a_button_that_come_together_are_both_heard() -> None:
+async def test_an_answer_and_a_button_in_one_turn_are_both_handled() -> None:
     talk = Talk()
     talk.said += [user(script.SEES.en.format("a.png")), user(script.SETUP.option.en)]
 
@@ -227,7 +260,7 @@ async def test_a_button_changes_the_language(chinese: bool) -> None:
 
 
 @pytest.mark.parametrize(("words", "first"), [("看看这个", "我读不了"), ("Look at this", "I cannot read")])
-async def test_a_picture_without_words_changes_no_language(words: str, first: str) -> None:
+async def test_a_picture_without_text_does_not_change_the_language(words: str, first: str) -> None:
     talk = Talk()
     await talk.hears(words)
 
@@ -259,7 +292,7 @@ async def test_it_tells_how_to_set_up_a_real_model() -> None:
     assert "llmservices.json" in talk.menu["payload"]["text"] and "setup page" in talk.menu["payload"]["text"]
 
 
-async def test_it_says_if_it_does_not_understand() -> None:
+async def test_an_unknown_message_gets_a_hint() -> None:
     talk = Talk()
     await talk.hears("Hi")
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
+
+import msgspec
 
 from coterie.clock import Clock, SystemClock
 from coterie.llm.providers import errors
-from coterie.llm.providers.deadlines import DeadlineExceeded, Deadlines, DeadlineTimer
 from coterie.llm.providers.errors import RequestContext
 from coterie.llm.providers.openai import Dialect, call_ids, capabilities_sent, names_by_api_name
 from coterie.llm.providers.openai_stream import CompletionBuilder, ResponseReader, stream_completion
-from coterie.llm.service import ServiceError
-from coterie.llm.types import Completion, ModelRequest, TextDelta
+from coterie.llm.service import (
+    DEFAULT_SAMPLING,
+    DEFAULT_TIMEOUT,
+    Completion,
+    DeadlineExceeded,
+    Deadlines,
+    DeadlineTimer,
+    ModelRequest,
+    Sampling,
+    ServiceError,
+    TextDelta,
+)
 
 MAX_RESPONSE_BYTES = 16_000_000
-_DEFAULT_DEADLINES = Deadlines.from_total(timedelta(minutes=2))
+_DEFAULT_DEADLINES = Deadlines.from_timeout(DEFAULT_TIMEOUT)
 _STATUS = {
     "AuthenticationError": 401,
     "MissingApiKeyError": 401,
@@ -49,7 +59,9 @@ class AnyLLMService:
         api_key: str = "",
         key_name: str = "",
         deadlines: Deadlines = _DEFAULT_DEADLINES,
-        max_tokens: int | None = None,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        headers: Mapping[str, str] | None = None,
+        secrets: Iterable[str] = (),
         max_bytes: int = MAX_RESPONSE_BYTES,
         clock: Clock | None = None,
     ) -> None:
@@ -57,10 +69,15 @@ class AnyLLMService:
         self._id, self._provider, self._model, self._base_url = id, provider, model, base_url
         self._key = api_key.strip()
         self._context = RequestContext(
-            service=id, address=base_url or provider, model=model, key=self._key, key_name=key_name
+            service=id,
+            address=base_url or provider,
+            model=model,
+            key=self._key,
+            key_name=key_name,
+            secrets=tuple(secrets),
         )
         self.deadlines = deadlines
-        self._max_tokens, self._max_bytes = max_tokens, max_bytes
+        self._sampling, self._headers, self._max_bytes = sampling, dict(headers or {}), max_bytes
         self._clock = clock or SystemClock()
         self._client: Any = None
         self._client_lock = asyncio.Lock()
@@ -105,7 +122,14 @@ class AnyLLMService:
         return errors.unreachable(context, original)
 
     async def _send(self, client: Any, request: ModelRequest, context: RequestContext, timer: DeadlineTimer) -> Any:
-        body = Dialect().body(request, self._model, self._max_tokens, stream=True)
+        # The vendors' libraries take unknown fields and headers apart.
+        chosen = self._sampling.override_with(request.sampling)
+        request = msgspec.structs.replace(request, sampling=replace(chosen, extra_body=""))
+        body = Dialect().body(request, self._model, None, stream=True)
+        if extra := chosen.extra_fields():
+            body["extra_body"] = extra
+        if self._headers:
+            body["extra_headers"] = self._headers
         try:
             return await timer.await_first(lambda: client.acompletion(**body))
         except Exception as error:  # a vendor's library may raise anything

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import ssl
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -13,6 +13,7 @@ from typing import Any
 
 from coterie.llm.service import (
     ContextTooLong,
+    DeadlineExceeded,
     MalformedResponse,
     PermanentError,
     ServiceError,
@@ -33,6 +34,20 @@ _TOO_LONG = re.compile(
     r"|prompt is too long|too many (input )?tokens|input token count",
     re.I,
 )
+MIN_WINDOW = 256
+"""A smaller number in an error message is no context window."""
+_NUMBER = r"(\d[\d,]{2,12})"
+_WINDOW = re.compile(
+    rf"n_ctx\D{{0,5}}{_NUMBER}|context (?:length|window|size)\D{{0,20}}{_NUMBER}|{_NUMBER} maximum"
+    rf"|maximum (?:number of tokens|input length)\D{{0,20}}{_NUMBER}",
+    re.I,
+)
+_SENT_WITHOUT_ANSWER = re.compile(rf"{_NUMBER} (?:tokens )?in the (?:messages|prompt|input)", re.I)
+_SENT = re.compile(
+    rf"n_prompt_tokens\D{{0,5}}{_NUMBER}"
+    rf"|(?:request|prompt|input token count|you sent|resulted in|requested|too long:?)\D{{0,12}}{_NUMBER}",
+    re.I,
+)
 _CONTENT = re.compile(
     r"content_filter|content_policy|ResponsibleAIPolicy|content management policy|safety system|moderation", re.I
 )
@@ -41,11 +56,14 @@ _NO_MODEL = re.compile(
 )
 _REFUSAL = re.compile(
     r"not support|n't support|unsupported|only supported by|not (allowed|enabled|available|accept|permitted)"
-    r"|unknown variant|does not (accept|have)|invalid content type|must be a string|requires --enable"
-    r"|endpoints found that support|cannot (read|process|handle)|unrecognized|unknown (part|content) type",
+    r"|unknown variant|does not (accept|have)|invalid content type|must be a string|requires --(enable|jinja)"
+    r"|cannot use custom grammar|endpoints found that support|cannot (read|process|handle)|unrecognized"
+    r"|unknown (part|content) type",
     re.I,
 )
 _CAPABILITY_WORDS = {
+    # First: an error about an answer format may name tools too.
+    "structured_output": re.compile(r"response_format|json_schema|structured output|grammar", re.I),
     "tool_calling": re.compile(r"\btools?\b|tool.?(call|choice|use)|function.?call", re.I),
     "vision": re.compile(r"image|vision|visual|multi-?modal|mmproj", re.I),
     "audio": re.compile(r"audio", re.I),
@@ -70,8 +88,10 @@ class RequestContext:
     key: str = field(default="", repr=False)
     key_name: str = ""
     """Environment variable of the key."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """Other values that no message may contain."""
     capabilities: Set[str] = frozenset()
-    """Which of `vision`, `audio`, `file` and `tool_calling` the request uses; only these can be refused."""
+    """Which of the capabilities beyond text the request uses; only these can be refused."""
 
     def describe(self, problem: str, advice: str) -> str:
         return f'service "{self.service}" {problem}: {advice}'
@@ -106,7 +126,12 @@ def parse_error_body(status: int, body: object, retry_after: str | None = None) 
         text = _strip_markup(str(error or ""))
         return ErrorResponse(status=status, text=text, message=text, retry_after=retry_after)
     message = next((str(error[k]) for k in ("message", "detail", "error", "msg") if error.get(k)), "")
-    words = (message, *(str(error[k]) for k in ("code", "type", "param", "status") if error.get(k)), _nested(error))
+    words: tuple[str, ...] = (
+        message,
+        *(str(error[k]) for k in ("code", "type", "param", "status") if error.get(k)),
+        _nested(error),
+    )
+    words += tuple(f"{key} {error[key]}" for key in ("n_ctx", "n_prompt_tokens") if error.get(key))
     return ErrorResponse(
         status=status, text=to_storable(" ".join(words)), message=to_storable(message), retry_after=retry_after
     )
@@ -127,7 +152,7 @@ def parse_error_in_stream(error: object) -> ErrorResponse:
 
 def classify(context: RequestContext, response: ErrorResponse, now: datetime) -> ServiceError:
     """Return the `ServiceError` for an error response. The order matters: one status has many meanings."""
-    status, text, quote = response.status, response.text, _quote(response.message, context.key)
+    status, text, quote = response.status, response.text, _quote(response.message, (context.key, *context.secrets))
     if status in (401, 407) or (status == 403 and not _CONTENT.search(text)):
         problem = f"refused the key ({status})" if context.key else f"wants a key ({status})"
         return PermanentError(context.describe(problem, context.key_advice), category="auth")
@@ -136,7 +161,9 @@ def classify(context: RequestContext, response: ErrorResponse, now: datetime) ->
         return PermanentError(context.describe(f"has no quota left ({status}){quote}", advice), category="quota")
     if status == 413 or (status != 429 and _TOO_LONG.search(text)):
         advice = f"shorten it, or check contextTokens in {_FILE}"
-        return ContextTooLong(context.describe(f"says the conversation is too long ({status}){quote}", advice))
+        limit, sent = _token_counts(text)
+        problem = f"says the conversation is too long ({status}){quote}"
+        return ContextTooLong(context.describe(problem, advice), limit=limit, sent=sent)
     if _CONTENT.search(text):
         problem = f"refused the content ({status}){quote}"
         return PermanentError(context.describe(problem, "say it differently"), category="content")
@@ -162,18 +189,32 @@ def classify(context: RequestContext, response: ErrorResponse, now: datetime) ->
     return PermanentError(context.describe(problem, f"check its entry in {_FILE}"), category="request")
 
 
+def _token_counts(text: str) -> tuple[int | None, int | None]:
+    """Return the context window and the size of the request that an error message names, in tokens."""
+    limit, sent = _first_number(_WINDOW, text), _first_number(_SENT_WITHOUT_ANSWER, text) or _first_number(_SENT, text)
+    if limit is None or limit < MIN_WINDOW:
+        return None, None
+    # Less than the window may still be too long together with the answer; far less is another number.
+    return limit, sent if sent and sent * 2 > limit else None
+
+
+def _first_number(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    return int(re.sub(r"\D", "", next(filter(None, match.groups())))) if match else None
+
+
 def unreachable(context: RequestContext, error: BaseException) -> TransientError:
     """The connection could not be opened, or was lost before the response."""
-    cause = redact(_root_cause(error), (context.key,), fragments=True)
+    cause = redact(_root_cause(error), (context.key, *context.secrets), fragments=True)
     problem = f"cannot be reached at {context.address} ({cause})"
     return TransientError(
         context.describe(problem, f"check that it runs, and baseURL in {_FILE}"), reason="unreachable"
     )
 
 
-def timed_out(context: RequestContext, reason: object) -> TransientError:
-    advice = f"check that it works, or raise timeout in {_FILE}"
-    return TransientError(context.describe(str(reason), advice), reason="timeout")
+def timed_out(context: RequestContext, exceeded: DeadlineExceeded) -> TransientError:
+    advice = f"check that it works, or raise {exceeded.setting} in {_FILE}"
+    return TransientError(context.describe(str(exceeded), advice), reason="timeout")
 
 
 def truncated(context: RequestContext) -> TransientError:
@@ -240,15 +281,15 @@ def _refused_capability(context: RequestContext, response: ErrorResponse) -> str
         return None
     used = context.capabilities - {"tool_calling"} if _ONE_TOOL.search(text) else context.capabilities
     named = next((name for name, words in _CAPABILITY_WORDS.items() if name in used and words.search(text)), None)
-    content = used - {"tool_calling"}
+    content = used - {"tool_calling", "structured_output"}
     if named or len(content) != 1:
         return named
     return min(content) if status == 415 or "content" in text.lower() else None
 
 
-def _quote(message: str, key: str) -> str:
+def _quote(message: str, secrets: Iterable[str]) -> str:
     # Redact before shortening, so that no part of the key is left at the cut.
-    text = one_line(redact(message[:4000], (key,), fragments=True), _MAX_QUOTE).rstrip(".")
+    text = one_line(redact(message[:4000], secrets, fragments=True), _MAX_QUOTE).rstrip(".")
     return f' saying "{text}"' if text else ""
 
 

@@ -1,4 +1,4 @@
-"""HTTP transport for model services: httpcore's connection pool over asyncio streams.
+"""HTTP transport for model services: httpcore's connection pool over asyncio connections.
 
 httpcore's default backend, anyio, pauses the socket and opens a cancel scope for every read. That is a third of the
 cost of reading a stream. This backend only applies the connect timeout; `deadlines` applies all others.
@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 from urllib.request import getproxies, proxy_bypass
 
 import httpcore
@@ -22,6 +22,9 @@ NEXT_ADDRESS_SECONDS = 0.25
 """Delay before the next address of a host is tried in parallel."""
 MAX_IDLE_CONNECTIONS = 20
 IDLE_CONNECTION_SECONDS = 5.0
+_READ_BUFFER_BYTES = 16 * 1024
+_MAX_RECEIVED_BYTES = 256 * 1024
+"""Unread bytes of one response at which the socket is no longer read."""
 _ConnectTask = asyncio.Task[socket.socket]
 
 _HTTPX_ERRORS: dict[type[Exception], type[httpx.TransportError]] = {
@@ -124,52 +127,114 @@ class AsyncioBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         async with _connect_errors(timeout):
             connected = await _connect(host, port, self._next_address_seconds)
-            return _Stream(*await asyncio.open_connection(sock=connected))
+            _, stream = await asyncio.get_running_loop().create_connection(_Stream, sock=connected)
+            return stream
 
 
-class _Stream(httpcore.AsyncNetworkStream):
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+class _Stream(asyncio.BufferedProtocol, httpcore.AsyncNetworkStream):
+    """One connection. asyncio's StreamReader would allocate 256 KiB for every read, which costs a fifth of a stream."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._read_buffer = memoryview(bytearray(_READ_BUFFER_BYTES))
+        self._received = bytearray()
+        self._is_paused = False
+        self._is_ended = False
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        """Waits for bytes or the end."""
+        self._can_write = asyncio.Event()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._can_write.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._received += self._read_buffer[:nbytes]
+        if len(self._received) > _MAX_RECEIVED_BYTES and not self._is_paused:
+            self._transport.pause_reading()
+            self._is_paused = True
+        self._wake_reader()
+
+    def eof_received(self) -> None:
+        self._is_ended = True
+        self._wake_reader()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_ended, self._error = True, error
+        self._wake_reader()
+        self._can_write.set()
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._can_write.clear()
+
+    def resume_writing(self) -> None:
+        self._can_write.set()
+
+    def _wake_reader(self) -> None:
+        if self._reader and not self._reader.done():
+            self._reader.set_result(None)
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        try:
-            return await self._reader.read(max_bytes)
-        except OSError as error:
-            raise httpcore.ReadError(str(error)) from error
+        if not self._received and not self._is_ended:
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if not self._received and self._error:
+            raise httpcore.ReadError(str(self._error)) from self._error
+        data = bytes(self._received[:max_bytes])
+        del self._received[: len(data)]
+        if self._is_paused and not self._is_ended:
+            self._transport.resume_reading()
+            self._is_paused = False
+        return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        try:
-            self._writer.write(buffer)
-            await self._writer.drain()
-        except OSError as error:
-            raise httpcore.WriteError(str(error)) from error
+        self._transport.write(buffer)
+        await self._can_write.wait()
+        if self._closed.done() or self._transport.is_closing():
+            raise httpcore.WriteError(str(self._error or "the server closed the connection")) from self._error
 
     async def aclose(self) -> None:
         # Abort: a TLS shutdown would wait for a peer that may not answer.
-        self._writer.transport.abort()
-        with suppress(OSError):
-            await self._writer.wait_closed()
+        self._transport.abort()
+        await asyncio.shield(self._closed)
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.AsyncNetworkStream:
         try:
             async with _connect_errors(timeout):
-                await self._writer.start_tls(ssl_context, server_hostname=server_hostname)
+                transport = await self._loop.start_tls(
+                    self._transport, self, ssl_context, server_hostname=server_hostname
+                )
         except BaseException:
-            self._writer.transport.abort()
+            self._transport.abort()
             raise
+        if transport is None:
+            raise httpcore.ConnectError("the server closed the connection")
+        self._transport = transport
         return self
 
     def get_extra_info(self, info: str) -> Any:
         if info == "is_readable":
             # The pool asks this of an idle connection; True means that the server has closed it.
             return (
-                self._reader.at_eof()
-                or self._writer.is_closing()
-                or _is_readable(self._writer.get_extra_info("socket"))
+                self._is_ended
+                or bool(self._received)
+                or self._transport.is_closing()
+                or _is_readable(self._transport.get_extra_info("socket"))
             )
-        return self._writer.get_extra_info(info)
+        return self._transport.get_extra_info(info)
 
 
 async def _connect(host: str, port: int, next_address_seconds: float) -> socket.socket:

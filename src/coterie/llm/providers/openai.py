@@ -12,7 +12,6 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,19 +21,25 @@ import msgspec
 
 from coterie.clock import Clock, SystemClock
 from coterie.llm.providers import errors
-from coterie.llm.providers.deadlines import DeadlineExceeded, Deadlines, DeadlineTimer
 from coterie.llm.providers.errors import ErrorResponse, RequestContext
 from coterie.llm.providers.http_transport import MAX_IDLE_CONNECTIONS, make_transport
 from coterie.llm.providers.openai_stream import CompletionBuilder, ResponseReader, decode, stream_completion
-from coterie.llm.routing import to_single_line_json
-from coterie.llm.service import CAPABILITY_BY_TYPE, ServiceError
-from coterie.llm.types import (
+from coterie.llm.routing import TOOL_FILES_NOTE, to_single_line_json
+from coterie.llm.service import (
+    CAPABILITY_BY_TYPE,
+    DEFAULT_SAMPLING,
+    DEFAULT_TIMEOUT,
     AssistantMessage,
     Attachment,
     ChatMessage,
     Completion,
+    DeadlineExceeded,
+    Deadlines,
+    DeadlineTimer,
     InlineFile,
     ModelRequest,
+    Sampling,
+    ServiceError,
     SystemMessage,
     TextDelta,
     TextPart,
@@ -50,7 +55,7 @@ MAX_RESPONSE_BYTES = 16_000_000
 _MAX_ERROR_BYTES = 64_000
 _ERROR_BODY_SECONDS = 1.0
 """For the body of an error response. The status is enough to act on, and a fallback may wait."""
-_DEFAULT_DEADLINES = Deadlines.from_total(timedelta(minutes=2))
+_DEFAULT_DEADLINES = Deadlines.from_timeout(DEFAULT_TIMEOUT)
 _AUDIO_FORMAT = {"mpeg": "mp3", "mp3": "mp3", "wav": "wav", "x-wav": "wav", "wave": "wav", "vnd.wave": "wav"}
 
 
@@ -78,12 +83,23 @@ class Dialect:
             return replace(self, strict_alternation=True)
         return self
 
-    def body(self, request: ModelRequest, model: str, max_tokens: int | None, *, stream: bool) -> Json:
+    def body(self, request: ModelRequest, model: str, sampling: Sampling | None, *, stream: bool) -> Json:
+        """`sampling`: of the service; that of the request overrides it."""
         body: Json = {"model": model, "messages": self.messages(request)}
         if request.tools:
             body["tools"] = [_tool(tool) for tool in request.tools]
-        if max_tokens:
-            body[self.max_tokens_key] = max_tokens
+        if request.answer_schema:
+            schema = {"name": "answer", "schema": msgspec.json.decode(request.answer_schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        chosen = (sampling or DEFAULT_SAMPLING).override_with(request.sampling)
+        values = {
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            self.max_tokens_key: chosen.max_tokens,
+            "reasoning_effort": chosen.reasoning_effort,
+        }
+        body |= {key: value for key, value in values.items() if value is not None}
+        body |= chosen.extra_fields()
         if stream:
             body["stream"] = True
             if self.stream_options:
@@ -106,7 +122,8 @@ def capabilities_sent(request: ModelRequest) -> frozenset[str]:
     """Return the capabilities that the body of a request uses. Without tools, past calls are sent as text."""
     parts = (part for message in request.messages if isinstance(message, UserMessage) for part in message.parts)
     used = {CAPABILITY_BY_TYPE[part.type] for part in parts if isinstance(part, InlineFile)}
-    return frozenset(used | {"tool_calling"}) if request.tools else frozenset(used)
+    used |= {"tool_calling"} if request.tools else set()
+    return frozenset(used | {"structured_output"}) if request.answer_schema else frozenset(used)
 
 
 def call_ids(request: ModelRequest) -> set[str]:
@@ -147,6 +164,8 @@ def _alternate(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
     previous: ChatMessage | None = None
     for message in messages:
         match previous, message:
+            case ToolMessage(), UserMessage((TextPart(text), *_)) if text == TOOL_FILES_NOTE:
+                yield AssistantMessage("(I look at the files of the results.)")
             case ToolMessage(), UserMessage():
                 yield AssistantMessage("(I was interrupted here.)")
             case ((None | SystemMessage()), AssistantMessage()):
@@ -254,21 +273,29 @@ class OpenAIService:
         api_key: str = "",
         key_name: str = "",
         deadlines: Deadlines = _DEFAULT_DEADLINES,
-        max_tokens: int | None = None,
+        sampling: Sampling = DEFAULT_SAMPLING,
+        headers: Mapping[str, str] | None = None,
+        secrets: Iterable[str] = (),
         max_bytes: int = MAX_RESPONSE_BYTES,
         stream: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        """`key_name`: environment variable of the key, for error messages."""
+        """`key_name`: environment variable of the key, for error messages. `secrets`: in `headers`."""
         self._id, self._model = id, model
         path, mark, query = base_url.partition("?")
         self._url = f"{path.rstrip('/')}/chat/completions{mark}{query}"
         self._key = api_key.strip()
         self._context = RequestContext(
-            service=id, address=_without_credentials(base_url), model=model, key=self._key, key_name=key_name
+            service=id,
+            address=_without_credentials(base_url),
+            model=model,
+            key=self._key,
+            key_name=key_name,
+            secrets=tuple(secrets),
         )
         self.deadlines = deadlines
-        self._max_tokens, self._max_bytes, self._stream = max_tokens, max_bytes, stream
+        self._sampling, self._headers = sampling, dict(headers or {})
+        self._max_bytes, self._stream = max_bytes, stream
         self._clock = clock or SystemClock()
         self._dialect = Dialect()
         self._client: httpx.AsyncClient | None = None
@@ -297,7 +324,7 @@ class OpenAIService:
         """Return the successful response. Repeat the request only after learning the server's dialect."""
         while True:
             dialect = self._dialect
-            body = dialect.body(request, self._model, self._max_tokens, stream=self._stream)
+            body = dialect.body(request, self._model, self._sampling, stream=self._stream)
             response = await self._post(msgspec.json.encode(body), context, timer)
             if response.is_success:
                 return response
@@ -326,6 +353,7 @@ class OpenAIService:
         headers = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "coterie"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
+        headers |= {name.lower(): value for name, value in self._headers.items()}
         ssl_context = _ssl_context()
         return httpx.AsyncClient(
             headers=headers,

@@ -18,8 +18,7 @@ import msgspec
 from coterie.ids import new_id
 from coterie.llm.providers import errors
 from coterie.llm.providers.errors import RequestContext
-from coterie.llm.service import TransientError
-from coterie.llm.types import Completion, TextDelta, TokenUsage, ToolCall
+from coterie.llm.service import Completion, TextDelta, TokenUsage, ToolCall, TransientError
 from coterie.sse_parser import ServerSentEvent, SseParser
 from coterie.text import to_storable
 
@@ -61,6 +60,8 @@ class CompletionBuilder:
         self._calls: list[_PartialCall] = []
         self._by_index: dict[int, _PartialCall] = {}
         self._usage = TokenUsage()
+        self._cached_in_timings = 0
+        self._model = ""
         self._taken_ids = set(taken_ids)
         self._tool_names = tool_names or {}
 
@@ -70,6 +71,10 @@ class CompletionBuilder:
             raise UnusableResponse("a piece of it is no JSON object")
         if isinstance(usage := chunk.get("usage"), dict):
             self._usage = _usage(usage)
+        if isinstance(timings := chunk.get("timings"), dict):  # of llama.cpp, in a chunk of its own or with the usage
+            self._cached_in_timings = _count(timings, "cache_n")
+        if isinstance(model := chunk.get("model"), str) and model:
+            self._model = to_storable(model)[:_MAX_NAME_LENGTH]
         choices = chunk.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, dict):
@@ -89,7 +94,15 @@ class CompletionBuilder:
         text = "".join(self._text) or "".join(self._refusal)
         default: _FinishReason = "tool_calls" if calls else "stop"
         reason = _FINISH_REASONS.get((self.finish_reason or "").lower(), default)
-        return Completion(text=text, calls=calls, usage=self._usage, service=service, finish_reason=reason)
+        cached = min(self._usage.cached_tokens or self._cached_in_timings, self._usage.input_tokens)
+        return Completion(
+            text=text,
+            calls=calls,
+            usage=msgspec.structs.replace(self._usage, cached_tokens=cached),
+            service=service,
+            model=self._model,
+            finish_reason=reason,
+        )
 
     def _add_message(self, message: Mapping[str, Any], *, is_whole: bool = False) -> str:
         if isinstance(refusal := message.get("refusal"), str):
@@ -320,8 +333,17 @@ def _string(value: object) -> str:
 
 
 def _usage(usage: Mapping[str, Any]) -> TokenUsage:
-    def count(key: str) -> int:
-        value = usage.get(key)
-        return value if isinstance(value, int) and 0 <= value < 2**53 else 0
+    details = usage.get("prompt_tokens_details")
+    cached = _count(details, "cached_tokens") if isinstance(details, dict) else 0
+    return TokenUsage(
+        input_tokens=_count(usage, "prompt_tokens"),
+        output_tokens=_count(usage, "completion_tokens"),
+        # OpenAI and most others, then DeepSeek, then Moonshot.
+        cached_tokens=cached or _count(usage, "prompt_cache_hit_tokens") or _count(usage, "cached_tokens"),
+    )
 
-    return TokenUsage(input_tokens=count("prompt_tokens"), output_tokens=count("completion_tokens"))
+
+def _count(counts: Mapping[str, Any], key: str) -> int:
+    """Return a reported number of tokens; 0 if it is absent or cannot be one."""
+    value = counts.get(key)
+    return value if isinstance(value, int) and 0 <= value < 2**53 else 0

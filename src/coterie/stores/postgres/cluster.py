@@ -18,7 +18,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -27,9 +27,10 @@ import psycopg
 from psycopg import sql
 
 from coterie.clock import from_ms
-from coterie.store import OtherProcess, SlotGrant, Worker, WorkerCounters, divide_slots, worker_name
-from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, connect
-from coterie.stores.postgres.errors import to_store_error
+from coterie.slot_sharing import OtherProcess, SlotGrant, divide_slots
+from coterie.store import Worker, WorkerCounters, worker_name
+from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, connect, to_store_error
+from coterie.turn_store import Interruption
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +188,12 @@ class Heartbeat:
             self._db = None
 
 
+MAX_INTERRUPTIONS_IN_NOTICE = 50
+"""At most 84 bytes each; PostgreSQL limits a notification to 8,000 bytes."""
 _CHANGED, _WORK_AVAILABLE, _SLOTS_CHANGED = "news", "work", "room"
 """Kinds of notices. The values are sent to processes of other versions."""
+_ENDED = "ended-"
+"""Before the epoch of an ended turn in a notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +212,18 @@ class NotifyChannels:
     def broadcast_channel(self) -> str:
         return f"{self.change_channel}_live"
 
-    def change_notice(self, has_work: bool) -> tuple[str, str]:
-        """Channel and payload that announce a write. `has_work`: an agent can be claimed."""
-        return self.change_channel, f"{self.process} {_WORK_AVAILABLE if has_work else _CHANGED}"
+    def change_notice(self, has_work: bool, interruptions: Sequence[Interruption] = ()) -> tuple[str, str]:
+        """Channel and payload that announce a write. `has_work`: an agent can be claimed.
+
+        `interruptions` stand before the kind, where processes of older versions ignore them. More than fit are left
+        out.
+        """
+        words = [
+            f"{agent_id}:{position}" if epoch is None else f"{agent_id}:{_ENDED}{epoch}"
+            for agent_id, position, epoch in interruptions
+        ]
+        kind = _WORK_AVAILABLE if has_work else _CHANGED
+        return self.change_channel, " ".join([self.process, *words[:MAX_INTERRUPTIONS_IN_NOTICE], kind])
 
     def slot_notice(self) -> tuple[str, str]:
         """Channel and payload that announce a wanted or released slot of a model service."""
@@ -217,6 +231,16 @@ class NotifyChannels:
 
     def is_from_other_process(self, notice: str) -> bool:
         return not notice.startswith(self.process)
+
+    def interruptions(self, notice: str) -> list[Interruption]:
+        """The interruptions that a change notice announces."""
+        found = []
+        for agent_id, _, number in (word.partition(":") for word in notice.split(" ")[1:-1]):
+            if number.isdecimal():
+                found.append(Interruption(agent_id, int(number)))
+            elif number.startswith(_ENDED) and number[len(_ENDED) :].isdecimal():
+                found.append(Interruption(agent_id, 0, int(number[len(_ENDED) :])))
+        return found
 
 
 class Listener:
@@ -229,8 +253,10 @@ class Listener:
         on_change: Callable[[bool], None],
         on_slots_changed: Callable[[None], None],
         on_broadcasts: Callable[[list[str]], None],
+        on_interruptions: Callable[[list[Interruption]], None],
     ) -> None:
         """`on_change`: another process has written; the argument is True if an agent can be claimed."""
+        self._on_interruptions = on_interruptions
         self._url, self._channels = url, channels
         self._on_change, self._on_slots_changed, self._on_broadcasts = on_change, on_slots_changed, on_broadcasts
         self._loop = asyncio.get_running_loop()
@@ -272,7 +298,10 @@ class Listener:
         elif raw.fileno() in ready:
             notifies = list(raw.notifies(timeout=0))
             notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
-            kinds = {notice.rpartition(" ")[2] for notice in notices if self._channels.is_from_other_process(notice)}
+            notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
+            kinds = {notice.rpartition(" ")[2] for notice in notices}
+            if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
+                self._call(self._on_interruptions, interruptions)
             if kinds - {_SLOTS_CHANGED}:
                 self._call(self._on_change, _WORK_AVAILABLE in kinds)
             if _SLOTS_CHANGED in kinds:

@@ -1,24 +1,32 @@
-"""`PostgresStore`: the store on PostgreSQL, shared by any number of processes. One writer thread, a few readers."""
+"""`PostgresStore`: the store on PostgreSQL, shared by any number of processes. One writer thread, a few readers.
+
+`PostgresBlobStore` keeps artifact bytes in the same database.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import psycopg
 
+from coterie.artifacts import HEAD_BYTES, StoredBlob
 from coterie.clock import Clock, from_ms
-from coterie.errors import StoreBroken, StoreError, StoreUnusable
+from coterie.errors import Refused, StoreBroken, StoreError, StoreUnusable
+from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import Message
-from coterie.store import Limits, Page, SlotGrant, StoreInfo, Worker
-from coterie.stores.postgres.blobs import PostgresBlobStore
+from coterie.slot_sharing import SlotGrant
+from coterie.store import Limits, Page, StoreInfo, Worker
+from coterie.stores.blobs import CHUNK_BYTES, DELETE_GRACE
 from coterie.stores.postgres.cluster import Heartbeat, Listener, NotifyChannels, list_workers, request_slots
 from coterie.stores.postgres.connection import (
     CLOCK,
@@ -27,21 +35,23 @@ from coterie.stores.postgres.connection import (
     PgConnection,
     ReaderPool,
     connect,
+    is_transient,
+    to_store_error,
 )
-from coterie.stores.postgres.errors import is_transient, to_store_error
-from coterie.stores.postgres.migrate import check_version, migrate
 from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
+from coterie.stores.sql.jobs import Result
+from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres
 from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, make_secret, read_secret, to_message
-from coterie.stores.sql.store import Result, SqlStore
+from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.transfer import SqliteTarget, transfer_rows
 from coterie.supervision import Shutdown
 from coterie.text import one_line
-from coterie.turn_store import TurnWorker
+from coterie.turn_store import Interruption, TurnWorker
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +93,12 @@ class PostgresStore(SqlStore):
         if not read_only:
             self._heartbeat = Heartbeat(url, process, self._abandon_turns, lease.total_seconds(), self.counters)
             self._listener = Listener(
-                url, self._channels, self._publish_change, self._publish_slots_changed, self._publish_broadcasts
+                url,
+                self._channels,
+                self._publish_change,
+                self._publish_slots_changed,
+                self._publish_broadcasts,
+                self._publish_interruptions,
             )
 
     @classmethod
@@ -143,6 +158,11 @@ class PostgresStore(SqlStore):
             for callback in self._on_broadcast:
                 callback(text)
 
+    def _publish_interruptions(self, interruptions: list[Interruption]) -> None:
+        if self._worker:
+            for interruption in interruptions:
+                self._worker.interrupt(interruption)
+
     def _abandon_turns(self) -> None:
         if self._worker:
             self._worker.abandon_turns()
@@ -178,6 +198,7 @@ class PostgresStore(SqlStore):
             value = run(db, unit_of_work)
             claims = claimer.claim_woken(db, unit_of_work) if claimer else None
             session.has_unclaimed_work = session.has_unclaimed_work or unit_of_work.has_unclaimed_work()
+            session.interruptions += unit_of_work.interruption_list()
             unit_of_work.flush()
             return Result(value, claims)
 
@@ -236,9 +257,9 @@ def _open(url: str, *, read_only: bool = False) -> StoreInfo:
     try:
         with connect(url) as raw:
             if read_only:
-                check_version(raw)
+                require_newest_postgres(raw)
             else:
-                migrate(raw)
+                migrate_postgres(raw)
             db = PgConnection(raw)
             db.execute("INSERT INTO meta VALUES ('log_id', :log_id) ON CONFLICT DO NOTHING", {"log_id": new_id()})
             log_id, last_at = db.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
@@ -302,3 +323,81 @@ def copy_to_sqlite(url: str, target: Path) -> None:
     """Write all rows as one snapshot to a new SQLite file and fsync it."""
     with PostgresSource.open(url, None) as source, SqliteTarget.create(target, target.parent) as sqlite:
         transfer_rows(source, sqlite)
+
+
+# Artifact bytes: one row per chunk, keyed by the SHA-256 of the content.
+
+# Every statement is idempotent: it is repeated when a response is lost.
+_BEGIN_UPLOAD = f"INSERT INTO blobs (sha256, size, at) VALUES (:sha256, 0, {CLOCK}) ON CONFLICT DO NOTHING"
+_WRITE_CHUNK = "INSERT INTO pieces (sha256, start, bytes) VALUES (:sha256, :start, :bytes) ON CONFLICT DO NOTHING"
+# One statement moves all chunks to the final key: the blob exists whole or not at all.
+_FINISH_UPLOAD = f"""
+WITH blob AS (
+    INSERT INTO blobs (sha256, size, at) VALUES (:sha256, :size, {CLOCK})
+    ON CONFLICT (sha256) DO UPDATE SET at = excluded.at RETURNING xmax = 0 AS is_new)
+UPDATE pieces SET sha256 = :sha256 WHERE sha256 = :upload AND (SELECT is_new FROM blob)
+"""
+_READ_CHUNK = "SELECT start, bytes FROM pieces WHERE sha256 = :sha256 AND start > :after ORDER BY start LIMIT 1"
+# Also deletes chunks of aborted uploads.
+_DELETE_BLOB = f"""
+DELETE FROM blobs WHERE (sha256 = :sha256 OR sha256 LIKE 'incoming %') AND at <= {CLOCK} - :grace_ms
+   AND NOT EXISTS (SELECT 1 FROM artifacts WHERE artifacts.sha256 = blobs.sha256)
+"""
+
+
+class Runner(Protocol):
+    async def __call__(self, run: Callable[[PgConnection], T], /) -> T: ...
+
+
+class PostgresBlobStore:
+    """Blob store in the society's database."""
+
+    def __init__(self, run: Runner, grace: timedelta = DELETE_GRACE) -> None:
+        """`run`: calls a function with a connection."""
+        self._run, self._grace_ms = run, grace // timedelta(milliseconds=1)
+
+    async def put(self, chunks: AsyncIterable[bytes], limit: int) -> StoredBlob:
+        upload, digest, size, head, rest = f"incoming {new_id()}", hashlib.sha256(), 0, b"", b""
+        await self._execute(_BEGIN_UPLOAD, sha256=upload)
+        try:
+            async for chunk in chunks:
+                size += len(chunk)
+                if size > limit:
+                    raise Refused("artifact_too_large", f"the file is larger than {limit:,} bytes, the most allowed")
+                head += chunk[: max(0, HEAD_BYTES - len(head))]
+                digest.update(chunk)
+                rest += chunk
+                while len(rest) >= CHUNK_BYTES:
+                    await self._execute(_WRITE_CHUNK, sha256=upload, start=size - len(rest), bytes=rest[:CHUNK_BYTES])
+                    rest = rest[CHUNK_BYTES:]
+            if rest:
+                await self._execute(_WRITE_CHUNK, sha256=upload, start=size - len(rest), bytes=rest)
+            hit("artifact.before_rename")
+            await self._execute(_FINISH_UPLOAD, sha256=digest.hexdigest(), size=size, upload=upload)
+        finally:
+            with contextlib.suppress(StoreError):  # do not hide an error of the upload; a later delete retries
+                await self._execute("DELETE FROM blobs WHERE sha256 = :upload", upload=upload)
+        return StoredBlob(sha256=digest.hexdigest(), size=size, head=head)
+
+    async def open(self, sha256: str, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+        # All chunks but the last have CHUNK_BYTES.
+        offset = start - start % CHUNK_BYTES - 1
+        while row := await self._fetchone(_READ_CHUNK, sha256=sha256, after=offset):
+            offset, chunk = row
+            if end is not None and offset >= end:
+                return
+            if part := chunk[max(0, start - offset) : None if end is None else end - offset]:
+                yield part
+
+    async def size(self, sha256: str) -> int | None:
+        row = await self._fetchone("SELECT size FROM blobs WHERE sha256 = :sha256", sha256=sha256)
+        return int(row[0]) if row else None
+
+    async def delete(self, sha256: str) -> None:
+        await self._execute(_DELETE_BLOB, sha256=sha256, grace_ms=self._grace_ms)
+
+    async def _fetchone(self, sql: str, **values: Any) -> Any:
+        return await self._run(lambda db: db.execute(sql, values).fetchone())
+
+    async def _execute(self, sql: str, **values: Any) -> None:
+        await self._run(lambda db: db.execute(sql, values))

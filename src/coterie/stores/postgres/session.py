@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,11 +11,20 @@ import psycopg
 
 from coterie.ids import new_id
 from coterie.stores.postgres.cluster import NotifyChannels
-from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, encode_rows, translate_sql
-from coterie.stores.postgres.errors import AgentLocked, PauseChanged
+from coterie.stores.postgres.connection import (
+    CLOCK,
+    SET_TIMEOUTS,
+    AgentLocked,
+    PgConnection,
+    StateChanged,
+    encode_rows,
+    translate_sql,
+)
 from coterie.stores.sql.mailbox import MAILBOX_COLUMNS, Mailbox
 from coterie.stores.sql.rows import read_secret
 from coterie.stores.sql.session import SELECT_WAITING, WAITING_COLUMNS, EventRow, MailboxPosition, WaitingRow
+from coterie.stores.sql.task_changes import TaskChange, merge_changes
+from coterie.turn_store import Interruption
 
 _LOCK_AGENTS = f"SELECT id, {MAILBOX_COLUMNS} FROM agents WHERE id = ANY (:ids) ORDER BY id FOR UPDATE"
 _LOCK_AGENT = f"""
@@ -91,6 +100,8 @@ class BatchCheckpoint:
 
     events: int
     has_unclaimed_work: bool
+    interruptions: int
+    task_changes: int
     pause: tuple[bool, bool | None, bool | None]
     """Current, read and new pause state of the society."""
 
@@ -131,6 +142,10 @@ class PostgresSession:
         """Pause state that a job of this batch sets."""
         self.has_unclaimed_work = False
         """True if an agent has work and this process did not claim it."""
+        self.interruptions: list[Interruption] = []
+        """Messages of the person to agents whose model is asked, and ended turns, for the processes that run them."""
+        self._task_changes: list[tuple[str, TaskChange, int]] = []
+        """Tasks, what is added to them, and when. `close` writes them, in the order of ids: no two batches deadlock."""
         self.now = self.timestamp = 0
         """`now` decides what is due; `timestamp` is stored."""
         self._begin(sorted(set(touches)), messages)
@@ -156,12 +171,16 @@ class PostgresSession:
     def begin_job(self) -> BatchCheckpoint:
         self._message_seqs.clear()  # a number used late would sort behind older messages
         pause = (self._paused, self._paused_read, self._paused_new)
-        return BatchCheckpoint(len(self._events), self.has_unclaimed_work, pause)
+        return BatchCheckpoint(
+            len(self._events), self.has_unclaimed_work, len(self.interruptions), len(self._task_changes), pause
+        )
 
     def roll_back_to(self, checkpoint: BatchCheckpoint) -> None:
         """Forget what the session collected since `checkpoint`."""
         del self._events[checkpoint.events :]
         self.has_unclaimed_work = checkpoint.has_unclaimed_work
+        del self.interruptions[checkpoint.interruptions :]
+        del self._task_changes[checkpoint.task_changes :]
         self._paused, self._paused_read, self._paused_new = checkpoint.pause
         self.invalidate()
 
@@ -206,19 +225,18 @@ class PostgresSession:
         if not self._clock:
             self.timestamp = max(self.timestamp, now)
 
-    def read_waiting(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
+    def read_waiting(
+        self, agent_id: str, position: MailboxPosition, after: int, upto: int, limit: int
+    ) -> Sequence[WaitingRow]:
         """Reads the mail of all locked agents in one round trip: they are likely to be asked for next."""
         if self._positions.get(agent_id) == position:
             agent_ids = [*self._positions]
             self._cache_mail(agent_ids, self._db.execute(_SELECT_ALL_WAITING, {"ids": agent_ids}))
-        cached_position, mail = self._mail.pop(agent_id, (None, []))
+        cached_position, mail = self._mail.get(agent_id, (None, []))
         if cached_position == position:
-            return mail
-        rows = self._db.execute(SELECT_WAITING, {"recipient": agent_id, "taken_seq": position[0]})
-        return [WaitingRow(*row) for row in rows]
-
-    def read_waiting_headers(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
-        return self.read_waiting(agent_id, position)  # a second round trip would cost more than the payloads
+            return [row for row in mail if after < (row.in_seq or 0) <= upto][:limit]
+        bounds = {"recipient": agent_id, "after": after, "upto": upto, "limit": limit}
+        return [WaitingRow(*row) for row in self._db.execute(SELECT_WAITING, bounds)]
 
     def _cache_mail(self, agent_ids: Iterable[str], mail: Iterable[Sequence[Any]]) -> None:
         for agent_id in agent_ids:
@@ -254,6 +272,17 @@ class PostgresSession:
     def append_events(self, events: Sequence[EventRow]) -> None:
         self._events += events
 
+    def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:
+        self._task_changes += ((task_id, change, self.timestamp) for task_id, change in changes.items())
+
+    def unwritten_change(self, task_id: str) -> TaskChange | None:
+        unwritten: TaskChange | None = None
+        for changed_id, change, _ in self._task_changes:
+            if changed_id == task_id:
+                unwritten = unwritten or TaskChange()
+                unwritten.merge(change)
+        return unwritten
+
     def is_society_paused(self) -> bool:
         if self._paused_read is None and self._paused_new is None:
             self._paused_read = self._paused
@@ -264,11 +293,13 @@ class PostgresSession:
         self._paused = self._paused_new = paused
 
     def close(self) -> BatchCommit | None:
-        """Write the events, as the last statement before COMMIT. None if the transaction wrote nothing."""
+        """Write tasks and events, as the last statements before COMMIT. None if the transaction wrote nothing."""
         try:
+            for sql, parameters in merge_changes(self._task_changes):
+                self._db.executemany(sql, [parameters])
             transaction = self._write_events() if self._events else self._close_without_events()
         except psycopg.errors.NotNullViolation as error:
-            raise PauseChanged from error
+            raise StateChanged from error
         if transaction is None:
             return None
         commit = BatchCommit(transaction, self._channels.process, new_id())
@@ -277,7 +308,7 @@ class PostgresSession:
 
     def _write_events(self) -> str:
         events = encode_rows(_EVENT_COLUMNS, ((position, *event) for position, event in enumerate(self._events, 1)))
-        channel, notice = self._channels.change_notice(self.has_unclaimed_work)
+        channel, notice = self._channels.change_notice(self.has_unclaimed_work, self.interruptions)
         result = self._db.execute(
             _WRITE_EVENTS,
             {

@@ -12,7 +12,7 @@ from typing import Any
 from coterie.errors import StoreUnusable
 from coterie.stores.blobs import CHUNK_BYTES, read_blob, write_blob
 from coterie.stores.postgres.connection import CLOCK, LOCK_TIMEOUT_MS, PgConnection, owner_connection
-from coterie.stores.postgres.migrate import check_version, migrate
+from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres
 from coterie.stores.transfer import BATCH_ROWS, TABLES
 
 # Readers may go on; writers and starting processes wait.
@@ -43,7 +43,7 @@ class PostgresSource:
         `idle_for`: block writes, and raise `StoreUnusable` if a process was seen within this time.
         """
         with owner_connection(url) as db:
-            check_version(db.raw)
+            require_newest_postgres(db.raw)
             if idle_for is None:
                 db.execute_now("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             else:
@@ -96,7 +96,7 @@ class PostgresTarget:
         with owner_connection(url) as db:
             target = cls(db, folder)
             with db.raw.transaction():
-                migrate(db.raw)
+                migrate_postgres(db.raw)
                 _require_empty(db, not_empty_message)
                 db.execute_now(_BLOCK_WRITES)
                 db.execute("DELETE FROM meta WHERE key <> 'schema'")

@@ -19,11 +19,12 @@ import psycopg
 
 from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
-from coterie.stores.postgres.connection import PgConnection, connect
-from coterie.stores.postgres.errors import (
+from coterie.stores.postgres.connection import (
     CONFLICT_CODES,
     AgentLocked,
+    PgConnection,
     PipelineFailed,
+    connect,
     error_code,
     is_job_error,
     is_transient,
@@ -31,7 +32,7 @@ from coterie.stores.postgres.errors import (
 )
 from coterie.stores.postgres.session import BatchCheckpoint, BatchCommit, PostgresSession
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.store import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
+from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ import msgspec
 
 from coterie.errors import CoterieError
 from coterie.failpoints import FailpointHit, hit
-from coterie.llm.types import Completion, TokenUsage
+from coterie.llm.service import Completion, TokenUsage
 from coterie.messages import Envelope
-from coterie.stores.sql.poison import UnclaimableAgent
+from coterie.stores.sql.quarantine import UnclaimableAgent
 from coterie.stores.sql.queries import count_tokens_since
 from coterie.stores.sql.rows import Connection, json_keys
 from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.text import to_storable
 from coterie.turn import Event, Rules
-from coterie.turn_store import Admission, AdmitFunction, Claim, TurnWorker
+from coterie.turn_store import Admission, AdmitFunction, Claim, Interruption, TurnWorker
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +64,27 @@ SELECT id FROM agents WHERE runnable_at <= :now AND {_SUSPECT}
 """
 _LOCK_WAITING_TOO_LONG = f"SELECT id FROM agents WHERE {_WAITS_TOO_LONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */"
 _SELECT_CLAIMED = "SELECT id FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') ORDER BY id"
+# The second condition finds messages that the counter has lost. Few agents have positions after the last taken one.
+SELECT_FORGOTTEN = """
+SELECT id FROM agents
+ WHERE kind = 'agent'
+   AND ((state = 'idle' AND waiting > 0) OR (state = 'ready' AND runnable_at IS NULL)
+        OR (state = 'idle' AND next_in_seq > taken_seq + 1
+            AND EXISTS (SELECT 1 FROM messages WHERE messages.recipient = agents.id
+                           AND messages.in_seq > agents.taken_seq AND messages.state = 'pending')))
+ ORDER BY id
+"""
+_COUNT_WAITING = """
+SELECT count(*), coalesce(sum(length(payload)), 0), coalesce(max(CASE WHEN sender = 'user' THEN 1 ELSE 0 END), 0)
+  FROM messages WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending'
+"""
 _INSERT_SUMMARY = "INSERT INTO summaries (agent_id, upto, text, at) VALUES (:agent_id, :upto, :text, :at)"
-_INSERT_SUMMARY_USAGE = """
+_INSERT_FURTHER_USAGE = """
 INSERT INTO llm_calls
-       (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at, estimated)
+       (agent_id, turn_no, step_no, call_no, service, input_tokens, output_tokens, outcome, at, estimated, task,
+        cached_tokens, cost, model_ms)
 SELECT :agent_id, :turn_no, :step_no, 1 + coalesce(max(call_no), 0), :service, :input_tokens, :output_tokens, 'used',
-       :at, :estimated
+       :at, :estimated, :task, :cached_tokens, :cost, :model_ms
   FROM llm_calls WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no
 """
 
@@ -166,6 +181,23 @@ def _claim_agent(db: Connection, uow: UnitOfWork, agent_id: str, worker: str, ru
         raise UnclaimableAgent(agent_id) from error
 
 
+def wake_forgotten(db: Connection, uow: UnitOfWork, agent_ids: Sequence[str]) -> list[tuple[str, int]]:
+    """Make those of `agent_ids` ready that are idle with mail; return each with the number of its messages."""
+    woken = []
+    for agent_id in agent_ids:
+        mailbox = uow.mailbox(agent_id)
+        if mailbox.state != "idle" and not (mailbox.state == "ready" and mailbox.runnable_at is None):
+            continue  # a message or another process has woken it since
+        bounds = {"recipient": agent_id, "taken_seq": mailbox.taken_seq}
+        waiting, size, person = db.execute(_COUNT_WAITING, bounds).fetchone()
+        mailbox.waiting, mailbox.waiting_bytes, mailbox.person = waiting, int(size), person
+        mailbox.state, mailbox.runnable_at = ("ready", uow.now) if waiting else ("idle", None)
+        uow.record_event("agent.state", agent_id)
+        if waiting:
+            woken.append((agent_id, waiting))
+    return woken
+
+
 def release_claims(db: Connection, uow: UnitOfWork, worker: str, busy: Sequence[str], failed: bool) -> None:
     claimed = db.execute(_SELECT_CLAIMED, {"worker": worker})
     for agent_id in [agent_id for (agent_id,) in claimed if agent_id not in busy]:
@@ -195,20 +227,32 @@ def summarise(db: Connection, uow: UnitOfWork, claim: Claim, upto: int, text: st
         _INSERT_SUMMARY, {"agent_id": claim.agent_id, "upto": upto, "text": to_storable(text), "at": uow.timestamp}
     )
     if answer:
-        db.execute(
-            _INSERT_SUMMARY_USAGE,
-            {
-                "agent_id": claim.agent_id,
-                "turn_no": claim.turn_no,
-                "step_no": claim.step_no,
-                "service": answer.service,
-                "input_tokens": answer.usage.input_tokens,
-                "output_tokens": answer.usage.output_tokens,
-                "at": uow.timestamp,
-                "estimated": int(answer.usage.estimated),
-            },
-        )
+        add_usage(db, uow, claim, answer.service, answer.usage)
     return msgspec.structs.replace(claim, history_version=turn.mailbox.history_version)
+
+
+def add_usage(db: Connection, uow: UnitOfWork, claim: Claim, service: str, usage: TokenUsage) -> None:
+    """Write the tokens of a request beside the answer of the step: a summary, one for the server of a tool, or one that
+    a stop has cut off. Not fenced: they are paid for in any case."""
+    if claim.task:
+        uow.tasks.of(claim.task).add_usage(usage)
+    db.execute(
+        _INSERT_FURTHER_USAGE,
+        {
+            "agent_id": claim.agent_id,
+            "turn_no": claim.turn_no,
+            "step_no": claim.step_no,
+            "service": service,
+            "input_tokens": usage.input_tokens,
+            "output_tokens": usage.output_tokens,
+            "at": uow.timestamp,
+            "estimated": int(usage.estimated),
+            "task": claim.task,
+            "cached_tokens": usage.cached_tokens,
+            "cost": usage.cost,
+            "model_ms": usage.model_ms,
+        },
+    )
 
 
 def reserve_tokens(
@@ -219,7 +263,7 @@ def reserve_tokens(
     turn.release_reserved_tokens()
     if count_tokens_since(db, since) >= limit:
         return False
-    turn.record_usage(service, TokenUsage(input_tokens=tokens, estimated=True), "used")
+    turn.record_usage(service, TokenUsage(input_tokens=tokens, estimated=True), "used", is_reserved=True)
     return True
 
 
@@ -234,6 +278,8 @@ class EagerClaims:
     claims: Sequence[Claim] = ()
     has_unclaimed: bool = False
     """Runnable agents were left: the worker must look for them."""
+    interruptions: Sequence[Interruption] = ()
+    """The person's messages to agents whose model is asked, and turns that were ended."""
 
 
 class EagerClaimer:
@@ -260,7 +306,9 @@ class EagerClaimer:
         has_unclaimed = uow.frees_other_agents or len(ready) < len(woken)
         try:
             return EagerClaims(
-                [claim_woken_agent(db, uow, agent_id, self._worker) for agent_id in ready], has_unclaimed
+                [claim_woken_agent(db, uow, agent_id, self._worker) for agent_id in ready],
+                has_unclaimed,
+                uow.interruption_list(),
             )
         except (db.OperationalError, FailpointHit):
             raise  # an error of the engine: the whole batch is rolled back
@@ -281,6 +329,8 @@ class EagerClaimer:
             self._worker.start_turns(committed.claims)
         if committed.has_unclaimed:
             self._worker.wake()
+        for interruption in committed.interruptions:
+            self._worker.interrupt(interruption)
 
     def _reserve(self, agent_id: str, uow: UnitOfWork) -> bool:
         if agent_id in self._reserved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from coterie.agents import ACTIVE_STATES, CLAIMED_STATES, Agent
@@ -12,12 +12,21 @@ from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, SYSTEM, Envelope, Message, Receipt
-from coterie.store import Promotion, Pruned, Retention
+from coterie.store import Delivery, Promotion, Pruned, Retention
+from coterie.stores.sql import reminders, schedules, task_budgets
 from coterie.stores.sql.mailbox import Mailbox, answered_approval_status, reopen_questions
 from coterie.stores.sql.queries import thread_position
-from coterie.stores.sql.rows import ARTIFACT_COLUMNS, Connection, find_message, set_meta, to_artifact
+from coterie.stores.sql.rows import (
+    ARTIFACT_COLUMNS,
+    STORED_MESSAGE_COLUMNS,
+    Connection,
+    StoredMessage,
+    find_message,
+    set_meta,
+    to_artifact,
+)
 from coterie.stores.sql.turn_transaction import TurnTransaction
-from coterie.stores.sql.unit_of_work import STORED_MESSAGE_COLUMNS, StoredMessage, UnitOfWork
+from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import Rules
 
 PRUNE_BATCH = 5_000
@@ -40,8 +49,12 @@ SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND delive
  ORDER BY deliver_at, seq LIMIT :limit /*+ FOR UPDATE */
 """
 _SELECT_DELAYED = f"""
-SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed'
+SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND schedule_id IS NULL
  ORDER BY deliver_at, seq LIMIT :limit /*+ FOR UPDATE */
+"""
+_DELIVER = """
+UPDATE messages SET state = 'pending', in_seq = :in_seq, delivered_at = :delivered_at, early = :early, missed = :missed
+ WHERE seq = :seq
 """
 # The conditions match the partial index of unread messages.
 _READ = """
@@ -57,7 +70,12 @@ RETURNING length(payload)
 _CLEAR = """
 DELETE FROM messages
  WHERE thread = :agent_id AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = :agent_id)
-RETURNING recipient, state, length(payload)
+RETURNING recipient, state, length(payload), coalesce(task, id),
+          CASE WHEN question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') THEN 1 ELSE 0 END
+"""
+_CLEAR_BUDGET_QUESTIONS = """
+UPDATE tasks SET budget_question = NULL
+ WHERE budget_question IS NOT NULL AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = budget_question)
 """
 _DELETE_HISTORY = (
     "DELETE FROM summaries WHERE agent_id = :agent_id",
@@ -73,11 +91,12 @@ _PRUNE_DEAD = """
 DELETE FROM messages WHERE seq IN (
     SELECT seq FROM messages WHERE state = 'dead' AND created_at < :before LIMIT :limit)
 """
-# Messages in an agent's history stay.
+# Messages in an agent's history and open questions stay.
 _PRUNE_DONE = """
 DELETE FROM messages WHERE seq IN (
     SELECT seq FROM messages WHERE state IN ('taken', 'withdrawn') AND created_at < :before
-       AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id) ORDER BY seq LIMIT :limit)
+       AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id)
+       AND NOT (question = 1 AND answered_by IS NULL) ORDER BY seq LIMIT :limit)
 """
 # The newest event stays: its time is the latest stored one.
 _PRUNE_EVENTS = """
@@ -126,6 +145,7 @@ def terminate(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
     mailbox.state, mailbox.runnable_at, mailbox.waiting, mailbox.waiting_bytes = "terminated", None, 0, 0
     for row in db.execute(_SELECT_WAITING, {"recipient": agent_id}).fetchall():
         uow.dead_letter(StoredMessage._make(row), "recipient_terminated")
+    schedules.end_schedules_of(db, uow, agent_id)
     uow.record_event("agent.state", agent_id)
     uow.record_event("agent.removed", agent_id)
 
@@ -204,13 +224,70 @@ def promote_due(db: Connection, uow: UnitOfWork, limit: int, early: bool) -> Pro
     else:
         rows = db.execute(_SELECT_DUE, {"now": uow.now, "limit": limit}).fetchall()
     hit("promote.selected")
-    delivered, dead = uow.deliver_due(map(StoredMessage._make, rows), early=early)
+    delivered, dead = _deliver(db, uow, map(StoredMessage._make, rows), early=early)
+    uow.flush_messages()  # the next occurrences of recurring messages count for the next due time
     hit("promote.moved")
     next_row = db.execute(
         "SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1"
     ).fetchone()
     next_due = from_ms(next_row[0]) - from_ms(uow.now) if next_row else None
     return Promotion(delivered=delivered, dead=dead, next_due=next_due)
+
+
+def _deliver(
+    db: Connection, uow: UnitOfWork, due: Iterable[StoredMessage], *, early: bool
+) -> tuple[list[Delivery], int]:
+    """Move delayed messages into their mailboxes, in the order given.
+
+    Messages to terminated agents become dead letters. Return the deliveries and the number of dead letters.
+    """
+    moved, delivered, dead, at = [], [], 0, from_ms(uow.timestamp)
+    for row in due:
+        mailbox = uow.mailbox(row.recipient)
+        repetition = schedules.read_repetition(db, row, uow.now)
+        if repetition and repetition.is_waiting and mailbox.kind == "agent" and mailbox.state != "terminated":
+            schedules.postpone(db, uow, row, repetition)
+            continue
+        mailbox.delayed -= 1
+        if row.unless_answered:
+            uow.mailbox(row.sender).reminders -= 1
+        if mailbox.state == "terminated":
+            uow.dead_letter(row, "recipient_terminated")
+            dead += 1
+            if repetition:
+                schedules.set_state(db, uow, repetition.schedule.id, "ended")
+            continue
+        moved.append(
+            {
+                "in_seq": uow.add_message(row.recipient, mailbox, row.payload_size, row.sender),
+                "delivered_at": uow.timestamp,
+                "early": early and row.deliver_at > uow.now,
+                "missed": repetition.missed if repetition else 0,
+                "seq": row.seq,
+            }
+        )
+        _count_delivery(uow, row)
+        if repetition:
+            schedules.store_next(db, uow, repetition, row.id)
+        uow.record_event("delayed.delivered", row.id)
+        delivered.append(Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at))
+    db.executemany(_DELIVER, moved)
+    return delivered, dead
+
+
+def _count_delivery(uow: UnitOfWork, row: StoredMessage) -> None:
+    """Count a delayed message that is delivered now."""
+    if row.starts_task_when_due:
+        uow.tasks.start(row.id, row.parent_task, row.sender, row.recipient, uow.timestamp)
+        change = uow.tasks.of(row.id)
+        change.messages += 1
+        change.queued += row.recipient != PERSON
+    else:
+        change = uow.tasks.of(row.task_id)
+        change.queued -= row.recipient == PERSON
+    if row.recipient == PERSON:
+        change.questions += row.question
+        change.failed = 0
 
 
 def withdraw(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Message:
@@ -222,20 +299,21 @@ def withdraw(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Messa
     approval = answered_approval_status(db, message)
     if approval == "decided":
         raise Refused("already_taken", "too late to withdraw: the call was approved or denied by this message already")
-    mailbox = uow.mailbox(message.to)
-    if message.state == "delayed":
-        mailbox.delayed -= 1
-    else:
-        (size,) = db.execute("SELECT length(payload) FROM messages WHERE seq = :seq", {"seq": message.seq}).fetchone()
-        mailbox.remove_message(size)
-        uow.record_event("queue.changed", message.to)
-    db.execute("UPDATE messages SET state = 'withdrawn' WHERE seq = :seq", {"seq": message.seq})
-    uow.record_event("delayed.withdrawn" if message.state == "delayed" else "message.updated", message.id)
-    if message.sender == PERSON:
-        for question in reopen_questions(db, message.id):
-            if approval == "void":
-                uow.close_question(question)
-            uow.record_event("quick_replies.changed", question)
+    if message.option is not None and message.in_reply_to and task_budgets.find_budget_task(db, message.in_reply_to):
+        raise Refused("already_taken", "too late to withdraw: this message has decided about the budget already")
+    withdrawn = uow.read_stored(message.seq)
+    uow.withdraw(withdrawn)
+    if withdrawn.question and withdrawn.state == "pending" and message.answer is None:
+        uow.tasks.of(message.task).questions -= 1
+    if message.state == "delayed" and message.schedule_id:
+        schedules.skip_occurrence(db, uow, message.schedule_id)
+    reopened = reopen_questions(db, uow.tasks, message.id) if message.sender == PERSON else []
+    for question, _ in reopened:
+        if approval == "void":
+            uow.close_question(question)
+        task_budgets.reopen_budget_question(db, uow, question)
+        uow.record_event("quick_replies.changed", question)
+    reminders.restore_reminders(db, uow, message.id, (question for question, _ in reopened))
     return _reload(db, message)
 
 
@@ -244,11 +322,36 @@ def reschedule(db: Connection, uow: UnitOfWork, message_id: str, delay: timedelt
     if message.state != "delayed":
         raise Refused("already_delivered", f"too late to move: the message is {message.state}")
     deliver_at = uow.now + delay // _MS
+    before = uow.read_stored(message.seq)
     db.execute(
         "UPDATE messages SET deliver_at = :deliver_at WHERE seq = :seq", {"deliver_at": deliver_at, "seq": message.seq}
     )
+    _move_to_task(db, uow, before, before._replace(deliver_at=deliver_at))
     uow.record_event("delayed.moved", message.id)
     return _reload(db, message)
+
+
+def _move_to_task(db: Connection, uow: UnitOfWork, before: StoredMessage, after: StoredMessage) -> None:
+    """A message that is moved beyond a minute leaves its task; one that is moved within a minute starts its own now."""
+    if before.starts_task_when_due == after.starts_task_when_due:
+        return
+    if before.starts_task_when_due:
+        uow.tasks.start(after.id, after.parent_task, after.sender, after.recipient, uow.timestamp)
+        change = uow.tasks.of(after.id)
+        change.messages += 1
+        change.queued += 1
+        return
+    if before.task is None:  # nothing else can belong to a task whose first message was not delivered
+        db.execute("DELETE FROM tasks WHERE id = :id", {"id": before.id})
+        uow.record_event("task.changed", before.id)
+        return
+    change = uow.tasks.of(before.task)
+    change.messages -= 1
+    change.queued -= 1
+    db.execute(
+        "UPDATE messages SET task = NULL, parent_task = :task WHERE seq = :seq",
+        {"task": before.task, "seq": before.seq},
+    )
 
 
 def resend_dead_letter(db: Connection, uow: UnitOfWork, message_id: str) -> Receipt:
@@ -304,6 +407,7 @@ def prune(db: Connection, uow: UnitOfWork, retention: Retention) -> Pruned:
     if retention.messages is not None:
         before = uow.now - retention.messages // _MS
         messages += db.execute(_PRUNE_DONE, {"before": before, "limit": PRUNE_BATCH}).rowcount
+        db.execute("DELETE FROM schedules WHERE state = 'ended' AND due_at < :before", {"before": before})
     if messages:
         set_meta(db, "pruned", "1")  # invariant checks accept gaps in mailboxes from now on
     before = uow.now - retention.events // _MS
@@ -349,15 +453,20 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
         raise Refused("agent_busy", f"{agent_id!r} is at work: stop it first, or wait until it is done")
     person_mailbox = uow.mailbox(PERSON)
     deleted = db.execute(_CLEAR, {"agent_id": agent_id}).fetchall()
-    for recipient, state, size in deleted:
+    for recipient, state, size, task, is_open in deleted:
         if recipient == PERSON and state == "pending":
             person_mailbox.remove_message(size)
+        if is_open:
+            uow.tasks.of(task).questions -= 1
+    if any(is_open for *_, is_open in deleted):
+        db.execute(_CLEAR_BUDGET_QUESTIONS)
     for sql in _DELETE_HISTORY:
         db.execute(sql, {"agent_id": agent_id})
     db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = :id", {"id": agent_id})
     mailbox.epoch, mailbox.next_hist_seq, mailbox.why = mailbox.epoch + 1, 1, None
     mailbox.history_version += 1
     if mailbox.state == "blocked":
+        TurnTransaction(db, uow, agent_id, Rules()).end_cleared()
         mailbox.state, mailbox.runnable_at = "paused" if mailbox.hold else "idle", None
         if mailbox.waiting and not mailbox.hold:
             mailbox.state, mailbox.runnable_at = "ready", uow.now

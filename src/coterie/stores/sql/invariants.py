@@ -269,7 +269,9 @@ INVARIANTS: dict[str, tuple[str, str]] = {
           FROM messages AS asked LEFT JOIN messages AS answer ON answer.id = asked.answered_by
          WHERE asked.answered_by IS NOT NULL AND asked.answered_by <> asked.id
            AND (asked.question = 0 OR answer.sender <> 'user' OR answer.recipient <> asked.sender
-                OR answer.state = 'withdrawn'
+                OR (answer.state = 'withdrawn'
+                    AND NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = coalesce(asked.task, asked.id)
+                                       AND tasks.stopped_at IS NOT NULL))
                 OR (asked.answered_option IS NOT NULL
                     AND (answer.option IS NULL OR answer.option <> asked.answered_option
                          OR answer.in_reply_to <> asked.id))
@@ -292,6 +294,180 @@ INVARIANTS: dict[str, tuple[str, str]] = {
          WHERE (sender = 'user' AND recipient <> 'user' AND (thread IS NULL OR thread <> recipient))
             OR (recipient = 'user' AND sender NOT IN ('user', 'system') AND (thread IS NULL OR thread <> sender))
             OR (thread IS NOT NULL AND (sender = 'user') = (recipient = 'user'))
+        """,
+    ),
+    "S1 one next occurrence": (
+        "the recurring message {0} is {1} and has {2} next occurrences",
+        """
+        SELECT schedules.id, schedules.state, count(messages.seq)
+          FROM schedules LEFT JOIN messages ON messages.schedule_id = schedules.id AND messages.state = 'delayed'
+         GROUP BY schedules.id, schedules.state, schedules.message_id
+        HAVING count(messages.seq) <> CASE schedules.state WHEN 'active' THEN 1 ELSE 0 END
+            OR (schedules.state = 'active' AND max(messages.id) <> schedules.message_id)
+        """,
+    ),
+    "S2 no occurrence without its schedule": (
+        "the delayed message {0} belongs to the recurring message {1}, which does not exist",
+        """
+        SELECT id, schedule_id FROM messages
+         WHERE state = 'delayed' AND schedule_id IS NOT NULL
+           AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.id = messages.schedule_id)
+        """,
+    ),
+    "T1 every message has a task": (
+        "message {0} belongs to the task {1}, which does not exist",
+        # A message that starts a task when it is due has none before; one that waits for an agent, until it is taken.
+        """
+        SELECT messages.id, coalesce(messages.task, messages.id) FROM messages
+         WHERE NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = coalesce(messages.task, messages.id))
+           AND NOT (messages.task IS NULL AND messages.delivered_at IS NULL AND messages.deliver_at IS NOT NULL
+                    AND (messages.schedule_id IS NOT NULL OR messages.deliver_at - messages.created_at >= 60000))
+           AND NOT (messages.task IS NULL AND messages.state = 'pending' AND messages.deliver_at IS NULL
+                    AND messages.recipient <> 'user')
+        """,
+    ),
+    "T2 what keeps a task open": (
+        "the task {0} counts {1} messages that wait and {2} open questions, but has {3} and {4}",
+        """
+        SELECT tasks.id, tasks.queued, tasks.questions, coalesce(counted.queued, 0), coalesce(counted.questions, 0)
+          FROM tasks
+          LEFT JOIN (SELECT CAST(coalesce(task, id) AS TEXT) AS task,
+                            sum(CASE WHEN (state = 'pending' AND recipient <> 'user')
+                                       OR (state = 'delayed' AND deliver_at - created_at < 60000
+                                           AND schedule_id IS NULL) THEN 1 ELSE 0 END) AS queued,
+                            sum(CASE WHEN question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken')
+                                     THEN 1 ELSE 0 END) AS questions
+                       FROM messages GROUP BY coalesce(task, id)) AS counted ON counted.task = tasks.id
+         WHERE tasks.queued <> coalesce(counted.queued, 0) OR tasks.questions <> coalesce(counted.questions, 0)
+        """,
+    ),
+    "T2 agents at work": (
+        "the task {0} counts {1} agents at work, but has {2}",
+        """
+        SELECT tasks.id, tasks.active, coalesce(own.agents, 0) + coalesce(shared.agents, 0)
+          FROM tasks
+          LEFT JOIN (SELECT task, count(*) AS agents FROM agents
+                      WHERE task IS NOT NULL
+                        AND (state IN ('llm', 'tools', 'wait_retry')
+                             OR (state = 'blocked' AND over_budget <> 0 AND runnable_at IS NOT NULL))
+                      GROUP BY task) AS own
+                 ON own.task = tasks.id
+          LEFT JOIN (SELECT others.id AS task, count(*) AS agents
+                       FROM agents JOIN tasks AS others
+                         ON replace(agents.other_tasks, others.id, '') <> agents.other_tasks
+                      WHERE agents.other_tasks IS NOT NULL
+                        AND agents.state IN ('llm', 'tools', 'wait_retry', 'wait_approval')
+                      GROUP BY others.id) AS shared
+                 ON shared.task = tasks.id
+         WHERE tasks.active <> coalesce(own.agents, 0) + coalesce(shared.agents, 0)
+        """,
+    ),
+    "T2 state of a task": (
+        "the task {0} is {1}, but its counters say otherwise",
+        """
+        SELECT id, state FROM tasks
+         WHERE state <> CASE WHEN stopped_at IS NOT NULL THEN 'stopped' WHEN queued + active > 0 THEN 'working'
+                             WHEN questions > 0 THEN 'waiting' WHEN failed = 1 THEN 'failed' ELSE 'done' END
+        """,
+    ),
+    "T3 a stopped task has nothing left": (
+        "the task {0} was stopped, but {1} messages wait, {2} agents work and {3} questions are open",
+        """
+        SELECT id, queued, active, questions FROM tasks
+         WHERE stopped_at IS NOT NULL AND (queued <> 0 OR active <> 0 OR questions <> 0)
+         UNION ALL
+        SELECT tasks.id, 1, 0, 0 FROM tasks
+          JOIN messages ON messages.parent_task = tasks.id AND messages.state = 'delayed'
+         WHERE tasks.stopped_at IS NOT NULL
+         UNION ALL
+        SELECT tasks.id, 0, 1, 0 FROM tasks JOIN agents ON agents.task = tasks.id
+         WHERE tasks.stopped_at IS NOT NULL
+        """,
+    ),
+    "T4 open turns": (
+        "turn {1} of {0} has ended for the task {2}, or never began, but the agent works on it for {3}",
+        """
+        SELECT agents.id, agents.turn_no, turns.task, agents.task
+          FROM turns JOIN agents ON agents.id = turns.agent_id AND agents.turn_no = turns.turn_no
+         WHERE agents.task IS NOT NULL
+         UNION ALL
+        SELECT id, turn_no, 'none', coalesce(task, 'none') FROM agents WHERE (task IS NULL) <> (turn_began IS NULL)
+        """,
+    ),
+    "T4 tasks of resting agents": (
+        "{0} is {1} without a turn, but is at work on the task {2}",
+        """
+        SELECT id, state, task FROM agents
+         WHERE state IN ('idle', 'ready', 'paused', 'terminated') AND (task IS NOT NULL OR other_tasks IS NOT NULL)
+            OR (over_budget = 1 AND state <> 'blocked')
+        """,
+    ),
+    "T5 what a task has used": (
+        "the task {0} counts {1} turns, {2} requests, {3} tokens and a cost of {4}, but has {5}, {6}, {7} and {8}",
+        """
+        SELECT tasks.id, tasks.turns, tasks.requests, tasks.input_tokens + tasks.output_tokens, tasks.cost,
+               coalesce(counted.turns, 0), coalesce(used.requests, 0), coalesce(used.tokens, 0), coalesce(used.cost, 0)
+          FROM tasks
+          LEFT JOIN (SELECT task, count(*) AS turns FROM all_turns GROUP BY task) AS counted ON counted.task = tasks.id
+          LEFT JOIN (SELECT task, count(*) AS requests, sum(input_tokens + output_tokens) AS tokens,
+                            coalesce(sum(cost), 0) AS cost, sum(CASE WHEN cost IS NULL THEN 1 ELSE 0 END) AS unpriced,
+                            sum(model_ms) AS model_ms, sum(cached_tokens) AS cached
+                       FROM llm_calls WHERE task IS NOT NULL GROUP BY task) AS used ON used.task = tasks.id
+         WHERE tasks.turns <> coalesce(counted.turns, 0) OR tasks.requests <> coalesce(used.requests, 0)
+            OR tasks.input_tokens + tasks.output_tokens <> coalesce(used.tokens, 0)
+            OR tasks.cost <> coalesce(used.cost, 0) OR tasks.unpriced <> coalesce(used.unpriced, 0)
+            OR tasks.model_ms <> coalesce(used.model_ms, 0) OR tasks.cached_tokens <> coalesce(used.cached, 0)
+        """,
+    ),
+    "T5 messages and calls of a task": (
+        "the task {0} counts {1} messages and {2} tool calls, but has {3} and {4}",
+        # Cleared conversations and pruned messages are still counted.
+        """
+        SELECT tasks.id, tasks.messages, tasks.tool_calls, coalesce(counted.messages, 0), coalesce(ran.calls, 0)
+          FROM tasks
+          LEFT JOIN (SELECT CAST(coalesce(task, id) AS TEXT) AS task, count(*) AS messages FROM messages
+                      GROUP BY coalesce(task, id)) AS counted ON counted.task = tasks.id
+          LEFT JOIN (SELECT plans.task, count(*) AS calls FROM plans
+                       JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                                 AND calls.step_no = plans.step_no
+                      WHERE plans.outcome <> 'withdrawn' GROUP BY plans.task) AS ran
+                 ON ran.task = tasks.id
+         WHERE (tasks.messages < coalesce(counted.messages, 0) OR tasks.tool_calls < coalesce(ran.calls, 0)
+                OR NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned'))
+           AND (tasks.messages <> coalesce(counted.messages, 0) OR tasks.tool_calls <> coalesce(ran.calls, 0))
+        """,
+    ),
+    "T6 one budget question": (
+        "the task {0} has {1} open budget questions, but says {2}",
+        """
+        SELECT tasks.id, count(messages.id), coalesce(tasks.budget_question, 'none')
+          FROM tasks
+          LEFT JOIN messages ON messages.id = tasks.budget_question AND messages.answered_by IS NULL
+         GROUP BY tasks.id, tasks.budget_question
+        HAVING count(messages.id) <> CASE WHEN tasks.budget_question IS NULL THEN 0 ELSE 1 END
+        """,
+    ),
+    "T7 messages that an answer withdraws": (
+        "{0} counts {1} of them, but has {2}",
+        """
+        SELECT agents.id, agents.reminders, count(messages.id)
+          FROM agents
+          LEFT JOIN messages ON messages.sender = agents.id AND messages.unless_answered IS NOT NULL
+                            AND messages.state = 'delayed'
+         GROUP BY agents.id, agents.reminders HAVING agents.reminders <> count(messages.id)
+        """,
+    ),
+    "T7 no such message after its answer": (
+        "the delayed message {0} waits for an answer to {1}, which is answered by {2}",
+        """
+        SELECT delayed.id, asked.id, coalesce(asked.answered_by, answer.id)
+          FROM messages AS delayed
+          JOIN messages AS asked ON asked.id = delayed.unless_answered
+          LEFT JOIN messages AS answer ON answer.in_reply_to = asked.id AND answer.sender = asked.recipient
+                                      AND answer.recipient = asked.sender
+                                      AND answer.state NOT IN ('withdrawn', 'dead')
+         WHERE delayed.state = 'delayed' AND delayed.unless_answered IS NOT NULL
+           AND ((asked.answered_by IS NOT NULL AND asked.answered_by <> asked.id) OR answer.id IS NOT NULL)
         """,
     ),
     "replies point somewhere": (

@@ -5,21 +5,25 @@ A row is read once, changed in memory and written once, by `Mailboxes.save`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import copy
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import astuple
 
+from coterie.agents import ACTIVE_STATES
 from coterie.errors import Refused
 from coterie.messages import PERSON, Envelope, Message, QuestionAnswer
+from coterie.plan import DENIED_RESULT
 from coterie.stores.sql import turn_rows
-from coterie.stores.sql.rows import Connection, NewMessageRow, to_payload
+from coterie.stores.sql.rows import Connection, NewMessageRow, to_answer, to_payload
+from coterie.stores.sql.task_changes import TaskChanges
 from coterie.stores.sql.turn_rows import approval_question_id
-from coterie.turn import DENIED_RESULT
+from coterie.turn import wakes
 
 if TYPE_CHECKING:
     from coterie.stores.sql.session import Session
@@ -54,6 +58,17 @@ class Mailbox(Struct):
     person: int
     """1: the person wrote a message of the turn, or a waiting one."""
     retry_ms: int | None = None
+    task: str | None = None
+    """The task that the open turn counts for. None: no turn is open."""
+    turn_began: int | None = None
+    """When the open turn took its first message."""
+    other_tasks: str | None = None
+    """Other tasks whose messages the open turn took, separated by spaces. They go on until the turn ends."""
+    over_budget: int = 0
+    """1: blocked because `task` has used its budget. 2: the open turn goes on for another task, whose budget is checked
+    before the next request."""
+    reminders: int = 0
+    """Delayed messages from here that an answer withdraws."""
 
     def add_message(self, size: int, now: int, sender: str = "") -> int:
         """Count a new waiting message of `size` characters, and return its position. Wake the agent if it is idle."""
@@ -64,10 +79,8 @@ class Mailbox(Struct):
         if self.kind == "agent":
             # An idle agent has no waiting messages: its `person` is left over from the previous turn.
             self.person = int(sender == PERSON or (self.person == 1 and self.state != "idle"))
-            if self.state == "idle":
-                self.state, self.runnable_at = "ready", now
-            elif self.state == "wait_approval" or (self.state == "blocked" and sender == PERSON):
-                self.runnable_at = now
+            if wakes(self.state, unblocks=sender == PERSON or self.over_budget == 1) or self.is_joining(now):
+                self.state, self.runnable_at = "ready" if self.state == "idle" else self.state, now
         return position
 
     def remove_message(self, size: int) -> None:
@@ -77,12 +90,27 @@ class Mailbox(Struct):
         if self.state == "ready" and not self.waiting:
             self.state, self.runnable_at = "idle", None
 
+    def is_joining(self, now: int) -> bool:
+        """True if the agent lets answers wait for others that belong to the same plan."""
+        return self.state == "ready" and self.runnable_at is not None and self.runnable_at > now
+
     def is_leased(self) -> bool:
         """True if this transaction claimed the agent or advanced its turn."""
         return self.runnable_at is None and self.state in ("llm", "tools")
 
     def is_runnable(self, now: int) -> bool:
         return self.runnable_at is not None and self.runnable_at <= now
+
+    def tasks_at_work(self) -> list[str]:
+        """The tasks that the agent is at work on. One whose turn waits for an approval has an open question instead."""
+        if self.task is None:
+            return []
+        if self.state == "blocked":  # by the budget, and about to try again
+            return [self.task] if self.over_budget and self.runnable_at is not None else []
+        if self.state not in ACTIVE_STATES:
+            return []
+        others = self.other_tasks.split() if self.other_tasks else []
+        return others if self.state == "wait_approval" else [self.task, *others]
 
 
 MAILBOX_COLUMNS = ", ".join(Mailbox.__struct_fields__)
@@ -106,8 +134,8 @@ class _LockedRow(NamedTuple):
 class Mailboxes:
     """The mailboxes that one transaction has locked."""
 
-    def __init__(self, db: Connection, session: Session) -> None:
-        self._db, self._session = db, session
+    def __init__(self, db: Connection, session: Session, tasks: TaskChanges) -> None:
+        self._db, self._session, self._tasks = db, session, tasks
         self._locked: dict[str, _LockedRow | None] = {}
         """By agent id. None: no such agent."""
 
@@ -136,6 +164,7 @@ class Mailboxes:
                 continue
             mailbox, before = locked
             self._set_times(mailbox, before, now)
+            self._count_work(mailbox, before)
             row = _changed_columns(before, mailbox)
             columns = tuple(row)
             row["id"] = agent_id
@@ -155,6 +184,15 @@ class Mailboxes:
         if self._session.lease_ms is not None and mailbox.is_leased():
             mailbox.runnable_at = now + self._session.lease_ms
 
+    def _count_work(self, mailbox: Mailbox, before: Mailbox) -> None:
+        """Count the agents at work of the tasks that the row has left or joined."""
+        left, joined = before.tasks_at_work(), mailbox.tasks_at_work()
+        if left != joined:
+            for task in left:
+                self._tasks.of(task).active -= 1
+            for task in joined:
+                self._tasks.of(task).active += 1
+
 
 def _changed_columns(before: Mailbox, after: Mailbox) -> dict[str, Any]:
     values = zip(Mailbox.__struct_fields__, astuple(before), astuple(after), strict=True)
@@ -162,22 +200,28 @@ def _changed_columns(before: Mailbox, after: Mailbox) -> dict[str, Any]:
 
 
 _SELECT_QUESTION = """
-SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option FROM messages WHERE id = :id
+SELECT sender, CAST(payload AS BLOB), question, answered_by, answered_option, coalesce(task, id) FROM messages
+ WHERE id = :id
 """
 _SELECT_OPEN = """
-SELECT id FROM messages
+SELECT id, coalesce(task, id) FROM messages
  WHERE sender = :sender AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
 """
 _ANSWER = "UPDATE messages SET answered_by = :answer, answered_option = :option WHERE id = :id"
 # A question that was closed without an answer has its own id in answered_by.
 _CLOSE = """
-UPDATE messages SET answered_by = id WHERE id = :id AND question = 1 AND answered_by IS NULL RETURNING sender
+UPDATE messages SET answered_by = id, answered_option = :option
+ WHERE id = :id AND question = 1 AND answered_by IS NULL RETURNING sender, state, coalesce(task, id)
 """
 _REOPEN = """
-UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE answered_by = :answer RETURNING seq, id
+UPDATE messages SET answered_by = NULL, answered_option = NULL WHERE answered_by = :answer
+RETURNING seq, id, coalesce(task, id)
 """
 
 _decode = msgspec.json.decode
+
+
+NO_QUESTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 class _QuestionRow(NamedTuple):
@@ -186,60 +230,67 @@ class _QuestionRow(NamedTuple):
     question: int
     answered_by: str | None
     answered_option: int | None
+    task: str
 
 
 class Questions:
     """Open questions to the person, and the messages that answer them."""
 
-    def __init__(self, db: Connection) -> None:
-        self._db = db
+    def __init__(self, db: Connection, tasks: TaskChanges) -> None:
+        self._db, self._tasks = db, tasks
         self._buffered: dict[str, NewMessageRow] = {}
         """Questions that are not written yet, by id."""
-        self._open: dict[str, dict[str, None]] = {}
-        """Per agent looked up so far: ids of its open questions, in order."""
+        self._open: dict[str, dict[str, str]] = {}
+        """Per agent looked up so far: its open questions in order, by id, with their tasks."""
 
     def add(self, row: NewMessageRow) -> None:
         """Register a question that is buffered."""
         self._buffered[row.id] = row
         if row.sender in self._open and row.state != "delayed":
-            self._open[row.sender][row.id] = None
+            self._open[row.sender][row.id] = row.task or row.id
 
     def mark_flushed(self) -> None:
         """Forget buffered questions: their rows are in the database now."""
         self._buffered.clear()
 
-    def find_answered(self, envelope: Envelope) -> Sequence[str]:
-        """Return the ids of the questions that this message answers, or raise `Refused`."""
+    def find_answered(self, envelope: Envelope) -> Mapping[str, str]:
+        """Return the questions that this message answers: ids and their tasks. Or raise `Refused`."""
         if envelope.in_reply_to is not None:
             return self._find_replied(envelope, envelope.in_reply_to)
-        return tuple(self._open_questions(envelope.to)) if envelope.sender == PERSON else ()
+        if envelope.sender == PERSON and (questions := self._open_questions(envelope.to)):
+            return dict(questions)
+        return NO_QUESTIONS
 
-    def record_answer(self, questions: Sequence[str], envelope: Envelope) -> None:
-        for question in questions:
+    def record_answer(self, questions: Mapping[str, str], envelope: Envelope) -> None:
+        for question, task in questions.items():
+            self._tasks.of(task).questions -= 1
             self._open.get(envelope.to, {}).pop(question, None)
             if row := self._buffered.get(question):
                 row.answered_by, row.answered_option = envelope.id, envelope.option
             else:
                 self._db.execute(_ANSWER, {"answer": envelope.id, "option": envelope.option, "id": question})
 
-    def close(self, question: str) -> bool:
+    def close(self, question: str, option: int | None = None) -> bool:
         """Close a stored question without an answer. False: it is not open."""
-        row = self._db.execute(_CLOSE, {"id": question}).fetchone()
+        row = self._db.execute(_CLOSE, {"id": question, "option": option}).fetchone()
         if row is None:
             return False
-        self._open.get(row[0], {}).pop(question, None)
+        sender, state, task = row
+        self._open.get(sender, {}).pop(question, None)
+        if state in ("pending", "taken"):
+            self._tasks.of(task).questions -= 1
         return True
 
-    def _find_replied(self, envelope: Envelope, message_id: str) -> Sequence[str]:
+    def _find_replied(self, envelope: Envelope, message_id: str) -> Mapping[str, str]:
         question = self._find(message_id)
         if question is None:
             raise Refused("inReplyTo_unknown", f"there is no message {message_id!r} to reply to")
         if envelope.option is not None:
             _check_option(envelope, envelope.option, message_id, question)
         if envelope.sender != PERSON or not question.question or envelope.to != question.sender:
-            return ()
+            return {}
         if envelope.option is None:
-            return () if question.answered_by else (message_id,)  # free text is never refused
+            return {} if question.answered_by else {message_id: question.task}  # free text is never refused
         status = approval_status(self._db, message_id, question.sender, question.payload)
         if question.answered_by is None and status in ("decided", "void"):
             raise Refused(
@@ -248,31 +299,38 @@ class Questions:
                 answer=QuestionAnswer(message_id, None).to_dict(),
             )
         if question.answered_by is None:
-            return (message_id,)
-        first_answer = QuestionAnswer(question.answered_by, question.answered_option)
-        is_closed = question.answered_by == message_id
-        reason = "that question was closed without an answer" if is_closed else "that question was answered already"
+            return {message_id: question.task}
+        first_answer = to_answer(question.answered_by, question.answered_option)
+        assert first_answer is not None  # noqa: S101
+        reason = "that question was answered already"
+        if first_answer.is_stopped:
+            reason = "that question was closed: its task was stopped"
+        elif question.answered_by == message_id:
+            reason = "that question was closed without an answer"
         raise Refused("already_answered", reason, answer=first_answer.to_dict())
 
     def _find(self, message_id: str) -> _QuestionRow | None:
         if row := self._buffered.get(message_id):
-            return _QuestionRow(row.sender, row.payload, row.question, row.answered_by, row.answered_option)
+            task = row.task or row.id
+            return _QuestionRow(row.sender, row.payload, row.question, row.answered_by, row.answered_option, task)
         return _read_question(self._db, message_id)
 
-    def _open_questions(self, agent_id: str) -> dict[str, None]:
+    def _open_questions(self, agent_id: str) -> dict[str, str]:
         if agent_id not in self._open:
-            stored = self._db.execute(_SELECT_OPEN, {"sender": agent_id})
-            questions = dict.fromkeys(question for (question,) in stored)
+            questions = dict(self._db.execute(_SELECT_OPEN, {"sender": agent_id}).fetchall())
             for row in self._buffered.values():
                 if row.sender == agent_id and row.state != "delayed" and row.answered_by is None:
-                    questions[row.id] = None
+                    questions[row.id] = row.task or row.id
             self._open[agent_id] = questions
         return self._open[agent_id]
 
 
-def reopen_questions(db: Connection, answer_id: str) -> list[str]:
-    """Reopen the questions that the withdrawn message `answer_id` answered; return their ids."""
-    return [question for _, question in sorted(db.execute(_REOPEN, {"answer": answer_id}))]
+def reopen_questions(db: Connection, tasks: TaskChanges, answer_id: str) -> list[tuple[str, str]]:
+    """Reopen the questions that the withdrawn message `answer_id` answered; return their ids and tasks."""
+    reopened = sorted(db.execute(_REOPEN, {"answer": answer_id}))
+    for _, _, task in reopened:
+        tasks.of(task).questions += 1
+    return [(question, task) for _, question, task in reopened]
 
 
 def _read_question(db: Connection, message_id: str | None) -> _QuestionRow | None:

@@ -15,7 +15,7 @@ from coterie.artifacts import Artifact
 from coterie.clock import UNIX_EPOCH, from_ms
 from coterie.errors import Refused
 from coterie.ids import frame_mark
-from coterie.llm.types import ToolCall
+from coterie.llm.service import ToolCall
 from coterie.messages import Message
 from coterie.store import MAX_LISTED, CallRecord, Page, PlanRecord, Snapshot, Statistics, Thread, Usage
 from coterie.stores.sql.rows import (
@@ -26,12 +26,14 @@ from coterie.stores.sql.rows import (
     SHOWN_STATE,
     Connection,
     MessageRow,
+    json_keys,
     read_secret,
     to_agent,
     to_artifact,
     to_message,
 )
 from coterie.stores.sql.session import SELECT_PAUSED
+from coterie.stores.sql.task_queries import count_by_state, read_open_tasks
 from coterie.turn_store import Claim, HistoryRow, HistoryView, StaleClaim
 
 ThreadPosition = tuple[int, int]
@@ -53,7 +55,10 @@ SELECT {MESSAGE_COLUMNS} FROM messages WHERE {_IS_OPEN} AND (:sender IS NULL OR 
  ORDER BY delivered_at DESC, seq DESC LIMIT :limit
 """
 _OPEN_QUESTION_COUNT = f"SELECT count(*) FROM messages WHERE {_IS_OPEN}"
-_UNREAD = "SELECT count(*) FROM messages WHERE thread = :thread AND sender <> 'user' AND state = 'pending'"
+_UNREAD = """
+SELECT thread, count(*) FROM messages
+ WHERE thread IN (SELECT key FROM json_each(:ids)) AND sender <> 'user' AND state = 'pending' GROUP BY thread
+"""
 
 
 def read_thread(
@@ -74,9 +79,8 @@ def read_thread(
     return _up_to(db, agent_id, _END, limit)
 
 
-def count_unread(db: Connection, agent_id: str) -> int:
-    (count,) = db.execute(_UNREAD, {"thread": agent_id}).fetchone()
-    return int(count)
+def count_unread(db: Connection, agent_ids: Sequence[str]) -> dict[str, int]:
+    return dict.fromkeys(agent_ids, 0) | dict(db.execute(_UNREAD, {"ids": json_keys(agent_ids)}))
 
 
 def read_open_questions(db: Connection, agent_id: str | None, limit: int) -> list[Message]:
@@ -154,6 +158,7 @@ def read_snapshot(db: Connection) -> Snapshot:
     (seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
     agent_count, queue_count, delayed_count = db.execute(_COUNTS).fetchone()
     (thread_count,) = db.execute(_THREAD_COUNT).fetchone()
+    tasks, task_count = read_open_tasks(db, MAX_LISTED_TASKS)
     return Snapshot(
         seq=seq,
         paused=bool(db.execute(SELECT_PAUSED).fetchone()[0]),
@@ -167,6 +172,8 @@ def read_snapshot(db: Connection) -> Snapshot:
         delayed_count=delayed_count,
         open_questions=read_open_questions(db, None, MAX_LISTED),
         question_count=count_open_questions(db),
+        tasks=tasks,
+        task_count=task_count,
     )
 
 
@@ -196,7 +203,8 @@ SELECT call_id, name, arguments, state, result, started_at, ended_at FROM calls
 """
 _USAGE = """
 SELECT at / 86400000 AS day, agent_id, service, count(*), count(*) FILTER (WHERE outcome = 'withdrawn'),
-       sum(input_tokens), sum(output_tokens),
+       sum(input_tokens), sum(output_tokens), sum(cached_tokens), coalesce(sum(cost), 0),
+       count(*) FILTER (WHERE cost IS NULL),
        coalesce(sum(input_tokens + output_tokens) FILTER (WHERE estimated = 1), 0)
   FROM llm_calls WHERE at >= :since GROUP BY day, agent_id, service ORDER BY day DESC, agent_id, service
 """
@@ -204,6 +212,7 @@ _ARTIFACTS_BEFORE = f"""
 SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE (created_at, ref) < (:created_at, :ref)
  ORDER BY created_at DESC, ref DESC LIMIT :limit
 """
+MAX_LISTED_TASKS = 50
 MAX_WORDS, MAX_WORD_CHARS = 16, 200
 
 
@@ -240,6 +249,9 @@ class _UsageRow(NamedTuple):
     withdrawn: int
     input_tokens: int
     output_tokens: int
+    cached_tokens: int
+    cost: int
+    unpriced: int
     estimated_tokens: int
 
 
@@ -258,8 +270,11 @@ def read_usage(db: Connection, since: int) -> list[Usage]:
             service=row.service,
             requests=row.requests,
             withdrawn=row.withdrawn,
-            input_tokens=row.input_tokens,
-            output_tokens=row.output_tokens,
+            input_tokens=int(row.input_tokens),
+            output_tokens=int(row.output_tokens),
+            cached_tokens=int(row.cached_tokens),
+            cost=int(row.cost),
+            unpriced=row.unpriced,
             estimated_tokens=row.estimated_tokens,
         )
         for row in rows
@@ -336,6 +351,7 @@ def read_statistics(db: Connection, after: int) -> Statistics:
         largest_mailbox=largest_mailbox,
         delayed=int(delayed),
         agents=dict(db.execute(_STATE_COUNTS).fetchall()),
+        tasks=count_by_state(db),
     )
 
 
@@ -343,11 +359,12 @@ _decode = msgspec.json.decode
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
+_NO_LIMIT = 1 << 62
 _SELECT_HISTORY = f"""
 SELECT {MESSAGE_COLUMNS}, history.seq, history.turn_no, history.role, history.content, history.calls, history.call_id,
-       history.hidden
+       history.hidden, history.attachments
   FROM history LEFT JOIN messages ON messages.id = history.message_id
- WHERE history.agent_id = :agent_id AND history.seq > :after ORDER BY history.seq
+ WHERE history.agent_id = :agent_id AND history.seq > :after ORDER BY history.seq LIMIT :limit
 """
 
 
@@ -361,11 +378,12 @@ class _HistoryMessageRow(MessageRow):
     calls: str | None
     call_id: str | None
     hidden: int
+    attachments: str | None
 
 
-def read_history(db: Connection, agent_id: str, after: int) -> list[HistoryRow]:
+def read_history(db: Connection, agent_id: str, after: int, limit: int | None = None) -> list[HistoryRow]:
     secret = read_secret(db)
-    rows = db.execute(_SELECT_HISTORY, {"agent_id": agent_id, "after": after})
+    rows = db.execute(_SELECT_HISTORY, {"agent_id": agent_id, "after": after, "limit": limit or _NO_LIMIT})
     return [_to_history_row(row, secret) for row in rows]
 
 
@@ -387,6 +405,7 @@ def _to_history_row(values: Sequence[Any], secret: bytes) -> HistoryRow:
         text=row.content or "",
         calls=tuple(ToolCall(**call) for call in _decode(row.calls)) if row.calls else (),
         call_id=row.call_id,
+        attachments=tuple(_decode(row.attachments)) if row.attachments else (),
         hidden=bool(row.hidden),
         mark=message_mark(message, secret),
     )

@@ -6,11 +6,13 @@ A text that is too long for a message is sent as its beginning, with the whole t
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from coterie.errors import Refused
 from coterie.messages import SYSTEM, make_envelope, shorten
-from coterie.stores.sql.rows import Connection, to_payload
+from coterie.stores.sql.rows import Connection, ending_code, to_payload
+from coterie.stores.sql.task_changes import is_stopped
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import SendReply
 from coterie.turn_store import ReplyTarget
@@ -18,7 +20,10 @@ from coterie.turn_store import ReplyTarget
 log = logging.getLogger(__name__)
 
 
-_COLUMNS = "messages.id, messages.sender, messages.automatic, messages.in_reply_to, messages.cause, messages.hops"
+_COLUMNS = """
+messages.id, messages.sender, messages.automatic, messages.in_reply_to, messages.cause, messages.hops,
+coalesce(messages.task, messages.id)
+"""
 """Columns of `ReplyTarget`."""
 # A turn that ended with a text has answered its messages. The rows of a turn are adjacent, so the first message of the
 # next turn bounds the search.
@@ -54,26 +59,29 @@ def send_replies(
     *,
     only: ReplyTarget | None,
     may_have_sent: bool,
+    open_tasks: Collection[str | None],
 ) -> tuple[str, ...]:
     """Send `reply` once to each asker, as the answer to its newest unanswered message; return the message ids.
 
-    `only`: the only asker, if it is known. `may_have_sent`: the turn may have sent the same text with a tool.
+    Each reply belongs to the task of the message that it answers. A stopped task gets none. `only`: the only asker, if
+    it is known. `may_have_sent`: the turn may have sent the same text with a tool. `open_tasks`: not stopped.
     """
     if not reply.text.strip():
         return ()
     sent = []
     for target in (only,) if only else find_askers(db, agent_id, turn_no).values():
+        if target.task not in open_tasks and is_stopped(db, target.task):
+            continue
         if reply.is_error:
             sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": {"agent": agent_id}}))
         elif not (may_have_sent and _was_sent(db, agent_id, target.sender, turn_no, reply.text)):
             files = {"attachments": [*reply.attachments]} if reply.attachments else {}
-            sent.append(_send(uow, agent_id, target, {"text": reply.text, **files}, stopped=reply.is_partial))
+            code = ending_code(stopped=reply.is_partial, cut_off=reply.cut_off)
+            sent.append(_send(uow, agent_id, target, {"text": reply.text, **files}, stopped=code))
     return tuple(sent)
 
 
-def _send(
-    uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, object], *, stopped: bool = False
-) -> str:
+def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, object], *, stopped: int = 0) -> str:
     address: dict[str, Any] = {"sender": sender, "to": target.sender, "in_reply_to": target.id, "cause": target.id}
     try:
         envelope = make_envelope(**address, payload=payload)
@@ -82,10 +90,12 @@ def _send(
         text = shorten(str(payload["text"]), f"A message cannot carry the rest: {refusal.message[:200]}")
         envelope = make_envelope(**address, payload={"text": text})
     try:
-        uow.accept(envelope, hops=target.hops + 1, reply_checked=True, automatic=True, stopped=stopped)
+        uow.accept(
+            envelope, hops=target.hops + 1, task=target.task, reply_checked=True, automatic=True, stopped=stopped
+        )
     except Refused as refusal:
         # A reply that cannot be delivered must not get lost: it becomes a dead letter.
-        uow.store_dead_letter(envelope, refusal.code)
+        uow.store_dead_letter(envelope, refusal.code, target.task)
     return envelope.id
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
@@ -24,7 +25,7 @@ from coterie.agents import CLAIMED_STATES, Agent, AgentState
 from coterie.artifacts import Artifact, ArtifactType
 from coterie.clock import from_ms
 from coterie.ids import new_secret
-from coterie.messages import Message, Payload, QuestionAnswer, State
+from coterie.messages import NEW_CHAIN_DELAY, PERSON, CutOff, Message, Payload, QuestionAnswer, State
 
 log = logging.getLogger(__name__)
 
@@ -130,9 +131,31 @@ MESSAGE_COLUMNS = """
 messages.seq, messages.id, messages.sender, messages.recipient, CAST(messages.payload AS BLOB), messages.state,
 messages.created_at, messages.deliver_at, messages.delivered_at, messages.taken_at, messages.in_seq,
 messages.in_reply_to, messages.option, messages.cause, messages.hops, messages.early, messages.stopped,
-messages.reason, messages.replay_of, messages.answered_by, messages.answered_option
+messages.reason, messages.replay_of, messages.answered_by, messages.answered_option, messages.schedule_id,
+messages.every, messages.missed, messages.task, messages.parent_task, messages.unless_answered
 """
 """Columns of `MessageRow`. The payload as bytes: one that is not valid UTF-8 must not make other rows unreadable."""
+
+
+ENDINGS: dict[int, CutOff] = {2: "length", 3: "content_filter"}
+"""Values of the column `stopped` for answers that the service cut off. 0: complete, 1: stopped by the person."""
+
+
+def ending_code(*, stopped: bool, cut_off: CutOff | None) -> int:
+    """The value of the column `stopped`."""
+    return next((code for code, reason in ENDINGS.items() if reason == cut_off), int(stopped))
+
+
+STOPPED_OPTION = -1
+"""Value of `answered_option` of a question that was closed because its task was stopped."""
+
+
+def to_answer(answered_by: str | None, option: int | None) -> QuestionAnswer | None:
+    if answered_by is None:
+        return None
+    if option == STOPPED_OPTION:
+        return QuestionAnswer(answered_by, None, is_stopped=True)
+    return QuestionAnswer(answered_by, option)
 
 
 class MessageRow(msgspec.Struct):
@@ -157,6 +180,13 @@ class MessageRow(msgspec.Struct):
     replay_of: str | None
     answered_by: str | None
     answered_option: int | None
+    schedule_id: str | None
+    every: str | None
+    missed: int
+    task: str | None
+    """None: the message is the first of its task."""
+    parent_task: str | None
+    unless_answered: str | None
 
     def to_message(self) -> Message:
         return Message(
@@ -176,10 +206,17 @@ class MessageRow(msgspec.Struct):
             cause=self.cause,
             hops=self.hops,
             early=bool(self.early),
-            stopped=bool(self.stopped),
+            stopped=self.stopped == 1,
+            cut_off=ENDINGS.get(self.stopped),
             reason=self.reason,
             replay_of=self.replay_of,
-            answer=None if self.answered_by is None else QuestionAnswer(self.answered_by, self.answered_option),
+            answer=to_answer(self.answered_by, self.answered_option),
+            schedule_id=self.schedule_id,
+            every=self.every,
+            missed=self.missed,
+            task=self.task or self.id,
+            parent_task=self.parent_task,
+            unless_answered=self.unless_answered,
         )
 
 
@@ -209,11 +246,24 @@ class NewMessageRow(msgspec.Struct):
     cause: str | None = None
     replay_of: str | None = None
     automatic: bool = False
-    stopped: bool = False
+    stopped: int = 0
     plan: str | None = None
     reason: str | None = None
     answered_by: str | None = None
     answered_option: int | None = None
+    schedule_id: str | None = None
+    every: str | None = None
+    task: str | None = None
+    """None: the message is the first of its task."""
+    parent_task: str | None = None
+    unless_answered: str | None = None
+
+    @property
+    def starts_task_when_due(self) -> bool:
+        """True for a delayed message that does not count for any task yet."""
+        if self.deliver_at is None:
+            return False
+        return self.schedule_id is not None or self.deliver_at - self.created_at >= OWN_TASK_DELAY_MS
 
     def to_taken_message(self, taken_at: int) -> Message:
         """The message as it is after its recipient takes it."""
@@ -232,9 +282,59 @@ class NewMessageRow(msgspec.Struct):
             option=self.option,
             cause=self.cause,
             hops=self.hops,
-            stopped=self.stopped,
+            stopped=self.stopped == 1,
+            cut_off=ENDINGS.get(self.stopped),
             replay_of=self.replay_of,
+            task=self.task or self.id,
+            parent_task=self.parent_task,
         )
+
+
+OWN_TASK_DELAY_MS = NEW_CHAIN_DELAY // timedelta(milliseconds=1)
+"""A message delayed this long starts a task of its own when it is due."""
+STORED_MESSAGE_COLUMNS = """
+seq, id, sender, recipient, state, created_at, deliver_at, length(payload), schedule_id, missed, task, parent_task,
+question, unless_answered
+"""
+"""Columns of `StoredMessage`."""
+
+
+class StoredMessage(NamedTuple):
+    """What the unit of work needs of a message in the database to deliver it, withdraw it or make it a dead letter."""
+
+    seq: int
+    id: str
+    sender: str
+    recipient: str
+    state: str
+    created_at: int
+    deliver_at: int
+    payload_size: int
+    schedule_id: str | None
+    missed: int
+    task: str | None
+    """None: the message is the first of its task."""
+    parent_task: str | None
+    question: int
+    unless_answered: str | None
+
+    @property
+    def task_id(self) -> str:
+        return self.task or self.id
+
+    @property
+    def starts_task_when_due(self) -> bool:
+        """True for a delayed message that does not count for any task yet."""
+        return self.state == "delayed" and (
+            self.schedule_id is not None or self.deliver_at - self.created_at >= OWN_TASK_DELAY_MS
+        )
+
+    @property
+    def is_queued(self) -> bool:
+        """True if it keeps its task at work."""
+        if self.state == "delayed":
+            return not self.starts_task_when_due
+        return self.state == "pending" and self.recipient != PERSON
 
 
 NEW_MESSAGES = f"messages ({', '.join(NewMessageRow.__struct_fields__)})"

@@ -5,24 +5,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from coterie.stores.sql.mailbox import SELECT_MAILBOX, Mailbox
 from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, MessageRow, insert, read_secret
+from coterie.stores.sql.task_changes import TaskChange
 
 SELECT_PAUSED = "SELECT paused FROM log"
 EVENT_COLUMNS = "events (at, kind, subject, data)"
-_SELECT_HEADERS = """
-SELECT in_seq, id, sender, in_reply_to, option, cause FROM messages
- WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending' ORDER BY in_seq
-"""
 WAITING_COLUMNS = f"{MESSAGE_COLUMNS}, length(messages.payload)"
 """Columns of `WaitingRow`."""
 SELECT_WAITING = f"""
 SELECT {WAITING_COLUMNS} FROM messages
- WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending' ORDER BY in_seq
+ WHERE recipient = :recipient AND in_seq > :after AND in_seq <= :upto AND state = 'pending' ORDER BY in_seq LIMIT :limit
 """
+ALL_WAITING = 1 << 62
+"""Number of messages, or position in a mailbox, that is never reached."""
 MAX_CACHED_AGENTS = 4_096
 """Agent rows in memory: one or two megabytes."""
 EventRow = tuple[int, str, str, str | None]
@@ -80,14 +79,10 @@ class Session(Protocol):
         """Drop cached rows: they were changed directly in the database, or rolled back."""
         ...
 
-    def read_waiting(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
-        """Return the agent's waiting messages in order. The caller owns the rows."""
-        ...
-
-    def read_waiting_headers(
-        self, agent_id: str, position: MailboxPosition
-    ) -> Sequence[WaitingHeader] | Sequence[WaitingRow]:
-        """The same, but headers suffice."""
+    def read_waiting(
+        self, agent_id: str, position: MailboxPosition, after: int, upto: int, limit: int
+    ) -> Sequence[WaitingRow]:
+        """Return the first `limit` waiting messages between two positions, in order. The caller owns the rows."""
         ...
 
     def next_message_seq(self) -> int: ...
@@ -97,6 +92,14 @@ class Session(Protocol):
         ...
 
     def append_events(self, events: Sequence[EventRow]) -> None: ...
+
+    def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:
+        """Add to the counters of tasks, by id."""
+        ...
+
+    def unwritten_change(self, task_id: str) -> TaskChange | None:
+        """Return what earlier jobs of the batch add to a task, if it is not in the database yet."""
+        ...
 
     def is_society_paused(self) -> bool:
         """True if the whole society is paused. The transaction is retried if that changes before its commit."""
@@ -166,13 +169,11 @@ class SqliteSession:
         self._db.execute("UPDATE log SET paused = :paused", {"paused": paused})
         self._paused = paused
 
-    def read_waiting(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingRow]:
-        rows = self._db.execute(SELECT_WAITING, {"recipient": agent_id, "taken_seq": position[0]})
-        return [WaitingRow(*row) for row in rows]
-
-    def read_waiting_headers(self, agent_id: str, position: MailboxPosition) -> Sequence[WaitingHeader]:
-        rows = self._db.execute(_SELECT_HEADERS, {"recipient": agent_id, "taken_seq": position[0]})
-        return [WaitingHeader._make(row) for row in rows]
+    def read_waiting(
+        self, agent_id: str, position: MailboxPosition, after: int, upto: int, limit: int
+    ) -> Sequence[WaitingRow]:
+        bounds = {"recipient": agent_id, "after": after, "upto": upto, "limit": limit}
+        return [WaitingRow(*row) for row in self._db.execute(SELECT_WAITING, bounds)]
 
     def next_message_seq(self) -> int:
         # Attachments need the number before the message row is written.
@@ -187,3 +188,10 @@ class SqliteSession:
 
     def append_events(self, events: Sequence[EventRow]) -> None:
         insert(self._db, EVENT_COLUMNS, events)
+
+    def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:
+        for task_id, change in changes.items():
+            self._db.execute(*change.to_update(task_id, self.timestamp))
+
+    def unwritten_change(self, task_id: str) -> TaskChange | None:
+        return None

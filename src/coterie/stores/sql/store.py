@@ -2,18 +2,14 @@
 
 `SqlDatabase` is what an engine provides: write transactions and reads. `SqlOverview` and `SqlStore` implement the
 ports on top of it, with `commands`, `claims` and `queries`.
-
-Jobs for the writer thread: how they are batched, and how their callers get results.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -23,11 +19,12 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import Clock, from_ms, to_ms
 from coterie.errors import Refused, StoreBroken, StoreError
-from coterie.events import Event
-from coterie.llm.types import Completion
-from coterie.messages import PERSON, Envelope, Message, Receipt, State
+from coterie.llm.service import Completion, TokenUsage
+from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
+from coterie.slot_sharing import SlotGrant, divide_slots
 from coterie.store import (
     MAX_LISTED,
+    Event,
     Limits,
     Page,
     PlanRecord,
@@ -35,18 +32,16 @@ from coterie.store import (
     Pruned,
     Retention,
     Role,
-    SlotGrant,
     Snapshot,
     Statistics,
     StoreInfo,
     Usage,
     Worker,
     WorkerCounters,
-    divide_slots,
 )
-from coterie.stores.sql import claims, commands, queries
+from coterie.stores.sql import claims, commands, queries, schedules, task_control, task_queries
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
-from coterie.stores.sql.poison import UnclaimableAgent, UnreadableMessage, quarantine
+from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
 from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
@@ -63,6 +58,7 @@ from coterie.stores.sql.rows import (
 )
 from coterie.stores.sql.session import SELECT_PAUSED
 from coterie.stores.sql.unit_of_work import UnitOfWork
+from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
 from coterie.turn import Event as TurnEvent
 from coterie.turn import Rules
 from coterie.turn_store import Admission, Claim, HistoryRow, HistoryView, StaleClaim, TurnWorker
@@ -220,7 +216,7 @@ class SqlOverview(SqlDatabase):
         )
 
     async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
-        return await self._read(lambda db: {agent_id: queries.count_unread(db, agent_id) for agent_id in agent_ids})
+        return await self._read(lambda db: queries.count_unread(db, agent_ids))
 
     async def open_questions(self, agent_id: str | None = None, limit: int = MAX_LISTED) -> Sequence[Message]:
         return await self._read(lambda db: queries.read_open_questions(db, agent_id, limit))
@@ -233,6 +229,35 @@ class SqlOverview(SqlDatabase):
 
     async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
         return await self._read(lambda db: queries.read_artifacts_before(db, ref, limit))
+
+    # Tasks
+
+    async def tasks(self, page: Page, *, state: TaskState | None = None, agent: str | None = None) -> Sequence[Task]:
+        return await self._read(lambda db: task_queries.read_tasks(db, page, state, agent))
+
+    async def tasks_by_id(self, ids: Sequence[str]) -> Mapping[str, Task]:
+        return await self._read(lambda db: task_queries.read_tasks_by_id(db, ids)) if ids else {}
+
+    async def open_tasks(self, limit: int) -> tuple[Sequence[Task], int]:
+        return await self._read(lambda db: task_queries.read_open_tasks(db, limit), in_snapshot=True)
+
+    async def away(self, since: datetime, limit: int) -> Away:
+        return await self._read(lambda db: task_queries.read_away(db, to_ms(since), limit), in_snapshot=True)
+
+    async def task_tree(self, message_id: str) -> TaskTree | None:
+        return await self._read(lambda db: task_queries.read_tree(db, message_id), in_snapshot=True)
+
+    async def stop_task(self, task_id: str) -> StoppedTask:
+        involved = await self._query(task_control.SELECT_INVOLVED, task=task_id)
+        return await self._transact(
+            lambda db, uow: task_control.stop_task(db, uow, task_id), touches=[agent_id for (agent_id,) in involved]
+        )
+
+    async def continue_task(self, task_id: str) -> None:
+        involved = await self._query(task_control.SELECT_INVOLVED, task=task_id)
+        await self._transact(
+            lambda db, uow: task_control.continue_task(db, uow, task_id), touches=[agent_id for (agent_id,) in involved]
+        )
 
 
 MAX_SMALL_BATCH = 16
@@ -339,6 +364,29 @@ class SqlStore(SqlOverview):
     async def reschedule(self, message_id: str, delay: timedelta, by: str) -> Message:
         return await self._transact(lambda db, uow: commands.reschedule(db, uow, message_id, delay, by))
 
+    async def change_schedule(
+        self, schedule_id: str, by: str, *, every: str | None = None, paused: bool | None = None
+    ) -> Schedule:
+        return await self._transact(lambda db, uow: schedules.change_schedule(db, uow, schedule_id, by, every, paused))
+
+    async def end_schedule(self, schedule_id: str, by: str) -> Schedule:
+        return await self._transact(lambda db, uow: schedules.end_schedule(db, uow, schedule_id, by))
+
+    async def schedule(self, schedule_id: str) -> Schedule | None:
+        rows = await self._query(schedules.SELECT_SCHEDULE, id=schedule_id)
+        return schedules.to_schedule(rows[0]) if rows else None
+
+    async def schedules(
+        self, recipient: str | None = None, *, sender: str | None = None, after: str = "", limit: int = 50
+    ) -> Sequence[Schedule]:
+        rows = await self._query(
+            schedules.SELECT_SCHEDULES, recipient=recipient, sender=sender, after=after, limit=limit
+        )
+        return [schedules.to_schedule(row) for row in rows]
+
+    async def schedule_count(self) -> int:
+        return int((await self._query(schedules.COUNT_ACTIVE))[0][0])
+
     async def mark_read(self, thread: str, upto: str) -> int:
         return await self._transact(lambda db, uow: commands.mark_read(db, uow, thread, upto), touches=[PERSON])
 
@@ -388,6 +436,15 @@ class SqlStore(SqlOverview):
         self.counters.takeovers += sum(claim.was_taken_over for claim in claimed)
         return claimed
 
+    async def wake_forgotten(self) -> Sequence[str]:
+        found = [agent_id for (agent_id,) in await self._query(claims.SELECT_FORGOTTEN)]
+        if not found:
+            return []
+        woken = await self._transact(lambda db, uow: claims.wake_forgotten(db, uow, found), touches=found)
+        for agent_id, waiting in woken:
+            log.error("%s was idle although %d messages wait for it: its stored state is repaired", agent_id, waiting)
+        return [agent_id for agent_id, _ in woken]
+
     async def release_claims(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
         await self._transact(lambda db, uow: claims.release_claims(db, uow, worker, busy, failed))
 
@@ -397,8 +454,8 @@ class SqlStore(SqlOverview):
             lambda db, uow: claims.advance(db, uow, claim, event, rules, sends), touches=touches, small=True
         )
 
-    async def history(self, agent_id: str, after: int = 0) -> Sequence[HistoryRow]:
-        return await self._read(lambda db: queries.read_history(db, agent_id, after))
+    async def history(self, agent_id: str, after: int = 0, limit: int | None = None) -> Sequence[HistoryRow]:
+        return await self._read(lambda db: queries.read_history(db, agent_id, after, limit))
 
     async def history_view(self, agent_id: str, claim: Claim | None = None) -> HistoryView:
         try:
@@ -417,6 +474,9 @@ class SqlStore(SqlOverview):
             lambda db, uow: claims.reserve_tokens(db, uow, claim, service, tokens, to_ms(since), limit),
             touches=[claim.agent_id],
         )
+
+    async def add_usage(self, claim: Claim, service: str, usage: TokenUsage) -> None:
+        await self._transact(lambda db, uow: claims.add_usage(db, uow, claim, service, usage), touches=[claim.agent_id])
 
     async def tokens_used_since(self, start: datetime) -> int:
         return await self._read(lambda db: queries.count_tokens_since(db, to_ms(start)))
@@ -499,81 +559,3 @@ def _resolve(
             future.set_result(receipt)
         else:
             future.set_exception(receipt)
-
-
-MAX_BATCH_JOBS = 256
-"""Jobs per commit. It bounds how long the first job waits for the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one run of a job returned.
-
-    A run may be rolled back and repeated, so it must keep its results nowhere else. Only the committed run counts.
-    """
-
-    value: Any
-    """Result for the caller."""
-    claims: Any = None
-    """Argument of `Job.on_settled`."""
-
-
-@dataclass(slots=True)
-class Job:
-    run: Callable[..., Result]
-    future: asyncio.Future[Any]
-    on_settled: Callable[[Any], None] | None = None
-    """Called on the event loop with `claims` of the committed run, or with None if nothing was written.
-
-    It is called even if the caller was cancelled.
-    """
-    touches: Sequence[str] = ()
-    """Ids of agents whose rows the job changes, to be locked first."""
-    message_count: int = 0
-    """Messages that it sends to these agents."""
-    result: Result | None = None
-    error: BaseException | None = None
-
-    def reset(self) -> None:
-        """Forget the result of an earlier run."""
-        self.result = self.error = None
-
-
-JobQueue = queue.SimpleQueue[Job | None]
-"""None: no more jobs follow."""
-
-
-def collect_batch(jobs: JobQueue, first: Job) -> tuple[list[Job], bool]:
-    """Return `first` with the jobs that are queued already, and whether the queue has ended."""
-    batch = [first]
-    while len(batch) < MAX_BATCH_JOBS:
-        try:
-            job = jobs.get_nowait()
-        except queue.Empty:
-            break
-        if job is None:
-            return batch, True
-        batch.append(job)
-    return batch, False
-
-
-def fail_batch(batch: list[Job], error: BaseException) -> None:
-    for job in batch:
-        job.error = error
-
-
-def settle_batch(batch: list[Job]) -> None:
-    """Resolve the futures of a batch. Call it on the event loop."""
-    for job in batch:
-        written = job.result if job.error is None else None
-        if job.on_settled:
-            try:
-                job.on_settled(written and written.claims)
-            except Exception:  # the other callers of this batch must still get their results
-                log.exception("the callback of a committed transaction failed")
-        if job.future.done():  # its caller was cancelled
-            continue
-        if written is None:
-            job.future.set_exception(job.error or AssertionError("a job has neither a result nor an error"))
-        else:
-            job.future.set_result(written.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -9,24 +10,24 @@ from msgspec.structs import replace
 
 from coterie.errors import Refused
 from coterie.ids import id_for
-from coterie.llm.types import ToolCall
+from coterie.llm.service import ToolCall
 from coterie.messages import encode_payload, validate_payload
+from coterie.plan import ENDED_STATES, ArgumentsFile, CallState, Effect, Plan, PlannedCall
 from coterie.stores.sql.rows import Connection, insert
-from coterie.turn import ENDED_STATES, ArgumentsFile, CallState, Effect, Plan, PlannedCall
 
 PlanKey = tuple[int, int]
 """Turn and step in which a plan was made."""
 _CALLS = (
     "calls (agent_id, turn_no, step_no, idx, call_id, name, arguments, raw, effect, gated, state, result, started_at,"
-    " ended_at)"
+    " ended_at, attachments)"
 )
 _UPDATE_CALL = """
-UPDATE calls SET state = :state, effect = :effect, gated = :gated, result = :result,
+UPDATE calls SET state = :state, effect = :effect, gated = :gated, result = :result, attachments = :attachments,
        started_at = coalesce(started_at, :started_at), ended_at = :ended_at
  WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND idx = :idx
 """
 _SELECT_CALLS = """
-SELECT call_id, name, arguments, raw, effect, gated, state, result FROM calls
+SELECT call_id, name, arguments, raw, effect, gated, state, result, attachments FROM calls
  WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no ORDER BY idx
 """
 _SELECT_CALL_STATE = """
@@ -34,11 +35,17 @@ SELECT state, result FROM calls
  WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND idx = :idx
 """
 _INSERT_PLAN = """
-INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at)
-VALUES (:agent_id, :turn_no, :step_no, :text, :outcome, :interrupted_by, :at)
+INSERT INTO plans (agent_id, turn_no, step_no, text, outcome, interrupted_by, at, task)
+VALUES (:agent_id, :turn_no, :step_no, :text, :outcome, :interrupted_by, :at, :task)
 """
 _CLOSE_PLAN = """
 UPDATE plans SET outcome = 'closed', interrupted_by = :interrupted_by WHERE agent_id = :agent_id AND outcome = 'open'
+"""
+_COUNT_CUTS = """
+SELECT count(*) FROM plans
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND outcome = 'withdrawn'
+   AND NOT EXISTS (SELECT 1 FROM calls WHERE calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                                         AND calls.step_no = plans.step_no)
 """
 _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
@@ -54,12 +61,26 @@ class _CallRow(NamedTuple):
     gated: int
     state: CallState
     result: str
+    attachments: str | None
 
     def to_planned_call(self) -> PlannedCall:
         call = ToolCall(id=self.call_id, name=self.name, arguments=_decode(self.arguments), invalid_arguments=self.raw)
         return PlannedCall(
-            call=call, effect=self.effect, needs_approval=bool(self.gated), state=self.state, result=self.result
+            call=call,
+            effect=self.effect,
+            needs_approval=bool(self.gated),
+            state=self.state,
+            result=self.result,
+            attachments=decode_attachments(self.attachments),
         )
+
+
+def encode_attachments(attachments: Sequence[Mapping[str, Any]]) -> str | None:
+    return _encode(attachments).decode() if attachments else None
+
+
+def decode_attachments(column: str | None) -> tuple[dict[str, Any], ...]:
+    return tuple(_decode(column)) if column else ()
 
 
 def assign_call_ids(plan: Plan, key: PlanKey) -> Plan:
@@ -96,8 +117,20 @@ def read_call_state(db: Connection, agent_id: str, call_id: str) -> tuple[str, s
     return "cancelled", ""
 
 
+def count_cuts(db: Connection, agent_id: str, turn_no: int) -> int:
+    """Return the answers of a turn that were cut. A request that was replaced before it was sent left no record."""
+    return int(db.execute(_COUNT_CUTS, {"agent_id": agent_id, "turn_no": turn_no}).fetchone()[0])
+
+
 def insert_plan(
-    db: Connection, agent_id: str, key: PlanKey, plan: Plan, outcome: str, timestamp: int, by: str | None = None
+    db: Connection,
+    agent_id: str,
+    key: PlanKey,
+    plan: Plan,
+    outcome: str,
+    timestamp: int,
+    task: str | None,
+    by: str | None = None,
 ) -> None:
     db.execute(
         _INSERT_PLAN,
@@ -109,6 +142,7 @@ def insert_plan(
             "outcome": outcome,
             "interrupted_by": by,
             "at": timestamp,
+            "task": task,
         },
     )
     insert(
@@ -117,7 +151,8 @@ def insert_plan(
         [
             (agent_id, *key, idx, planned.call.id, planned.call.name, _encode(planned.call.arguments).decode(),
              planned.call.invalid_arguments, planned.effect, planned.needs_approval, planned.state, planned.result,
-             timestamp if planned.state == "started" else None, timestamp if planned.state in ENDED_STATES else None)
+             timestamp if planned.state == "started" else None, timestamp if planned.state in ENDED_STATES else None,
+             encode_attachments(planned.attachments))
             for idx, planned in enumerate(plan.calls)
         ],
     )  # fmt: skip
@@ -134,6 +169,7 @@ def update_calls(db: Connection, agent_id: str, key: PlanKey, before: Plan, afte
                     "effect": new.effect,
                     "gated": new.needs_approval,
                     "result": new.result,
+                    "attachments": encode_attachments(new.attachments),
                     "started_at": timestamp if new.state == "started" else None,
                     "ended_at": timestamp if new.state in ENDED_STATES else None,
                     "agent_id": agent_id,

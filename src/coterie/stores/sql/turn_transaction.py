@@ -1,12 +1,11 @@
 """One step of an agent's turn in one transaction.
 
 `TurnTransaction` checks the fence, loads the state, calls the turn reducer and executes the writes that it returns.
-`Inbox` reads and takes the agent's waiting messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,34 +16,33 @@ from coterie.agents import ACTIVE_STATES
 from coterie.clock import from_ms, to_rfc3339
 from coterie.errors import Refused
 from coterie.failpoints import hit
-from coterie.llm.types import TokenUsage, ToolCall
+from coterie.llm.service import TokenUsage, ToolCall
 from coterie.messages import PERSON, Envelope, Message, describe_receipt
-from coterie.stores.sql import turn_rows
-from coterie.stores.sql.poison import check_readable
+from coterie.plan import INTERRUPTED_RESULT, ArgumentsFile, Plan
+from coterie.stores.sql import task_budgets, turn_rows
+from coterie.stores.sql.inbox import Inbox
 from coterie.stores.sql.queries import message_mark
 from coterie.stores.sql.replies import send_replies
 from coterie.stores.sql.rows import Connection, insert
-from coterie.stores.sql.session import WaitingHeader, WaitingRow
-from coterie.stores.sql.turn_rows import APPROVE, approval_payload, approval_question_id
+from coterie.stores.sql.turn_rows import approval_payload, approval_question_id
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import (
-    INTERRUPTED_RESULT,
-    SEND_MESSAGE_TOOL,
     AppendCallGroup,
     AppendText,
     ApprovalDecided,
-    ArgumentsFile,
+    AskModel,
     BeginNextTurn,
     CallEnded,
     Deferred,
     Event,
+    Interrupted,
     ModelAnswered,
     ModelFailed,
     OpenPlan,
-    Plan,
     Poisoned,
     Quarantine,
     RequestApproval,
+    Rest,
     Resumed,
     Rules,
     RunCall,
@@ -56,175 +54,48 @@ from coterie.turn import (
     Step,
     Stopped,
     TakeMail,
+    TaskDropped,
     Terminated,
     Turn,
-    WaitingMessage,
     WithdrawPlan,
     Write,
     reduce,
 )
 from coterie.turn_store import Claim, HistoryRow, ReplyTarget, StaleClaim
 
-_TAKE = """
-UPDATE messages SET state = 'taken', taken_at = :taken_at
- WHERE recipient = :recipient AND in_seq > :taken_seq AND in_seq <= :last_in_seq AND state = 'pending'
-"""
-_SELECT_DECISION = """
-SELECT option FROM messages
- WHERE recipient = :recipient AND in_seq > :taken_seq AND state = 'pending' AND sender = 'user'
-   AND in_reply_to = :question AND option IS NOT NULL ORDER BY in_seq LIMIT 1
-"""
-_SELECT_SENT = "SELECT id FROM messages WHERE sender = :sender AND plan = :plan"
-# The hop limit bounds the chain.
-_SELECT_CAUSED_BY_PLAN = """
-WITH RECURSIVE chain (id) AS
- (SELECT messages.id FROM messages WHERE messages.id = :cause
-  UNION SELECT messages.cause FROM messages JOIN chain ON messages.id = chain.id)
-SELECT 1 FROM messages JOIN chain ON messages.id = chain.id WHERE messages.sender = :sender AND messages.plan = :plan
-"""
 _SELECT_CAUSE = """
 SELECT message_id FROM history WHERE agent_id = :agent_id AND turn_no = :turn_no AND message_id IS NOT NULL
  ORDER BY seq DESC LIMIT 1
 """
 _HIDE_MESSAGES = "UPDATE history SET hidden = 1 WHERE agent_id = :agent_id AND turn_no = :turn_no AND role = 'user'"
 _UPSERT_USAGE = """
-INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated)
-VALUES (:agent_id, :turn_no, :step_no, :service, :input_tokens, :output_tokens, :outcome, :at, :estimated)
+INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, estimated, task,
+                       cached_tokens, cost, model_ms)
+VALUES (:agent_id, :turn_no, :step_no, :service, :input_tokens, :output_tokens, :outcome, :at, :estimated, :task,
+        :cached_tokens, :cost, :model_ms)
     ON CONFLICT (agent_id, turn_no, step_no, call_no) DO UPDATE
    SET service = excluded.service, input_tokens = excluded.input_tokens, output_tokens = excluded.output_tokens,
-       outcome = excluded.outcome, at = excluded.at, estimated = excluded.estimated
+       outcome = excluded.outcome, at = excluded.at, estimated = excluded.estimated, task = excluded.task,
+       cached_tokens = excluded.cached_tokens, cost = excluded.cost, model_ms = excluded.model_ms
+"""
+_INSERT_TURN = "turns (agent_id, turn_no, task, started_at, ended_at, outcome)"
+_HIDE_TASK = """
+UPDATE history SET hidden = 1
+ WHERE agent_id = :agent_id AND turn_no = :turn_no AND role = 'user'
+   AND message_id IN (SELECT id FROM messages WHERE id = :task OR task = :task)
+"""
+# The newest row decides whether the next request answers the person's own message.
+_SELECT_LAST_SENDER = """
+SELECT messages.sender FROM history LEFT JOIN messages ON messages.id = history.message_id
+ WHERE history.agent_id = :agent_id ORDER BY history.seq DESC LIMIT 1
 """
 _DELETE_RESERVED_TOKENS = """
 DELETE FROM llm_calls WHERE agent_id = :agent_id AND turn_no = :turn_no AND step_no = :step_no AND call_no = 0
 """
 
-
-class Inbox:
-    """The waiting messages of one agent within one transaction."""
-
-    def __init__(self, db: Connection, uow: UnitOfWork, agent_id: str) -> None:
-        self._db, self._uow, self._agent_id = db, uow, agent_id
-        self._mailbox = uow.mailbox(agent_id)
-        self._last_position = self._mailbox.next_in_seq - 1
-        """Messages that this transaction adds later are left for the next step."""
-        self._buffered: list[tuple[int, Message]] = []
-        """Sizes and messages that are not in the database yet."""
-        self._rows: Sequence[WaitingHeader] | Sequence[WaitingRow] = ()
-        """Stored waiting messages, as `waiting_messages` read them."""
-        self._sent_by_plan: set[str] | None = None
-        """Ids of messages that the open plan sent. None: not read yet."""
-
-    def begin_turn(self) -> None:
-        """Prepare for a new turn. Messages of this transaction can be written as taken at once."""
-        self._buffered = self._uow.buffered_messages(self._agent_id)
-        if not self._buffered:
-            self._uow.flush_messages()
-
-    def leave_for_next_turn(self) -> None:
-        """Hide all waiting messages from this turn."""
-        self._last_position = self._mailbox.taken_seq
-
-    def waiting_messages(self, plan: Plan | None, plan_name: str) -> tuple[WaitingMessage, ...]:
-        """Return the waiting messages, as the turn reducer needs them."""
-        if self._last_position <= self._mailbox.taken_seq:
-            return ()
-        if self._buffered:  # only at the begin of a turn, when there is no plan
-            return tuple(
-                WaitingMessage(
-                    message.id,
-                    message.mailbox_position or 0,
-                    message.sender == PERSON,
-                    message.sender == self._agent_id,
-                )
-                for _, message in self._buffered
-            )
-        # Without a plan this step takes the messages. With a plan it looks before every call, so headers suffice.
-        read = self._uow.read_waiting if plan is None else self._uow.read_waiting_headers
-        self._rows = read(self._agent_id)
-        return tuple(
-            [
-                WaitingMessage(
-                    row.id,
-                    row.in_seq or 0,
-                    row.sender == PERSON,
-                    self._is_approval_answer(plan, row) or self._is_echo(plan, plan_name, row),
-                )
-                for row in self._rows
-            ]
-        )
-
-    def read_decision(self, plan: Plan | None) -> bool | None:
-        """Return the person's first answer about the call that waits for approval. None: there is none yet."""
-        if self._mailbox.state != "wait_approval" or plan is None:
-            return None
-        question = approval_question_id(self._agent_id, plan.awaiting_approval())
-        row = self._db.execute(
-            _SELECT_DECISION,
-            {"recipient": self._agent_id, "taken_seq": self._mailbox.taken_seq, "question": question},
-        ).fetchone()
-        return row[0] == APPROVE if row else None
-
-    def take_all(self) -> list[Message]:
-        """Mark all waiting messages as taken, and return them in order."""
-        if self._buffered:
-            self._uow.take_buffered(self._agent_id)
-        taken = self._buffered or self._take_stored()
-        for size, _ in taken:
-            self._mailbox.remove_message(size)
-        self._mailbox.taken_seq = self._last_position
-        return [message for _, message in taken]
-
-    def _take_stored(self) -> list[tuple[int, Message]]:
-        rows = [row for row in self._rows if isinstance(row, WaitingRow)]
-        if len(rows) < len(self._rows):
-            rows = [*self._uow.read_waiting(self._agent_id)]
-        if not rows:
-            return []
-        taken_at = self._uow.timestamp
-        self._db.execute(
-            _TAKE,
-            {
-                "taken_at": taken_at,
-                "recipient": self._agent_id,
-                "taken_seq": self._mailbox.taken_seq,
-                "last_in_seq": rows[-1].in_seq,
-            },
-        )
-        for row in rows:
-            check_readable(row.id, row.payload)
-            row.state, row.taken_at = "taken", taken_at
-        return [(row.payload_size, row.to_message()) for row in rows]
-
-    def _is_approval_answer(self, plan: Plan | None, row: WaitingHeader | WaitingRow) -> bool:
-        """True for a button pressed on an approval question of this plan. The plan must end before it is taken."""
-        if plan is None or row.sender != PERSON or row.option is None:
-            return False
-        return any(
-            row.in_reply_to == approval_question_id(self._agent_id, planned.call.id)
-            for planned in plan.calls
-            if planned.needs_approval
-        )
-
-    def _is_echo(self, plan: Plan | None, plan_name: str, row: WaitingHeader | WaitingRow) -> bool:
-        """True for a message of the agent itself, or one caused by a message of the open plan."""
-        if row.sender == self._agent_id:
-            return True
-        if plan is None or row.cause is None or not plan.has_completed(SEND_MESSAGE_TOOL):
-            return False
-        if self._sent_by_plan is None:
-            rows = self._db.execute(_SELECT_SENT, {"sender": self._agent_id, "plan": plan_name})
-            self._sent_by_plan = {message_id for (message_id,) in rows}
-        # Most answers are caused directly: the whole chain is rarely read.
-        if not self._sent_by_plan or row.cause in self._sent_by_plan:
-            return bool(self._sent_by_plan)
-        caused = self._db.execute(
-            _SELECT_CAUSED_BY_PLAN, {"cause": row.cause, "sender": self._agent_id, "plan": plan_name}
-        )
-        return caused.fetchone() is not None
-
-
 _MS = timedelta(milliseconds=1)
-_HISTORY = "history (agent_id, seq, turn_no, role, message_id, content, calls, call_id)"
+_HISTORY = "history (agent_id, seq, turn_no, role, message_id, content, calls, call_id, attachments)"
+BUDGET_REASON = "the task has used its budget; the person is asked whether it may go on"
 MAX_CRASHES = 3
 """Crashes at one step after which its turn is quarantined."""
 MAX_IDS_IN_EVENT = 200
@@ -239,7 +110,9 @@ class TurnTransaction:
     def __init__(self, db: Connection, uow: UnitOfWork, agent_id: str, rules: Rules, reducer: Reducer = reduce) -> None:
         self._db, self._uow, self._agent_id, self._rules, self._reduce = db, uow, agent_id, rules, reducer
         self.mailbox = uow.mailbox(agent_id)
-        self._inbox = Inbox(db, uow, agent_id)
+        self._inbox = Inbox(db, uow, agent_id, rules)
+        self._had_person = self.mailbox.person
+        """The mailbox's `person` before this step."""
         self._plan_key: turn_rows.PlanKey = (0, 0)
         self._plan: Plan | None = None
         """The open plan with the changes of this step."""
@@ -247,7 +120,7 @@ class TurnTransaction:
         """The open plan as the database has it."""
         self._closed_by: tuple[str | None] | None = None
         """Set when the plan is closed: the message that interrupted it, or None."""
-        self._withdrawn_calls = 0
+        self._withdrawn_calls = self._cuts = 0
         self._cause: str | None = None
         self._reply_target: ReplyTarget | None = None
         self._may_have_sent = True
@@ -259,6 +132,13 @@ class TurnTransaction:
         self._history_changed = False
         """Earlier history rows were changed."""
         self._was_taken_over = False
+        self._plan_task = self.mailbox.task
+        """The task of the open plan: a turn changes its task only when no plan is open."""
+        self._is_new_work = bool(self.mailbox.over_budget)
+        """In this step a turn begins, changes its task, or tries again after it was over the budget."""
+        self._took_from_person = False
+        """In this step the turn took a message of the person."""
+        self._outcome: Literal["done", "failed", "stopped"] = "done"
 
     # Entry points
 
@@ -294,12 +174,33 @@ class TurnTransaction:
         self._inbox.leave_for_next_turn()
         self.advance(Stopped())
 
+    def end_cleared(self) -> None:
+        """End a blocked turn whose history was deleted."""
+        self._outcome = "stopped"
+        self._end_turn()
+
+    def drop_task(self, task: str) -> None:
+        """Go on without a task that was stopped: close the plan, hide its messages, continue with the others."""
+        self.mailbox.epoch += 1
+        self._load_turn()
+        self._inbox.leave_for_next_turn()
+        self._flush_history()
+        self._db.execute(_HIDE_TASK, {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no, "task": task})
+        self._history_changed = True
+        self.mailbox.history_version += 1
+        others = [other for other in self._other_tasks() if other != task]
+        self._set_task(others[-1], others[:-1])
+        self.advance(TaskDropped())
+        self.mailbox.over_budget = 2
+
     def resume(self, claim: Claim) -> None:
         """Continue the turn of `claim`. The fence proves that the claim's copy of the state is current."""
         self._uow.flush_messages()
         self.check_fence(claim)
         self._plan_key, self._plan, self._stored_plan = claim.plan_key, claim.plan, claim.plan
         self._cause, self._reply_target, self._may_have_sent = claim.cause, claim.reply_target, claim.may_have_sent
+        self._cuts = claim.cuts
+        self._inbox.checked_seq = claim.checked_seq
 
     def clear_crashes(self) -> None:
         """Clear the crash counter of a turn that progressed. The next crash suspect may be claimed."""
@@ -318,26 +219,37 @@ class TurnTransaction:
         """
         if sends is not None and isinstance(event, CallEnded):
             event = self._send(event, sends)
-        step = self._reduce(self._build_turn(), event)
+        step = self._reduce(self._build_turn(event), event)
         if isinstance(event, ModelAnswered):
             self.mailbox.retries = 0
             withdrawn = any(isinstance(write, WithdrawPlan) for write in step.writes)
             self.record_usage(event.service, event.usage, "withdrawn" if withdrawn else "used")
         elif isinstance(event, ModelFailed | Stopped) and event.usage.input_tokens:
             self.record_usage(event.service, event.usage, "used")
-        elif isinstance(event, ModelFailed | Deferred):
+        elif isinstance(event, Interrupted) and event.usage.input_tokens:
+            self.record_usage(event.service, event.usage, "withdrawn")
+        elif isinstance(event, ModelFailed | Deferred | Interrupted):
             self.release_reserved_tokens()
+        self._cuts += isinstance(event, Interrupted)
+        if isinstance(event, Stopped):
+            self._outcome = "stopped"
         for write in step.writes:
             self._write(write)
+        if isinstance(step.action, AskModel) and not self._is_within_budget():
+            step = self._block_for_budget(step)
         self._write_plan()
         self._flush_history()
         self.mailbox.step_no += 1
         hit("turn.before_save")
         return self._make_claim(step)
 
-    def _build_turn(self) -> Turn:
+    def _build_turn(self, event: Event) -> Turn:
+        # Without a plan this step takes the messages. With a plan it looks before every call, and rarely takes them.
+        is_check = self._plan is not None or (isinstance(event, ModelAnswered) and bool(event.calls))
+        inbox, plan_name = self._inbox, _plan_name(self._plan_key)
         return Turn(
-            mail=self._inbox.waiting_messages(self._plan, _plan_name(self._plan_key)),
+            mail=inbox.messages_to_check(self._plan, plan_name) if is_check else inbox.messages_to_take(),
+            mail_waits=inbox.has_mail,
             plan=self._plan,
             withdrawals=self.mailbox.withdrawals,
             rounds=self.mailbox.rounds,
@@ -354,6 +266,7 @@ class TurnTransaction:
             self._stored_plan = self._plan
         row = self._db.execute(_SELECT_CAUSE, {"agent_id": self._agent_id, "turn_no": self.mailbox.turn_no}).fetchone()
         self._cause = row[0] if row else None
+        self._cuts = turn_rows.count_cuts(self._db, self._agent_id, self.mailbox.turn_no)
 
     def _write(self, write: Write) -> None:
         match write:  # the frequent ones first: cases are tested in order
@@ -361,9 +274,9 @@ class TurnTransaction:
                 self._change_state(write)
             case SetCounters(withdrawals=withdrawals, rounds=rounds):
                 self.mailbox.withdrawals, self.mailbox.rounds = withdrawals, rounds
-            case SetCallState(index=index, state=state, result=result):
+            case SetCallState(index=index, state=state, result=result, attachments=attachments):
                 assert self._plan is not None  # noqa: S101 - a call of the open plan
-                self._plan = self._plan.with_state(index, state, result)
+                self._plan = self._plan.with_state(index, state, result, attachments)
             case SetCallRules(index=index, effect=effect, needs_approval=needs_approval):
                 assert self._plan is not None  # noqa: S101 - a call of the open plan
                 self._plan = self._plan.with_rules(index, effect, needs_approval)
@@ -389,40 +302,112 @@ class TurnTransaction:
                 self._quarantine()
 
     def _next_turn(self) -> None:
+        self._end_turn()
         self.mailbox.turn_no += 1
-        self.mailbox.rounds = self.mailbox.withdrawals = self.mailbox.retries = 0
+        self.mailbox.rounds = self.mailbox.withdrawals = self.mailbox.retries = self._cuts = 0
         self._cause, self._reply_target, self._may_have_sent = None, None, False
         self.mailbox.person = 0
 
     def _take_messages(self) -> None:
-        taken = self._inbox.take_all()
+        taken = self._inbox.take()
         self._reply_target = _reply_target(taken) if self._cause is None or self._reply_target else None
-        if any(message.sender == PERSON for message in taken):
+        if any(message.sender == PERSON for message in taken) or (self.mailbox.waiting and self._had_person):
             self.mailbox.person = 1
         for message in taken:
             self._append_history("user", message=message)
             self._cause = message.id
+        if taken:
+            self._took_from_person = any(message.sender == PERSON for message in taken)
+            tasks = [*self._other_tasks(), *([self.mailbox.task] if self.mailbox.task else [])]
+            tasks += (message.task for message in taken)
+            newest = tasks[-1]
+            self._set_task(newest, [task for task in dict.fromkeys(tasks) if task != newest])
         ids = [message.id for message in taken[:MAX_IDS_IN_EVENT]]
         data = {"taken": ids, "takenCount": len(taken), "withdrawnCalls": self._withdrawn_calls}
         self._uow.record_event("queue.changed", self._agent_id, data)
+
+    # Tasks
+
+    def _other_tasks(self) -> list[str]:
+        return self.mailbox.other_tasks.split() if self.mailbox.other_tasks else []
+
+    def _set_task(self, task: str, others: Sequence[str]) -> None:
+        """Let the open turn count for `task`; the tasks `others` go on until it ends."""
+        row = self.mailbox
+        if row.task != task:
+            if row.task is None:
+                row.turn_began = self._uow.timestamp
+            else:
+                self._uow.tasks.of(row.task).turns -= 1
+            self._uow.tasks.of(task).turns += 1
+            self._is_new_work = True
+        row.task, row.other_tasks = task, " ".join(others) or None
+
+    def _end_turn(self) -> None:
+        row = self.mailbox
+        if row.task is not None:
+            began, at = row.turn_began, self._uow.timestamp
+            insert(self._db, _INSERT_TURN, [(self._agent_id, row.turn_no, row.task, began, at, self._outcome)])
+        row.task = row.turn_began = row.other_tasks = None
+        self._outcome = "done"
+
+    def _is_within_budget(self) -> bool:
+        """True if the model may be asked. A turn over the budget of its task goes on for another task that has some."""
+        row, budget = self.mailbox, self._rules.budget
+        if row.task is None or not (budget.limits_requests or self._is_new_work):
+            return True
+        if task_budgets.find_exceeded(self._db, self._uow, row.task, budget) is None:
+            return True
+        for other in reversed(self._other_tasks()):
+            if task_budgets.find_exceeded(self._db, self._uow, other, budget, with_turn=True) is None:
+                others = [task for task in self._other_tasks() if task != other]
+                self._set_task(other, [*others, row.task])
+                return True
+        return self._answers_person()
+
+    def _answers_person(self) -> bool:
+        """True if the next request answers the person's own message, which is always let through."""
+        if self._took_from_person:
+            return True
+        self._flush_history()
+        last = self._db.execute(_SELECT_LAST_SENDER, {"agent_id": self._agent_id}).fetchone()
+        return last is not None and last[0] == PERSON
+
+    def _block_for_budget(self, step: Step) -> Step:
+        """Block the turn until the person decides. They are asked once, however many agents come to the limit."""
+        assert self.mailbox.task is not None  # noqa: S101 - only tasks have budgets
+        self._write(SetState(state="blocked", reason=BUDGET_REASON, category="budget"))
+        self.mailbox.over_budget = 1
+        if self.mailbox.waiting:
+            self.mailbox.runnable_at = self._uow.now  # the rest of the mail may be the person's, or of another task
+        task_budgets.ask_about_budget(
+            self._db, self._uow, self.mailbox.task, self._rules.budget, self._agent_id, self._cause
+        )
+        return Step(step.writes, Rest())
 
     # The plan is changed in memory and written once, at the end of the step.
 
     def _open_plan(self, plan: Plan) -> None:
         self._plan_key = (self.mailbox.turn_no, self.mailbox.step_no)
         self._plan, self._stored_plan = turn_rows.assign_call_ids(plan, self._plan_key), None
+        if self._plan_task:
+            self._uow.tasks.of(self._plan_task).tool_calls += len(plan.calls)
 
     def _withdraw_plan(self, plan: Plan, by: str | None) -> None:
         key = (self.mailbox.turn_no, self.mailbox.step_no)
         withdrawn = turn_rows.assign_call_ids(plan.close_remaining(""), key)
-        turn_rows.insert_plan(self._db, self._agent_id, key, withdrawn, "withdrawn", self._uow.timestamp, by)
+        turn_rows.insert_plan(
+            self._db, self._agent_id, key, withdrawn, "withdrawn", self._uow.timestamp, self._plan_task, by
+        )
         self._withdrawn_calls = len(plan.calls)
 
     def _close_plan(self, plan: Plan, by: str | None) -> None:
         self._plan, self._closed_by = plan, (by,)
         self._append_history("assistant", content=plan.text, calls=[planned.call for planned in plan.calls])
         for planned in plan.calls:
-            self._append_history("tool", content=planned.result, call_id=planned.call.id)
+            self._append_history(
+                "tool", content=planned.result, call_id=planned.call.id, attachments=planned.attachments
+            )
         self._withdrawn_calls = sum(planned.result == INTERRUPTED_RESULT for planned in plan.calls)
 
     def _write_plan(self) -> None:
@@ -431,7 +416,7 @@ class TurnTransaction:
         self._record_call_events(self._plan)
         key, timestamp = self._plan_key, self._uow.timestamp
         if self._stored_plan is None:
-            turn_rows.insert_plan(self._db, self._agent_id, key, self._plan, "open", timestamp)
+            turn_rows.insert_plan(self._db, self._agent_id, key, self._plan, "open", timestamp, self._plan_task)
         else:
             turn_rows.update_calls(self._db, self._agent_id, key, self._stored_plan, self._plan, timestamp)
         if self._closed_by:
@@ -461,11 +446,16 @@ class TurnTransaction:
                 payload_json=approval_payload(call, file),
                 may_exist=True,
                 is_question=True,
+                cause=self._cause,
                 attachments=(file.artifact_ref,) if file else (),
-            )
+            ),
+            hops=0,
+            task=self.mailbox.task,
         )
 
     def _reply(self, reply: SendReply) -> None:
+        if reply.is_error:
+            self._outcome = "failed"
         self._reply_ids += send_replies(
             self._db,
             self._uow,
@@ -474,6 +464,7 @@ class TurnTransaction:
             reply,
             only=self._reply_target,
             may_have_sent=self._may_have_sent,
+            open_tasks=(self.mailbox.task, *self._other_tasks()),
         )
 
     def _quarantine(self) -> None:
@@ -486,8 +477,11 @@ class TurnTransaction:
         row = self.mailbox
         row.state = change.state
         row.runnable_at = self._uow.now + change.delay // _MS if change.delay is not None else None
+        row.over_budget = 0
         if change.is_suspended:
             row.worker = None  # released in order: the next claim is not a recovery from a crash
+        if change.state in ("idle", "paused", "terminated"):
+            self._end_turn()
         if change.state == "idle" and row.waiting:
             # The message arrived in this transaction, from another agent whose turn ended in it.
             row.state, row.runnable_at = "ready", self._uow.now
@@ -514,8 +508,13 @@ class TurnTransaction:
         self._may_have_sent = True
         return replace(ended, ok=True, result=_encode(describe_receipt(receipt)).decode())
 
-    def record_usage(self, service: str, usage: TokenUsage, outcome: Literal["used", "withdrawn"]) -> None:
-        """Write the token usage of this step. It replaces the tokens reserved for it."""
+    def record_usage(
+        self, service: str, usage: TokenUsage, outcome: Literal["used", "withdrawn"], *, is_reserved: bool = False
+    ) -> None:
+        """Write the token usage of this step. It replaces the tokens reserved for it, which count for no task."""
+        task = None if is_reserved else self.mailbox.task
+        if task:
+            self._uow.tasks.of(task).add_usage(usage)
         self._db.execute(
             _UPSERT_USAGE,
             {
@@ -528,6 +527,10 @@ class TurnTransaction:
                 "outcome": outcome,
                 "at": self._uow.timestamp,
                 "estimated": int(usage.estimated),
+                "task": task,
+                "cached_tokens": usage.cached_tokens,
+                "cost": usage.cost,
+                "model_ms": usage.model_ms,
             },
         )
 
@@ -546,6 +549,7 @@ class TurnTransaction:
         content: str | None = None,
         calls: Sequence[ToolCall] = (),
         call_id: str | None = None,
+        attachments: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         seq, turn_no = self.mailbox.next_hist_seq, self.mailbox.turn_no
         calls = [replace(call, invalid_arguments=None) if call.invalid_arguments else call for call in calls]
@@ -554,7 +558,8 @@ class TurnTransaction:
             described = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
             calls_json = _encode(described).decode()
         message_id = message and message.id
-        self._history_rows.append((self._agent_id, seq, turn_no, role, message_id, content, calls_json, call_id))
+        files = turn_rows.encode_attachments(attachments)
+        self._history_rows.append((self._agent_id, seq, turn_no, role, message_id, content, calls_json, call_id, files))
         self._added.append(
             HistoryRow(
                 seq=seq,
@@ -564,6 +569,7 @@ class TurnTransaction:
                 text=content or "",
                 calls=tuple(calls),
                 call_id=call_id,
+                attachments=attachments,
                 mark=message_mark(message, self._uow.secret),
             )
         )
@@ -596,6 +602,7 @@ class TurnTransaction:
             plan_key=self._plan_key,
             call=call,
             cause=self._cause,
+            task=self.mailbox.task,
             for_person=self.mailbox.person == 1,
             reply_target=self._reply_target,
             may_have_sent=self._may_have_sent,
@@ -603,8 +610,11 @@ class TurnTransaction:
             added_rows=None if self._history_changed else tuple(self._added),
             history_version=self.mailbox.history_version,
             reply_ids=self._reply_ids,
+            newest_position=self.mailbox.next_in_seq - 1,
+            cuts=self._cuts,
             withdrawn_calls=self._withdrawn_calls,
             was_taken_over=self._was_taken_over,
+            checked_seq=self._inbox.checked_seq if self._plan else 0,
         )
 
 
@@ -613,7 +623,7 @@ def _reply_target(messages: Sequence[Message]) -> ReplyTarget | None:
     if not messages or any(message.sender != PERSON for message in messages):
         return None
     newest = messages[-1]
-    return ReplyTarget(newest.id, newest.sender, 0, newest.in_reply_to, newest.cause, newest.hops)
+    return ReplyTarget(newest.id, newest.sender, 0, newest.in_reply_to, newest.cause, newest.hops, newest.task)
 
 
 def _plan_name(key: turn_rows.PlanKey) -> str:

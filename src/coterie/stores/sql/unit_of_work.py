@@ -6,7 +6,7 @@ messages. Rows are buffered and written as sets, which makes a batch of sends ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -16,42 +16,85 @@ from msgspec.structs import astuple
 from coterie.agents import ACTIVE_STATES
 from coterie.clock import from_ms
 from coterie.errors import Refused
-from coterie.events import EventKind
 from coterie.failpoints import hit
 from coterie.ids import keyed_id
-from coterie.messages import NEW_CHAIN_DELAY, PERSON, RESERVED_IDS, SYSTEM, Envelope, Message, Receipt, make_envelope
-from coterie.store import Delivery, Limits
-from coterie.stores.sql.mailbox import Mailbox, Mailboxes, Questions
-from coterie.stores.sql.rows import IS_READABLE, NEW_MESSAGES, Connection, NewMessageRow, insert
-from coterie.stores.sql.session import MailboxPosition, Session, WaitingHeader, WaitingRow
+from coterie.messages import (
+    NEW_CHAIN_DELAY,
+    PERSON,
+    RESERVED_IDS,
+    SYSTEM,
+    Envelope,
+    Message,
+    Receipt,
+    make_envelope,
+    undeliverable_payload,
+)
+from coterie.store import EventKind, Limits
+from coterie.stores.sql import reminders, schedules
+from coterie.stores.sql.mailbox import NO_QUESTIONS, Mailbox, Mailboxes, Questions
+from coterie.stores.sql.rows import (
+    IS_READABLE,
+    NEW_MESSAGES,
+    STOPPED_OPTION,
+    STORED_MESSAGE_COLUMNS,
+    Connection,
+    MessageRow,
+    NewMessageRow,
+    StoredMessage,
+    insert,
+)
+from coterie.stores.sql.session import ALL_WAITING, MailboxPosition, Session, WaitingRow
+from coterie.stores.sql.task_changes import (
+    IS_WAITING_TASK,
+    TaskChange,
+    TaskChanges,
+    is_stopped,
+    read_budget_question,
+    starts_with_row,
+)
+from coterie.tasks import STOP
+from coterie.turn_store import Interruption
 
-_DELIVER = """
-UPDATE messages SET state = 'pending', in_seq = :in_seq, delivered_at = :delivered_at, early = :early WHERE seq = :seq
-"""
 _DEAD_LETTER = "UPDATE messages SET state = 'dead', reason = :reason WHERE seq = :seq"
 _SELECT_ARTIFACT = "SELECT 1 FROM artifacts WHERE ref = :ref"
 _SELECT_READABLE_ARTIFACT = f"SELECT 1 FROM artifacts WHERE ref = :ref AND {IS_READABLE}"
 
+# Another agent that the same plan asked, and that is working now.
+_SELECT_OTHER_ANSWERER = """
+SELECT 1 FROM messages AS asked
+  JOIN messages AS other
+    ON other.sender = asked.sender AND other.plan = asked.plan AND other.recipient <> asked.recipient
+  JOIN agents ON agents.id = other.recipient
+ WHERE asked.id = :asked AND other.state IN ('pending', 'taken')
+   AND agents.kind = 'agent' AND agents.state IN ('ready', 'llm', 'tools') LIMIT 1
+"""
+
 _MS = timedelta(milliseconds=1)
-MAX_IDS_IN_NOTICE = 20
+JOIN_MS = 1_000
+"""Longest wait of an answer for others. `claims` treats a longer wait of a ready agent as a clock that was set back."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-STORED_MESSAGE_COLUMNS = "seq, id, sender, recipient, created_at, deliver_at, length(payload)"
-"""Columns of `StoredMessage`."""
+_SELECT_CAUSE = """
+SELECT messages.hops, coalesce(messages.task, messages.id), tasks.state
+  FROM messages LEFT JOIN tasks ON tasks.id = coalesce(messages.task, messages.id) WHERE messages.id = :id
+"""
 
 
-class StoredMessage(NamedTuple):
-    """What the unit of work needs of a message in the database to deliver it or make it a dead letter."""
+# From now on the message has its own id as its task: the row of the task exists.
+_SET_OWN_TASK = f"""
+UPDATE messages SET task = id WHERE id = :id AND {IS_WAITING_TASK} RETURNING parent_task, sender, recipient, created_at
+"""
 
-    seq: int
-    id: str
-    sender: str
-    recipient: str
-    created_at: int
-    deliver_at: int
-    payload_size: int
+
+class _Cause(NamedTuple):
+    """Columns of `_SELECT_CAUSE`: of the message that caused another one."""
+
+    hops: int
+    task: str
+    state: str | None
+    """Of its task. None: the task has not started."""
 
 
 class UnitOfWork:
@@ -59,7 +102,8 @@ class UnitOfWork:
         self._db, self._limits, self._session = db, limits, session
         self.now = now
         """Time in ms that due times are compared with."""
-        self._mailboxes = Mailboxes(db, self._session)
+        self.tasks = TaskChanges()
+        self._mailboxes = Mailboxes(db, self._session, self.tasks)
         self.frees_other_agents = False
         """Agents became claimable whose rows this transaction did not lock."""
         self._new_rows: list[NewMessageRow] = []
@@ -71,7 +115,13 @@ class UnitOfWork:
         self._receipts: dict[str, Receipt] = {}
         self._dead: dict[tuple[str, str], list[tuple[str, str]]] = {}
         """Per sender and reason: ids and recipients of new dead letters."""
-        self._questions = Questions(db)
+        self._task_of_dead: dict[tuple[str, str], str] = {}
+        """The task of one of them, to which the notice belongs."""
+        self._questions = Questions(db, self.tasks)
+        self.interruptions: dict[str, int] = {}
+        """Positions of new messages that may cut a model's answer, by id of the agent whose model is asked."""
+        self.ended_epochs: dict[str, int] = {}
+        """Agents whose turns this transaction ended: actions under an earlier epoch than this are in vain."""
 
     @property
     def timestamp(self) -> int:
@@ -102,11 +152,17 @@ class UnitOfWork:
         return results
 
     def accept(
-        self, envelope: Envelope, *, hops: int | None = None, reply_checked: bool = False, **runtime_columns: Any
+        self,
+        envelope: Envelope,
+        *,
+        hops: int | None = None,
+        task: str | None = None,
+        reply_checked: bool = False,
+        **runtime_columns: Any,
     ) -> Receipt:
         """Buffer one message for its mailbox or for later delivery, or raise `Refused`.
 
-        `hops`: counted already. `runtime_columns`: columns that no sender may set.
+        `hops`, `task`: known already. `runtime_columns`: columns that no sender may set.
         """
         unkeyed_id = envelope.id
         if envelope.is_keyed:
@@ -114,20 +170,38 @@ class UnitOfWork:
         if envelope.may_exist and (receipt := self._existing_receipt(envelope, unkeyed_id)):
             return receipt
         mailbox = self._check_recipient(envelope)
+        if envelope.every:
+            envelope = schedules.set_first_due(envelope, self.now)
         if hops is None:
-            hops = self._count_hops(envelope)
+            hops, task = (0, None) if envelope.cause is None else self._continue_chain(envelope)
         self._check_hops(hops)
-        questions = () if reply_checked else self._questions.find_answered(envelope)
+        # A recurring message answers no question.
+        questions = NO_QUESTIONS if reply_checked or envelope.every else self._questions.find_answered(envelope)
+        parent_task = None
+        # Most messages of the person start a task at once.
+        if task or questions or envelope.delay or "replay_of" in runtime_columns or mailbox.state in ACTIVE_STATES:
+            task, parent_task = self._choose_task(envelope, mailbox, task, questions, "replay_of" in runtime_columns)
+        if envelope.unless_answered and reminders.is_answered(self._db, self, envelope):
+            runtime_columns["is_withdrawn"] = True
+        if parent_task:
+            self.tasks.of(parent_task).adds_later = 1
         for ref in envelope.attachments:
             # The person may resend a dead letter whose sender was allowed to attach the file.
             self._check_artifact(ref, PERSON if "replay_of" in runtime_columns else envelope.sender)
         seq = self._session.next_message_seq()
-        receipt = self._buffer_message(seq, envelope, mailbox, hops, **runtime_columns)
+        if envelope.every:
+            runtime_columns["schedule_id"] = schedules.start_schedule(self._db, self, envelope)
+        receipt = self._buffer_message(
+            seq, envelope, mailbox, hops, task=task, parent_task=parent_task, **runtime_columns
+        )
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
         if questions:
             self._questions.record_answer(questions, envelope)
             for question in questions:
                 self.record_event("quick_replies.changed", question)
+            receipt = self._decide_budget(envelope, questions) or receipt
+        if mailbox.reminders and receipt.state != "withdrawn" and (questions or envelope.in_reply_to):
+            reminders.withdraw_answered(self._db, self, envelope, {*questions, envelope.in_reply_to or ""})
         if envelope.may_exist:
             self._receipts[envelope.id] = receipt
         return receipt
@@ -141,23 +215,36 @@ class UnitOfWork:
         *,
         replay_of: str | None = None,
         automatic: bool = False,
-        stopped: bool = False,
+        stopped: int = 0,
         plan: str | None = None,
+        schedule_id: str | None = None,
+        task: str | None = None,
+        parent_task: str | None = None,
+        is_withdrawn: bool = False,
     ) -> Receipt:
+        """`task` None: the message starts one."""
         queued = mailbox.state in ACTIVE_STATES
         in_seq = deliver_at = delivered_at = None
-        if envelope.delay:
+        task_id = task or envelope.id
+        if is_withdrawn:
+            deliver_at = self.now + envelope.delay // _MS
+        elif envelope.delay:
             deliver_at = self.now + envelope.delay // _MS
             mailbox.delayed += 1
+            if envelope.unless_answered:
+                self.mailbox(envelope.sender).reminders += 1
         else:
-            in_seq = mailbox.add_message(len(envelope.payload_json), self.now, envelope.sender)
+            joining_until = self._joining_until(mailbox) if automatic else None
+            in_seq = self.add_message(envelope.to, mailbox, len(envelope.payload_json), envelope.sender)
+            if joining_until and self._db.execute(_SELECT_OTHER_ANSWERER, {"asked": envelope.in_reply_to}).fetchone():
+                mailbox.runnable_at = joining_until
             delivered_at = self.timestamp
         row = NewMessageRow(
             seq,
             envelope.id,
             envelope.sender,
             envelope.to,
-            "delayed" if deliver_at else "pending",
+            "withdrawn" if is_withdrawn else "delayed" if deliver_at else "pending",
             self.timestamp,
             envelope.payload_json,
             envelope.thread,
@@ -172,53 +259,164 @@ class UnitOfWork:
             cause=envelope.cause,
         )
         row.replay_of, row.automatic, row.stopped, row.plan = replay_of, automatic, stopped, plan
+        row.schedule_id, row.every = schedule_id, envelope.every
+        row.task, row.parent_task, row.unless_answered = task, parent_task, envelope.unless_answered
         self._new_rows.append(row)
         if not deliver_at:
             self._new_waiting.setdefault(envelope.to, []).append(row)
-        if envelope.is_question:
+        if envelope.is_question and not is_withdrawn:
             self._questions.add(row)
-        self.record_event("delayed.scheduled" if deliver_at else "message.created", envelope.id)
-        return _receipt(envelope.id, queued, deliver_at)
+        if task or deliver_at or envelope.to == PERSON:
+            self._count_message(row, envelope)
+        if deliver_at:
+            self.record_event("delayed.withdrawn" if is_withdrawn else "delayed.scheduled", envelope.id)
+        else:
+            self.record_event("message.created", envelope.id)
+        return _receipt(envelope.id, queued, deliver_at, schedule_id, task_id, is_withdrawn=is_withdrawn)
 
-    def deliver_due(self, due: Iterable[StoredMessage], *, early: bool) -> tuple[list[Delivery], int]:
-        """Move delayed messages into their mailboxes, in the order given.
+    def _count_message(self, row: NewMessageRow, envelope: Envelope) -> None:
+        """Count a new message for its task, unless it starts one when it is due or taken: then it is counted then."""
+        if row.task is None:
+            if row.starts_task_when_due:
+                return
+            self.tasks.start(row.id, row.parent_task, row.sender, row.recipient, row.created_at)
+        change = self.tasks.of(row.task or row.id)
+        change.messages += 1
+        change.queued += row.state == "delayed" or (row.state == "pending" and row.recipient != PERSON)
+        if row.recipient == PERSON and row.state == "pending":
+            change.questions += row.question
+            change.failed = int(row.sender == SYSTEM and envelope.about_agent is not None)
 
-        Messages to terminated agents become dead letters. Return the deliveries and the number of dead letters.
+    def leave_queue(self, message: MessageRow | NewMessageRow | StoredMessage) -> None:
+        """Count a message that waited for an agent, or was delayed, and does no longer."""
+        if message.task is not None or starts_with_row(message.recipient, message.deliver_at):
+            self.tasks.of(message.task or message.id).queued -= 1
+            return
+        self.tasks.start(message.id, message.parent_task, message.sender, message.recipient, message.created_at)
+        self.tasks.of(message.id).messages += 1
+        if not isinstance(message, NewMessageRow):
+            self.record_event("task.changed", message.id)
+
+    def _write_waiting_task(self, message_id: str) -> None:
+        """Write the row of a task whose first message still waits, because another message joins it."""
+        row = self._db.execute(_SET_OWN_TASK, {"id": message_id}).fetchone()
+        if row:
+            parent, sender, recipient, created_at = row
+            self.tasks.start(message_id, parent, sender, recipient, created_at)
+            change = self.tasks.of(message_id)
+            change.messages, change.queued = change.messages + 1, change.queued + 1
+
+    def _choose_task(
+        self,
+        envelope: Envelope,
+        mailbox: Mailbox,
+        task: str | None,
+        questions: Mapping[str, str],
+        is_replay: bool,
+    ) -> tuple[str | None, str | None]:
+        """Return the task of a new message and its parent task. Task None: it starts one.
+
+        `task`: that of its cause. An answer joins the task of the question; a message of the person to an agent at work
+        joins the task that the agent works on.
         """
-        moved, delivered, dead, at = [], [], 0, from_ms(self.timestamp)
-        for row in due:
-            mailbox = self._mailboxes.get(row.recipient)
-            assert mailbox is not None  # noqa: S101 - the foreign key holds
-            mailbox.delayed -= 1
-            if mailbox.state == "terminated":
-                self.dead_letter(row, "recipient_terminated")
-                dead += 1
-                continue
-            moved.append(
-                {
-                    "in_seq": mailbox.add_message(row.payload_size, self.now, row.sender),
-                    "delivered_at": self.timestamp,
-                    "early": early and row.deliver_at > self.now,
-                    "seq": row.seq,
-                }
-            )
-            self.record_event("delayed.delivered", row.id)
-            delivered.append(Delivery(row.id, row.recipient, from_ms(row.created_at), from_ms(row.deliver_at), at))
-        self._db.executemany(_DELIVER, moved)
-        return delivered, dead
+        if task is None and questions:
+            task = [*questions.values()][-1]
+        elif task is None and envelope.sender == PERSON and not envelope.delay and mailbox.state in ACTIVE_STATES:
+            task = mailbox.task
+        if is_replay or envelope.every or envelope.delay >= NEW_CHAIN_DELAY:
+            return None, task
+        return task, None
 
-    def close_question(self, question: str) -> None:
-        """Close an open question without an answer. An answered question keeps its answer."""
-        if self._questions.close(question):
-            self.record_event("quick_replies.changed", question)
+    def _decide_budget(self, envelope: Envelope, questions: Mapping[str, str]) -> Receipt | None:
+        """Continue or stop a task as the person chose. Return the receipt of a message that stopped its own task."""
+        from coterie.stores.sql import task_control  # it uses this module
+
+        for question, task in questions.items():
+            if read_budget_question(self._db, task) == question:
+                self.tasks.of(task).close_question()
+                if envelope.option is None:
+                    # A text closes the question. It is let through itself; at the next request, also of other agents,
+                    # the person is asked again.
+                    task_control.retry_blocked(self._db, self, task)
+                    continue
+                if envelope.option == STOP:
+                    task_control.stop_task(self._db, self, task)
+                    return Receipt(message_id=envelope.id, state="withdrawn", task=task)
+                task_control.grant_budget(self._db, self, task)
+        return None
+
+    def read_stored(self, seq: int) -> StoredMessage:
+        """Read a message that is in the database."""
+        row = self._db.execute(f"SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE seq = :seq", {"seq": seq})
+        return StoredMessage._make(row.fetchone())
+
+    def withdraw(self, row: StoredMessage) -> None:
+        """Withdraw a delayed or waiting message that is in the database."""
+        mailbox = self.mailbox(row.recipient)
+        if row.state == "delayed":
+            mailbox.delayed -= 1
+            if row.unless_answered:
+                self.mailbox(row.sender).reminders -= 1
+        else:
+            mailbox.remove_message(row.payload_size)
+            self.record_event("queue.changed", row.recipient)
+        if row.is_queued:
+            self.leave_queue(row)
+        self._db.execute("UPDATE messages SET state = 'withdrawn' WHERE seq = :seq", {"seq": row.seq})
+        self.record_event("delayed.withdrawn" if row.state == "delayed" else "message.updated", row.id)
+
+    def _joining_until(self, mailbox: Mailbox) -> int | None:
+        """How long an answer may wait for those of other agents that the same plan asked. None: not at all."""
+        if mailbox.is_joining(self.now):
+            return mailbox.runnable_at
+        return self.now + JOIN_MS if mailbox.kind == "agent" and mailbox.state == "idle" else None
+
+    def accept_occurrence(self, envelope: Envelope, schedule_id: str) -> None:
+        """Buffer the next message of a schedule. It starts a new causal chain."""
+        seq = self._session.next_message_seq()
+        cause = self._read_cause(envelope.cause)
+        self._buffer_message(
+            seq,
+            envelope,
+            self.mailbox(envelope.to),
+            0,
+            schedule_id=schedule_id,
+            parent_task=cause.task if cause else None,
+        )
+        self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
+
+    def check_occurrence(self, recipient: str, attachments: Sequence[str]) -> None:
+        """Raise `Refused` if a schedule cannot be resumed."""
+        if self.mailbox(recipient).state == "terminated":
+            raise Refused("recipient_terminated", f"{recipient!r} was terminated and reads no more messages")
+        for ref in attachments:
+            self._check_artifact(ref, PERSON)
+
+    def add_message(self, recipient: str, mailbox: Mailbox, size: int, sender: str) -> int:
+        """Count a waiting message; return its position. A paused agent ends its turn before it reads more mail."""
+        position = mailbox.add_message(size, self.now, sender)
+        if sender == PERSON and mailbox.state == "llm" and not mailbox.hold:
+            self.interruptions[recipient] = position
+        return position
+
+    def close_question(self, question: str, *, stopped: bool = False) -> bool:
+        """Close an open question without an answer. An answered question keeps its answer. False: it is not open."""
+        if not self._questions.close(question, STOPPED_OPTION if stopped else None):
+            return False
+        self.record_event("quick_replies.changed", question)
+        return True
 
     def dead_letter(self, row: StoredMessage, reason: str) -> None:
         """Make a stored message a dead letter. `flush` sends one notice per sender and reason."""
+        if row.is_queued:
+            self.leave_queue(row)
         self._db.execute(_DEAD_LETTER, {"reason": reason, "seq": row.seq})
         self.record_event("message.updated", row.id)
         self._dead.setdefault((row.sender, reason), []).append((row.id, row.recipient))
+        if not row.starts_task_when_due:
+            self._task_of_dead[(row.sender, reason)] = row.task_id
 
-    def store_dead_letter(self, envelope: Envelope, reason: str) -> None:
+    def store_dead_letter(self, envelope: Envelope, reason: str, task: str) -> None:
         """Store a refused reply as a dead letter, and notify its sender. Skip it if the recipient never existed."""
         if self._mailboxes.get(envelope.to) is None:
             return
@@ -242,10 +440,13 @@ class UnitOfWork:
                 cause=envelope.cause,
                 automatic=True,
                 reason=reason,
+                task=task,
             )
         )
+        self.tasks.of(task).messages += 1
         self.record_event("message.updated", envelope.id)
         self._dead.setdefault((envelope.sender, reason), []).append((envelope.id, envelope.to))
+        self._task_of_dead[(envelope.sender, reason)] = task
 
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         """Read the mailboxes of agents that are locked already and are used next."""
@@ -266,6 +467,11 @@ class UnitOfWork:
         """Append to the event log. `data`: facts that cannot be read from the database later."""
         self._events.append((self.timestamp, kind, subject, None if data is None else _encode(data).decode()))
 
+    def interruption_list(self) -> list[Interruption]:
+        """What workers that execute an action of these agents should know at once."""
+        messages = [Interruption(agent_id, position) for agent_id, position in self.interruptions.items()]
+        return messages + [Interruption(agent_id, 0, epoch) for agent_id, epoch in self.ended_epochs.items()]
+
     def newly_runnable(self) -> list[tuple[str, str]]:
         """Ids and states of agents that became runnable in this transaction."""
         return self._mailboxes.newly_runnable(self.now)
@@ -274,32 +480,32 @@ class UnitOfWork:
         """True if an agent is runnable and not claimed."""
         return self.frees_other_agents or bool(self.newly_runnable())
 
-    def read_waiting(self, agent_id: str) -> Sequence[WaitingRow]:
-        """Return the stored waiting messages in order."""
-        return self._session.read_waiting(agent_id, self._mailbox_position(agent_id))
-
-    def read_waiting_headers(self, agent_id: str) -> Sequence[WaitingHeader] | Sequence[WaitingRow]:
-        """The same, but headers suffice."""
-        return self._session.read_waiting_headers(agent_id, self._mailbox_position(agent_id))
-
-    def _mailbox_position(self, agent_id: str) -> MailboxPosition:
+    def read_waiting(
+        self, agent_id: str, *, after: int | None = None, upto: int = ALL_WAITING, limit: int | None = None
+    ) -> Sequence[WaitingRow]:
+        """Return the stored waiting messages after position `after` and up to `upto`, in order; the first `limit`."""
         mailbox = self.mailbox(agent_id)
-        return mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting
+        position: MailboxPosition = (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting)
+        after = mailbox.taken_seq if after is None else after
+        return self._session.read_waiting(agent_id, position, after, upto, ALL_WAITING if limit is None else limit)
 
-    def buffered_messages(self, agent_id: str) -> list[tuple[int, Message]]:
-        """Return sizes and messages, in state taken, of a mailbox whose messages are all still buffered.
+    def buffered_messages(self, agent_id: str) -> list[tuple[NewMessageRow, Message]]:
+        """Return the rows and messages (in state taken) of a mailbox whose messages are all still buffered.
 
         Empty if a waiting message is in the database.
         """
         rows = self._new_waiting.get(agent_id, ())
         if len(rows) != self.mailbox(agent_id).waiting:
             return []
-        return [(len(row.payload), row.to_taken_message(self.timestamp)) for row in rows]
+        return [(row, row.to_taken_message(self.timestamp)) for row in rows]
 
-    def take_buffered(self, agent_id: str) -> None:
-        """Mark the agent's buffered messages as taken before they are written; this saves an UPDATE."""
-        for row in self._new_waiting.pop(agent_id):
+    def take_buffered(self, agent_id: str, count: int) -> None:
+        """Mark the agent's first `count` buffered messages as taken before they are written; this saves an UPDATE."""
+        rows = self._new_waiting.pop(agent_id)
+        for row in rows[:count]:
             row.state, row.taken_at = "taken", self.timestamp
+        if rows[count:]:
+            self._new_waiting[agent_id] = rows[count:]
 
     def flush_messages(self) -> None:
         """Write buffered messages, so that SQL can read them."""
@@ -318,8 +524,23 @@ class UnitOfWork:
         self.flush_messages()
         hit("flush.before_agents")
         self._mailboxes.save(self.now)
+        self.write_tasks()
         self._session.append_events(self._events)
         hit("flush.done")
+
+    def unwritten_changes(self, task_id: str) -> list[TaskChange]:
+        """Return what this transaction, and earlier ones of its batch, add to a task and is not in the database."""
+        earlier = self._session.unwritten_change(task_id)
+        return [*([earlier] if earlier else []), self.tasks.pending(task_id)]
+
+    def write_tasks(self) -> None:
+        """Write tasks that start, and the counters of others."""
+        self.tasks.write_new(self._db, self.timestamp)
+        if changes := self.tasks.take_changes():
+            for task_id, change in changes.items():
+                if change.is_visible:
+                    self.record_event("task.changed", task_id)
+            self._session.change_tasks(changes)
 
     def _send_notices(self) -> None:
         for (sender, reason), dead in self._dead.items():
@@ -328,8 +549,12 @@ class UnitOfWork:
             envelope = make_envelope(sender=SYSTEM, to=sender, payload=undeliverable_payload(dead, reason))
             # The notice must not continue a chain that is too long already.
             hops = self._limits.max_hops if reason == "hop_limit" else 0
-            self._buffer_message(self._session.next_message_seq(), envelope, mailbox, hops)
+            task = self._task_of_dead.get((sender, reason))
+            if task and not self.tasks.is_new(task) and is_stopped(self._db, task):
+                task = None
+            self._buffer_message(self._session.next_message_seq(), envelope, mailbox, hops, task=task)
         self._dead.clear()
+        self._task_of_dead.clear()
 
     def _existing_receipt(self, envelope: Envelope, unkeyed_id: str) -> Receipt | None:
         """Return the receipt of an earlier send under the same id. Version 0.1 stored messages under `unkeyed_id`."""
@@ -337,20 +562,20 @@ class UnitOfWork:
         if receipt := self._receipts.get(envelope.id):
             return receipt
         row = self._db.execute(
-            "SELECT id, queued, deliver_at FROM messages WHERE id = :id OR id = :unkeyed_id",
+            "SELECT id, queued, deliver_at, schedule_id, coalesce(task, id),"
+            " CASE WHEN state = 'withdrawn' AND unless_answered IS NOT NULL THEN 1 ELSE 0 END"
+            " FROM messages WHERE id = :id OR id = :unkeyed_id",
             {"id": envelope.id, "unkeyed_id": unkeyed_id},
         ).fetchone()
         if row is None:
             return None
-        message_id, queued, deliver_at = row
-        return _receipt(message_id, bool(queued), deliver_at)
+        message_id, queued, deliver_at, schedule_id, task, is_withdrawn = row
+        return _receipt(message_id, bool(queued), deliver_at, schedule_id, task, is_withdrawn=bool(is_withdrawn))
 
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
         mailbox, limits = self._mailboxes.get(envelope.to), self._limits
         if mailbox is None:
-            raise Refused(
-                "unknown_recipient", f"there is no agent {envelope.to!r}: list_agents shows the existing ones"
-            )
+            raise Refused("unknown_recipient", f"there is no agent {envelope.to!r}: use the id of an existing one")
         if mailbox.state == "terminated":
             raise Refused("recipient_terminated", f"{envelope.to!r} was terminated and reads no more messages")
         is_full = mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
@@ -360,11 +585,20 @@ class UnitOfWork:
             )
         return mailbox
 
-    def _count_hops(self, envelope: Envelope) -> int:
-        if envelope.cause is None or envelope.delay >= NEW_CHAIN_DELAY:
-            return 0
-        row = self._db.execute("SELECT hops FROM messages WHERE id = :id", {"id": envelope.cause}).fetchone()
-        return row[0] + 1 if row else 0
+    def _continue_chain(self, envelope: Envelope) -> tuple[int, str | None]:
+        """Return the hops of a new message, and the task of the message that caused it."""
+        cause = self._read_cause(envelope.cause)
+        if cause is None:
+            return 0, None
+        if cause.state is None and not self.tasks.is_new(cause.task):
+            self._write_waiting_task(cause.task)
+        if cause.state == "stopped":
+            raise Refused("task_stopped", "the person stopped this task: nothing more can be sent for it")
+        return 0 if envelope.delay >= NEW_CHAIN_DELAY else cause.hops + 1, cause.task
+
+    def _read_cause(self, message_id: str | None) -> _Cause | None:
+        row = message_id and self._db.execute(_SELECT_CAUSE, {"id": message_id}).fetchone()
+        return _Cause._make(row) if row else None
 
     def _check_hops(self, hops: int) -> None:
         if hops > self._limits.max_hops:
@@ -384,38 +618,29 @@ class UnitOfWork:
             raise Refused("attachment_unknown", f"there is no artifact {ref!r}: upload the file first")
 
 
-_REASON_TEXT = {
-    "recipient_terminated": "terminated before it could be read",
-    "hop_limit": "since this chain of messages is too long already",
-    "mailbox_full": "whose mailbox is full",
-    "poison": "since it is damaged and cannot be read",
-}
-
-
-def undeliverable_payload(dead: list[tuple[str, str]], reason: str) -> dict[str, Any]:
-    """Payload of the notice to the sender of dead letters, given as pairs of id and recipient."""
-    recipients = sorted({recipient for _, recipient in dead})
-    count = f"{len(dead)} messages" if len(dead) > 1 else "a message"
-    why = _REASON_TEXT.get(reason, f"refused as {reason}")
-    return {
-        "text": f"Not delivered: {count} to {', '.join(recipients)}, {why}. Kept as a dead letter.",
-        "notice": {
-            "kind": "undeliverable",
-            "reason": reason,
-            "recipients": recipients,
-            "count": len(dead),
-            "messageIds": [message_id for message_id, _ in dead[:MAX_IDS_IN_NOTICE]],
-        },
-    }
-
-
 def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:
     """True if the message makes a blocked agent try again. Only the first one does: it sets `runnable_at`."""
     is_immediate = envelope.sender == PERSON and not envelope.delay
     return is_immediate and mailbox.state == "blocked" and mailbox.runnable_at is None
 
 
-def _receipt(message_id: str, queued: bool, deliver_at: int | None) -> Receipt:
+def _receipt(
+    message_id: str,
+    queued: bool,
+    deliver_at: int | None,
+    schedule_id: str | None,
+    task: str,
+    *,
+    is_withdrawn: bool = False,
+) -> Receipt:
+    if is_withdrawn:
+        return Receipt(message_id=message_id, state="withdrawn", task=task)
     if deliver_at is not None:
-        return Receipt(message_id=message_id, state="delayed", scheduled_delivery_time=from_ms(deliver_at))
-    return Receipt(message_id=message_id, state="queued" if queued else "pending")
+        return Receipt(
+            message_id=message_id,
+            state="delayed",
+            scheduled_delivery_time=from_ms(deliver_at),
+            schedule_id=schedule_id,
+            task=task,
+        )
+    return Receipt(message_id=message_id, state="queued" if queued else "pending", task=task)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from coterie.errors import StoreBroken, StoreError, StoreOwned, StoreUnavailable, StoreUnusable
-from coterie.stores.sqlite.migrate import check_version
+from coterie.stores.sql.migrations import sqlite_version
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
         path, isolation_level=None, check_same_thread=False, cached_statements=256, timeout=BUSY_TIMEOUT_SECONDS
     )
     try:
-        check_version(db)
+        sqlite_version(db)
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
         # With relaxed durability the writer thread checkpoints itself.

@@ -21,6 +21,8 @@ from coterie.ids import new_id
 from coterie.messages import Message
 from coterie.store import Limits, Page, StoreInfo, Worker, worker_name
 from coterie.stores.sql.claims import EagerClaimer
+from coterie.stores.sql.jobs import Result
+from coterie.stores.sql.migrations import migrate_sqlite, sqlite_version
 from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.rows import (
     MESSAGE_COLUMNS,
@@ -32,7 +34,7 @@ from coterie.stores.sql.rows import (
     to_message,
 )
 from coterie.stores.sql.session import SqliteSession
-from coterie.stores.sql.store import Result, SqlStore
+from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
@@ -49,7 +51,6 @@ from coterie.stores.sqlite.connection import (
     to_store_error,
     version_warnings,
 )
-from coterie.stores.sqlite.migrate import check_version, migrate
 from coterie.stores.sqlite.writer import Writer
 from coterie.supervision import Shutdown
 from coterie.text import one_line
@@ -136,7 +137,7 @@ class SqliteStore(SqlStore):
             raise StoreUnusable(f"there is no society in {folder.parent}: make one with coterie init or coterie serve")
         try:
             db = open_reader(path)
-            check_version(db)
+            sqlite_version(db)
             log_id, secret = get_meta(db, "log_id") or "", read_secret(db)
             db.close()
         except DATABASE_ERRORS as error:
@@ -328,7 +329,7 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
         unclean = _was_unclean(db)
         if unclean:
             _check_after_crash(db)
-        migrate(db)
+        migrate_sqlite(db)
         hit("open.checked")
         mark_started(db)
         log_id = get_meta(db, "log_id") or set_meta(db, "log_id", new_id())

@@ -21,7 +21,7 @@ from typing import Any
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.store import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
+from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
 from coterie.stores.sqlite.connection import LAST_EVENT_SQL, LastCommitFile, OpenFiles, to_store_error
 
 log = logging.getLogger(__name__)

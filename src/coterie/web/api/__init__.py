@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from coterie.web.api import agents, artifacts, events, messages, services, threads
+from coterie.web import sse
+from coterie.web.api import agents, artifacts, messages, services, tasks, threads
 from coterie.web.routing import Router
 
 ROUTERS: list[Router] = [
     messages.router,
-    events.router,
+    sse.router,
     agents.router,
     threads.router,
+    tasks.router,
     services.router,
     artifacts.router,
 ]

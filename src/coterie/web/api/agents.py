@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from coterie import agents
-from coterie.agent.context import SystemPrompts
 from coterie.errors import CoterieError, Refused
 from coterie.llm.service import Direction
 from coterie.society import Society
 from coterie.store import Store
 from coterie.text import one_line
 from coterie.web.routing import COMMON_PROBLEMS, Cursor, Id, Limit, Router, SocietyDep, position, problems
-from coterie.web.schemas import Agent, AgentPage, HistoryItem, HistoryPage, NewAgent, SocietyState
+from coterie.web.schemas import Agent, AgentPage, HistoryItem, HistoryPage, NewAgent, SocietyState, Worker, WorkerPage
 
 router = Router(responses=COMMON_PROBLEMS)
 
@@ -40,7 +39,10 @@ async def list_agents(
         stored = await society.store.agents(after or "", limit + 1)
         page = [agent for agent in stored[:limit] if agent.kind == "agent"]
         following = stored[limit - 1].id if len(stored) > limit else None
-    return AgentPage(items=[Agent.in_society(society, agent) for agent in page], next=following)
+    unread = await society.store.unread([agent.id for agent in page])
+    worker_of = await society.worker_names()
+    items = [Agent.in_society(society, agent, unread[agent.id], worker_of(agent)) for agent in page]
+    return AgentPage(items=items, next=following)
 
 
 @router.post(
@@ -61,6 +63,7 @@ async def create_agent(body: NewAgent, society: SocietyDep) -> Agent:
         service=body.service,
         tools=body.tools,
         parent=body.parent,
+        description=body.description,
     )
     return await _read(society, created.id)
 
@@ -80,7 +83,7 @@ async def list_agent_history(
     agent_id: str, society: SocietyDep, after: Cursor | None = None, limit: Limit = 50
 ) -> HistoryPage:
     await find_agent(society.store, agent_id)
-    rows = (await society.store.history(agent_id, position(after) or 0))[: limit + 1]
+    rows = await society.store.history(agent_id, position(after) or 0, limit + 1)
     items = [] if after else _system_prompt(society, agent_id)
     items += [HistoryItem.of(row) for row in rows]
     return HistoryPage(items=items[:limit], next=str(items[limit - 1].seq) if len(items) > limit else None)
@@ -88,7 +91,7 @@ async def list_agent_history(
 
 def _system_prompt(society: Society, agent_id: str) -> list[HistoryItem]:
     try:
-        prompt = SystemPrompts(society.agents).render(society.agents.profile(agent_id))
+        prompt = society.system_prompt(agent_id)
     except CoterieError:  # the agent was terminated, or agents do not work in this process
         return []
     return [HistoryItem(seq=0, turn=0, role="system", content=prompt)]
@@ -150,6 +153,12 @@ async def find_agent(store: Store, agent_id: str) -> agents.Agent:
     if agent is None or agent.kind == "person":
         raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}": GET /api/v1/agents lists them')
     return agent
+
+
+@router.get("/workers", tags=["society"], summary="List the processes that share the society, by name")
+async def list_workers(society: SocietyDep) -> WorkerPage:
+    """Empty with SQLite, where the server is the only process."""
+    return WorkerPage(items=[Worker.of(worker) for worker in await society.shared_workers()], next=None)
 
 
 @router.post("/pause", tags=["society"], summary="Pause every agent, present and future")

@@ -13,7 +13,17 @@ from coterie.society import Society
 from coterie.store import Page, Store
 from coterie.text import one_line
 from coterie.web.routing import COMMON_PROBLEMS, Cursor, Id, Limit, Router, SocietyDep, parse_cursor, problems
-from coterie.web.schemas import DelayedPage, Message, MessagePage, NewDelay, NewMessage, Receipt
+from coterie.web.schemas import (
+    DelayedPage,
+    Message,
+    MessagePage,
+    NewDelay,
+    NewMessage,
+    Receipt,
+    Schedule,
+    ScheduleChange,
+    SchedulePage,
+)
 
 router = Router(tags=["messages"], responses=COMMON_PROBLEMS)
 
@@ -32,11 +42,15 @@ router = Router(tags=["messages"], responses=COMMON_PROBLEMS)
         "quickReplies_invalid_type",
         "quickReplies_empty_string",
         "delayMs_invalid",
+        "every_invalid",
         "payload_invalid",
         "attachment_unknown",
         "hop_limit",
         "inReplyTo_unknown",
         "option_invalid",
+        "task_stopped",
+        "unlessAnswered_invalid",
+        "unlessAnswered_unknown",
         _422="`request_invalid`",
         _413="`body_too_large`",
         _429="`too_many_requests`",
@@ -54,6 +68,9 @@ async def send_message(request: Request, body: NewMessage) -> Receipt:
         client_id=body.client_id,
         in_reply_to=body.in_reply_to,
         option=body.option,
+        every=body.every,
+        time_zone=body.time_zone,
+        unless_answered=body.unless_answered,
     )
     return Receipt.of(receipt)
 
@@ -98,6 +115,57 @@ async def list_delayed_messages(
     count = await society.store.delayed_count(recipient)
     items = await society.store.delayed(recipient, after=previous, limit=limit)
     return DelayedPage(items=Message.of_all(items), next=items[-1].id if len(items) == limit else None, count=count)
+
+
+@router.get("/schedules", tags=["schedules"], summary="List recurring messages that have not ended")
+async def list_schedules(
+    society: SocietyDep, recipient: Id | None = None, after: Cursor | None = None, limit: Limit = 50
+) -> SchedulePage:
+    found = await society.store.schedules(recipient, after=after or "", limit=limit)
+    return SchedulePage(
+        items=[Schedule.of(schedule) for schedule in found], next=found[-1].id if len(found) == limit else None
+    )
+
+
+@router.get(
+    "/schedules/{schedule_id}",
+    tags=["schedules"],
+    summary="Get a recurring message",
+    responses=problems("unknown_schedule"),
+)
+async def get_schedule(schedule_id: str, society: SocietyDep) -> Schedule:
+    schedule = await society.store.schedule(schedule_id)
+    if schedule is None:
+        raise Refused("unknown_schedule", f'there is no recurring message "{one_line(schedule_id)}"')
+    return Schedule.of(schedule)
+
+
+@router.patch(
+    "/schedules/{schedule_id}",
+    tags=["schedules"],
+    summary="Change, pause or resume a recurring message",
+    responses=problems(
+        "unknown_schedule", "already_ended", "recipient_terminated", "every_invalid", "attachment_unknown",
+        _422="`request_invalid`",
+    ),
+)  # fmt: skip
+async def change_schedule(schedule_id: str, body: ScheduleChange, society: SocietyDep) -> Schedule:
+    """A new recurrence moves the next message. A pause withdraws it; a resume makes another."""
+    changed = await society.bus.change_schedule(
+        schedule_id, every=body.every, time_zone=body.time_zone, paused=body.paused
+    )
+    return Schedule.of(changed)
+
+
+@router.delete(
+    "/schedules/{schedule_id}",
+    tags=["schedules"],
+    status_code=204,
+    summary="End a recurring message and withdraw its next message",
+    responses=problems("unknown_schedule"),
+)
+async def end_schedule(schedule_id: str, society: SocietyDep) -> None:
+    await society.bus.end_schedule(schedule_id)
 
 
 @router.get(

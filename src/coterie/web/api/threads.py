@@ -1,16 +1,19 @@
-"""The person's conversations, and overviews: snapshot, search, tool runs, usage."""
+"""The person's conversations, and overviews with their JSON bodies: snapshot, search, tool runs, usage."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from fastapi import Header, Query
+from msgspec import Meta
 from starlette.responses import Response
 
+from coterie import store
 from coterie.admin.inspect import read_thread, render_markdown
 from coterie.clock import to_rfc3339
 from coterie.messages import SYSTEM
+from coterie.society import Society
 from coterie.store import Page
 from coterie.web.api.agents import find_agent
 from coterie.web.api.messages import message_page, message_position
@@ -37,17 +40,78 @@ from coterie.web.schemas import (
     ReadMark,
     Run,
     RunPage,
-    Snapshot,
+    Schema,
     Thread,
     ThreadExport,
-    Usage,
-    UsagePage,
+    Time,
 )  # fmt: skip
 from coterie.web.sse import epoch_of
+from coterie.web.task_schemas import Cost, Task, in_units
 
 router = Router(responses=COMMON_PROBLEMS)
 
 MARKDOWN = "text/markdown"
+
+
+class Snapshot(Schema):
+    """The state at event `seq`. Each list is cut; the count beside it is the whole."""
+
+    epoch: str
+    seq: int
+    server_time: Time
+    paused: Annotated[bool, Meta(description="The whole society is paused: no turn, model call or tool starts.")]
+    agents: Annotated[list[Agent], Meta(description="At most 200, as in the lists below.")]
+    agent_count: int
+    threads: list[Thread]
+    thread_count: int
+    queues: list[Message]
+    queue_count: int
+    delayed: list[Message]
+    delayed_count: int
+    open_questions: list[Message]
+    open_question_count: int
+    tasks: Annotated[list[Task], Meta(description="Those that work or wait for the person, newest first, at most 50.")]
+    task_count: int
+
+
+class Usage(Schema, kw_only=True):
+    day: str
+    agent: str
+    service: str
+    requests: int
+    withdrawn: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: Annotated[int, Meta(description="Part of the input tokens.")]
+    estimated_tokens: Annotated[int, Meta(description="Part of both that the service did not report.")]
+    cost: Cost
+    currency: str | None
+    unpriced_requests: Annotated[
+        int, Meta(description="Requests whose price is not known. With any, `cost` is a lower bound.")
+    ]
+
+    @classmethod
+    def of(cls, society: Society, usage: store.Usage) -> Self:
+        has_cost = usage.requests > usage.unpriced
+        return cls(
+            day=usage.day,
+            agent=usage.agent_id,
+            service=usage.service,
+            requests=usage.requests,
+            withdrawn=usage.withdrawn,
+            input_tokens=usage.input_tokens,
+            output_tokens=usage.output_tokens,
+            cached_tokens=usage.cached_tokens,
+            estimated_tokens=usage.estimated_tokens,
+            cost=in_units(usage.cost) if has_cost else None,
+            currency=society.currency if has_cost else None,
+            unpriced_requests=usage.unpriced,
+        )
+
+
+class UsagePage(Schema):
+    items: list[Usage]
+    next: None
 
 
 @router.get("/snapshot", tags=["overview"], summary="Get the state of the society")
@@ -70,6 +134,8 @@ async def get_snapshot(society: SocietyDep, clock: ClockDep) -> Snapshot:
         delayed_count=snapshot.delayed_count,
         open_questions=Message.of_all(snapshot.open_questions),
         open_question_count=snapshot.question_count,
+        tasks=[Task.of(society, task) for task in snapshot.tasks],
+        task_count=snapshot.task_count,
     )
 
 
@@ -189,4 +255,4 @@ async def list_runs(
 @router.get("/usage", tags=["overview"], summary="Get requests and tokens by day, agent and service")
 async def get_usage(society: SocietyDep, clock: ClockDep, days: Annotated[int, Query(ge=1, le=3660)] = 30) -> UsagePage:
     rows = await society.store.usage(clock.now() - timedelta(days=days))
-    return UsagePage(items=[Usage.of(row) for row in rows], next=None)
+    return UsagePage(items=[Usage.of(society, row) for row in rows], next=None)

@@ -5,7 +5,7 @@ import { fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { addressed, called, glance, on, openQuestions, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
+import { addressed, called, glance, on, openQuestions, openTasks, progressOf, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -148,7 +148,7 @@ export function mountAgents(root) {
       const unread = known?.unread ?? 0;
       const current = addressed() === one.id;
       const says = [doing(agent), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
-      const key = [agent.name, agent.state, says, current, stopping.has(one.id)].join();
+      const key = [agent.name, agent.description, agent.state, says, current, stopping.has(one.id)].join();
       paintSub(agent, known);
       if (key === painted) return;
       painted = key;
@@ -157,6 +157,7 @@ export function mountAgents(root) {
       fill(dots, dot(agent));
       el.className = `row level-${Math.min(node.level, 6)} is-${agent.state}`;
       setAttr(el, 'aria-selected', String(current));
+      setAttr(el, 'title', agent.description || null);
       fill(mark, asks && h('span', { class: 'row-star', 'aria-hidden': 'true', title: t('waitsForYou') }, '★'),
         unread > 0 && h('span', { class: 'badge', 'aria-hidden': 'true', 'data-testid': 'unread' }, upTo99(unread)));
       stopper.hidden = agent.state !== 'active' || stopping.has(one.id);
@@ -165,7 +166,7 @@ export function mountAgents(root) {
     function paintSub(agent, known) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
       if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
-      else if (agent.state !== 'idle') setText(sub, doing(agent));
+      else if (agent.state !== 'idle') setText(sub, [doing(agent), progressOf(one.id)].filter(Boolean).join(' · '));
       else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
     }
 
@@ -200,6 +201,9 @@ export function mountAgents(root) {
 
   const focus = (id) => rove(id)?.el.focus();
 
+  let shownCount = 0; // open tasks
+  const openCount = () => openTasks().length + state.moreTasks;
+
   function paintLinks() {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
     const link = (name, sign, count, where, part = '', label = t(name)) =>
@@ -208,6 +212,7 @@ export function mountAgents(root) {
     fill(links,
       asks > 0 && link('inbox', 'star', asks, null, '?only=questions', t('waitingForYou')),
       link('inbox', 'inbox', unreadTotal()),
+      link('tasks', 'tasks', (shownCount = openCount())),
       link('timeline', 'list'),
       link('delayed', 'clock', state.delayed.size, 'only-small'),
       link('artifacts', 'box', 0, 'only-small'),
@@ -215,7 +220,7 @@ export function mountAgents(root) {
   }
 
   const watch = (kind, data) => {
-    if (kind.startsWith('draft.')) rows.get(data.agent)?.tail();
+    if (kind.startsWith('draft.') || kind === 'tool.progress') rows.get(data.agent)?.tail();
   };
   const paintAll = () => rows.forEach((one) => one.paint());
   const paintOne = (topic) => rows.get(topic.slice(topic.indexOf(':') + 1))?.paint();
@@ -223,6 +228,7 @@ export function mountAgents(root) {
     on(['agents', 'snapshot'], build),
     on(['questions', 'unread', 'threads'], paintAll),
     on(['questions', 'unread', 'delayed', 'snapshot'], paintLinks),
+    on('tasks', () => openCount() !== shownCount && paintLinks()),
     on('agent:*', paintOne),
     () => watchers.delete(watch),
   ];

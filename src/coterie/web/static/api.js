@@ -47,6 +47,7 @@ async function read(response) {
 export const get = (path) => call('GET', path);
 export const post = (path, body = {}, timeout) => call('POST', path, body, timeout);
 export const put = (path, body) => call('PUT', path, body);
+export const patch = (path, body) => call('PATCH', path, body);
 export const del = (path) => call('DELETE', path);
 export const query = (path, values) => {
   const text = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== undefined && value !== null && value !== ''));

@@ -244,6 +244,9 @@ function notSent(local, again, error) {
   toast({ kind: 'error', text: t('notSent', { text: short }) + why });
 }
 
+/** Sends a text of the page itself, without what is in the composer. */
+export const sendText = (agent, text) => deliver({ agent, text, files: [] });
+
 export const retryLocal = (local) => {
   dropLocal(local.clientId);
   return deliver({ ...local.again, refill: null });

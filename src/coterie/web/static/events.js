@@ -10,16 +10,19 @@ const TOLD = {
   'agent.upsert': upserted,
   'agent.state': upserted,
   'agent.removed': removed,
-  'tool.started': ({ agent }) => known(agent) && loadPlans(agent),
-  'tool.ended': ({ agent }) => known(agent) && loadPlans(agent),
+  'tool.started': (data) => toolChanged(data, false),
+  'tool.ended': (data) => toolChanged(data, true),
+  'tool.progress': progressed,
   'delayed.scheduled': delayed,
   'delayed.moved': delayed,
   'delayed.delivered': delayed,
   'delayed.withdrawn': delayed,
+  'schedule.changed': scheduled,
   'artifact.created': () => touch('artifacts'),
   read,
   problem,
   'thread.cleared': cleared,
+  'task.changed': tasked,
   'draft.started': drafted,
   'draft.delta': drafted,
   'draft.snapshot': drafted,
@@ -41,6 +44,7 @@ function created(data) {
   const message = keep(data.message);
   settle(message);
   if (data.draftId) endDraft(data.draftId);
+  if (message.to === PERSON) dropUnfinished(message.from);
   join(message);
   setOpen(message);
   if (message.to !== PERSON && message.state === 'pending' && !queue(message.to).includes(message.id)) {
@@ -130,6 +134,19 @@ function removed({ id }) {
   touch('agents', `agent:${id}`, 'questions', `thread:${id}`);
 }
 
+// Tool calls
+
+function toolChanged({ agent, callId }, ended) {
+  // The first progress of a call may arrive before its start, which is read from the log.
+  if (ended || state.progress.get(agent)?.callId !== callId) state.progress.delete(agent);
+  if (known(agent)) loadPlans(agent);
+}
+
+function progressed(data) {
+  state.progress.set(data.agent, data);
+  touch(`progress:${data.agent}`);
+}
+
 function delayed(data) {
   if (data.gone) {
     state.delayed.delete(data.id);
@@ -143,6 +160,13 @@ function delayed(data) {
     if (message.state === 'pending' || message.state === 'taken') created({ ...data, id: `delivered ${data.id}` });
   }
   touch('delayed', `message:${message.id}`);
+}
+
+/** Keeps paused schedules only: an active one is seen by its next message. */
+function scheduled(data) {
+  if (data.state === 'paused') state.paused.set(data.id, data);
+  else state.paused.delete(data.id);
+  touch('delayed');
 }
 
 function read({ thread: id, upto }) {
@@ -170,8 +194,15 @@ function cleared({ thread: id }) {
   const one = thread(id);
   Object.assign(one, { ids: [], older: null, last: null, unread: 0, firstUnread: null });
   state.plans.delete(id);
+  dropUnfinished(id);
   for (const question of openQuestions(id)) state.questions.delete(question.id);
   touch(`thread:${id}`, 'threads', 'unread', 'questions', `agent:${id}`, `plans:${id}`);
+}
+
+function tasked(task) {
+  if (!task.state) return; // pruned
+  state.tasks.set(task.id, task);
+  touch('tasks', `task:${task.id}`);
 }
 
 // Replies in progress
@@ -179,6 +210,7 @@ function cleared({ thread: id }) {
 function drafted(data) {
   let draft = state.drafts.get(data.draftId);
   if (!draft) {
+    dropUnfinished(data.agent);
     draft = { id: data.draftId, agent: data.agent, text: '', points: 0, at: now() };
     state.drafts.set(draft.id, draft);
     touch(`drafts:${data.agent}`);
@@ -200,8 +232,9 @@ const points = (text) => text.length - (text.match(/[\ud800-\udbff][\udc00-\udff
 function draftEnded({ draftId, outcome, messages = [] }) {
   const draft = state.drafts.get(draftId);
   if (!draft) return;
-  if (outcome === 'stopped' && !messages.length && draft.text) {
-    draft.stopped = true;
+  if (outcome === 'withdrawn' && known(draft.agent)) loadPlans(draft.agent); // they have the text
+  if (outcome !== 'stored' && outcome !== 'withdrawn' && !messages.length && draft.text) {
+    Object.assign(draft, { stopped: true, outcome });
     touch(`draft:${draftId}`);
   } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);
   else draft.ended = true; // stays until its message arrives
@@ -215,6 +248,12 @@ function endDraft(draftId) {
   touch(`drafts:${draft.agent}`);
 }
 
+/** What a failed or interrupted request had said stays until the next answer begins. */
+function dropUnfinished(agent) {
+  for (const draft of [...state.drafts.values()]) if (draft.agent === agent && draft.stopped && draft.outcome !== 'stopped') endDraft(draft.id);
+}
+
 export function dropDrafts() {
+  state.progress.clear();
   for (const draft of [...state.drafts.values()]) if (!draft.stopped) endDraft(draft.id);
 }

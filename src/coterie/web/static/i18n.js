@@ -64,6 +64,38 @@ export const digits = (seconds) => [seconds / 3600, (seconds / 60) % 60, seconds
 
 export const seconds = (ms) => (ms < 950 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
+/** The two largest units of a duration: 4.2 s, 1 m 12 s, 3 h 5 m. */
+export function duration(ms) {
+  const whole = Math.round(Math.max(0, ms) / 1000);
+  if (whole < 10) return t('lasted_s', { n: (Math.max(0, ms) / 1000).toFixed(1) });
+  const all = [['d', 86_400], ['h', 3_600], ['m', 60], ['s', 1]].map(([unit, size], at, sizes) => [unit, Math.floor((at ? whole % sizes[at - 1][1] : whole) / size)]);
+  const first = all.findIndex(([, n]) => n);
+  return all.slice(first, first + 2).filter(([, n]) => n).map(([unit, n]) => t(`lasted_${unit}`, { n })).join(' ');
+}
+
+const numberFormat = (name, options) => {
+  if (!formats.has(name)) formats.set(name, new Intl.NumberFormat(locale(), options));
+  return formats.get(name);
+};
+
+/** 12,345 */
+export const count = (n) => numberFormat('count', {}).format(n);
+/** 12K */
+export const roughly = (n) => numberFormat('rough', { notation: 'compact', maximumFractionDigits: 1 }).format(n);
+
+/** A number with its noun: `n_one_<noun>` and `n_many_<noun>` in words/. */
+export const many = (noun, n, shown = count(n)) => t(`n_${n === 1 ? 'one' : 'many'}_${noun}`, { n: shown });
+
+/** $0.11; small amounts with two significant digits. */
+export function money(amount, currency) {
+  const digits = amount > 0 && amount < 0.01 ? { maximumSignificantDigits: 2 } : {};
+  try {
+    return numberFormat(`${currency}${Object.keys(digits)}`, { style: 'currency', currency, currencyDisplay: 'narrowSymbol', ...digits }).format(amount);
+  } catch {
+    return `${count(amount)} ${currency ?? ''}`.trim(); // not a currency code
+  }
+}
+
 export function bytes(size) {
   if (size < 1000) return `${size} B`;
   if (size < 1_000_000) return `${Math.round(size / 1000)} KB`;

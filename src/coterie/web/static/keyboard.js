@@ -69,6 +69,7 @@ function alt({ key, code, shiftKey }) {
   if (code === 'KeyQ') return quick();
   if (code === 'Period') return yes(stop(openAgent()));
   if (code === 'KeyI') return yes(go('#/inbox?only=questions'));
+  if (code === 'KeyT') return yes(go('#/tasks'));
   return false;
 }
 

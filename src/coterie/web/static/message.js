@@ -5,15 +5,16 @@ import { artifactUrl, post } from './api.js';
 import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
 import { nodes } from './markdown.js';
 import { copyText, oops } from './notices.js';
-import { everySecond, nameOf, now, on, PERSON, state, SYSTEM, untilNext } from './state.js';
+import { budgetOf, everySecond, nameOf, now, on, openQuestions, PERSON, state, SYSTEM, textOf, thread, threadOf, untilNext, usedWords } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
 const DEEPEST = 3; // levels of nested keys that are shown
-const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval']);
+const ENDED_EARLY = { failed: 'replyBroken', withdrawn: 'replyWithdrawn' };
+const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval', 'budget']);
 
 export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system') : nameOf(id));
 
-/** A stored message, or an unconfirmed one (`item.local`). `acts`: replyTo(id); retry, edit, drop for a local one. */
+/** A stored message, or an unconfirmed one (`item.local`). `acts`: replyTo(id), goOn(), taskLine(message); retry, edit, drop for a local one. */
 export function messageView(item, acts) {
   const first = of(item);
   const mine = first.from === PERSON;
@@ -22,7 +23,7 @@ export function messageView(item, acts) {
   const foot = h('div', { class: 'msg-foot meta' });
   const bubbleRow = h('div', { class: 'bubble-row' }, body);
   const el = h('article', { class: `msg ${mine ? 'msg-mine' : first.from === SYSTEM ? 'msg-system' : 'msg-theirs'}`, tabindex: '-1', data: { key: item.key } },
-    h('div', { class: 'msg-box' }, head, bubbleRow, foot));
+    h('div', { class: 'msg-box' }, head, bubbleRow, h('div', { class: 'msg-tail' }, foot)));
   if (first.id) {
     el.dataset.messageId = first.id;
     el.dataset.testid = 'message';
@@ -36,6 +37,7 @@ export function messageView(item, acts) {
   let shown = null;
   let parted = '';
   let last = item;
+  let line = null; // what became of its task
   function update(next = last) {
     last = next;
     const message = of(next);
@@ -60,6 +62,10 @@ export function messageView(item, acts) {
       body.hidden = !body.firstChild;
     }
     paintFoot(message);
+    if (Boolean(line) !== Boolean(next.task && acts?.taskLine)) {
+      line?.leave();
+      line = line ? null : acts.taskLine(message, foot);
+    }
     options?.update();
   }
 
@@ -76,7 +82,13 @@ export function messageView(item, acts) {
       } else parts.push(t(message.unsure ? 'unsure' : status === 'sending' ? 'sending' : 'delivered'));
     } else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
     if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
+    if (message.cutOff) {
+      parts.push(h('span', { class: 'warn', 'data-testid': 'cut-off' }, t(`cutOff_${message.cutOff}`)));
+      if (acts?.goOn && isLast(message)) parts.push(button({ class: 'text-btn', 'data-testid': 'continue', onclick: () => acts.goOn() }, t('continue')));
+    }
     if (message.early) parts.push(t('early'));
+    if (message.every) parts.push(t('recurs', { every: message.every }));
+    if (message.missed) parts.push(h('span', { class: 'warn', 'data-testid': 'missed' }, t('missed', { n: message.missed })));
     const key = parts.map((part) => part.textContent ?? part).join('|');
     if (foot.dataset.key === key) return;
     foot.dataset.key = key;
@@ -91,11 +103,14 @@ export function messageView(item, acts) {
     update,
     leave() {
       end?.();
+      line?.leave();
       options?.leave();
     },
   };
 }
 
+/** True for the newest message of its thread, unless the person has written since. */
+const isLast = (message) => thread(threadOf(message)).ids.at(-1) === message.id && ![...state.locals.values()].some((one) => one.to === message.from);
 const of = (item) => item.local ?? state.messages.get(item.id);
 
 function brokeText({ withdrawn }) {
@@ -108,16 +123,26 @@ function content(message) {
   const payload = message.payload ?? {};
   const parts = [];
   if (message.inReplyTo && message.from === PERSON && message.option === undefined) parts.push(quoted(message.inReplyTo));
-  if (typeof payload.text === 'string' && payload.text) {
-    const tree = message.rendered;
-    parts.push(h('div', { class: 'md' }, tree?.length ? nodes(tree) : h('p', { class: 'as-typed' }, payload.text)));
+  const text = textOf(message);
+  if (text) {
+    const tree = text === payload.text && message.rendered;
+    parts.push(h('div', { class: 'md' }, tree?.length ? nodes(tree) : h('p', { class: 'as-typed' }, text)));
   }
+  if (budgetOf(message)) parts.push(budgetFacts(message));
   const files = Array.isArray(payload.attachments) ? payload.attachments : [];
   if (files.length) parts.push(h('ul', { class: 'files' }, files.map(file)));
   if (payload.approval) parts.push(fields(payload.approval.arguments ?? {}));
   const more = Object.fromEntries(Object.entries(payload).filter(([key]) => !KNOWN.has(key)));
   if (Object.keys(more).length) parts.push(structured(more));
   return parts.filter(Boolean);
+}
+
+/** Who worked on a task that has used its budget, and what it used. */
+export function budgetFacts(message) {
+  const { task, agents, used, currency } = budgetOf(message);
+  return h('div', { class: 'fields', 'data-testid': 'budget' },
+    h('dl', { class: 'pairs' }, agents.length > 0 && [h('dt', {}, t('taskWorked')), h('dd', { dir: 'auto' }, agents.join(', '))], h('dt', {}, t('taskUsed')), h('dd', {}, usedWords(used, currency))),
+    h('a', { href: `#/tasks/${encodeURIComponent(task)}` }, t('taskOpen')));
 }
 
 function quoted(id) {
@@ -173,7 +198,7 @@ export function draftView(item, pace, most = Infinity) {
     else text.data = all;
     el.classList.toggle('is-stopped', Boolean(now.stopped));
     if (now.stopped && !foot.firstChild) {
-      foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
+      foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t(ENDED_EARLY[now.outcome] ?? 'replyStopped')));
       el.querySelector('.tag-live').remove();
     }
   }
@@ -193,33 +218,59 @@ export function draftView(item, pace, most = Infinity) {
   };
 }
 
-/** Why an agent is blocked, and what to do. */
+/** What an agent said before a message of the person ended its answer. Its model does not see it again. */
+export function withdrawnView(item) {
+  const day = h('div', { class: 'day', hidden: true });
+  const el = h('article', { class: 'msg msg-theirs msg-withdrawn', tabindex: '-1', 'data-testid': 'withdrawn', 'aria-label': `${nameOf(item.from)} ${clockTime(item.at)} ${t('replyWithdrawn')}` }, day,
+    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, h('span', { class: 'msg-name' }, nameOf(item.from)), h('time', { class: 'meta', datetime: item.at }, clockTime(item.at))),
+      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('p', { class: 'as-typed' }, item.text))),
+      h('div', { class: 'msg-foot meta' }, h('span', {}, t('replyWithdrawn')))));
+
+  function update(next) {
+    day.hidden = !next.day;
+    if (next.day) setText(day, dayName(next.day));
+  }
+  update(item);
+  return { el, update, leave() {} };
+}
+
+// Only the event has a category. A page that was opened later knows only the reason.
+const isOverBudget = (id) => (state.problems.get(id)?.category ?? (/ used its budget/.test(state.agents.get(id)?.why) && 'budget')) === 'budget';
+
+/** True if the problem of an agent is that a task has used its budget, and the question about it is in the same conversation. */
+export const asksAboutBudget = (id) => isOverBudget(id) && openQuestions(id).some(budgetOf);
+
+/** Why an agent is blocked or waits for a retry, and what to do. */
 export function problemView(id) {
   const words = h('p', { class: 'problem-what' });
   const detail = h('p', { class: 'problem-why', dir: 'auto' });
   const when = h('p', { class: 'meta num' });
   const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch((error) => oops(error)) }, t('retry'));
   const setup = h('a', { class: 'text-btn', href: '#/setup' }, t('setup'));
+  const tasks = h('a', { class: 'text-btn', href: '#/tasks?state=waiting' }, t('tasks'));
   const copying = button({ class: 'text-btn', onclick: () => copyText(detail.textContent) }, t('copy'));
   const more = h('details', {}, h('summary', {}, t('details')), detail, copying);
   const el = h('article', { class: 'msg msg-problem', tabindex: '-1', 'data-testid': 'problem', data: { key: 'problem' } },
-    h('div', { class: 'problem' }, words, more, when, h('div', { class: 'problem-acts' }, again, setup)));
+    h('div', { class: 'problem' }, words, more, when, h('div', { class: 'problem-acts' }, again, setup, tasks)));
 
   function update() {
     const told = state.problems.get(id);
     const one = state.agents.get(id);
-    const key = `problem_${told?.category}`;
+    const over = isOverBudget(id);
+    const key = `problem_${over ? 'budget' : told?.category}`;
     const why = told?.message ?? one?.why;
     setText(detail, why ?? '');
-    // Only the event has a category. A page that was opened later knows only the reason.
     setText(words, t(key) !== key ? t(key) : why || t('problem_other'));
     more.hidden = words.textContent === why;
-    setup.hidden = told && told.category !== 'auth';
+    setup.hidden = over || (told && told.category !== 'auth');
+    again.hidden = over;
+    tasks.hidden = !over;
     tick();
   }
   function tick() {
     const at = state.problems.get(id)?.retryAt;
-    setText(when, at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t('problemHow'));
+    const retries = state.agents.get(id)?.phase === 'retry';
+    setText(when, isOverBudget(id) ? '' : at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t(retries ? 'phase_retry' : 'problemHow'));
   }
   update();
   return { el, update, leave: everySecond(tick) };

@@ -5,13 +5,13 @@ import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
 import { small } from './shell.js';
-import { isOpen, keep, on, openQuestions, optionsOf, PERSON, state, touch } from './state.js';
+import { isOpen, keep, on, openQuestions, optionsOf, optionWords, PERSON, state, touch } from './state.js';
 
 const SHORT = 8; // full-width characters that fit half the width of a phone
 
 /** The options as a toolbar, or as plain chips if the person cannot choose; null if there are none. */
 export function quickReplies(message) {
-  const options = optionsOf(message);
+  const options = optionsOf(message) && optionWords(message);
   if (!options) return null;
   if (message.to !== PERSON) {
     return { el: h('ul', { class: 'quick-chips', 'aria-label': t('quickReplies') }, options.map((one) => h('li', { dir: 'auto' }, one))), update() {}, leave() {} };
@@ -57,6 +57,7 @@ function toolbar(message, options) {
   function said(one, onWay, open) {
     if (onWay?.unsure) return t('unsure');
     if (onWay) return t('qrSending');
+    if (one.answer?.closed) return t('qrClosed');
     if (one.answer) return one.answer.option === null || one.answer.option === undefined ? t('qrCustom') : t('qrChosen', { n: one.answer.option + 1 });
     return open || !gone() ? '' : t('qrTerminated');
   }
@@ -147,7 +148,7 @@ async function choose(question, option) {
     const receipt = await send({ clientId, to: question.from, payload: { text }, inReplyTo: question.id, option }, unsure);
     close(question, { messageId: receipt.messageId, option });
   } catch (error) {
-    refused(question, option, error, text);
+    refused(question, option, error);
   }
 }
 
@@ -160,7 +161,7 @@ function close(question, answer) {
   touch('questions', `message:${question.id}`);
 }
 
-function refused(question, option, error, text) {
+function refused(question, option, error) {
   const winner = error.more?.answer;
   if (error.code === 'already_answered') {
     close(question, winner ?? { messageId: '', option: null });
@@ -172,7 +173,7 @@ function refused(question, option, error, text) {
     const agent = state.agents.get(question.from);
     if (agent) agent.state = 'terminated';
     touch(`agent:${question.from}`, 'agents');
-  } else toast({ kind: 'error', text: t('qrFailed', { option: text }), retry: () => choose(question, option) });
+  } else toast({ kind: 'error', text: t('qrFailed', { option: optionWords(question)[option] }), retry: () => choose(question, option) });
   touch(`message:${question.id}`, 'questions');
 }
 

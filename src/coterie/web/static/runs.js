@@ -2,7 +2,7 @@
 
 import { h, icon, setText } from './dom.js';
 import { dayName, elapsed, seconds, t } from './i18n.js';
-import { everySecond, nameOf, now, PERSON } from './state.js';
+import { everySecond, nameOf, now, on, PERSON, progressOf, state } from './state.js';
 
 const SIGNS = { done: '✓', failed: '✗', started: '…', planned: '·', gated: '?', cancelled: '–', unknown: '?' };
 
@@ -30,8 +30,9 @@ export function runsView(item) {
   const title = h('span', { class: 'runs-title' });
   const signs = h('span', { class: 'runs-signs', 'aria-hidden': 'true' });
   const time = h('span', { class: 'meta num' });
+  const progress = h('span', { class: 'meta runs-progress', dir: 'auto', 'data-testid': 'progress' });
   const list = h('ol', { class: 'runs-list' });
-  const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, time, signs), list);
+  const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, progress, time, signs), list);
   const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box);
   const row = callRows();
   let last = item;
@@ -56,12 +57,14 @@ export function runsView(item) {
 
   function tick() {
     const running = last.calls.find((call) => call.state === 'started' && !call.withdrawn);
+    setText(progress, running && state.progress.get(last.agent)?.callId === running.callId ? progressOf(last.agent) : '');
     const sum = last.calls.reduce((all, call) => all + (took(call) ?? 0), 0);
     setText(time, running?.startedAt ? elapsed(now() - Date.parse(running.startedAt)) : sum ? seconds(sum) : '');
   }
 
   update(item);
-  return { el, update, leave: everySecond(tick) };
+  const ends = [everySecond(tick), on(`progress:${item.agent}`, tick)];
+  return { el, update, leave: () => ends.forEach((end) => end()) };
 }
 
 function title1(call) {

@@ -55,7 +55,8 @@ export function buildShell() {
   parts.toasts = h('div', { class: 'toasts', role: 'region', 'aria-label': t('notices'), 'data-testid': 'toasts' });
   parts.dock = h('div', { class: 'dock' });
   parts.banner = h('div', { class: 'banners' });
-  parts.main = h('main', { class: 'main', id: 'main', tabindex: '-1' }, parts.banner, parts.screen, parts.toasts, parts.dock);
+  parts.away = h('div', { class: 'banners' });
+  parts.main = h('main', { class: 'main', id: 'main', tabindex: '-1' }, parts.banner, parts.away, parts.screen, parts.toasts, parts.dock);
   parts.inspector = h('aside', { class: 'inspector', id: 'inspector', 'aria-label': t('regionInspector'), 'data-testid': 'inspector' });
   parts.veil = h('div', { class: 'veil', onclick: () => closeSlides() });
   fill(app, skip(), parts.top, parts.side, parts.main, parts.inspector, parts.veil);
@@ -162,12 +163,13 @@ function reachable() {
 function mountHeader(root) {
   const title = h('h1', { class: 'top-title', 'data-testid': 'title' });
   const status = h('span', { class: 'top-state', 'data-testid': 'agent-state' });
+  const about = h('span', { class: 'top-about wide-only meta', dir: 'auto', 'data-testid': 'about' });
   const clock = h('span', { class: 'meta num', 'data-testid': 'elapsed' });
   const stopper = button({ class: 'stop-btn', 'data-testid': 'stop', onclick: () => stop(agent()?.id) }, icon('stop'), h('span', {}, t('stop')));
   const chip = h('span', { class: 'chip', role: 'status', 'data-testid': 'connection' });
   fill(root,
     iconButton('menu', t('menu'), { class: 'only-small', 'aria-controls': 'side', 'aria-expanded': 'false', onclick: () => toggleSlide('side'), 'data-testid': 'menu' }),
-    h('div', { class: 'top-who' }, title, status, clock, stopper),
+    h('div', { class: 'top-who' }, title, status, clock, stopper, about),
     chip,
     button({ class: 'search-btn', 'aria-label': t('search'), 'data-testid': 'search', onclick: () => import('./keyboard.js').then((keys) => keys.openPalette()) },
       icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, keyNames('Ctrl K'))),
@@ -182,6 +184,8 @@ function mountHeader(root) {
     const one = agent();
     const name = one ? one.name || one.id : shownAt().name === 'a' ? shownAt().args[0] : parts.screenTitle;
     setText(title, name || 'Coterie');
+    setAttr(title, 'title', one?.description || null);
+    setText(about, one?.description ?? '');
     parts.heading = name;
     documentTitle();
     fill(status, one ? [dot(one), h('span', {}, one.state === 'active' ? `${t('active')} · ${doing(one)}${steps(one)}` : t(one.state))] : []);

@@ -1,6 +1,7 @@
 // A cache of the server's state, merged by id. It can be discarded at any time.
 
 import { get, query } from './api.js';
+import { count, duration, many, money, t } from './i18n.js';
 import { place } from './router.js';
 
 export const PERSON = 'user';
@@ -16,19 +17,23 @@ export const state = {
   threads: new Map(), // agent -> {ids, loaded, older, unread, firstUnread, last}
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
+  paused: new Map(), // id -> recurring message that is paused
   questions: new Set(), // ids of open questions to the person
-  drafts: new Map(), // draftId -> {id, agent, text, stopped}
+  drafts: new Map(), // draftId -> {id, agent, text, stopped, outcome}
+  progress: new Map(), // agent -> {callId, name, progress, total, message} of its running tool call
   plans: new Map(), // agent -> plans, oldest first
   breaks: new Map(), // first message id -> {withdrawn}: interjections that were taken together
   problems: new Map(), // agent -> last problem event
   sending: new Map(), // question id -> {option, clientId, unsure}: answer being sent
   locals: new Map(), // clientId -> sent message that the server has not confirmed
+  tasks: new Map(), // id -> task; all open ones of the snapshot, and others that were looked up
+  moreTasks: 0, // open tasks that the snapshot left out
   connection: 'ok', // ok | reconnecting | offline | restored | stopped
   shutdown: null,
 };
 
 // Subscriptions. Topics: agents, agent:<id>, thread:<id>, message:<id>, queue:<id>, drafts:<agent>, draft:<id>, delayed,
-// questions, unread, plans:<agent>, connection, artifacts.
+// questions, unread, plans:<agent>, progress:<agent>, connection, artifacts, tasks, task:<id>.
 
 const heard = new Map();
 const dirty = new Set();
@@ -76,6 +81,15 @@ export const now = () => Date.now() + state.skew;
 export const addressed = () => ({ a: place().args[0], '': state.home })[place().name];
 export const nameOf = (id) => state.agents.get(id)?.name || id;
 
+/** How far the running tool call of an agent is, as in "40%, copying"; empty if its tool does not report it. */
+export function progressOf(id) {
+  const one = state.progress.get(id);
+  const agent = state.agents.get(id);
+  if (!one || agent?.phase !== 'tool' || agent.tool !== one.name) return '';
+  const percent = one.total ? `${Math.max(0, Math.min(100, Math.round((100 * one.progress) / one.total)))}%` : '';
+  return [percent, one.message].filter(Boolean).join(', ') || String(Math.round(one.progress * 100) / 100);
+}
+
 /** The conversation a message belongs to: an agent's id, `system`, or null between agents. */
 export function threadOf(message) {
   if (message.from === PERSON) return message.to;
@@ -92,11 +106,14 @@ export function thread(id) {
   return state.threads.get(id);
 }
 
+// The server's definition, BLANK_CHARACTERS in text.py: `trim` disagrees with it about some characters.
+const BLANK = /^[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200d\u2028\u2029\u202f\u205f\u2060\u3000\ufeff]*$/;
+
 /** Valid quick replies: 1 to 10 strings, none blank; otherwise none. */
 export function optionsOf(message) {
   const options = message.payload?.quickReplies;
   if (!Array.isArray(options) || options.length < 1 || options.length > 10) return null;
-  return options.every((one) => typeof one === 'string' && one.trim()) ? options : null;
+  return options.every((one) => typeof one === 'string' && !BLANK.test(one)) ? options : null;
 }
 
 export const isOpen = (message) => state.questions.has(message.id) && !message.answer && !state.sending.has(message.id);
@@ -108,15 +125,49 @@ export const upTo99 = (n) => (n > 99 ? '99+' : String(n));
 export const unreadTotal = () => [...state.threads.values()].reduce((sum, one) => sum + one.unread, 0);
 
 /** The text that agent search matches. */
-export const called = ({ name, id, role }) => `${name} ${id} ${role ?? ''}`.toLowerCase();
+export const called = ({ name, id, role, description }) => `${name} ${id} ${role ?? ''} ${description ?? ''}`.toLowerCase();
 
 /** Input capabilities of an agent's model that the page can name. */
 export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind) => agent?.capabilities?.input?.includes(kind));
 
-export const plainText = (message) => String(message.payload?.text ?? '').replace(/\s+/g, ' ').trim();
+export const plainText = (message) => textOf(message).replace(/\s+/g, ' ').trim();
+
+// Tasks
+
+export const isOpenTask = (task) => task.state === 'working' || task.state === 'waiting';
+export const openTasks = () => [...state.tasks.values()].filter(isOpenTask);
+
+/** The facts of a budget question, or null. Any sender can write a payload, so their types are checked. */
+export function budgetOf(message) {
+  const { task, reason, limit, about, agents, used } = message?.payload?.budget ?? {};
+  const isNumber = (one) => typeof one === 'number' && Number.isFinite(one);
+  if (typeof task !== 'string' || !['turns', 'tokens', 'cost', 'minutes'].includes(reason) || !isNumber(limit) || !used || optionsOf(message)?.length !== 2) return null;
+  const known = Object.fromEntries(Object.entries(used).filter(([, value]) => isNumber(value)));
+  return { task, reason, limit, used: known, currency: state.tasks.get(task)?.currency, about: String(about ?? ''), agents: Array.isArray(agents) ? agents.map(String) : [] };
+}
+
+/** What a task has used, in words. An unknown cost is left out. */
+export function usedWords({ turns, inputTokens = 0, outputTokens = 0, cost, modelMs }, currency) {
+  return [turns !== undefined && many('turns', turns), many('tokens', inputTokens + outputTokens), cost > 0 && money(cost, currency),
+    modelMs >= 50 && t('modelTime', { time: duration(modelMs) })].filter(Boolean).join(' · ');
+}
+
+/** The text of a message in the page's language: of a budget question and its answer, otherwise as it was written. */
+export function textOf(message) {
+  const budget = budgetOf(message);
+  if (budget) {
+    const { reason, limit, about, currency } = budget;
+    return t(`budgetOf_${reason}`, { text: about, n: reason === 'cost' ? money(limit, currency) : count(limit) });
+  }
+  const answered = message.option !== undefined && message.inReplyTo && state.messages.get(message.inReplyTo);
+  return (answered && budgetOf(answered) && optionWords(answered)[message.option]) || String(message.payload?.text ?? '');
+}
+
+/** The options of a question as they are shown. */
+export const optionWords = (message) => (budgetOf(message) ? [t('continue'), t('stop')] : optionsOf(message));
 
 /** A message's text without Markdown syntax, for previews and screen readers. */
-export const glance = (message) => String(message.payload?.text ?? '').replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
+export const glance = (message) => textOf(message).replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
   .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
 
 // Messages
@@ -243,9 +294,11 @@ async function readSnapshot() {
   for (const message of seen.queues) queue(message.to).push(keep(message).id);
   state.delayed = new Map(seen.delayed.map((one) => [one.id, keep(one)]));
   state.questions = new Set(seen.openQuestions.map((one) => keep(one).id));
+  state.tasks = new Map((seen.tasks ?? []).map((one) => [one.id, one]));
+  state.moreTasks = Math.max(0, (seen.taskCount ?? 0) - state.tasks.size);
   const again = [...state.threads].filter(([, one]) => one.loaded).map(([id]) => id);
   state.booted = true;
-  touch('agents', 'delayed', 'questions', 'unread', 'threads', 'snapshot');
+  touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'snapshot');
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
   await Promise.all(again.map((id) => loadThread(id, 200).catch(() => {})));
   again.forEach(loadPlans);

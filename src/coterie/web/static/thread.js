@@ -4,11 +4,11 @@ import { button, empty, fill, h, icon, setText, toComposer } from './dom.js';
 import { post } from './api.js';
 import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
-import { draftView, messageView, problemView } from './message.js';
+import { asksAboutBudget, draftView, messageView, problemView, withdrawnView } from './message.js';
 import { agentPath } from './router.js';
 import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
-import { mountComposer, retryLocal } from './composer.js';
+import { mountComposer, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
 
 const NEAR_TOP = 1_200;
@@ -17,6 +17,7 @@ const JOIN_MS = 180_000;
 const SEEN_MS = 50; // between two repaints of a reply in progress
 const UNSEEN_MS = 500;
 let runs = null;
+let lines = null;
 let current = null;
 
 /** The agent whose conversation opens if the address names none. */
@@ -50,6 +51,9 @@ function waitForAgents(root) {
   };
 }
 
+/** An answer that a message of the person ended. */
+const isCutAnswer = (plan) => plan.outcome === 'withdrawn' && !plan.calls.length && plan.text;
+
 const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, ['', 'bone-mine', ''].map((more) => h('span', { class: `bone bone-bubble ${more}` })));
 
 function missing(root, id) {
@@ -80,15 +84,20 @@ function conversation(root, id, wanted) {
 
   const acts = {
     replyTo: (message) => composer.replyTo(message),
+    goOn: () => sendText(id, t('continueText')),
     retry: retryLocal,
     edit: (local) => {
       if (composer.refill(local.again)) dropLocal(local.clientId);
     },
     drop: (local) => dropLocal(local.clientId),
+    get taskLine() {
+      return lines?.taskLine;
+    },
   };
   const make = (item) => {
     if (item.kind === 'draft') return draftView(item, () => (feed.isSeen(item.key) ? SEEN_MS : UNSEEN_MS));
     if (item.kind === 'runs') return runs.runsView(item);
+    if (item.kind === 'withdrawn') return withdrawnView(item);
     if (item.kind === 'problem') return problemView(id);
     return messageView(item, acts);
   };
@@ -109,17 +118,18 @@ function conversation(root, id, wanted) {
     return finish(groups(all, oldest));
   }
 
-  /** Puts tool runs between the messages, by time. */
+  /** Puts tool runs and withdrawn answers between the messages, by time; an answer before the message that ended it. */
   function groups(all, oldest) {
     const plans = runs ? (state.plans.get(id) ?? []).filter((plan) => plan.at >= oldest) : [];
     let at = 0;
     const out = [];
     for (const plan of [...plans, null]) {
-      while (at < all.length && (!plan || all[at].at <= plan.at)) out.push(all[at++]);
+      while (at < all.length && (!plan || (all[at].at <= plan.at && !(isCutAnswer(plan) && all[at].id === plan.interruptedBy)))) out.push(all[at++]);
       const last = out.at(-1);
       if (!plan) continue;
-      if (last?.kind === 'runs') last.plans.push(plan);
-      else if (runs.callsOf([plan]).length) out.push({ key: `r:${plan.turn}.${plan.step}.${plan.at}`, kind: 'runs', plans: [plan], at: plan.at });
+      if (isCutAnswer(plan)) out.push({ key: `w:${plan.turn}.${plan.step}.${plan.at}`, kind: 'withdrawn', text: plan.text, at: plan.at, from: id });
+      else if (last?.kind === 'runs') last.plans.push(plan);
+      else if (runs.callsOf([plan]).length) out.push({ key: `r:${plan.turn}.${plan.step}.${plan.at}`, kind: 'runs', plans: [plan], at: plan.at, agent: id });
     }
     for (const item of out) if (item.kind === 'runs') item.calls = runs.callsOf(item.plans);
     return out;
@@ -132,14 +142,16 @@ function conversation(root, id, wanted) {
     for (const draft of state.drafts.values()) {
       if (draft.agent === id && draft.text) all.push({ key: `d:${draft.id}`, kind: 'draft', id: draft.id, at: new Date(draft.at).toISOString() });
     }
-    if (state.agents.get(id)?.state === 'blocked' || state.problems.has(id)) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
+    const agent = state.agents.get(id);
+    if ((agent?.state === 'blocked' || agent?.phase === 'retry' || state.problems.has(id)) && !asksAboutBudget(id)) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
     decorate(all);
     return all;
   }
 
-  /** Adds day separators, the unread line and interjection marks; hides the name on consecutive messages. */
+  /** Adds day separators, the unread line, interjection marks and task lines; hides the name on consecutive messages. */
   function decorate(all) {
     const breaks = breaksOf();
+    const tasks = new Map(); // task -> the person's last message of it
     let day = null;
     let before = null;
     for (const item of all) {
@@ -150,14 +162,17 @@ function conversation(root, id, wanted) {
       item.broke = breaks.get(item.id) ?? null;
       item.joined = before && !item.day && !item.news && !item.broke && item.from && before.from === item.from && Date.parse(item.at) - Date.parse(before.at) < JOIN_MS;
       before = item;
+      const task = item.from === PERSON && item.id && state.messages.get(item.id).task;
+      if (task) tasks.set(task, item);
     }
+    for (const item of tasks.values()) item.task = true;
   }
 
   function breaksOf() {
     const found = new Map();
     for (const plan of state.plans.get(id) ?? []) {
       const cut = runs ? runs.callsOf([plan]).filter((call) => call.withdrawn).length : 0;
-      if (plan.interruptedBy && cut) found.set(plan.interruptedBy, { withdrawn: cut });
+      if (plan.interruptedBy && (cut || isCutAnswer(plan))) found.set(plan.interruptedBy, { withdrawn: cut });
     }
     for (const [message, broke] of state.breaks) if (waited.has(message)) found.set(message, broke);
     return found;
@@ -199,7 +214,7 @@ function conversation(root, id, wanted) {
     if (wanted) show(state.messages.get(wanted) ?? { id: wanted }, true);
     else if (line) feed.show(`m:${line.id}`, 120);
     loadPlans(id);
-    runs ??= await import('./runs.js');
+    if (!runs) [runs, lines] = await Promise.all([import('./runs.js'), import('./task_line.js')]);
     if (current?.feed === feed) paint();
   }
 
@@ -271,7 +286,7 @@ function conversation(root, id, wanted) {
   scroller.addEventListener('keydown', (event) => walk(event, feed, scroller));
   document.addEventListener('visibilitychange', read);
   const ends = [
-    on([`thread:${id}`, `plans:${id}`, `drafts:${id}`, `queue:${id}`, `agent:${id}`, 'snapshot'], paint),
+    on([`thread:${id}`, `plans:${id}`, `drafts:${id}`, `queue:${id}`, `agent:${id}`, 'questions', 'snapshot'], paint),
   ];
   if (state.booted) open();
   else {

@@ -1,6 +1,6 @@
-// Delayed messages: by due time, with a countdown and a cancel button.
+// Delayed messages: by due time, with a countdown and a cancel button. Recurring ones can be paused and ended.
 
-import { del, query } from '../api.js';
+import { del, patch, query } from '../api.js';
 import { button, empty, fill, flag, h, setText } from '../dom.js';
 import { dayAndTime, digits, t } from '../i18n.js';
 import { who } from '../message.js';
@@ -17,11 +17,13 @@ export function render(root, { compact }) {
   const draw = () => {
     const due = [...state.delayed.values()].sort((a, b) => (a.deliverAt < b.deliverAt ? -1 : 1));
     for (const id of rows.keys()) if (!state.delayed.has(id)) rows.delete(id);
-    for (const message of due) if (!rows.has(message.id)) rows.set(message.id, row(message));
+    for (const message of due) if (rows.get(message.id)?.every !== (message.every ?? '')) rows.set(message.id, row(message));
     const focused = list.contains(document.activeElement);
-    fill(list, due.map((message) => rows.get(message.id).el));
-    if (focused && !due.length) root.focus();
-    fill(more, due.length ? null : empty(t('delayedNone')));
+    const resting = [...state.paused.values()].map(pausedRow);
+    fill(list, due.map((message) => rows.get(message.id).el), resting);
+    const none = !due.length && !resting.length;
+    if (focused && none) root.focus();
+    fill(more, none ? empty(t('delayedNone')) : null);
     tick();
   };
   const tick = () => {
@@ -41,7 +43,9 @@ export function render(root, { compact }) {
   root.tabIndex = -1;
   draw();
   if (!compact) loadAll().catch(() => {});
-  const stops = [on(['delayed', 'snapshot', 'agents'], draw), everySecond(tick)];
+  const rest = () => loadPaused().catch(() => {});
+  rest();
+  const stops = [on(['delayed', 'snapshot', 'agents'], draw), on('snapshot', rest), everySecond(tick)];
   return () => stops.forEach((stop) => stop());
 }
 
@@ -59,20 +63,57 @@ async function loadAll() {
   }
 }
 
+/** Loads the recurring messages that are paused; the others are among the delayed ones. */
+async function loadPaused() {
+  const found = new Map();
+  for (let after; ; ) {
+    const page = await query('/schedules', { after, limit: 200 });
+    for (const item of page.items) if (item.state === 'paused') found.set(item.id, item);
+    after = page.next;
+    if (!after) break;
+  }
+  state.paused = found;
+  touch('delayed');
+}
+
+const schedulePath = (id) => `/schedules/${encodeURIComponent(id)}`;
+
+/** Buttons that pause or resume, and end, a recurring message. */
+function recurring(id, text, paused) {
+  const turn = button({ class: 'text-btn', 'data-testid': paused ? 'schedule-resume' : 'schedule-pause', data: { of: `${id} turn` }, text: t(paused ? 'recurResume' : 'recurPause'),
+    'aria-label': t(paused ? 'recurResumeThis' : 'recurPauseThis', { text }), onclick: () => busy(turn, () => patch(schedulePath(id), { paused: !paused })) });
+  const end = button({ class: 'text-btn danger', 'data-testid': 'schedule-end', data: { of: `${id} end` }, text: t('recurEnd'), 'aria-label': t('recurEndThis', { text }),
+    onclick: () => busy(end, () => del(schedulePath(id))) });
+  return [turn, end];
+}
+
+const recurrence = (every) => h('span', { class: 'tag', dir: 'auto', 'data-testid': 'every', text: t('recurs', { every }) });
+
+function pausedRow(schedule) {
+  return h(
+    'li',
+    { class: 'item delayed-item', 'data-testid': 'paused-schedule', data: { scheduleId: schedule.id } },
+    h('p', { class: 'item-head', dir: 'auto', text: `${who(schedule.from)} → ${who(schedule.to)}` }),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(schedule) || t('noText') }),
+    h('p', { class: 'item-foot' }, h('span', { class: 'tag', text: t('paused') }), ' ', recurrence(schedule.every), recurring(schedule.id, plainText(schedule), true)),
+  );
+}
+
 function row(message) {
   const left = h('span', { class: 'countdown' });
   const at = when(message.deliverAt);
   const callOff = () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate'));
-  const cancel = button({ class: 'text-btn', text: t('cancel'), 'aria-label': t('delayedCancelThis', { text: plainText(message) }), onclick: () => busy(cancel, callOff) });
+  const cancel = button({ class: 'text-btn', text: t(message.every ? 'recurSkip' : 'cancel'), 'aria-label': t(message.every ? 'recurSkipThis' : 'delayedCancelThis', { text: plainText(message) }), onclick: () => busy(cancel, callOff) });
   const el = h(
     'li',
     { class: 'item delayed-item', data: { messageId: message.id } },
     h('p', { class: 'item-head', dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
-    h('p', { class: 'item-foot' }, left, ' ', at, cancel),
+    h('p', { class: 'item-foot' }, left, ' ', at, message.every && recurrence(message.every), cancel, message.scheduleId && recurring(message.scheduleId, plainText(message), false)),
   );
   return {
     el,
+    every: message.every ?? '',
     tick(onlyTimes) {
       at.dateTime = message.deliverAt;
       setText(at, dayAndTime(message.deliverAt));

@@ -3,10 +3,10 @@
 import { query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
-import { draftView, who } from '../message.js';
+import { budgetFacts, draftView, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, glance, keep, on, openQuestions, state, threadOf } from '../state.js';
+import { PERSON, budgetOf, glance, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
@@ -109,7 +109,8 @@ function card(message) {
     'article',
     { class: 'card', data: { messageId: message.id } },
     h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', when(message.deliveredAt)),
-    h('p', { class: 'item-text', dir: 'auto', text: message.payload.text ?? '' }),
+    h('p', { class: 'item-text', dir: 'auto', text: textOf(message) }),
+    budgetOf(message) && budgetFacts(message),
     set?.el,
   );
   const stop = on([`message:${message.id}`, 'questions'], () => set?.update());

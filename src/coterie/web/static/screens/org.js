@@ -50,6 +50,7 @@ export function render(root, { compact }) {
       agent.waiting > 0 && h('span', { class: 'tag queued', text: t('orgWaiting', { n: agent.waiting }) }),
       agent.delayed > 0 && h('span', { class: 'tag', text: t('orgDelayed', { n: agent.delayed }) }),
       capabilities(agent),
+      agent.description && h('span', { class: 'org-about meta', dir: 'auto', 'data-testid': 'about', text: agent.description }),
     );
   };
   const mark = () => {
@@ -130,7 +131,7 @@ function nodeOf({ node: { agent } }, [x, y]) {
   const state = s('text', { x, y: y + 50, class: 'node-state' });
   state.textContent = doing(agent).slice(0, 20);
   const title = s('title', {});
-  title.textContent = `${agent.name}: ${doing(agent)}`;
+  title.textContent = [`${agent.name}: ${doing(agent)}`, agent.description].filter(Boolean).join('\n');
   link.append(title, s('circle', { cx: x, cy: y, r: 14 }), name, state);
   return link;
 }

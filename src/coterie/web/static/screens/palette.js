@@ -8,7 +8,7 @@ import { agentPath, go } from '../router.js';
 import { PERSON, called, keep, plainText, state, threadOf } from '../state.js';
 import { openDialog, toggle } from './parts.js';
 
-const SCREENS = ['inbox', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
+const SCREENS = ['inbox', 'tasks', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
 const PAUSE_MS = 150;
 const SHOWN = 8;
 

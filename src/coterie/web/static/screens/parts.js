@@ -16,6 +16,12 @@ export const failed = (text, again) =>
 
 export const when = (at) => h('time', { class: 'meta', datetime: at ?? '', text: dayAndTime(at) });
 
+/** A table whose first column names the row; on a narrow screen each row becomes a block. */
+export const table = (label, heads, rows) =>
+  h('div', { class: 'table-frame', tabindex: '0', role: 'group', 'aria-labelledby': label },
+    h('table', {}, h('thead', {}, h('tr', {}, heads.map((text) => h('th', { scope: 'col', text })))),
+      h('tbody', {}, rows.map(([first, ...cells]) => h('tr', {}, h('th', { scope: 'row', dir: 'auto', text: first }), cells.map((text, at) => h('td', { text, data: { of: heads[at + 1] } })))))));
+
 let count = 0;
 export const newName = (stem) => `${stem}-${(count += 1)}`;
 

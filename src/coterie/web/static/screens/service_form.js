@@ -7,6 +7,8 @@ import { busy, choice, field, newName, toggle } from './parts.js';
 
 const OUTPUT = ['text', 'tool_calling', 'structured_output'];
 const INPUT = ['text', 'vision', 'audio', 'file'];
+const UNKNOWN = { input: ['text'], output: ['text'] };
+export const TEST_MS = 150_000; // three requests
 export const CAPABILITIES = [...INPUT, ...OUTPUT.slice(1)];
 
 /** `from`: a service or a preset; `known`: the service exists, and empty fields stay unchanged. */
@@ -23,6 +25,8 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const moved = () => known && from.apiKey && base.value.trim() !== from.baseURL;
   let apiKey = known ? undefined : from.apiKey;
   const can = { input: new Set(), output: new Set() };
+  // Only capabilities that somebody declared are sent. The server writes the others as the test finds them.
+  let declared = known ? from.capabilities?.source === 'declared' : Boolean(from.capabilities);
 
   const tick = (capabilities) => {
     for (const way of ['input', 'output']) can[way] = new Set(capabilities[way]);
@@ -30,7 +34,10 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
       abilities,
       h('legend', { text: t('setupCapabilities') }),
       [['input', INPUT], ['output', OUTPUT]].map(([way, all]) =>
-        h('div', { class: 'checks', role: 'group', 'aria-label': t(`way_${way}`) }, h('span', { class: 'meta', text: t(`way_${way}`) }), all.map((one) => toggle(t(`can_${one}`), can[way].has(one), (on) => (on ? can[way].add(one) : can[way].delete(one))))),
+        h('div', { class: 'checks', role: 'group', 'aria-label': t(`way_${way}`) }, h('span', { class: 'meta', text: t(`way_${way}`) }), all.map((one) => toggle(t(`can_${one}`), can[way].has(one), (on) => {
+          declared = true;
+          can[way][on ? 'add' : 'delete'](one);
+        }))),
       ),
     );
   };
@@ -39,7 +46,8 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     if (!one) return;
     if (!known) id.value = one.id;
     [name.value, base.value] = [one.name, one.baseURL];
-    tick(one.capabilities);
+    declared = Boolean(one.capabilities);
+    tick(one.capabilities ?? UNKNOWN);
     const offer = offers.find((each) => each.id === chosen);
     apiKey = offer?.apiKey;
     fill(models, (offer?.models ?? []).map((value) => h('option', { value })));
@@ -47,7 +55,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   };
   const fields = () => {
     const told = { name: name.value || id.value, provider: from.provider ?? 'openai', baseURL: base.value.trim(), model: model.value.trim() };
-    told.capabilities = { input: [...can.input], output: [...can.output] };
+    if (declared) told.capabilities = { input: [...can.input], output: [...can.output] };
     if (key.value || moved()) told.key = key.value;
     else if (apiKey) told.apiKey = apiKey;
     return told;
@@ -56,7 +64,12 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const keyField = field(t('key'), key, hint());
   base.oninput = () => (keyField.lastChild.textContent = hint());
   const path = () => `/services/${encodeURIComponent(id.value.trim())}`;
-  const trial = async () => fill(outcome, outcomeOf(await post(`${path()}/test`, fields(), 60_000)));
+  const trial = async () => {
+    const result = await post(`${path()}/test`, fields(), TEST_MS);
+    fill(outcome, outcomeOf(result));
+    const { tool_calling: tools, vision } = result.capabilities;
+    if (!declared && (tools ?? vision) !== undefined) tick({ input: vision ? ['text', 'vision'] : ['text'], output: tools ?? true ? ['text', 'tool_calling'] : ['text'] });
+  };
   const test = button({ class: 'plain-btn', text: t('test'), onclick: () => form.reportValidity() && busy(test, trial) });
   const save = h('button', { type: 'submit', class: 'primary', text: t('save') });
   const form = h(
@@ -77,11 +90,13 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     outcome,
     h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
   );
-  tick(from.capabilities ?? { input: ['text'], output: ['text'] });
+  tick(from.capabilities ?? UNKNOWN);
   fill(models, (from.models ?? []).map((value) => h('option', { value })));
   if (from.models?.length) model.value ||= from.models[0];
   return form;
 }
+
+const foundOf = ({ capabilities = {} }) => Object.entries(capabilities).map(([name, works]) => t(`found_${name}_${works}`));
 
 /** The result of a service test in the page's language: the server sends a code and English text. */
 export function outcomeOf(trial) {
@@ -90,7 +105,7 @@ export function outcomeOf(trial) {
   return [
     h('span', { class: trial.ok ? 'tag ok' : 'tag bad', text: t(trial.ok ? 'trialOk' : 'trialBad') }),
     ' ',
-    h('span', { text: told, title: dayAndTime(trial.at) }),
+    h('span', { text: [told, ...foundOf(trial)].join(' '), title: dayAndTime(trial.at) }),
     trial.detail && h('span', { class: 'meta block', dir: 'auto', text: trial.detail }),
   ].filter(Boolean);
 }

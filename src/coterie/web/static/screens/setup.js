@@ -6,7 +6,7 @@ import { t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
 import { settings } from './settings.js';
-import { CAPABILITIES, outcomeOf, serviceForm } from './service_form.js';
+import { CAPABILITIES, outcomeOf, serviceForm, TEST_MS } from './service_form.js';
 import { busy, confirm, failed, section, toggle } from './parts.js';
 
 const GUIDE = 'guide';
@@ -80,7 +80,7 @@ function card(one, { edit, changed }) {
   const tell = (trial) => fill(outcome, outcomeOf(trial));
   tell(one.trial);
   const path = `/services/${encodeURIComponent(one.id)}`;
-  const trial = async () => tell((one.trial = await post(`${path}/test`, undefined, 60_000)));
+  const trial = async () => tell((one.trial = await post(`${path}/test`, undefined, TEST_MS)));
   const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }), onclick: () => busy(test, trial) });
   const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }), onclick: async () => {
     if (await confirm(t('setupRemoveSure', { name: one.name }), t('remove'))) await busy(remove, () => del(path).then(changed));

@@ -20,6 +20,7 @@ const KEYS = [
     ['Alt+↑ / Alt+↓', 'keyAgents'],
     ['Alt+Shift+↑ / ↓', 'keyUnread'],
     ['Alt+I', 'keyInbox'],
+    ['Alt+T', 'keyTasks'],
     ['F6 / Shift+F6', 'keyRegions'],
     ['? / Ctrl+/', 'keySheet'],
   ]],

@@ -144,7 +144,7 @@ function runRow(run, callRow) {
       'p',
       { class: 'item-head' },
       h('span', { dir: 'auto', text: who(run.agent) }),
-      h('span', { class: 'tag', text: t(run.outcome === 'withdrawn' ? 'runWithdrawn' : 'runPlan') }),
+      h('span', { class: 'tag', text: t(run.outcome !== 'withdrawn' ? 'runPlan' : run.calls.length ? 'runWithdrawn' : 'answerWithdrawn') }),
       when(run.at),
     ),
     run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),

@@ -1,0 +1,63 @@
+"""Answers that must follow a JSON schema: reading the owner's schema, and checking an answer against it."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from coterie.text import one_line
+
+MAX_SCHEMA_BYTES = 100_000
+_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n```", re.S)
+
+
+class WrongSchema(ValueError):
+    """The file holds no usable JSON schema; the message says why."""
+
+
+class WrongAnswer(ValueError):
+    """The answer does not follow the schema; the message says where."""
+
+
+def read_answer_schema(file: Path) -> str:
+    """Return the schema in `file` as compact JSON. `WrongSchema`, or `OSError` if the file cannot be read."""
+    import jsonschema  # takes 0.1 s to import
+
+    if file.stat().st_size > MAX_SCHEMA_BYTES:
+        raise WrongSchema(f"has more than {MAX_SCHEMA_BYTES:,} bytes")
+    try:
+        schema = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise WrongSchema(f"is no JSON: {one_line(str(error))}") from None
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        raise WrongSchema('expected a JSON schema with "type": "object"')
+    try:
+        jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise WrongSchema(f"is no JSON schema: {one_line(error.message)}") from None
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def check_answer(text: str, schema: str) -> str:
+    """Return the JSON of an answer, without a code fence around it. `WrongAnswer` if it does not follow the schema."""
+    fenced = _FENCE.fullmatch(text.strip())
+    found = fenced[1] if fenced else text.strip()
+    try:
+        answer = json.loads(found)
+    except (ValueError, RecursionError):
+        raise WrongAnswer("it is no JSON") from None
+    error = next(iter(_validator(schema).iter_errors(answer)), None)
+    if error:
+        raise WrongAnswer(f"{error.json_path}: {one_line(error.message, 200)}")
+    return found
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> Any:
+    import jsonschema
+
+    content = json.loads(schema)
+    return jsonschema.validators.validator_for(content, jsonschema.Draft202012Validator)(content)

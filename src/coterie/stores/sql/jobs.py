@@ -1,0 +1,89 @@
+"""Jobs for the writer thread: how they are batched, and how their callers get results."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH_JOBS = 256
+"""Jobs per commit. It bounds how long the first job waits for the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one run of a job returned.
+
+    A run may be rolled back and repeated, so it must keep its results nowhere else. Only the committed run counts.
+    """
+
+    value: Any
+    """Result for the caller."""
+    claims: Any = None
+    """Argument of `Job.on_settled`."""
+
+
+@dataclass(slots=True)
+class Job:
+    run: Callable[..., Result]
+    future: asyncio.Future[Any]
+    on_settled: Callable[[Any], None] | None = None
+    """Called on the event loop with `claims` of the committed run, or with None if nothing was written.
+
+    It is called even if the caller was cancelled.
+    """
+    touches: Sequence[str] = ()
+    """Ids of agents whose rows the job changes, to be locked first."""
+    message_count: int = 0
+    """Messages that it sends to these agents."""
+    result: Result | None = None
+    error: BaseException | None = None
+
+    def reset(self) -> None:
+        """Forget the result of an earlier run."""
+        self.result = self.error = None
+
+
+JobQueue = queue.SimpleQueue[Job | None]
+"""None: no more jobs follow."""
+
+
+def collect_batch(jobs: JobQueue, first: Job) -> tuple[list[Job], bool]:
+    """Return `first` with the jobs that are queued already, and whether the queue has ended."""
+    batch = [first]
+    while len(batch) < MAX_BATCH_JOBS:
+        try:
+            job = jobs.get_nowait()
+        except queue.Empty:
+            break
+        if job is None:
+            return batch, True
+        batch.append(job)
+    return batch, False
+
+
+def fail_batch(batch: list[Job], error: BaseException) -> None:
+    for job in batch:
+        job.error = error
+
+
+def settle_batch(batch: list[Job]) -> None:
+    """Resolve the futures of a batch. Call it on the event loop."""
+    for job in batch:
+        written = job.result if job.error is None else None
+        if job.on_settled:
+            try:
+                job.on_settled(written and written.claims)
+            except Exception:  # the other callers of this batch must still get their results
+                log.exception("the callback of a committed transaction failed")
+        if job.future.done():  # its caller was cancelled
+            continue
+        if written is None:
+            job.future.set_exception(job.error or AssertionError("a job has neither a result nor an error"))
+        else:
+            job.future.set_result(written.value)

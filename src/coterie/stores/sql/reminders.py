@@ -1,0 +1,85 @@
+"""Reminders: delayed messages with `unlessAnswered`, which the store withdraws when it stores an answer.
+
+`agents.reminders` counts those of each sender, so that storing an answer needs a query only if the asker has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from coterie.errors import Refused
+from coterie.messages import PERSON, Envelope
+from coterie.stores.sql.rows import Connection
+from coterie.stores.sql.task_changes import is_stopped
+
+if TYPE_CHECKING:
+    from coterie.stores.sql.unit_of_work import UnitOfWork
+
+_SELECT_QUESTION = "SELECT seq, sender, recipient, state, question, answered_by FROM messages WHERE id = :id"
+_SELECT_ANSWER = """
+SELECT 1 FROM messages
+ WHERE seq > :seq AND in_reply_to = :id AND sender = :sender AND state NOT IN ('withdrawn', 'dead') LIMIT 1
+"""
+# Only an answer of the one who was asked counts.
+_SELECT_ANSWERED = """
+SELECT seq FROM messages
+ WHERE unless_answered = :question AND sender = :asker AND state = 'delayed'
+   AND EXISTS (SELECT 1 FROM messages AS asked WHERE asked.id = :question AND asked.recipient = :answerer)
+ ORDER BY seq
+"""
+_SELECT_WITHDRAWN = """
+SELECT seq FROM messages WHERE unless_answered = :question AND withdrawn_by = :answer ORDER BY seq
+"""
+
+
+def is_answered(db: Connection, uow: UnitOfWork, reminder: Envelope) -> bool:
+    """True if the question of a new reminder has an answer already. `Refused` if it is no question of the sender."""
+    uow.flush_messages()
+    uow.mailbox(reminder.sender)  # locked, as every answer to this sender locks it: no answer is missed
+    row = db.execute(_SELECT_QUESTION, {"id": reminder.unless_answered}).fetchone()
+    seq, sender, recipient, state, question, answered_by = row or (0, None, None, None, 0, None)
+    if sender != reminder.sender or state in ("withdrawn", "dead") or (recipient == PERSON and not question):
+        raise Refused(
+            "unlessAnswered_unknown",
+            f"{reminder.unless_answered!r} is no question of yours: name a message that you sent to an agent, or one"
+            " with quickReplies to the person",
+        )
+    if answered_by is not None:
+        return True
+    found = db.execute(_SELECT_ANSWER, {"seq": seq, "id": reminder.unless_answered, "sender": recipient})
+    return found.fetchone() is not None
+
+
+def withdraw_answered(db: Connection, uow: UnitOfWork, answer: Envelope, questions: set[str]) -> None:
+    """Withdraw the reminders of the asker that this answer makes needless."""
+    uow.flush_messages()  # a reminder of the same transaction may not be written yet
+    for question in sorted(questions):
+        parameters = {"question": question, "asker": answer.to, "answerer": answer.sender}
+        for (seq,) in db.execute(_SELECT_ANSWERED, parameters).fetchall():
+            uow.withdraw(uow.read_stored(seq))
+            db.execute("UPDATE messages SET withdrawn_by = :answer WHERE seq = :seq", {"answer": answer.id, "seq": seq})
+
+
+def restore_reminders(db: Connection, uow: UnitOfWork, answer_id: str, reopened: Iterable[str]) -> None:
+    """Schedule the messages again that an answer had withdrawn, because the answer itself is withdrawn.
+
+    `reopened`: the questions that are open again. A message to an agent has an answer without being one of them.
+    """
+    (asked,) = db.execute("SELECT in_reply_to FROM messages WHERE id = :id", {"id": answer_id}).fetchone()
+    rows = [
+        row
+        for question in sorted({*reopened, asked or ""})
+        for row in db.execute(_SELECT_WITHDRAWN, {"question": question, "answer": answer_id}).fetchall()
+    ]
+    for (seq,) in rows:
+        row = uow.read_stored(seq)
+        if any(task and is_stopped(db, task) for task in (row.task, row.parent_task)):
+            continue
+        db.execute("UPDATE messages SET state = 'delayed', withdrawn_by = NULL WHERE seq = :seq", {"seq": seq})
+        row = row._replace(state="delayed")
+        uow.mailbox(row.recipient).delayed += 1
+        uow.mailbox(row.sender).reminders += 1
+        if row.is_queued:
+            uow.tasks.of(row.task_id).queued += 1
+        uow.record_event("delayed.scheduled", row.id)

@@ -1,0 +1,403 @@
+"""Read queries about tasks: listings, one task, and its tree of messages and turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from coterie.clock import from_ms
+from coterie.store import Page
+from coterie.stores.sql.rows import Connection, json_keys, to_answer, to_payload
+from coterie.stores.sql.task_changes import IS_WAITING_TASK
+from coterie.tasks import (
+    MAX_EXCERPT,
+    MAX_TITLE,
+    Away,
+    MessageNode,
+    RequestRecord,
+    Task,
+    TaskCall,
+    TaskState,
+    TaskTree,
+    TurnNode,
+    TurnState,
+)
+
+MAX_ACTIVE_AGENTS = 20
+_TASK_COLUMNS = """
+tasks.seq, tasks.id, tasks.parent, tasks.sender, tasks.agent, tasks.state, tasks.created_at, tasks.last_at,
+tasks.stopped_at, tasks.messages, tasks.active, tasks.queued, tasks.questions, tasks.turns, tasks.requests,
+tasks.input_tokens, tasks.output_tokens, tasks.cached_tokens, tasks.tool_calls, tasks.model_ms, tasks.cost,
+tasks.unpriced, tasks.budgets, tasks.budget_question,
+(SELECT CAST(payload AS BLOB) FROM messages WHERE messages.id = tasks.id),
+(SELECT count(DISTINCT agent_id) FROM all_turns AS turns WHERE turns.task = tasks.id)
+"""
+"""Columns of `_TaskRow`. The text of a cleared or pruned message is gone."""
+_SELECT_TASKS = f"""
+SELECT {_TASK_COLUMNS} FROM tasks
+ WHERE (:before IS NULL OR seq < :before) AND (:state IS NULL OR state = :state)
+   AND (:agent IS NULL OR agent = :agent
+        OR EXISTS (SELECT 1 FROM all_turns AS turns WHERE turns.task = tasks.id AND turns.agent_id = :agent))
+ ORDER BY seq DESC LIMIT :limit
+"""
+# The same, along the index of states that few tasks have.
+_SELECT_RARE = f"""
+SELECT {_TASK_COLUMNS} FROM tasks
+ WHERE state = :state AND (state = 'waiting' OR state = 'failed' OR state = 'stopped')
+   AND (:before IS NULL OR seq < :before)
+   AND (:agent IS NULL OR agent = :agent
+        OR EXISTS (SELECT 1 FROM all_turns AS turns WHERE turns.task = tasks.id AND turns.agent_id = :agent))
+ ORDER BY seq DESC LIMIT :limit
+"""
+_SELECT_BY_ID = f"SELECT {_TASK_COLUMNS} FROM tasks WHERE id IN (SELECT key FROM json_each(:ids))"
+# Tasks at work are found by what keeps them at work: agents with a turn, messages in mailboxes, short delays.
+_SELECT_BUSY_IDS = """
+SELECT task, other_tasks FROM agents WHERE task IS NOT NULL
+ UNION
+SELECT coalesce(messages.task, messages.id), NULL FROM agents CROSS JOIN messages
+ WHERE agents.kind = 'agent' AND agents.waiting > 0 AND messages.recipient = agents.id
+   AND messages.in_seq > agents.taken_seq AND messages.state = 'pending'
+ UNION
+SELECT coalesce(task, id), NULL FROM messages
+ WHERE state = 'delayed' AND deliver_at - created_at < 60000 AND schedule_id IS NULL
+"""
+_SELECT_WORKING = f"""
+SELECT {_TASK_COLUMNS} FROM tasks
+ WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'working' AND (:before IS NULL OR seq < :before)
+   AND (:agent IS NULL OR agent = :agent
+        OR EXISTS (SELECT 1 FROM all_turns AS turns WHERE turns.task = tasks.id AND turns.agent_id = :agent))
+ ORDER BY seq DESC LIMIT :limit
+"""
+_COUNT_WORKING = "SELECT count(*) FROM tasks WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'working'"
+_SELECT_SINCE = f"""
+SELECT {_TASK_COLUMNS} FROM tasks WHERE last_at >= :since AND state = :state ORDER BY seq DESC LIMIT :limit
+"""
+_COUNT_SINCE = "SELECT state, count(*) FROM tasks WHERE last_at >= :since GROUP BY state"
+_UNREAD_SINCE = """
+SELECT thread, count(*) FROM messages
+ WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending' AND delivered_at >= :since GROUP BY thread
+"""
+_COUNT_QUESTIONED = "SELECT count(*) FROM tasks WHERE state = 'waiting'"
+# Tasks without a row: their first message waits for an agent, and nothing else is there. Agents come first in the join:
+# few have waiting messages, and an index has those of one agent together.
+_FROM_MAILBOXES = f"""
+  FROM agents CROSS JOIN messages
+ WHERE agents.kind = 'agent' AND agents.waiting > 0 AND messages.recipient = agents.id
+   AND messages.in_seq > agents.taken_seq AND {IS_WAITING_TASK}
+"""
+_WAITING_COLUMNS = """
+messages.seq, messages.id, messages.parent_task, messages.sender, messages.recipient, messages.created_at,
+CAST(messages.payload AS BLOB)
+"""
+_SELECT_WAITING = f"""
+SELECT {_WAITING_COLUMNS} {_FROM_MAILBOXES}
+   AND messages.seq < :before AND (:agent IS NULL OR messages.recipient = :agent)
+ ORDER BY messages.seq DESC LIMIT :limit
+"""
+_SELECT_WAITING_BY_ID = f"""
+SELECT {_WAITING_COLUMNS} FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND {IS_WAITING_TASK}
+"""
+_COUNT_WAITING = f"SELECT count(*) {_FROM_MAILBOXES}"
+WAITING_SEQ = 1 << 52
+"""Added to the number of the first message of a task without a row: listings have such tasks before all others."""
+_COUNT_BY_STATE = "SELECT state, count(*) FROM tasks GROUP BY state"
+_SELECT_ACTIVE = f"""
+SELECT turns.task, turns.agent_id FROM all_turns AS turns JOIN agents ON agents.id = turns.agent_id
+ WHERE turns.task IN (SELECT key FROM json_each(:ids)) AND turns.ended_at IS NULL
+   AND agents.state IN ('llm', 'tools', 'wait_retry') ORDER BY turns.started_at, turns.agent_id
+ LIMIT {MAX_ACTIVE_AGENTS * 50}
+"""
+_SELECT_MESSAGES = """
+SELECT id, cause, sender, recipient, CAST(payload AS BLOB), state, created_at, delivered_at, taken_at, automatic,
+       question, answered_by, answered_option, in_reply_to
+  FROM messages
+ WHERE id = :task OR task = :task ORDER BY seq
+"""
+_SELECT_TURNS = """
+SELECT turns.agent_id, turns.turn_no, turns.started_at, turns.ended_at, turns.outcome, agents.state,
+       (SELECT history.message_id FROM history JOIN messages ON messages.id = history.message_id
+         WHERE history.agent_id = turns.agent_id AND history.turn_no = turns.turn_no
+           AND (messages.id = :task OR messages.task = :task) ORDER BY history.seq DESC LIMIT 1)
+  FROM all_turns AS turns LEFT JOIN agents ON agents.id = turns.agent_id
+ WHERE turns.task = :task ORDER BY turns.started_at, turns.agent_id
+"""
+_SELECT_REQUESTS = """
+SELECT llm_calls.agent_id, llm_calls.turn_no, llm_calls.service, llm_calls.at, llm_calls.model_ms,
+       llm_calls.input_tokens, llm_calls.output_tokens, llm_calls.cached_tokens, llm_calls.cost, llm_calls.outcome
+  FROM all_turns AS turns JOIN llm_calls ON llm_calls.agent_id = turns.agent_id AND llm_calls.turn_no = turns.turn_no
+ WHERE turns.task = :task AND llm_calls.task = :task
+ ORDER BY llm_calls.agent_id, llm_calls.turn_no, llm_calls.step_no, llm_calls.call_no
+"""
+_SELECT_CALLS = """
+SELECT calls.agent_id, calls.turn_no, calls.call_id, calls.name, calls.state, calls.started_at, calls.ended_at
+  FROM all_turns AS turns JOIN calls ON calls.agent_id = turns.agent_id AND calls.turn_no = turns.turn_no
+ WHERE turns.task = :task ORDER BY calls.agent_id, calls.turn_no, calls.step_no, calls.idx
+"""
+
+
+class _TaskRow(NamedTuple):
+    seq: int
+    id: str
+    parent: str | None
+    sender: str
+    agent: str
+    state: TaskState
+    created_at: int
+    last_at: int
+    stopped_at: int | None
+    messages: int
+    active: int
+    queued: int
+    questions: int
+    turns: int
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    tool_calls: int
+    model_ms: int
+    cost: int
+    unpriced: int
+    budgets: int
+    budget_question: str | None
+    payload: str | bytes | None
+    agents: int
+
+
+def read_tasks(db: Connection, page: Page, state: TaskState | None, agent: str | None) -> list[Task]:
+    """Return tasks, newest first: those whose first message waits, then the others."""
+    tasks = list[Task]()
+    if state in (None, "working") and (page.before is None or page.before > WAITING_SEQ):
+        before = (page.before or 2 * WAITING_SEQ) - WAITING_SEQ
+        rows = db.execute(_SELECT_WAITING, {"before": before, "agent": agent, "limit": page.limit})
+        tasks = [_to_waiting_task(row) for row in rows]
+    if len(tasks) == page.limit:
+        return tasks
+    parameters = {"before": page.before, "state": state, "agent": agent, "limit": page.limit - len(tasks)}
+    match state:
+        case "working":
+            rows = db.execute(_SELECT_WORKING, parameters | {"ids": _busy_ids(db)})
+        case "waiting" | "failed" | "stopped":
+            rows = db.execute(_SELECT_RARE, parameters)
+        case _:
+            rows = db.execute(_SELECT_TASKS, parameters)
+    return tasks + _to_tasks(db, rows.fetchall())
+
+
+def read_open_tasks(db: Connection, limit: int) -> tuple[list[Task], int]:
+    """Return the newest tasks that work or wait for the person, and the number of all."""
+    page = Page(limit=limit)
+    tasks = read_tasks(db, page, "working", None) + read_tasks(db, page, "waiting", None)
+    (waiting,) = db.execute(_COUNT_QUESTIONED).fetchone()
+    return sorted(tasks, key=lambda task: -task.seq)[:limit], _count_working(db) + waiting
+
+
+def _count_working(db: Connection) -> int:
+    (with_row,) = db.execute(_COUNT_WORKING, {"ids": _busy_ids(db)}).fetchone()
+    (without_row,) = db.execute(_COUNT_WAITING).fetchone()
+    return int(with_row + without_row)
+
+
+def _busy_ids(db: Connection) -> str:
+    """Return the ids of all tasks that may be at work, for `json_each`."""
+    found = db.execute(_SELECT_BUSY_IDS).fetchall()
+    return json_keys(task for own, others in found for task in (own, *(others.split() if others else ())))
+
+
+def read_away(db: Connection, since: int, limit: int) -> Away:
+    """Return what happened since then. Call it in a snapshot."""
+
+    def read(state: TaskState) -> list[Task]:
+        rows = db.execute(_SELECT_SINCE, {"since": since, "state": state, "limit": limit})
+        return _to_tasks(db, rows.fetchall())
+
+    return Away(
+        finished=read("done"),
+        failed=read("failed"),
+        waiting=read("waiting"),
+        counts=dict(db.execute(_COUNT_SINCE, {"since": since}).fetchall()),
+        unread=dict(db.execute(_UNREAD_SINCE, {"since": since}).fetchall()),
+    )
+
+
+def read_tasks_by_id(db: Connection, ids: Sequence[str]) -> dict[str, Task]:
+    tasks = {task.id: task for task in _to_tasks(db, db.execute(_SELECT_BY_ID, {"ids": json_keys(ids)}).fetchall())}
+    if missing := [task_id for task_id in ids if task_id not in tasks]:
+        rows = db.execute(_SELECT_WAITING_BY_ID, {"ids": json_keys(missing)})
+        tasks |= {task.id: task for task in map(_to_waiting_task, rows)}
+    return tasks
+
+
+def count_by_state(db: Connection) -> dict[str, int]:
+    counts: dict[str, int] = dict(db.execute(_COUNT_BY_STATE).fetchall())
+    if waiting := db.execute(_COUNT_WAITING).fetchone()[0]:
+        counts["working"] = counts.get("working", 0) + waiting
+    return counts
+
+
+def find_task_id(db: Connection, message_id: str) -> str:
+    """Return the id of the task that a message belongs to; `message_id` itself if there is no such message."""
+    row = db.execute("SELECT coalesce(task, id) FROM messages WHERE id = :id", {"id": message_id}).fetchone()
+    return row[0] if row else message_id
+
+
+def read_tree(db: Connection, message_id: str) -> TaskTree | None:
+    """Return the task of a message with its messages and turns in the order of time. Call it in a snapshot."""
+    task = read_tasks_by_id(db, [find_task_id(db, message_id)])
+    if not task:
+        return None
+    ((task_id, summary),) = task.items()
+    nodes: list[tuple[datetime, int, MessageNode | TurnNode]] = [
+        (node.created_at, 0, node) for node in _read_messages(db, task_id)
+    ]
+    nodes += [(node.started_at, 1, node) for node in _read_turns(db, task_id)]
+    # A message comes before the turn that it starts in the same millisecond; otherwise both keep their order.
+    return TaskTree(task=summary, nodes=[node for *_, node in sorted(nodes, key=lambda entry: entry[:2])])
+
+
+def _read_messages(db: Connection, task_id: str) -> list[MessageNode]:
+    rows = db.execute(_SELECT_MESSAGES, {"task": task_id}).fetchall()
+    ids = {row[0] for row in rows}
+    nodes = []
+    for (message_id, cause, sender, to, payload, state, created_at, delivered_at, taken_at, automatic, question,
+         answered_by, answered_option, in_reply_to) in rows:  # fmt: skip
+        answer = to_answer(answered_by, answered_option)
+        parent = cause if cause in ids else in_reply_to if in_reply_to in ids else None
+        nodes.append(
+            MessageNode(
+                id=message_id,
+                parent=None if message_id == task_id else parent or (task_id if task_id in ids else None),
+                sender=sender,
+                to=to,
+                text=_excerpt(message_id, payload, MAX_EXCERPT),
+                state=state,
+                created_at=from_ms(created_at),
+                delivered_at=None if delivered_at is None else from_ms(delivered_at),
+                taken_at=None if taken_at is None else from_ms(taken_at),
+                automatic=bool(automatic),
+                question=bool(question),
+                answer=answer.to_dict() if answer else None,
+            )
+        )
+    return nodes
+
+
+def _read_turns(db: Connection, task_id: str) -> list[TurnNode]:
+    requests: dict[tuple[str, int], list[RequestRecord]] = {}
+    for agent_id, turn_no, service, at, ms, used, said, cached, cost, outcome in db.execute(
+        _SELECT_REQUESTS, {"task": task_id}
+    ):
+        requests.setdefault((agent_id, turn_no), []).append(
+            RequestRecord(
+                service=service,
+                at=from_ms(at),
+                ms=ms,
+                input_tokens=used,
+                output_tokens=said,
+                cached_tokens=cached,
+                cost=cost,
+                outcome=outcome,
+            )
+        )
+    calls: dict[tuple[str, int], list[TaskCall]] = {}
+    for agent_id, turn_no, call_id, name, state, started_at, ended_at in db.execute(_SELECT_CALLS, {"task": task_id}):
+        calls.setdefault((agent_id, turn_no), []).append(
+            TaskCall(
+                call_id=call_id,
+                name=name,
+                state=state,
+                started_at=None if started_at is None else from_ms(started_at),
+                ended_at=None if ended_at is None else from_ms(ended_at),
+            )
+        )
+    return [
+        TurnNode(
+            agent_id=agent_id,
+            turn_no=turn_no,
+            parent=parent,
+            state=_turn_state(outcome, agent_state),
+            started_at=from_ms(started_at),
+            ended_at=None if ended_at is None else from_ms(ended_at),
+            requests=requests.get((agent_id, turn_no), ()),
+            calls=calls.get((agent_id, turn_no), ()),
+        )
+        for agent_id, turn_no, started_at, ended_at, outcome, agent_state, parent in db.execute(
+            _SELECT_TURNS, {"task": task_id}
+        ).fetchall()
+    ]
+
+
+def _turn_state(outcome: TurnState | None, agent_state: str | None) -> TurnState:
+    if outcome is not None:
+        return outcome
+    match agent_state:
+        case "wait_approval":
+            return "waiting"
+        case "blocked":
+            return "blocked"
+    return "working"
+
+
+def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]]) -> list[Task]:
+    found = [_TaskRow._make(row) for row in rows]
+    active: dict[str, list[str]] = {}
+    working = [row.id for row in found if row.active]
+    if working:
+        for task, agent_id in db.execute(_SELECT_ACTIVE, {"ids": json_keys(working)}):
+            active.setdefault(task, []).append(agent_id)
+    return [
+        Task(
+            seq=row.seq,
+            id=row.id,
+            parent=row.parent,
+            sender=row.sender,
+            agent=row.agent,
+            text="" if row.payload is None else _excerpt(row.id, row.payload, MAX_TITLE),
+            state=row.state,
+            created_at=from_ms(row.created_at),
+            last_at=from_ms(row.last_at),
+            stopped_at=None if row.stopped_at is None else from_ms(row.stopped_at),
+            messages=row.messages,
+            agents=row.agents,
+            active_agents=active.get(row.id, [])[:MAX_ACTIVE_AGENTS],
+            active=row.active,
+            queued=row.queued,
+            questions=row.questions,
+            turns=row.turns,
+            requests=row.requests,
+            input_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            cached_tokens=row.cached_tokens,
+            tool_calls=row.tool_calls,
+            model_ms=row.model_ms,
+            cost=row.cost,
+            unpriced=row.unpriced,
+            budgets=row.budgets,
+            budget_question=row.budget_question,
+        )
+        for row in found
+    ]
+
+
+def _to_waiting_task(row: Sequence[Any]) -> Task:
+    """Convert a row of `_WAITING_COLUMNS`."""
+    seq, message_id, parent, sender, recipient, created_at, payload = row
+    return Task(
+        seq=WAITING_SEQ + seq,
+        id=message_id,
+        parent=parent,
+        sender=sender,
+        agent=recipient,
+        text=_excerpt(message_id, payload, MAX_TITLE),
+        state="working",
+        created_at=from_ms(created_at),
+        last_at=from_ms(created_at),
+        messages=1,
+        queued=1,
+    )
+
+
+def _excerpt(message_id: str, payload: str | bytes, length: int) -> str:
+    text = to_payload(message_id, payload).get("text")
+    return text[:length] if isinstance(text, str) else ""

@@ -1,0 +1,76 @@
+"""Forms of MCP servers as questions to the person: fields, quick replies, answers that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mcp.types import ElicitRequestFormParams, ElicitRequestURLParams, ElicitResult
+
+from coterie.agent.mcp_elicitation import answer_elicitation
+
+
+class Person:
+    def __init__(self, *answers: str | None) -> None:
+        self.answers, self.asked = list(answers), list[tuple[str, list[str]]]()
+
+    async def __call__(self, text: str, quick_replies: list[str]) -> str | None:
+        self.asked.append((text, quick_replies))
+        return self.answers.pop(0)
+
+
+async def fill(person: Person, required: list[str] | None = None, **fields: Any) -> ElicitResult:
+    schema = {"type": "object", "properties": fields, "required": list(fields) if required is None else required}
+    params = ElicitRequestFormParams(message="Well?", requested_schema=schema)
+    return await answer_elicitation(params, server="shop", ask=person)
+
+
+@pytest.mark.parametrize(
+    ("field", "buttons", "said", "value"),
+    [
+        ({"type": "boolean"}, ["Yes", "No", "Decline"], "yes", True),
+        ({"type": "string", "enum": ["a", "b"]}, ["a", "b", "Decline"], "B", "b"),
+        ({"type": "string", "enum": ["a"], "enumNames": ["Apple"]}, ["Apple", "Decline"], "apple", "a"),
+        ({"type": "string", "oneOf": [{"const": "a", "title": "Apple"}]}, ["Apple", "Decline"], "Apple", "a"),
+        ({"type": "array", "items": {"enum": ["a", "b"]}}, ["Decline"], "a, b", ["a", "b"]),
+        ({"type": "integer"}, ["Decline"], " 3 ", 3),
+        ({"type": "number"}, ["Decline"], "2.5", 2.5),
+        ({"type": "string"}, ["Decline"], "free text", "free text"),
+        ({"type": "string", "enum": [str(n) for n in range(12)]}, ["Decline"], "11", "11"),
+    ],
+)
+async def test_a_field_is_one_question(field: dict[str, Any], buttons: list[str], said: str, value: object) -> None:
+    person = Person(said)
+    answer = await fill(person, one=field)
+    assert (answer.action, answer.content) == ("accept", {"one": value})
+    [(text, offered)] = person.asked
+    assert offered == buttons and text.startswith("The tool server shop asks: Well?\n")
+
+
+async def test_an_answer_that_does_not_fit_is_asked_again_three_times() -> None:
+    person = Person("many", "11", "three")
+    assert (await fill(person, count={"type": "integer", "maximum": 9})).action == "cancel"
+    assert "expected a whole number" in person.asked[1][0] and "to 9" in person.asked[2][0]
+
+
+async def test_an_optional_field_can_be_skipped() -> None:
+    person = Person("Ada", "Skip")
+    answer = await fill(person, ["name"], name={"type": "string"}, note={"type": "string"})
+    assert answer.content == {"name": "Ada"} and person.asked[1][1] == ["Skip", "Decline"]
+
+
+@pytest.mark.parametrize(("said", "action"), [("Decline", "decline"), ("decline", "decline"), (None, "cancel")])
+async def test_a_question_can_be_declined_or_stay_without_an_answer(said: str | None, action: str) -> None:
+    assert (await fill(Person(said), one={"type": "string"})).action == action
+
+
+async def test_a_form_without_fields_asks_for_consent() -> None:
+    person = Person("Accept")
+    assert (await fill(person)).action == "accept" and person.asked[0][1] == ["Accept", "Decline"]
+
+
+async def test_an_address_is_shown_with_a_warning() -> None:
+    params = ElicitRequestURLParams(message="Log in", url="http://127.0.0.1/login", elicitation_id="1")
+    person = Person("Done")
+    assert (await answer_elicitation(params, server="shop", ask=person)).action == "accept"
+    assert "only if you trust it: http://127.0.0.1/login" in person.asked[0][0]
