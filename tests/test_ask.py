@@ -215,6 +215,7 @@ async def read_inbox(society: Society, count: int, *, mark_read: bool = True) ->
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 450])
 async def test_the_inbox_yields_each_message_once_over_restarts(folder: Path, count: int) -> None:
     async with asyncio.timeout(50):
@@ -244,6 +245,7 @@ def python_example(page: str) -> str:
     return str(example)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
 async def test_the_readmes_example_prints_no_answer_twice(
     page: str, folder: Path, model: ModelServer, monkeypatch: pytest.MonkeyPatch

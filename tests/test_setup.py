@@ -377,6 +377,7 @@ async def test_a_health_check_limits_its_tokens(
     assert server.requests[0].body["max_tokens"] == sent
 
 
+@pytest.mark.slow
 async def test_a_silent_service_fails_its_health_check_in_time(
     society: Society, server: ModelServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

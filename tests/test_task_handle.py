@@ -85,10 +85,10 @@ async def test_a_delayed_message_is_stopped_before_its_task_starts(society: Soci
     assert (await sent.stop()).messages == 0
     with pytest.raises(NoAnswer, match="withdrawn or deleted before its task started"):
         await waiting
-    await clock.advance(hours=2)
+    await clock.jump(hours=2)
     assert await society.store.waiting("ada") == []
     other = await society.send(to="ada", text="later", delay_ms=3_600_000)
-    await clock.advance(hours=2)
+    await clock.jump(hours=2)
     assert (await other.stop()).messages == 1
     assert (await other.wait()).state == "stopped"
 
@@ -126,7 +126,7 @@ async def test_a_reminder_of_the_person_is_withdrawn_by_an_answer(society: Socie
     asked = await society.send(to="ada", text="When?")
     reminder = await society.send(to="bob", text="Well?", delay_ms=3_600_000, unless_answered=asked.message_id)
     await society.bus.send(sender="ada", to="user", payload={"text": "Now"}, in_reply_to=asked.message_id)
-    await clock.advance(hours=2)
+    await clock.jump(hours=2)
     stored = await society.store.message(reminder.message_id)
     assert stored is not None and stored.state == "withdrawn"
 
@@ -156,5 +156,5 @@ async def test_an_agent_reminds_another_unless_it_is_answered(tmp_path: Path, cl
         await sent.wait()
         stored = await here.society.store.message(reminder.id)
         assert stored is not None and stored.state == "withdrawn"
-        await clock.advance(hours=2)
+        await clock.jump(hours=2)
         assert not any("(id: cleo)" in str(request.body["messages"][0]) for request in here.server.requests)

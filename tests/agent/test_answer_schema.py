@@ -52,6 +52,7 @@ async def test_a_service_without_structured_output_gets_the_schema_as_an_instruc
     assert json.dumps(SCHEMA) in body["messages"][0]["content"]
 
 
+@pytest.mark.slow
 async def test_an_answer_that_does_not_follow_the_schema_is_asked_for_again(tmp_path: Path) -> None:
     async with stage(tmp_path, agents=AGENTS, capabilities=STRUCTURED) as here:
         here.server.script('{"sum": "three"}', '{"sum": 3}')

@@ -127,6 +127,7 @@ async def test_both_processes_serve_agents_of_a_free_service(shared: Postgres, t
             await here.wait_for_answer("free" if number else "boss", society)
 
 
+@pytest.mark.slow
 async def test_all_waiting_agents_are_served_once(engine: Engine, tmp_path: Path) -> None:
     async with open_busy_service(tmp_path, engine) as here:
         await here.fill()

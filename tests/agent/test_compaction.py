@@ -174,6 +174,7 @@ async def test_a_new_summary_replaces_the_previous_one(tmp_path: Path) -> None:
         assert here.server.refused == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     [Status(500, "broken"), Status(401, "no key"), "", Says("endless " * 20_000), Says("cut", finish="length")],

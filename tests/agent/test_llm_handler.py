@@ -136,6 +136,7 @@ async def test_a_wrong_key_is_reported_to_the_person_and_the_next_message_retrie
         assert len(here.server.requests) == 2
 
 
+@pytest.mark.slow
 async def test_a_transient_error_is_retried_without_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.random", lambda: 0.0)
     async with stage(tmp_path) as here:
@@ -232,6 +233,7 @@ async def test_the_type_of_a_forwarded_file_is_derived_from_its_bytes(tmp_path: 
         assert "attachment_unknown" in results[1]
 
 
+@pytest.mark.slow
 async def test_the_hop_limit_ends_a_conversation_of_two_agents(tmp_path: Path) -> None:
     agents = "[limits]\nmax_hops = 5\n[agents.ada]\n[agents.bob]\n"
     async with stage(tmp_path, agents=agents) as here:

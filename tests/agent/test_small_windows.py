@@ -81,6 +81,7 @@ def check_summaries(here: Stage, window: int) -> None:
     assert max(map(text_tokens, shown)) <= summary_limit(window * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2_000, 4_000, 8_000])
 @pytest.mark.parametrize("is_declared", [True, False])
 async def test_a_long_conversation_in_a_small_window_is_never_blocked(

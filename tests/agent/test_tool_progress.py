@@ -107,6 +107,7 @@ async def tick_and_hang(*, ctx: ToolContext) -> str:
     return ""
 
 
+@pytest.mark.slow
 async def test_a_call_that_reports_progress_may_take_longer_than_its_deadline(ctx: ToolContext) -> None:
     done = await call(toolbox_of(tick), "tick", reporting(ctx), timedelta(seconds=1), seconds=1.5)
     assert done.text == "ticked"

@@ -173,7 +173,10 @@ async def test_a_task_over_five_agents_counts_every_token_that_the_model_counted
         said += count_tokens(text.encode())
         if text:
             return text
-        if not may_act(request) or asked >= (MESSAGES - 2) // 2:
+        if may_act(request) and asked >= (MESSAGES - 2) // 2:
+            said += count_tokens(b"done") - count_tokens(b"")
+            return "done"
+        if not may_act(request):
             return ""
         asked += 1
         return Says(calls=(to(FIVE[1 + asked % 4]),))
@@ -193,7 +196,7 @@ async def test_a_task_over_five_agents_counts_every_token_that_the_model_counted
             counted = sum(count_tokens(request.raw) for request in server.requests)
             messages = [one for one in tree.nodes if isinstance(one, MessageNode)]
             turns = [one for one in tree.nodes if isinstance(one, TurnNode)]
-            assert len(messages) == task.messages >= MESSAGES - 1
+            assert len(messages) == task.messages == MESSAGES
             assert (task.agents, len(turns), task.requests) == (5, task.turns, len(server.requests))
             assert task.input_tokens == counted
             assert sum(one.input_tokens for turn in turns for one in turn.requests) == counted

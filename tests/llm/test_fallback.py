@@ -102,6 +102,7 @@ async def over_http(main_url: str, spare: ModelServer, **more: object) -> AsyncI
     await harness.gateway.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*IMMEDIATE])
 async def test_after_any_fault_the_fallback_answers_in_time(fault: str) -> None:
     async with ModelServer() as main, ModelServer() as spare, over_http(main.base_url, spare) as harness:
@@ -126,6 +127,7 @@ async def test_a_service_that_refuses_connections_is_replaced_within_the_bound()
             assert harness.clock.monotonic() <= FALLBACK_WITHIN.total_seconds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*HANGING])
 async def test_a_silent_service_is_replaced_after_its_limit_for_the_first_byte_and_not_retried(fault: str) -> None:
     limit = timedelta(seconds=3)

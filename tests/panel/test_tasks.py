@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Locator, Page, expect
 
+from coterie.cli.tasks import format_tree
 from coterie.testing import Calls, Says
 from coterie.testing.model_server import ReceivedRequest, Reply, count_tokens
 from tests.agent.stage import Bell, each
@@ -215,7 +216,13 @@ async def test_a_task_of_five_agents_with_forty_messages_is_complete_and_its_tok
         page = await panel.open(f"#/tasks/{sent}")
         rows = page.get_by_test_id("task-message")
         await expect(rows).to_have_count(STEPS)
-        assert await _texts(rows) == [f"Step {step}" for step in range(1, STEPS + 1)]
+        steps = [f"Step {step}" for step in range(1, STEPS + 1)]
+        assert await _texts(rows) == steps
+        tree = await page.evaluate("id => fetch(`/api/v1/tasks/${id}`).then(response => response.json())", sent)
+        assert [node["text"] for node in tree["nodes"] if node["kind"] == "message"] == steps
+        assert [
+            line.split(": ")[-1].removesuffix(" (pending)") for line in format_tree(tree) if ": Step" in line
+        ] == steps
         await expect(page.get_by_test_id("task-turn")).to_have_count(STEPS - 1)
         await page.get_by_test_id("task-agents").click()
         table = page.locator('[aria-labelledby="task-agents"] tbody tr')

@@ -330,6 +330,7 @@ class StoreAndModel:
         assert [each async for each in self.store.violations()] == []
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plan=moves, together=st.integers(1, 4))
 def test_random_questions_and_answers_follow_the_model(plan: list[Move], together: int) -> None:

@@ -60,6 +60,7 @@ async def test_a_process_without_a_worker_has_no_worker_metrics(client: httpx.As
     assert "coterie_worker_claims{" not in (await client.get("/metrics")).text
 
 
+@pytest.mark.slow
 async def test_metrics_count_model_requests_failures_and_retries_by_service(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Status(503, "loading"), "Hello!", Status(401, "no"))

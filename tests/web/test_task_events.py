@@ -110,6 +110,7 @@ async def test_a_task_whose_first_message_is_withdrawn_or_taken_later_is_sent_ag
         await hub.shut_down(0)
 
 
+@pytest.mark.slow
 async def test_a_task_of_a_delayed_message_is_sent_when_it_starts(hub: Hub, society: Society, clock: FakeClock) -> None:
     async with listening(hub) as reader:
         sent = await society.send(to="ada", text="later", delay_ms=3_600_000)

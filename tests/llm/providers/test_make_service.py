@@ -68,12 +68,14 @@ async def test_an_unreachable_address_error_names_the_address_and_the_setting(tm
     assert '"main"' in said and address.removeprefix("http://").split("/")[0] in said and "\n" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", TOUR_ENTRIES, ids=lambda entry: entry.id)
 async def test_the_tour_answers_without_any_service(entry: object) -> None:
     (answer,) = [await ask(ServiceRegistry(TOUR_ENTRIES), one.id) for one in TOUR_ENTRIES if one is entry]
     assert "script" in answer.text.lower() or answer.calls
 
 
+@pytest.mark.slow
 async def test_a_slow_answer_that_keeps_coming_may_take_longer_than_the_timeout(tmp_path: Path) -> None:
     async with ModelServer() as server:
         server.script(Says(" ".join(["word"] * 30), token_delay=0.05))
