@@ -9,6 +9,7 @@ import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -48,10 +49,13 @@ def commands() -> dict[str, set[str]]:
     """Return the commands of the CLI with their options."""
     group = get_command(app)
     assert hasattr(group, "commands")
-    return {
-        command: {option for parameter in found.params for option in parameter.opts}
-        for command, found in group.commands.items()
-    }
+    return {command: options(found) for command, found in group.commands.items()}
+
+
+def options(command: Any) -> set[str]:
+    """Return the options of a command, and of its subcommands."""
+    own = {option for parameter in command.params for option in parameter.opts}
+    return own.union(*(options(each) for each in getattr(command, "commands", {}).values()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -111,8 +111,12 @@ class MessageBus:
         every: object = None,
         time_zone: object = None,
         unless_answered: object = None,
+        via: str | None = None,
     ) -> Receipt:
-        """Validate a message and store it durably. `Refused`: it is invalid and was not sent."""
+        """Validate a message and store it durably. `Refused`: it is invalid and was not sent.
+
+        `via`: name of the key of the program that sends it for the person.
+        """
         envelope = make_envelope(
             sender=sender,
             to=to,
@@ -126,6 +130,7 @@ class MessageBus:
             every=every,
             time_zone=time_zone,
             unless_answered=unless_answered,
+            via=via,
         )
         return await self.send_envelope(envelope)
 

@@ -177,6 +177,18 @@ class ArtifactSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DoorSettings:
+    """Protocols that programs may use to reach agents, with the owner's token or a key of their own."""
+
+    openai: bool = _setting(True, _is(bool, "true or false"))
+    """OpenAI's API under /v1."""
+    mcp: bool = _setting(True, _is(bool, "true or false"))
+    """The MCP server at /mcp."""
+    a2a: bool = _setting(True, _is(bool, "true or false"))
+    """Agent cards and A2A under /a2a."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEntry:
     id: str
     name: str = _setting("", _string)
@@ -232,6 +244,7 @@ class Config:
     interruption: InterruptionSettings = InterruptionSettings()
     limits: LimitSettings = LimitSettings()
     artifacts: ArtifactSettings = ArtifactSettings()
+    doors: DoorSettings = DoorSettings()
     agents: tuple[AgentEntry, ...] = (ASSISTANT,)
     mcp: tuple[McpEntry, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -245,6 +258,7 @@ _SECTIONS: dict[str, type] = {
     "interruption": InterruptionSettings,
     "limits": LimitSettings,
     "artifacts": ArtifactSettings,
+    "doors": DoorSettings,
 }
 
 

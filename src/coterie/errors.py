@@ -28,6 +28,7 @@ HTTP_STATUS = {
     "unknown_artifact": 404,
     "unknown_role": 404,
     "unknown_schedule": 404,
+    "unknown_key": 404,
     "unknown_service": 404,
     "unknown_task": 404,
     "recipient_terminated": 410,
@@ -60,6 +61,7 @@ HTTP_STATUS = {
     "unlessAnswered_invalid": 422,
     "unlessAnswered_unknown": 422,
     "service_invalid": 422,
+    "key_invalid": 422,
 }
 """HTTP status of each `Refused.code`."""
 

@@ -63,6 +63,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """The agent that a system notice concerns."""
     unless_answered: str | None = None
     """A message of the sender. An answer to it withdraws this one, which is delayed."""
+    via: str | None = None
+    """Name of the key with which a program sent it. None: the person, or an agent."""
 
     @property
     def thread(self) -> str | None:
@@ -154,6 +156,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """The task that sent a message which starts a task of its own when it is due."""
     unless_answered: str | None = None
     """An answer to this message withdraws it."""
+    via: str | None = None
+    """Name of the key with which a program sent it."""
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -183,6 +187,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             "missed": self.missed or None,
             "parentTask": self.parent_task,
             "unlessAnswered": self.unless_answered,
+            "via": self.via,
         }
         if self.answer:
             optional["answer"] = self.answer.to_dict()
@@ -247,6 +252,7 @@ def make_envelope(
     every: object = None,
     time_zone: object = None,
     unless_answered: object = None,
+    via: str | None = None,
 ) -> Envelope:
     """Validate a send and return its envelope; raise `Refused` if anything is invalid.
 
@@ -280,6 +286,7 @@ def make_envelope(
         is_question=options is not None and to == PERSON and sender != PERSON,
         about_agent=_problem_agent(checked) if sender == SYSTEM else None,
         unless_answered=_validate_unless_answered(unless_answered, delay, every),
+        via=via,
     )
 
 

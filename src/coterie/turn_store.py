@@ -49,6 +49,7 @@ class ReplyTarget(msgspec.Struct, frozen=True):
     cause: str | None
     hops: int
     task: str
+    via: str | None
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

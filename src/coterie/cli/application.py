@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from coterie import __version__, failpoints
 from coterie.cli.agents import agents, clear, pause, resume, stop
+from coterie.cli.keys import keys
 from coterie.cli.messages import chat, delayed, export, history, send
 from coterie.cli.operations import backup, check, copy, init, migrate, open_panel, restore, serve, verify, worker
 from coterie.cli.options import wants_json
@@ -55,6 +56,7 @@ for command in (
     resume, clear, verify, backup, restore, migrate, copy, worker,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_panel"))(command)
+app.add_typer(keys, name="keys")
 
 
 def _print_version(wanted: bool) -> None:

@@ -65,6 +65,8 @@ def build_app(
         health=state.health,
         observe=state.metrics.observe_request,
         disk=society.disk,
+        keys=society.store,
+        doors=lambda: society.config.doors,
         clients=ClientAddresses(server.trusted_proxies),
     )
     return app

@@ -1,4 +1,7 @@
-"""Authentication: the token, one-time links, and the browser's cookie that a link is exchanged for."""
+"""Authentication: the owner's token, one-time links, the browser's cookie that a link is exchanged for, and who calls.
+
+`web/middleware` finds out who sends a request and what that caller may use; routes get the `Caller`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, Request
+from msgspec import Struct
 from starlette.responses import RedirectResponse, Response
 
 from coterie.clock import Clock
 from coterie.errors import CoterieError
 from coterie.files import is_readable_by_others, write_private
+from coterie.keys import DOORS, Door, Key
+from coterie.messages import Message
 from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import client_key
 from coterie.web.errors import problem
@@ -35,6 +41,35 @@ MAX_CODES = 64
 GUESS_BURST = 20
 COOKIE_LIFETIME_SECONDS = 400 * 86400
 """The longest that browsers allow."""
+
+
+class Caller(Struct, frozen=True):
+    """Who sends a request: the owner, or a program with a key."""
+
+    key: str | None = None
+    """Name of the key, for `via` of messages. None: the owner."""
+    agents: frozenset[str] | None = None
+    """Agents that it may reach. None: all."""
+    doors: frozenset[Door] = frozenset(DOORS)
+
+    @classmethod
+    def of(cls, key: Key) -> Caller:
+        agents = None if key.agents is None else frozenset(key.agents)
+        return cls(key=key.name, agents=agents, doors=frozenset(key.doors))
+
+    @property
+    def is_owner(self) -> bool:
+        return self.key is None
+
+    def may_reach(self, agent_id: str) -> bool:
+        return self.agents is None or agent_id in self.agents
+
+    def may_see(self, first: Message) -> bool:
+        """Whether it may see the task that begins with the message `first`: the owner all, a program its own."""
+        return self.is_owner or (first.via == self.key and self.may_reach(first.to))
+
+
+OWNER = Caller()
 
 
 class Access:
@@ -116,6 +151,18 @@ async def _access(request: Request) -> Access:
 
 
 AccessDep = Annotated[Access, Depends(_access)]
+
+
+def caller_of(request: Request) -> Caller:
+    """Who sends the request, as the middleware found out."""
+    return cast(Caller, request.scope["state"]["caller"])
+
+
+async def _caller(request: Request) -> Caller:
+    return caller_of(request)
+
+
+CallerDep = Annotated[Caller, Depends(_caller)]
 
 
 router = Router(tags=["session"])

@@ -1,12 +1,14 @@
 """Security checks before every route: host, credentials, origin, rate limits, body type and size; response headers.
 
-Plain ASGI middleware around the whole application, so that no route can miss a check.
+Plain ASGI middleware around the whole application, so that no route can miss a check. It also finds out who calls: the
+owner may use everything, a program with a key only the doors of its key. `auth.CallerDep` gives routes the caller.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Literal
 from urllib.parse import parse_qs
 
@@ -14,10 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coterie.clock import Clock
+from coterie.config import DoorSettings
+from coterie.errors import StoreError
 from coterie.files import DiskMonitor
+from coterie.keys import TOKEN_PREFIX, USE_INTERVAL, Door, Key, KeyStore, token_digest
 from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import Addresses, ClientAddresses, client_key
-from coterie.web.auth import Access
+from coterie.web.auth import OWNER, Access, Caller
 from coterie.web.connections import AUTHENTICATED
 from coterie.web.errors import RequestRejected, internal_error
 from coterie.web.metrics import Health
@@ -48,8 +53,16 @@ PUBLIC = HEALTH | {"/", SESSION}
 UPLOADS = "/api/v1/artifacts"
 EVENTS = "/api/v1/events"
 STORED_INPUT = frozenset({UPLOADS, "/api/v1/messages"})
-"""Requests that need space on the disk."""
+"""Requests that need space on the disk, besides those through doors."""
+DOOR_PATHS: dict[Door, tuple[str, ...]] = {
+    "openai": ("/v1",),
+    "mcp": ("/mcp",),
+    "a2a": ("/a2a", "/.well-known/agent-card.json"),
+}
+"""The addresses of each door, and all below them."""
 MAX_BODY_BYTES = 2 << 20
+MAX_DOOR_BODY_BYTES = 32 << 20
+"""Through a door files come inside the JSON."""
 MAX_SESSION_BYTES = 4 << 10
 """The body of an unauthenticated request: one code."""
 AUTHENTICATED_RATE = 20_000.0
@@ -69,10 +82,14 @@ class SecurityMiddleware:
         health: Health,
         observe: Observe,
         disk: DiskMonitor,
+        keys: KeyStore,
+        doors: Callable[[], DoorSettings],
         clients: ClientAddresses | None = None,
     ) -> None:
+        """`doors`: which doors are open now."""
         self._app, self._access, self._where, self._health = app, access, where, health
         self._clock, self._observe, self._disk = clock, observe, disk
+        self._keys, self._doors = keys, doors
         self._clients = clients or ClientAddresses()
         self._authenticated = RateLimiter(clock, burst=AUTHENTICATED_RATE, per_second=AUTHENTICATED_RATE)
         self._unauthenticated = RateLimiter(clock, burst=UNAUTHENTICATED_BURST, per_second=UNAUTHENTICATED_RATE)
@@ -97,20 +114,20 @@ class SecurityMiddleware:
             await send(message)
 
         try:
-            receive = self._check(scope, receive)
+            receive = await self._check(scope, receive)
             await self._app(scope, receive, send_with_headers)
         except RequestRejected as rejected:
-            await rejected.response()(scope, receive, send_with_headers)
+            await rejected.response(scope["path"])(scope, receive, send_with_headers)
         except ClientDisconnect:
             pass
         except Exception as error:
-            response = internal_error(error)
+            response = internal_error(error, scope["path"])
             if not status:
                 await response(scope, receive, send_with_headers)
         finally:
             self._observe(scope, status, self._clock.monotonic() - started)
 
-    def _check(self, scope: Scope, receive: Receive) -> Receive:
+    async def _check(self, scope: Scope, receive: Receive) -> Receive:
         """The function to read the body with; raises `RequestRejected`."""
         headers = dict(scope["headers"])
         path, method = scope["path"], scope["method"]
@@ -118,7 +135,9 @@ class SecurityMiddleware:
         self._clients.resolve(scope)
         if self._health.draining and path not in HEALTH:
             raise RequestRejected(503, "stopping", "the society is stopping: try again shortly", headers=_CLOSE)
-        credential = self._credential(scope["headers"])
+        credential, caller = self._credential(scope["headers"]), OWNER
+        if credential is None and (used := await self._find_key(headers)):
+            credential, caller = "bearer", Caller.of(used)
         if connection := scope.get("extensions", {}).get(AUTHENTICATED):
             connection["set"](credential is not None)
         key = client_key(scope)
@@ -131,13 +150,20 @@ class SecurityMiddleware:
         if not credential and not self._may_have_code(scope):
             _limit_rate(self._unauthenticated.try_acquire(key))
         if not credential and not is_public:
-            detail = "this needs the token of the society: data/token has it, coterie open makes a link for a browser"
+            detail = (
+                "this needs the token of the society, which data/token has, or a key: coterie open makes a link for a"
+                " browser, coterie keys add a key for a program"
+            )
             raise RequestRejected(401, "unauthorized", detail, headers={"WWW-Authenticate": "Bearer"})
+        door = door_of(path)
+        if credential and not is_public:
+            self._check_door(caller, door)
+            scope.setdefault("state", {})["caller"] = caller
         if (method not in ("GET", "HEAD") or path == EVENTS) and self._is_foreign(headers, method, credential):
             raise RequestRejected(403, "foreign_origin", "the request came from a page of another site")
         if method in ("GET", "HEAD"):
             return receive
-        if method == "POST" and path in STORED_INPUT and self._disk.is_low():
+        if method == "POST" and (door or path in STORED_INPUT) and self._disk.is_low():
             raise RequestRejected(507, "store_full", self._disk.status_message)
         return _check_body(headers, path, method, receive)
 
@@ -160,6 +186,29 @@ class SecurityMiddleware:
                 # All cookies of that name: a server on another port of the same host can set a second one.
                 by_cookie = by_cookie or any(map(self._access.is_cookie, self._cookies(value)))
         return "cookie" if by_cookie else None
+
+    async def _find_key(self, headers: dict[bytes, bytes]) -> Key | None:
+        """The key that the request sends, unless it is unknown or revoked. Stores that it is used, once a minute."""
+        scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() != "bearer" or not (token := token.strip()).startswith(TOKEN_PREFIX):
+            return None
+        try:
+            key = await self._keys.find_key(token_digest(token))
+        except StoreError as error:
+            raise RequestRejected(503, "store_unavailable", str(error)) from error
+        if key and (key.used_at is None or self._clock.now() - key.used_at >= USE_INTERVAL):
+            with suppress(StoreError):  # the request does not depend on it
+                await self._keys.mark_key_used(key.name)
+        return key
+
+    def _check_door(self, caller: Caller, door: Door | None) -> None:
+        if not caller.is_owner and door not in caller.doors:
+            allowed = ", ".join(sorted(caller.doors))
+            detail = f"the key {caller.key} is for other addresses: its doors are {allowed}"
+            raise RequestRejected(403, "key_not_allowed", detail)
+        if door and not getattr(self._doors(), door):
+            detail = f"this door is switched off: the owner can set doors.{door} = true in coterie.toml"
+            raise RequestRejected(404, "door_closed", detail)
 
     def _cookies(self, line: bytes) -> Iterator[bytes]:
         """The values of our cookie in a `Cookie` header."""
@@ -198,6 +247,14 @@ class SecurityMiddleware:
 _CLOSE = {"Connection": "close"}
 
 
+def door_of(path: str) -> Door | None:
+    """The door that an address belongs to."""
+    for door, beginnings in DOOR_PATHS.items():
+        if path in beginnings or path.startswith(tuple(f"{beginning}/" for beginning in beginnings)):
+            return door
+    return None
+
+
 def _limit_rate(wait_seconds: float) -> None:
     if wait_seconds > 0:
         wait = str(math.ceil(wait_seconds))
@@ -217,7 +274,7 @@ def _check_body(headers: dict[bytes, bytes], path: str, method: str, receive: Re
         raise RequestRejected(415, "unsupported_media_type", f"the body must be {expected.decode()}")
     if is_upload:
         return receive  # `Uploads` has its own limit
-    limit = MAX_SESSION_BYTES if path == SESSION else MAX_BODY_BYTES
+    limit = MAX_SESSION_BYTES if path == SESSION else MAX_DOOR_BODY_BYTES if door_of(path) else MAX_BODY_BYTES
     if length > limit:
         raise _too_large(limit)
     return _limited(receive, limit) if is_chunked else receive

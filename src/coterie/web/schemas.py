@@ -202,6 +202,7 @@ class Message(Schema, kw_only=True):
         | UnsetType
     ) = UNSET
     unless_answered: Annotated[str, Meta(description="An answer to this message withdraws it.")] | UnsetType = UNSET
+    via: Annotated[str, Meta(description="The key with which a program sent it.")] | UnsetType = UNSET
     hops: int
     early: bool
     stopped: Annotated[bool, Meta(description="The person stopped the agent in the middle of this answer.")]

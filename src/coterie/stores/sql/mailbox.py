@@ -21,7 +21,7 @@ from coterie.messages import PERSON, Envelope, Message, QuestionAnswer
 from coterie.plan import DENIED_RESULT
 from coterie.stores.sql import turn_rows
 from coterie.stores.sql.rows import Connection, NewMessageRow, to_answer, to_payload
-from coterie.stores.sql.task_changes import TaskChanges
+from coterie.stores.sql.task_changes import TaskChanges, read_budget_question, was_started_via
 from coterie.stores.sql.turn_rows import approval_question_id
 from coterie.turn import wakes
 
@@ -254,11 +254,16 @@ class Questions:
         self._buffered.clear()
 
     def find_answered(self, envelope: Envelope) -> Mapping[str, str]:
-        """Return the questions that this message answers: ids and their tasks. Or raise `Refused`."""
+        """Return the questions that this message answers: ids and their tasks. Or raise `Refused`.
+
+        A program answers only questions of tasks that it started itself.
+        """
         if envelope.in_reply_to is not None:
             return self._find_replied(envelope, envelope.in_reply_to)
         if envelope.sender == PERSON and (questions := self._open_questions(envelope.to)):
-            return dict(questions)
+            if envelope.via is None:
+                return dict(questions)
+            return {id_: task for id_, task in questions.items() if was_started_via(self._db, task, envelope.via)}
         return NO_QUESTIONS
 
     def record_answer(self, questions: Mapping[str, str], envelope: Envelope) -> None:
@@ -283,7 +288,8 @@ class Questions:
 
     def _find_replied(self, envelope: Envelope, message_id: str) -> Mapping[str, str]:
         question = self._find(message_id)
-        if question is None:
+        is_own = envelope.via is None or (question and was_started_via(self._db, question.task, envelope.via))
+        if question is None or not is_own:
             raise Refused("inReplyTo_unknown", f"there is no message {message_id!r} to reply to")
         if envelope.option is not None:
             _check_option(envelope, envelope.option, message_id, question)
@@ -292,6 +298,8 @@ class Questions:
         if envelope.option is None:
             return {} if question.answered_by else {message_id: question.task}  # free text is never refused
         status = approval_status(self._db, message_id, question.sender, question.payload)
+        if envelope.via is not None and (status or read_budget_question(self._db, question.task) == message_id):
+            raise Refused("not_yours", "only the owner may approve a call or grant a budget: use the panel")
         if question.answered_by is None and status in ("decided", "void"):
             raise Refused(
                 "already_answered",

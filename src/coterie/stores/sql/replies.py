@@ -19,10 +19,12 @@ from coterie.turn_store import ReplyTarget
 
 log = logging.getLogger(__name__)
 
+Asker = tuple[str, str | None]
+"""A sender, and the key of the program that sends for the person."""
 
 _COLUMNS = """
 messages.id, messages.sender, messages.automatic, messages.in_reply_to, messages.cause, messages.hops,
-coalesce(messages.task, messages.id)
+coalesce(messages.task, messages.id), messages.via
 """
 """Columns of `ReplyTarget`."""
 # A turn that ended with a text has answered its messages. The rows of a turn are adjacent, so the first message of the
@@ -99,23 +101,24 @@ def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, 
     return envelope.id
 
 
-def find_askers(db: Connection, agent_id: str, turn_no: int) -> dict[str, ReplyTarget]:
-    """Return, per asker of the turn, the newest message that is not answered yet.
+def find_askers(db: Connection, agent_id: str, turn_no: int) -> dict[Asker, ReplyTarget]:
+    """Return, per asker of the turn, the newest message that is not answered yet. Each program is an asker.
 
     A message of this turn is newer than any request of an earlier turn that a late answer leads back to.
     """
     rows = db.execute(_SELECT_TAKEN, {"agent_id": agent_id, "turn_no": turn_no}).fetchall()
-    requests: dict[str, dict[str, ReplyTarget]] = {}
-    direct: dict[str, ReplyTarget] = {}
+    requests: dict[Asker, dict[str, ReplyTarget]] = {}
+    direct: dict[Asker, ReplyTarget] = {}
     for message in (ReplyTarget(*row) for row in rows):
         if request := _original_request(db, agent_id, message):
-            requests.setdefault(request.sender, {})[request.id] = request
+            asker = request.sender, request.via
+            requests.setdefault(asker, {})[request.id] = request
             if request is message:
-                direct[request.sender] = message
+                direct[asker] = message
     return {
         asker: direct.get(asker) or _newest_unanswered(db, [*messages.values()])
         for asker, messages in requests.items()
-        if asker not in (agent_id, SYSTEM)
+        if asker[0] not in (agent_id, SYSTEM)
     }
 
 

@@ -132,7 +132,7 @@ messages.seq, messages.id, messages.sender, messages.recipient, CAST(messages.pa
 messages.created_at, messages.deliver_at, messages.delivered_at, messages.taken_at, messages.in_seq,
 messages.in_reply_to, messages.option, messages.cause, messages.hops, messages.early, messages.stopped,
 messages.reason, messages.replay_of, messages.answered_by, messages.answered_option, messages.schedule_id,
-messages.every, messages.missed, messages.task, messages.parent_task, messages.unless_answered
+messages.every, messages.missed, messages.task, messages.parent_task, messages.unless_answered, messages.via
 """
 """Columns of `MessageRow`. The payload as bytes: one that is not valid UTF-8 must not make other rows unreadable."""
 
@@ -187,6 +187,7 @@ class MessageRow(msgspec.Struct):
     """None: the message is the first of its task."""
     parent_task: str | None
     unless_answered: str | None
+    via: str | None
 
     def to_message(self) -> Message:
         return Message(
@@ -217,6 +218,7 @@ class MessageRow(msgspec.Struct):
             task=self.task or self.id,
             parent_task=self.parent_task,
             unless_answered=self.unless_answered,
+            via=self.via,
         )
 
 
@@ -257,6 +259,7 @@ class NewMessageRow(msgspec.Struct):
     """None: the message is the first of its task."""
     parent_task: str | None = None
     unless_answered: str | None = None
+    via: str | None = None
 
     @property
     def starts_task_when_due(self) -> bool:
@@ -287,6 +290,7 @@ class NewMessageRow(msgspec.Struct):
             replay_of=self.replay_of,
             task=self.task or self.id,
             parent_task=self.parent_task,
+            via=self.via,
         )
 
 

@@ -19,6 +19,7 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import Clock, from_ms, to_ms
 from coterie.errors import Refused, StoreBroken, StoreError
+from coterie.keys import Key, NewKey
 from coterie.llm.service import Completion, TokenUsage
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
 from coterie.slot_sharing import SlotGrant, divide_slots
@@ -39,7 +40,7 @@ from coterie.store import (
     Worker,
     WorkerCounters,
 )
-from coterie.stores.sql import claims, commands, queries, schedules, task_control, task_queries
+from coterie.stores.sql import claims, commands, keys, queries, schedules, task_control, task_queries
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
 from coterie.stores.sql.rows import (
@@ -518,6 +519,23 @@ class SqlStore(SqlOverview):
         """Hashes and sizes of the blobs that artifacts refer to, in order, after the pair `after`."""
         sha256, size = after
         return await self._query(_SELECT_BLOBS, sha256=sha256, size=size, limit=limit)
+
+    # Keys of programs
+
+    async def add_key(self, key: NewKey) -> Key:
+        return await self._transact(lambda db, uow: keys.add_key(db, uow, key))
+
+    async def revoke_key(self, name: str) -> Key:
+        return await self._transact(lambda db, uow: keys.revoke_key(db, uow, name))
+
+    async def mark_key_used(self, name: str) -> None:
+        await self._transact(lambda db, uow: keys.mark_used(db, uow, name))
+
+    async def find_key(self, digest: str) -> Key | None:
+        return await self._read(lambda db: keys.find_key(db, digest))
+
+    async def keys(self) -> Sequence[Key]:
+        return await self._read(keys.read_keys)
 
     # Event log and maintenance
 

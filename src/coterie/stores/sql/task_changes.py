@@ -215,3 +215,9 @@ def read_budget_question(db: Connection, task_id: str) -> str | None:
     """Return the id of the open question whether the task may go on."""
     row = db.execute("SELECT budget_question FROM tasks WHERE id = :id", {"id": task_id}).fetchone()
     return row[0] if row else None
+
+
+def was_started_via(db: Connection, task_id: str | None, via: str | None) -> bool:
+    """True if the task's first message came through the key `via`; None: from the person or an agent."""
+    row = db.execute("SELECT via FROM messages WHERE id = :id", {"id": task_id}).fetchone()
+    return (row[0] if row else None) == via

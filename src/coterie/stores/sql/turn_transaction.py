@@ -310,7 +310,9 @@ class TurnTransaction:
 
     def _take_messages(self) -> None:
         taken = self._inbox.take()
-        self._reply_target = _reply_target(taken) if self._cause is None or self._reply_target else None
+        before, self._reply_target = self._reply_target, _reply_target(taken)
+        if self._cause is not None and (before is None or not taken or before.via != taken[0].via):
+            self._reply_target = None
         if any(message.sender == PERSON for message in taken) or (self.mailbox.waiting and self._had_person):
             self.mailbox.person = 1
         for message in taken:
@@ -619,11 +621,13 @@ class TurnTransaction:
 
 
 def _reply_target(messages: Sequence[Message]) -> ReplyTarget | None:
-    """Return the newest message if the person sent all of them. None: the database must be asked."""
-    if not messages or any(message.sender != PERSON for message in messages):
+    """Return the newest message if one asker, the person or a program, sent all. None: the database must be asked."""
+    if not messages or any(one.sender != PERSON or one.via != messages[0].via for one in messages):
         return None
     newest = messages[-1]
-    return ReplyTarget(newest.id, newest.sender, 0, newest.in_reply_to, newest.cause, newest.hops, newest.task)
+    return ReplyTarget(
+        newest.id, newest.sender, 0, newest.in_reply_to, newest.cause, newest.hops, newest.task, newest.via
+    )
 
 
 def _plan_name(key: turn_rows.PlanKey) -> str:

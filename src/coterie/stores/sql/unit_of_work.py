@@ -51,6 +51,7 @@ from coterie.stores.sql.task_changes import (
     is_stopped,
     read_budget_question,
     starts_with_row,
+    was_started_via,
 )
 from coterie.tasks import STOP
 from coterie.turn_store import Interruption
@@ -261,6 +262,7 @@ class UnitOfWork:
         row.replay_of, row.automatic, row.stopped, row.plan = replay_of, automatic, stopped, plan
         row.schedule_id, row.every = schedule_id, envelope.every
         row.task, row.parent_task, row.unless_answered = task, parent_task, envelope.unless_answered
+        row.via = envelope.via
         self._new_rows.append(row)
         if not deliver_at:
             self._new_waiting.setdefault(envelope.to, []).append(row)
@@ -317,12 +319,12 @@ class UnitOfWork:
         """Return the task of a new message and its parent task. Task None: it starts one.
 
         `task`: that of its cause. An answer joins the task of the question; a message of the person to an agent at work
-        joins the task that the agent works on.
+        joins the task that the agent works on, unless another program started that task.
         """
         if task is None and questions:
             task = [*questions.values()][-1]
         elif task is None and envelope.sender == PERSON and not envelope.delay and mailbox.state in ACTIVE_STATES:
-            task = mailbox.task
+            task = mailbox.task if was_started_via(self._db, mailbox.task, envelope.via) else None
         if is_replay or envelope.every or envelope.delay >= NEW_CHAIN_DELAY:
             return None, task
         return task, None

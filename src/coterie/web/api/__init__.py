@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie.web import sse
-from coterie.web.api import agents, artifacts, messages, services, tasks, threads
+from coterie.web.api import agents, artifacts, keys, messages, services, tasks, threads
 from coterie.web.routing import Router
 
 ROUTERS: list[Router] = [
@@ -14,5 +14,6 @@ ROUTERS: list[Router] = [
     tasks.router,
     services.router,
     artifacts.router,
+    keys.router,
 ]
 """Busiest first: Starlette tries them in this order."""

@@ -86,6 +86,7 @@ export function messageView(item, acts) {
       parts.push(h('span', { class: 'warn', 'data-testid': 'cut-off' }, t(`cutOff_${message.cutOff}`)));
       if (acts?.goOn && isLast(message)) parts.push(button({ class: 'text-btn', 'data-testid': 'continue', onclick: () => acts.goOn() }, t('continue')));
     }
+    if (message.via) parts.push(h('span', { 'data-testid': 'via' }, t('via', { key: message.via })));
     if (message.early) parts.push(t('early'));
     if (message.every) parts.push(t('recurs', { every: message.every }));
     if (message.missed) parts.push(h('span', { class: 'warn', 'data-testid': 'missed' }, t('missed', { n: message.missed })));

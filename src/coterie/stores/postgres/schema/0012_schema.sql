@@ -85,7 +85,8 @@ CREATE TABLE messages (
     task            TEXT COLLATE "C",
     parent_task     TEXT COLLATE "C",
     unless_answered TEXT COLLATE "C",
-    withdrawn_by    TEXT COLLATE "C"
+    withdrawn_by    TEXT COLLATE "C",
+    via             TEXT COLLATE "C"
 );
 
 CREATE UNIQUE INDEX messages_mailbox ON messages (recipient, in_seq) WHERE in_seq IS NOT NULL;
@@ -353,3 +354,13 @@ CREATE TABLE schedules (
 );
 
 CREATE INDEX schedules_sender ON schedules (sender) WHERE state <> 'ended';
+
+CREATE TABLE keys (
+    name       TEXT COLLATE "C" PRIMARY KEY,
+    digest     TEXT COLLATE "C" NOT NULL UNIQUE,
+    agents     TEXT COLLATE "C",
+    doors      TEXT COLLATE "C" NOT NULL,
+    created_at BIGINT NOT NULL,
+    used_at    BIGINT,
+    revoked_at BIGINT
+);

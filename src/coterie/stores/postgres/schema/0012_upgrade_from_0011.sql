@@ -8,6 +8,7 @@ ALTER TABLE messages ADD COLUMN task TEXT COLLATE "C";
 ALTER TABLE messages ADD COLUMN parent_task TEXT COLLATE "C";
 ALTER TABLE messages ADD COLUMN unless_answered TEXT COLLATE "C";
 ALTER TABLE messages ADD COLUMN withdrawn_by TEXT COLLATE "C";
+ALTER TABLE messages ADD COLUMN via TEXT COLLATE "C";
 ALTER TABLE plans ADD COLUMN task TEXT COLLATE "C";
 ALTER TABLE llm_calls ADD COLUMN task TEXT COLLATE "C";
 ALTER TABLE llm_calls ADD COLUMN cached_tokens BIGINT NOT NULL DEFAULT 0;
@@ -169,3 +170,13 @@ UPDATE tasks SET tool_calls = counted.calls
  WHERE tasks.id = counted.task;
 UPDATE tasks SET state = CASE WHEN queued + active > 0 THEN 'working' WHEN questions > 0 THEN 'waiting'
                               WHEN failed = 1 THEN 'failed' ELSE 'done' END;
+
+CREATE TABLE keys (
+    name       TEXT COLLATE "C" PRIMARY KEY,
+    digest     TEXT COLLATE "C" NOT NULL UNIQUE,
+    agents     TEXT COLLATE "C",
+    doors      TEXT COLLATE "C" NOT NULL,
+    created_at BIGINT NOT NULL,
+    used_at    BIGINT,
+    revoked_at BIGINT
+);

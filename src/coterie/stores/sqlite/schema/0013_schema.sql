@@ -114,7 +114,9 @@ CREATE TABLE messages (
     parent_task     TEXT,
     -- A delayed message that an answer to this question withdraws; the answer that did.
     unless_answered TEXT,
-    withdrawn_by    TEXT
+    withdrawn_by    TEXT,
+    -- The key of the program that sent it. NULL: the person, or an agent.
+    via             TEXT
 ) STRICT;
 
 CREATE UNIQUE INDEX messages_mailbox ON messages (recipient, in_seq) WHERE in_seq IS NOT NULL;
@@ -361,3 +363,17 @@ CREATE TABLE schedules (
 ) STRICT, WITHOUT ROWID;
 
 CREATE INDEX schedules_sender ON schedules (sender) WHERE state <> 'ended';
+
+-- Keys of programs. Only the hash of a key's token is stored. A revoked key stays, because messages name it.
+CREATE TABLE keys (
+    name       TEXT PRIMARY KEY,
+    digest     TEXT NOT NULL UNIQUE,
+    -- JSON array of the agents that it may reach. NULL: all.
+    agents     TEXT,
+    -- JSON array.
+    doors      TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    -- To the minute.
+    used_at    INTEGER,
+    revoked_at INTEGER
+) STRICT, WITHOUT ROWID;

@@ -8,6 +8,7 @@ ALTER TABLE messages ADD COLUMN task TEXT;
 ALTER TABLE messages ADD COLUMN parent_task TEXT;
 ALTER TABLE messages ADD COLUMN unless_answered TEXT;
 ALTER TABLE messages ADD COLUMN withdrawn_by TEXT;
+ALTER TABLE messages ADD COLUMN via TEXT;
 ALTER TABLE plans ADD COLUMN task TEXT;
 ALTER TABLE llm_calls ADD COLUMN task TEXT;
 ALTER TABLE llm_calls ADD COLUMN cached_tokens INTEGER NOT NULL DEFAULT 0;
@@ -170,3 +171,13 @@ UPDATE tasks SET tool_calls = counted.calls
  WHERE tasks.id = counted.task;
 UPDATE tasks SET state = CASE WHEN queued + active > 0 THEN 'working' WHEN questions > 0 THEN 'waiting'
                               WHEN failed = 1 THEN 'failed' ELSE 'done' END;
+
+CREATE TABLE keys (
+    name       TEXT PRIMARY KEY,
+    digest     TEXT NOT NULL UNIQUE,
+    agents     TEXT,
+    doors      TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    used_at    INTEGER,
+    revoked_at INTEGER
+) STRICT, WITHOUT ROWID;
