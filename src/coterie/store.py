@@ -1,8 +1,9 @@
 """The storage ports: `Store` for agents, messages, artifacts and events; `Overview` for what people look at.
 
-Each write method is one transaction: durable when it returns, or not done at all. The engine supplies the time (SQLite:
-the machine's clock, PostgreSQL: the database's). Callers pass and get durations and never compare clocks.
-`turn_store` has the port for turns.
+Each write method is one transaction: done when it returns, or not at all. It is then durable too, except for work that
+nobody outside depends on yet (`promote_due` of messages to agents, `prune`): a crash of the machine may take it back,
+never something that came before it. The engine supplies the time (SQLite: the machine's clock, PostgreSQL: the
+database's). Callers pass and get durations and never compare clocks. `turn_store` has the port for turns.
 """
 
 from __future__ import annotations
@@ -328,9 +329,13 @@ class Store(Protocol):
 
     # Event log and maintenance
 
-    async def events(self, after: int, limit: int = 500) -> Sequence[Event]: ...
+    async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
+        """The events after number `after`, in order. They are durable: no other event gets their numbers."""
+        ...
 
-    async def last_event(self) -> int: ...
+    async def last_event(self) -> int:
+        """The number of the newest event, which is durable."""
+        ...
 
     async def prune(self, retention: Retention) -> Pruned: ...
 

@@ -1,4 +1,8 @@
-"""Storage port for turns: claims, fenced steps, history. Agent workers use it; `stores/` implements it."""
+"""Storage port for turns: claims, fenced steps, history. Agent workers use it; `stores/` implements it.
+
+A step is durable when its method returns if the worker's next action, or a person, depends on it: the start of a call
+that is not pure, a message to the person. A crash of the machine may take back other steps, the newest first.
+"""
 
 from __future__ import annotations
 

@@ -214,7 +214,10 @@ async def test_after_a_failed_flush_sends_are_refused_and_a_restart_finds_all_ac
 ) -> None:
     society = await Society.start(home, clock=clock, work=False)
     acked = [(await society.send(to="ada", text=f"acked {number}")).message_id for number in range(5)]
-    disk.fail_next_commit(sqlite3.SQLITE_IOERR_FSYNC, written=written)
+    if written:
+        disk.fail_next_flush()
+    else:
+        disk.fail_next_commit(sqlite3.SQLITE_IOERR_FSYNC)
 
     with pytest.raises(StoreBroken):
         await society.send(to="ada", text="in doubt")

@@ -92,14 +92,16 @@ def wrong_histories(db: sqlite3.Connection) -> list[str]:
 
 def wrong_effects(db: sqlite3.Connection, notes: list[Note]) -> list[str]:
     """Unsafe calls that ran more than once, and calls that ran against their state."""
-    began, calls = began_by_key(notes), _calls(db)
-    wrong = [f"{key} ran, and is in no plan" for key in began.keys() - calls.keys()]
+    began, calls = Counter((note["key"], note["did"]) for note in notes if "did" in note), _calls(db)
+    # The plan of a pure call may be lost with its machine or database: it has no effect that could be repeated.
+    wrong = [f"{key} ran, and is in no plan" for key, name in began if name != "look" and key not in calls]
     for key, row in calls.items():
         least, most = MAY_HAVE_RUN[row["state"]]
-        if most and row["effect"] != "unsafe":
-            most = began[key]  # a safe call may run again
-        if row["name"] in TEST_TOOLS and not least <= began[key] <= most:
-            wrong.append(f"the {row['effect']} call {key} is {row['state']} and ran {began[key]} times")
+        runs = began[key, row["name"]]
+        if row["effect"] == "pure" or (most and row["effect"] != "unsafe"):
+            most = runs  # a safe call may run again
+        if row["name"] in TEST_TOOLS and not least <= runs <= most:
+            wrong.append(f"the {row['effect']} call {key} is {row['state']} and ran {runs} times")
     return wrong
 
 

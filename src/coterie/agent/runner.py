@@ -110,7 +110,7 @@ class ActionResult:
 class RunningTurn:
     """State of a turn that runs in this process."""
 
-    task: asyncio.Task[None] = field(init=False)
+    task: asyncio.Task[bool] = field(init=False)
     is_cancellable: bool = False
     """An action is being executed and may be cancelled; a write to the store never is."""
     slot: TurnSlot | None = None
@@ -214,8 +214,10 @@ class LlmHandler:
         """Return the system prompt that the agent's next request has."""
         return self._requests.system_prompt(profile)
 
-    def start_turn(self, claim: Claim, slot: TurnSlot | None = None) -> asyncio.Task[None]:
+    def start_turn(self, claim: Claim, slot: TurnSlot | None = None) -> asyncio.Task[bool]:
         """Start a task that runs the agent's turns until no action is left or another worker has claimed the agent.
+
+        Its result is False if the claim was stale and this process does not know why.
 
         `stop_turn` finds the turn from this moment on. `slot`: released while the turn asks its model, and acquired
         again before it runs a tool.
@@ -225,11 +227,12 @@ class LlmHandler:
         turn.task.add_done_callback(lambda _: self._forget_turn(claim.agent_id, turn))
         return turn.task
 
-    async def _run_turn(self, claim: Claim, turn: RunningTurn) -> None:
+    async def _run_turn(self, claim: Claim, turn: RunningTurn) -> bool:
         self._history_cache.apply_claim(claim)
         self._bus.notify()  # watchers see the claim
         span = self._tracing.turn(claim.agent_id, self._directory.name_of(claim.agent_id))
         result: ActionResult | None = None
+        is_at_rest = False
         try:
             while not isinstance(claim.action, Rest):
                 with log_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
@@ -239,18 +242,22 @@ class LlmHandler:
                     claim = await self._advance(claim, result)
                     if claim.turn_no != ended:
                         turn.is_stopping = False  # the stop was for the turn that has ended
+            is_at_rest = True
         except StaleClaim as stale:
             with log_context(agent=claim.agent_id, message=claim.cause, turn=claim.turn_no):
                 if turn.is_ended:
                     log.info("%s: the turn was ended with its task", claim.agent_id)
                 else:
                     log.warning("%s; the last step of this worker is discarded", stale)
-            self._history_cache.invalidate(claim.agent_id)
             await self._count_refused(claim, result)
         finally:
+            if not is_at_rest:
+                # A crash of the database may take back steps that it had not flushed. The end of a turn is flushed.
+                self._history_cache.invalidate(claim.agent_id)
             span.end()
             self._live.finish(_stream_id(claim), "failed")
             self._forget_turn(claim.agent_id, turn)
+        return is_at_rest or turn.is_ended
 
     async def _count_refused(self, claim: Claim, result: ActionResult | None) -> None:
         """Count the tokens of a request whose answer was refused: they are paid for all the same."""

@@ -193,14 +193,14 @@ class Scheduler:
         self._store, self._handler, self._clock, self._disk = store, handler, clock, disk
         self.rules, self.worker = rules, worker
         self._wake = asyncio.Event()
-        self._turns: dict[asyncio.Task[None], str] = {}
+        self._turns: dict[asyncio.Task[bool], str] = {}
         self._slots = Slots()
         self._has_waiting = {False: False, True: False}
         """By `for_person`: agents wait for a slot, and later agents must not overtake them."""
         self._has_orphaned_claims = False
         """Claims of this worker may be stored for which no turn runs."""
-        self._abandoned: set[asyncio.Task[None]] = set()
-        """Cancelled turns whose claims must be released, unless another worker has them now."""
+        self._abandoned: set[asyncio.Task[bool]] = set()
+        """Cancelled and lost turns whose claims must be released, unless another worker has them now."""
         self._is_stopping, self._stopping = False, asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._last_error: str | None = None
@@ -357,12 +357,18 @@ class Scheduler:
         if any(self._has_waiting.values()):
             self._wake.set()
 
-    def _on_turn_end(self, turn: asyncio.Task[None], slot: TurnSlot) -> None:
+    def _on_turn_end(self, turn: asyncio.Task[bool], slot: TurnSlot) -> None:
         agent_id = self._turns.pop(turn)
         slot.release()
-        if not turn.cancelled() and (error := turn.exception()):
+        if turn.cancelled():
+            return
+        if error := turn.exception():
             # The claim is still stored. Releasing it counts as a crash of the turn.
             self._has_orphaned_claims = True
             self._wake.set()
             with log_context(agent=agent_id):
                 log.error("a turn ended with an unexpected error", exc_info=error)
+        elif not turn.result():
+            # After a crash of the database the claim may still be stored, with an earlier step.
+            self._abandoned.add(turn)
+            self._wake.set()

@@ -188,6 +188,7 @@ class PostgresStore(SqlStore):
         touches: Sequence[str] = (),
         messages: int = 0,
         small: bool = False,
+        durable: bool = True,
     ) -> asyncio.Future[T]:
         if self._heartbeat is None:
             raise StoreError("this society was opened for reading only")
@@ -200,7 +201,7 @@ class PostgresStore(SqlStore):
             session.has_unclaimed_work = session.has_unclaimed_work or unit_of_work.has_unclaimed_work()
             session.interruptions += unit_of_work.interruption_list()
             unit_of_work.flush()
-            return Result(value, claims)
+            return Result(value, claims, needs_flush=durable or unit_of_work.needs_flush)
 
         return self._writer.write(work, claimer.settle if claimer else None, tuple(touches), messages)
 
@@ -230,6 +231,9 @@ class PostgresStore(SqlStore):
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
+    async def _flush_commits(self) -> None:
+        await self._read(flush_commits)
+
     def blobs(self) -> PostgresBlobStore:
         """The blob store in the same database."""
         return PostgresBlobStore(self._read)
@@ -242,6 +246,17 @@ class PostgresStore(SqlStore):
 
     async def backup(self, target: Path) -> None:
         await asyncio.to_thread(copy_to_sqlite, self._url, target)
+
+
+_HAS_UNFLUSHED = "SELECT pg_current_wal_flush_lsn() < pg_current_wal_insert_lsn()"
+# Only a transaction that has written to the log is flushed at its commit.
+_FLUSH = "BEGIN; SET LOCAL synchronous_commit = on; SELECT pg_logical_emit_message(true, 'coterie', ''); COMMIT"
+
+
+def flush_commits(db: PgConnection) -> None:
+    """Make all transactions durable that are committed now."""
+    if db.execute(_HAS_UNFLUSHED).fetchone()[0]:
+        db.execute_now(_FLUSH)
 
 
 def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:

@@ -26,6 +26,8 @@ class Result:
     """Result for the caller."""
     claims: Any = None
     """Argument of `Job.on_settled`."""
+    needs_flush: bool = True
+    """Somebody outside depends on the commit, so it must be flushed to disk before the caller gets the result."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Job:
     """Messages that it sends to these agents."""
     result: Result | None = None
     error: BaseException | None = None
+    commit: int = 0
+    """SQLite: number of the commit that must be flushed before the future is resolved. 0: none."""
 
     def reset(self) -> None:
         """Forget the result of an earlier run."""

@@ -94,9 +94,12 @@ class Mailbox(Struct):
         """True if the agent lets answers wait for others that belong to the same plan."""
         return self.state == "ready" and self.runnable_at is not None and self.runnable_at > now
 
+    def is_claimed(self) -> bool:
+        return self.state in ("llm", "tools")
+
     def is_leased(self) -> bool:
         """True if this transaction claimed the agent or advanced its turn."""
-        return self.runnable_at is None and self.state in ("llm", "tools")
+        return self.runnable_at is None and self.is_claimed()
 
     def is_runnable(self, now: int) -> bool:
         return self.runnable_at is not None and self.runnable_at <= now
@@ -156,8 +159,12 @@ class Mailboxes:
             if locked and locked.mailbox.is_runnable(now) and not locked.before.is_runnable(now)
         ]
 
-    def save(self, now: int) -> None:
-        """Write the changed rows and release all mailboxes."""
+    def save(self, now: int) -> bool:
+        """Write the changed rows and release all mailboxes. True: a lease began or ended.
+
+        A process outlives a crash of its database. If that took back a claim, two processes could have the same epoch.
+        """
+        has_leases, is_lease_changed = self._session.lease_ms is not None, False
         changed: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for agent_id, locked in self._locked.items():
             if locked is None or locked.mailbox == locked.before:
@@ -165,6 +172,8 @@ class Mailboxes:
             mailbox, before = locked
             self._set_times(mailbox, before, now)
             self._count_work(mailbox, before)
+            if has_leases and (mailbox.epoch != before.epoch or mailbox.is_claimed() != before.is_claimed()):
+                is_lease_changed = True
             row = _changed_columns(before, mailbox)
             columns = tuple(row)
             row["id"] = agent_id
@@ -176,6 +185,7 @@ class Mailboxes:
             else:
                 self._db.executemany(_update_sql(columns), rows)
         self._locked.clear()
+        return is_lease_changed
 
     def _set_times(self, mailbox: Mailbox, before: Mailbox, now: int) -> None:
         """Set the time of a state change and the end of the lease."""

@@ -171,17 +171,24 @@ class SqlDatabase(ABC):
         touches: Sequence[str] = (),
         messages: int = 0,
         small: bool = False,
+        durable: bool = True,
     ) -> asyncio.Future[T]:
-        """Run `run` in a write transaction; the future is done when it is durable. Agents that it wakes are claimed.
+        """Run `run` in a write transaction; the future is done when it is committed. Agents that it wakes are claimed.
 
         `touches`: agents whose rows it changes, which are locked first and in order. `messages`: number of messages
-        that it sends to them. `small`: it is short enough to run on the event loop.
+        that it sends to them. `small`: it is short enough to run on the event loop. `durable`: the commit is flushed
+        to disk first. If false, that happens only if somebody outside depends on it (`UnitOfWork.needs_flush`).
         """
         ...
 
     @abstractmethod
     async def _read(self, run: Callable[[Connection], T], *, in_snapshot: bool = False) -> T:
         """Run `run` on a reader. `in_snapshot`: all its statements see the same state."""
+        ...
+
+    @abstractmethod
+    async def _flush_commits(self) -> None:
+        """Make everything durable that a read before may have seen."""
         ...
 
     @abstractmethod
@@ -198,7 +205,9 @@ class SqlOverview(SqlDatabase):
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
 
     async def snapshot(self) -> Snapshot:
-        return await self._read(queries.read_snapshot, in_snapshot=True)
+        snapshot = await self._read(queries.read_snapshot, in_snapshot=True)
+        await self._flush_commits()  # see `events`
+        return snapshot
 
     async def thread(
         self,
@@ -353,7 +362,7 @@ class SqlStore(SqlOverview):
             transaction.add_done_callback(lambda done: _resolve(batch, done.exception() or done.result()))
 
     async def promote_due(self, limit: int, *, early: bool = False) -> Promotion:
-        return await self._transact(lambda db, uow: commands.promote_due(db, uow, limit, early))
+        return await self._transact(lambda db, uow: commands.promote_due(db, uow, limit, early), durable=False)
 
     async def until_next_due(self) -> timedelta | None:
         rows = await self._query("SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1")
@@ -441,13 +450,15 @@ class SqlStore(SqlOverview):
         found = [agent_id for (agent_id,) in await self._query(claims.SELECT_FORGOTTEN)]
         if not found:
             return []
-        woken = await self._transact(lambda db, uow: claims.wake_forgotten(db, uow, found), touches=found)
+        woken = await self._transact(
+            lambda db, uow: claims.wake_forgotten(db, uow, found), touches=found, durable=False
+        )
         for agent_id, waiting in woken:
             log.error("%s was idle although %d messages wait for it: its stored state is repaired", agent_id, waiting)
         return [agent_id for agent_id, _ in woken]
 
     async def release_claims(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
-        await self._transact(lambda db, uow: claims.release_claims(db, uow, worker, busy, failed))
+        await self._transact(lambda db, uow: claims.release_claims(db, uow, worker, busy, failed), durable=False)
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
@@ -474,10 +485,13 @@ class SqlStore(SqlOverview):
         return await self._transact(
             lambda db, uow: claims.reserve_tokens(db, uow, claim, service, tokens, to_ms(since), limit),
             touches=[claim.agent_id],
+            durable=False,
         )
 
     async def add_usage(self, claim: Claim, service: str, usage: TokenUsage) -> None:
-        await self._transact(lambda db, uow: claims.add_usage(db, uow, claim, service, usage), touches=[claim.agent_id])
+        await self._transact(
+            lambda db, uow: claims.add_usage(db, uow, claim, service, usage), touches=[claim.agent_id], durable=False
+        )
 
     async def tokens_used_since(self, start: datetime) -> int:
         return await self._read(lambda db: queries.count_tokens_since(db, to_ms(start)))
@@ -485,12 +499,12 @@ class SqlStore(SqlOverview):
     async def _transact_or_quarantine(
         self, run: Callable[[Connection, UnitOfWork], T], *, touches: Sequence[str] = (), small: bool = False
     ) -> T:
-        """Run `run`. Quarantine each poison row that it meets, in a transaction of its own, and retry."""
+        """Run a step of a turn. Quarantine each poison row that it meets, in a transaction of its own, and retry."""
         while True:
             try:
-                return await self._transact(run, touches=touches, small=small)
+                return await self._transact(run, touches=touches, small=small, durable=False)
             except (UnreadableMessage, UnclaimableAgent) as error:
-                await self._transact(partial(quarantine, error=error))
+                await self._transact(partial(quarantine, error=error), durable=False)
             except StaleClaim:
                 self.counters.fenced += 1
                 raise
@@ -541,17 +555,22 @@ class SqlStore(SqlOverview):
 
     async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
         rows = await self._query(_SELECT_EVENTS, after=after, limit=limit)
+        if rows:
+            # The number of an event that a crash takes back is given to another event. A client that has the number
+            # would never get that one.
+            await self._flush_commits()
         return [Event(seq, from_ms(at), kind, subject, data) for seq, at, kind, subject, data in rows]
 
     async def last_event(self) -> int:
         rows = await self._query("SELECT max(seq) FROM events")
+        await self._flush_commits()  # see `events`
         return int(rows[0][0] or 0)
 
     async def statistics(self, after: int) -> Statistics:
         return await self._read(lambda db: queries.read_statistics(db, after))
 
     async def prune(self, retention: Retention) -> Pruned:
-        return await self._transact(lambda db, uow: commands.prune(db, uow, retention))
+        return await self._transact(lambda db, uow: commands.prune(db, uow, retention), durable=False)
 
     @abstractmethod
     async def workers(self) -> Sequence[Worker]: ...

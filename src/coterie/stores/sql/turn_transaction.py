@@ -18,7 +18,7 @@ from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.llm.service import TokenUsage, ToolCall
 from coterie.messages import PERSON, Envelope, Message, describe_receipt
-from coterie.plan import INTERRUPTED_RESULT, ArgumentsFile, Plan
+from coterie.plan import INTERRUPTED_RESULT, SEND_MESSAGE_TOOL, ArgumentsFile, Plan
 from coterie.stores.sql import task_budgets, turn_rows
 from coterie.stores.sql.inbox import Inbox
 from coterie.stores.sql.queries import message_mark
@@ -594,6 +594,9 @@ class TurnTransaction:
 
     def _make_claim(self, step: Step) -> Claim:
         call = self._plan.calls[step.action.index] if isinstance(step.action, RunCall) and self._plan else None
+        if call and call.effect != "pure" and call.call.name != SEND_MESSAGE_TOOL:
+            # The call acts under a key that names this plan. After a crash the same plan must be there.
+            self._uow.needs_flush = True
         return Claim(
             agent_id=self._agent_id,
             epoch=self.mailbox.epoch,

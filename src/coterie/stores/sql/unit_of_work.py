@@ -76,12 +76,10 @@ JOIN_MS = 1_000
 
 _encode = msgspec.json.Encoder().encode
 
-
 _SELECT_CAUSE = """
 SELECT messages.hops, coalesce(messages.task, messages.id), tasks.state
   FROM messages LEFT JOIN tasks ON tasks.id = coalesce(messages.task, messages.id) WHERE messages.id = :id
 """
-
 
 # From now on the message has its own id as its task: the row of the task exists.
 _SET_OWN_TASK = f"""
@@ -107,6 +105,8 @@ class UnitOfWork:
         self._mailboxes = Mailboxes(db, self._session, self.tasks)
         self.frees_other_agents = False
         """Agents became claimable whose rows this transaction did not lock."""
+        self.needs_flush = False
+        """Somebody outside depends on this transaction: its commit must be durable before it is visible."""
         self._new_rows: list[NewMessageRow] = []
         """Messages that are not written yet."""
         self._new_waiting: dict[str, list[NewMessageRow]] = {}
@@ -397,6 +397,8 @@ class UnitOfWork:
     def add_message(self, recipient: str, mailbox: Mailbox, size: int, sender: str) -> int:
         """Count a waiting message; return its position. A paused agent ends its turn before it reads more mail."""
         position = mailbox.add_message(size, self.now, sender)
+        if recipient == PERSON:
+            self.needs_flush = True  # people act on what they read
         if sender == PERSON and mailbox.state == "llm" and not mailbox.hold:
             self.interruptions[recipient] = position
         return position
@@ -525,7 +527,7 @@ class UnitOfWork:
         hit("flush.before_messages")
         self.flush_messages()
         hit("flush.before_agents")
-        self._mailboxes.save(self.now)
+        self.needs_flush |= self._mailboxes.save(self.now)
         self.write_tasks()
         self._session.append_events(self._events)
         hit("flush.done")

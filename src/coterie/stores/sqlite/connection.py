@@ -2,9 +2,10 @@
 
 One process owns the data folder; it holds a file lock for its lifetime.
 
-`data/last-commit` holds the number of the last committed event. It is written after each commit and never fsynced,
-so it costs microseconds and is never newer than the database. A database older than this file has lost commits:
-its `-wal` was deleted, truncated or replaced after a kill. A clean close removes the file once the WAL is merged.
+`data/last-commit` holds the numbers of the last committed event and of the last one that was flushed to disk. It is
+written after each commit and never fsynced, so it costs microseconds. A database that lacks the committed event has
+lost commits: its `-wal` was deleted, truncated or replaced after a kill. After a crash of the machine only the flushed
+event counts. A clean close removes the file once the WAL is merged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import sqlite3
@@ -20,9 +20,10 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from coterie.errors import StoreBroken, StoreError, StoreOwned, StoreUnavailable, StoreUnusable
 from coterie.stores.sql.migrations import sqlite_version
@@ -39,8 +40,6 @@ BUSY_TIMEOUT_SECONDS = 5.0
 
 PAGE_BYTES = 2048
 """A step changes a few rows on about twelve pages, and each page is written to the WAL whole."""
-CHECKPOINT_PAGES = 250
-"""Half a megabyte of WAL. The commit that reaches it also runs the checkpoint, so it takes longer."""
 
 # Same result as without them, but faster: sqlite3 otherwise raises and catches an exception for each None and bool.
 sqlite3.register_adapter(type(None), {None: None}.get)
@@ -61,8 +60,8 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
         sqlite_version(db)
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA journal_mode = WAL")
-        # With relaxed durability the writer thread checkpoints itself.
-        db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES if durability == 'full' else 0}")
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer thread checkpoints
+        # With full durability the first commit flushes WAL and folder. From then on the writer flushes the WAL itself.
         db.execute(f"PRAGMA synchronous = {'FULL' if durability == 'full' else 'NORMAL'}")
         _set_pragmas(db)
     except BaseException:
@@ -214,33 +213,45 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LAST_EVENT_SQL = "SELECT max(seq) FROM events"
 
 
-@dataclass(frozen=True, slots=True)
-class LastCommit:
+class LastCommit(msgspec.Struct, frozen=True):
     """Content of `data/last-commit`. The field names are stored in the file."""
 
     log_id: str
     event: int
-    flushed: bool
-    """True if commits were fsynced."""
+    """The newest committed event. It counts until the machine is started again."""
     boot: str
     """Boot id of the machine; empty if unknown."""
+    durable: int | None = None
+    """The newest event that was flushed to disk, which always counts. None: commits are not flushed."""
+    flushed: bool = False
+    """Earlier versions wrote it instead of `durable`: `event` was flushed."""
+
+    @property
+    def expected_event(self) -> int | None:
+        """The event that the database must have. None: a crash of the machine may have lost any."""
+        is_same_boot = bool(self.boot) and self.boot == boot_id()
+        return self.event if self.flushed or is_same_boot else self.durable
 
 
 class LastCommitFile:
     """Writes `data/last-commit`. Errors are ignored: without the file, lost commits are not detected."""
 
-    def __init__(self, folder: Path, log_id: str, event: int, *, flushed: bool) -> None:
+    def __init__(self, folder: Path, log_id: str, event: int, *, is_durable: bool) -> None:
         self._path, self._handle = folder / LAST_COMMIT_FILE, -1
-        self._last = LastCommit(log_id=log_id, event=event, flushed=flushed, boot=boot_id())
+        self._last = LastCommit(log_id, event, boot_id(), event if is_durable else None)
         with contextlib.suppress(OSError):
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._write(self._last)
 
-    def record(self, event: int) -> None:
-        """Call it after the commit, never before: a kill in between would look like a lost commit."""
-        if event == self._last.event or self._handle < 0:
+    def record(self, event: int, *, is_durable: bool = False) -> None:
+        """Call it after the commit or flush, never before: a kill in between would look like a lost commit."""
+        last = self._last
+        durable = event if is_durable else last.durable
+        # The event loop may have committed a newer event during a flush.
+        event = max(event, last.event)
+        if self._handle < 0 or (event, durable) == (last.event, last.durable):
             return
-        self._last = LastCommit(self._last.log_id, event, self._last.flushed, self._last.boot)
+        self._last = LastCommit(last.log_id, event, last.boot, durable)
         with contextlib.suppress(OSError):
             self._write(self._last)
 
@@ -257,8 +268,8 @@ class LastCommitFile:
 
 
 def _encode(commit: LastCommit) -> bytes:
-    body = json.dumps(asdict(commit)).encode()
-    return f"{zlib.crc32(body):08x} ".encode() + body.ljust(_SIZE - 10) + b"\n"
+    body = msgspec.json.encode(commit)
+    return b"%08x %s\n" % (zlib.crc32(body), body.ljust(_SIZE - 10))
 
 
 def read_last_commit(folder: Path) -> LastCommit | None:
@@ -267,16 +278,16 @@ def read_last_commit(folder: Path) -> LastCommit | None:
         checksum, _, body = (folder / LAST_COMMIT_FILE).read_bytes().partition(b" ")
         if int(checksum, 16) != zlib.crc32(body.rstrip()):
             return None
-        return LastCommit(**json.loads(body))
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode(body, type=LastCommit)
+    except (OSError, ValueError, msgspec.MsgspecError):
         return None
 
 
 def find_lost_commits(database: Path) -> str | None:
     """Describe commits of the last run that the database lacks, and the remedy; None if it lacks none."""
     last = read_last_commit(database.parent)
-    if last is None or not (last.flushed or last.boot == boot_id()):
-        return None  # relaxed durability may lose commits when the machine crashes; that is documented
+    if last is None or (expected := last.expected_event) is None:
+        return None
     remedy = (
         "put the file back, or restore a backup with coterie restore FILE into another folder;"
         f" to go on without what is lost, delete {LAST_COMMIT_FILE} in {database.parent} and start again"
@@ -292,10 +303,10 @@ def find_lost_commits(database: Path) -> str | None:
         if not _is_empty(database):
             return None
         log_id, event = (last.log_id,), 0
-    if log_id is None or log_id[0] != last.log_id or event >= last.event:
+    if log_id is None or log_id[0] != last.log_id or event >= expected:
         return None
     return (
-        f"{database} ends at event {event:,}, but event {last.event:,} was stored before the last stop, so commits are"
+        f"{database} ends at event {event:,}, but event {expected:,} was stored before the last stop, so commits are"
         f" lost: {database.name}-wal is missing, cut off or too old: {remedy}"
     )
 

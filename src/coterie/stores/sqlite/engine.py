@@ -94,18 +94,17 @@ class SqliteStore(SqlStore):
         self._last_commit: LastCommitFile | None = None
         if db:
             self._session = SqliteSession(db, to_ms(info.last_seen))
-            fsyncs = durability == "full"
             self._files = OpenFiles(path)
             last_event = db.execute(LAST_EVENT_SQL).fetchone()[0] or 0
-            self._last_commit = LastCommitFile(path.parent, info.log_id, last_event, flushed=fsyncs)
+            self._last_commit = LastCommitFile(path.parent, info.log_id, last_event, is_durable=durability == "full")
             self._writer = Writer(
                 db,
                 self._on_broken,
                 self._session.invalidate,
-                folder=path.parent,
+                path=path,
                 files=self._files,
                 last_commit=self._last_commit,
-                fsyncs=fsyncs,
+                durability=durability,
             )
 
     @classmethod
@@ -222,10 +221,11 @@ class SqliteStore(SqlStore):
         on_settled: Callable[[Any], None] | None = None,
         *,
         small: bool = False,
+        durable: bool = True,
     ) -> asyncio.Future[Any]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
-        return self._writer.write(run, on_settled, small=small)
+        return self._writer.write(run, on_settled, small=small, durable=durable)
 
     def _transact(
         self,
@@ -234,6 +234,7 @@ class SqliteStore(SqlStore):
         touches: Sequence[str] = (),
         messages: int = 0,
         small: bool = False,
+        durable: bool = True,
     ) -> asyncio.Future[T]:
         claimer, session = EagerClaimer(self._worker) if self._worker else None, self._session
 
@@ -245,9 +246,9 @@ class SqliteStore(SqlStore):
             value = run(db, unit_of_work)
             claims = claimer.claim_woken(db, unit_of_work) if claimer else None
             unit_of_work.flush()
-            return Result(value, claims)
+            return Result(value, claims, needs_flush=durable or unit_of_work.needs_flush)
 
-        return self._write(work, claimer.settle if claimer else None, small=small)
+        return self._write(work, claimer.settle if claimer else None, small=small, durable=durable)
 
     async def _now_ms(self) -> int:
         return to_ms(self._clock.now())
@@ -259,7 +260,14 @@ class SqliteStore(SqlStore):
             except DATABASE_ERRORS as error:
                 raise to_store_error(error) from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        result = await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        if self._writer and (flushed := self._writer.flush(all_commits=False)):
+            await flushed  # a commit that must be durable before somebody sees it
+        return result
+
+    async def _flush_commits(self) -> None:
+        if self._writer and (flushed := self._writer.flush(all_commits=True)):
+            await flushed
 
     def _reader(self) -> sqlite3.Connection:
         """The connection of the current reader thread."""

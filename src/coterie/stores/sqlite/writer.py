@@ -1,10 +1,13 @@
-"""The writer thread with group commit.
+"""The writer thread with group commit, and the flushes of the write-ahead log.
 
-A durable commit costs one fsync. The thread runs all jobs queued during the last fsync in one transaction and
-commits once; then it resolves their futures.
+SQLite itself never flushes a commit here (`synchronous=NORMAL`). A commit on which somebody outside depends is
+flushed with `fdatasync` of the write-ahead log before its caller gets the result. The log is written in the order of
+commits, so this flush makes every earlier commit durable too. Other commits are flushed with the next one that needs
+it, when a reader of the event log asks for it, or after `FLUSH_DELAY_SECONDS`.
 
-With relaxed durability commits do not fsync, and a thread switch costs more than a small transaction. So a small
-job runs directly on the event loop while the thread is idle. Checkpoints always fsync, so the thread runs them.
+The thread runs all jobs queued during the last flush in one transaction, and flushes once. A small job on which nobody
+outside depends runs directly on the event loop while the thread has no job to run: a thread switch costs more than a
+small transaction. Checkpoints always flush, so the thread runs them.
 """
 
 from __future__ import annotations
@@ -12,23 +15,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.claims import RetryTransaction
 from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
-from coterie.stores.sqlite.connection import LAST_EVENT_SQL, LastCommitFile, OpenFiles, to_store_error
+from coterie.stores.sqlite import connection
+from coterie.stores.sqlite.connection import LAST_EVENT_SQL, Durability, LastCommitFile, OpenFiles, to_store_error
 
 log = logging.getLogger(__name__)
 
 BUSY_ATTEMPTS = 3
-CHECKPOINT_COMMITS = 1_024
-"""Commits between two checkpoints with relaxed durability: about 20 MB of WAL. Writes wait during a checkpoint."""
+"""Busy timeouts that the thread waits for another program's lock."""
+BUSY_PAUSE_SECONDS = 0.01
+FLUSH_DELAY_SECONDS = 0.2
+"""Longest time until a commit that needs no flush is flushed all the same, as PostgreSQL's WAL writer does."""
+CHECKPOINT_ROWS: dict[Durability, int] = {"full": 500, "relaxed": 10_000}
+"""Changed rows between two checkpoints: one or twenty MB of WAL. Writes wait during a checkpoint."""
+
+fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+
+
+class _Head(NamedTuple):
+    """The newest commit."""
+
+    commit: int
+    """Counts the commits of this process."""
+    event: int
+    """The newest event of the log after it."""
 
 
 class Writer:
@@ -38,27 +60,43 @@ class Writer:
         on_broken: Callable[[StoreBroken], None],
         on_rollback: Callable[[], None],
         *,
-        folder: Path | None = None,
-        files: OpenFiles | None = None,
-        last_commit: LastCommitFile | None = None,
-        fsyncs: bool = True,
+        path: Path,
+        files: OpenFiles,
+        last_commit: LastCommitFile,
+        durability: Durability = "full",
     ) -> None:
         """`on_broken`: called on the event loop when writing cannot go on. `on_rollback`: drops cached rows.
 
-        `folder`: of the database, to tell a full disk from a broken one. `files`: checked before and after every
-        commit; jobs fail if a file is gone. `last_commit`: updated after every commit. `fsyncs`: commits are durable.
+        `path`: of the database, whose write-ahead log exists. `files`: checked before and after every commit; jobs fail
+        if a file is gone. `last_commit`: updated after every commit. `durability`: relaxed never waits for a flush.
         """
-        self._folder, self._files, self._last_commit = folder, files, last_commit
-        self._db, self._on_broken, self._on_rollback, self._fsyncs = db, on_broken, on_rollback, fsyncs
-        self._queued_jobs = 0
-        """Jobs queued for the thread and not yet settled."""
-        self._commits = 0
-        """Commits since the last checkpoint."""
+        self._folder, self._files, self._last_commit = path.parent, files, last_commit
+        self._db, self._on_broken, self._on_rollback = db, on_broken, on_rollback
+        self._flushes, self._checkpoint_rows = durability == "full", CHECKPOINT_ROWS[durability]
+        self._wal = os.open(path.with_name(f"{path.name}-wal"), os.O_RDWR | os.O_CLOEXEC)
+        db.execute("PRAGMA synchronous = NORMAL")
+        # A job on the event loop must not wait for another program's lock. The thread waits, in `_begin`.
+        db.execute("PRAGMA busy_timeout = 0")
+        self._enqueued = self._ran = 0
+        """Jobs queued for the thread (changed by the event loop), and those that it has run (changed by the thread)."""
+        self._lock = threading.Lock()
+        """Guards `_head` and `_unflushed_since`, which the event loop and the thread change."""
+        self._head = _Head(0, 0)
+        self._visible = 0
+        """The newest commit that a reader may have seen. It is set before the commit."""
+        self._needs_flush = 0
+        """The newest of them on which somebody outside depends."""
+        self._flushed = 0
+        """The newest commit that is durable."""
+        self._unflushed_since: float | None = None
+        self._checkpointed_rows = db.total_changes
         self._jobs: JobQueue = JobQueue()
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._broken: StoreBroken | None = None
         self.is_healthy = True
+        self.flushes = 0
+        """Flushes of the write-ahead log since the start, without those of checkpoints."""
         self._thread = threading.Thread(target=self._run_thread, name="coterie-writer", daemon=True)
         self._thread.start()
 
@@ -68,80 +106,154 @@ class Writer:
         on_settled: Callable[[Any], None] | None = None,
         *,
         small: bool = False,
+        durable: bool = True,
     ) -> asyncio.Future[Any]:
         """Run `run` in a transaction; the future resolves after the commit. If `run` raises, its writes are undone.
 
-        `small`: it may run at once on the event loop. `on_settled`: see `Job.on_settled`.
+        The commit is flushed first if the result of `run` says so. `small`: it may run at once on the event loop.
+        `durable`: it is known that it needs a flush. `on_settled`: see `Job.on_settled`.
         """
         if self._broken:
             raise self._broken
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
-        future: asyncio.Future[Any] = self._loop.create_future()
-        job = Job(run, future, on_settled)
-        if small and not self._fsyncs and not self._queued_jobs:
-            self._run_inline(job)
-        else:
+        job = Job(run, self._loop.create_future(), on_settled)
+        may_run_inline = small and not (durable and self._flushes) and self._enqueued == self._ran
+        if not (may_run_inline and self._run_inline(job)):
             self._enqueue(job)
-        return future
+        return job.future
 
-    def _run_inline(self, job: Job) -> None:
-        self._commit([job])
-        settle_batch([job])
-        if self._commits >= CHECKPOINT_COMMITS:
+    def flush(self, *, all_commits: bool) -> asyncio.Future[Any] | None:
+        """Make the commits durable on which somebody outside depends, or all. None: they are."""
+        upto = self._visible if all_commits else self._needs_flush
+        if not self._flushes or upto <= self._flushed or self._closed or self._broken:
+            return None
+        job = Job(_noop, self._loop.create_future(), result=Result(None), commit=upto)
+        self._jobs.put(job)
+        return job.future
+
+    def _run_inline(self, job: Job) -> bool:
+        """False: another program has locked the database."""
+        if not self._commit([job], inline=True):
+            return False
+        if job.commit:
+            self._jobs.put(job)  # the thread flushes it
+        else:
+            settle_batch([job])
+        if self._is_checkpoint_due():
             self._enqueue(Job(_noop, self._loop.create_future()))
+        return True
 
     def _enqueue(self, job: Job) -> None:
-        self._queued_jobs += 1
+        self._enqueued += 1
         self._jobs.put(job)
 
     async def close(self) -> None:
-        """Finish the queued jobs, then end the thread."""
+        """Finish the queued jobs, flush, then end the thread."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
+        if self._wal >= 0:
+            os.close(self._wal)
+            self._wal = -1
 
     def _run_thread(self) -> None:
-        while job := self._jobs.get():
-            batch, is_last = collect_batch(self._jobs, job)
-            self._commit(batch)
-            if not self._fsyncs and self._commits >= CHECKPOINT_COMMITS:
-                self._checkpoint()
+        is_last = False
+        while not is_last:
             try:
-                self._loop.call_soon_threadsafe(self._settle, batch)
+                job = self._jobs.get(timeout=self._flush_delay())
+            except queue.Empty:
+                self._flush()
+                continue
+            if job is None:
+                break
+            batch, is_last = collect_batch(self._jobs, job)
+            try:
+                self._process(batch)
             except RuntimeError:  # the loop is closed: nobody waits
                 return
-            if is_last:
-                return
+        if self._flush_delay() is not None:
+            self._flush()
 
-    def _settle(self, batch: list[Job]) -> None:
-        self._queued_jobs -= len(batch)
-        settle_batch(batch)
+    def _flush_delay(self) -> float | None:
+        """Seconds until commits that wait for no flush are flushed. None: all are durable."""
+        with self._lock:
+            since = self._unflushed_since
+        return None if since is None or self._broken else max(0.0, since + FLUSH_DELAY_SECONDS - time.monotonic())
+
+    def _process(self, batch: list[Job]) -> None:
+        """Run the jobs that have not run yet, flush if one needs it, and resolve the futures."""
+        if to_run := [job for job in batch if job.result is None]:
+            self._commit(to_run)
+            if self._is_checkpoint_due():
+                self._checkpoint()
+            self._ran += len(to_run)
+        # The others need not wait for the flush.
+        if settled := [job for job in batch if not job.commit]:
+            self._loop.call_soon_threadsafe(settle_batch, settled)
+        if waiting := [job for job in batch if job.commit]:
+            if max(job.commit for job in waiting) > self._flushed and (broken := self._flush()):
+                fail_batch(waiting, broken)
+            self._loop.call_soon_threadsafe(settle_batch, waiting)
+        if self._flush_delay() == 0:
+            self._flush()
+
+    def _flush(self) -> StoreBroken | None:
+        """Make all commits durable. Called by the thread only."""
+        with self._lock:
+            head, self._unflushed_since = self._head, None
+        try:
+            fdatasync(self._wal)
+        except OSError as error:
+            # After a failed flush a later success proves nothing about the lost pages, so writing must stop.
+            return self._break(
+                StoreBroken(f"the database could not be flushed to disk ({error}): check the disk, then start again")
+            )
+        self.flushes += 1
+        self._flushed = head.commit
+        self._last_commit.record(head.event, is_durable=True)
+        return None
+
+    def _break(self, error: StoreBroken) -> StoreBroken:
+        """Refuse all writes from now on."""
+        self._broken, self.is_healthy = error, False
+        log.error("the store could not commit: %s", error)
+        self._loop.call_soon_threadsafe(self._on_broken, error)
+        return error
+
+    def _is_checkpoint_due(self) -> bool:
+        return self._db.total_changes - self._checkpointed_rows >= self._checkpoint_rows
 
     def _checkpoint(self) -> None:
-        self._commits = 0
+        self._checkpointed_rows = self._db.total_changes
         with contextlib.suppress(sqlite3.OperationalError):  # blocked by a reader; the next checkpoint retries
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def _commit(self, batch: list[Job]) -> None:
+    def _commit(self, batch: list[Job], *, inline: bool = False) -> bool:
+        """Run the jobs and commit. `inline`: on the event loop. False: another program has locked the database."""
         if self._broken:  # the jobs were queued before the failure
             fail_batch(batch, self._broken)
-            return
+            return True
         if self._fail_if_files_gone(batch):
-            return
+            return True
         try:
-            self._begin()
+            if not self._begin(wait=not inline):
+                return False
+            rows = self._db.total_changes
             for job in batch:
                 self._run(job, is_only_job=len(batch) == 1)
-            last_event = self._db.execute(LAST_EVENT_SQL).fetchone()[0] if self._last_commit else None
+            last_event = self._db.execute(LAST_EVENT_SQL).fetchone()[0] or 0
             hit("commit.before")
+            # A commit that wrote nothing gets no number, but its jobs may have seen one that is not durable yet.
+            head = _Head(self._head.commit + (self._db.total_changes != rows), last_event)
+            self._visible = head.commit
+            to_flush = [job for job in batch if job.result and job.result.needs_flush] if self._flushes else []
+            if to_flush:
+                self._needs_flush = head.commit
             self._db.execute("COMMIT")
             hit("commit.after")
-            self._commits += 1
-            self.is_healthy = True
-            if self._last_commit and last_event:
-                self._last_commit.record(last_event)
+            self._record_commit(head, to_flush, inline=inline)
             self._fail_if_files_gone(batch)
         except (sqlite3.Error, FailpointHit) as error:
             self._roll_back_batch(batch, error)
@@ -150,24 +262,49 @@ class Writer:
             self._roll_back_batch(
                 batch, StoreBroken(f"the store failed to write ({type(error).__name__}): start again")
             )
+        return True
+
+    def _record_commit(self, head: _Head, to_flush: list[Job], *, inline: bool) -> None:
+        self.is_healthy = True
+        with self._lock:
+            is_first = self._flushes and head.commit > self._head.commit and self._unflushed_since is None
+            if is_first:
+                self._unflushed_since = time.monotonic()
+            self._head = head
+        for job in to_flush:
+            job.commit = head.commit
+        if to_flush:
+            return
+        self._last_commit.record(head.event)
+        if is_first and inline:
+            # The thread waits without a timeout: it must learn that there is something to flush.
+            self._jobs.put(Job(_noop, self._loop.create_future(), result=Result(None)))
 
     def _fail_if_files_gone(self, batch: list[Job]) -> bool:
         """Fail the batch if a database file was removed or replaced: its writes would go to a deleted file."""
-        if not (self._files and (problem := self._files.problem())):
+        if not (problem := self._files.problem()):
             return False
         fail_batch(batch, StoreUnavailable(problem))
         self.is_healthy = False
         return True
 
-    def _begin(self) -> None:
-        for attempts_left in reversed(range(BUSY_ATTEMPTS)):
+    def _begin(self, *, wait: bool) -> bool:
+        """Begin a transaction. False: another program has locked the database, and `wait` is false."""
+        waited = 0.0
+        while True:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                return
+                return True
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or not attempts_left:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not is_busy or waited >= BUSY_ATTEMPTS * connection.BUSY_TIMEOUT_SECONDS:
                     raise
+            if not wait:
+                return False
+            if waited >= connection.BUSY_TIMEOUT_SECONDS:
                 self.is_healthy = False
+            time.sleep(BUSY_PAUSE_SECONDS)
+            waited += BUSY_PAUSE_SECONDS
 
     def _run(self, job: Job, *, is_only_job: bool) -> None:
         """Run one job, in its own savepoint unless it is the only one of the batch."""
@@ -208,14 +345,13 @@ class Writer:
         except sqlite3.Error as rollback_error:
             store_error = StoreBroken(f"a failed write could not be rolled back ({rollback_error}): start again")
         fail_batch(batch, store_error)
-        self.is_healthy = False
-        log.error("the store could not commit: %s", store_error)
         if isinstance(store_error, StoreBroken):
-            # After a failed fsync a later success proves nothing about the lost pages, so writing must stop.
-            self._broken = store_error
-            self._loop.call_soon_threadsafe(self._on_broken, store_error)
+            self._break(store_error)
+        else:
+            self.is_healthy = False
+            log.error("the store could not commit: %s", store_error)
 
 
 def _noop(db: sqlite3.Connection) -> Result:
-    """Empty job that wakes the writer thread for a checkpoint."""
-    return Result(None)
+    """Empty job that wakes the writer thread."""
+    return Result(None, needs_flush=False)
