@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from coterie.artifacts import MAX_FILENAME, detect_type, sanitize_filename
 from coterie.errors import Refused
 from coterie.society import Society
-from coterie.store import Retention
 from coterie.testing import FakeClock
+from tests.pruning import delete_unused
 
 OFFICE = "application/vnd.openxmlformats-officedocument"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40
@@ -89,7 +89,7 @@ async def test_files_without_a_reference_are_deleted_after_a_day_and_the_others_
     await society.artifacts.put(b"loose", "loose.txt")
     await society.send(to="ada", attachments=[kept.ref])
     await clock.jump(hours=25)
-    await society.artifacts.prune(Retention())
+    await delete_unused(society)
     assert await society.artifacts.read(kept.ref) == b"kept"
     assert len(files_in(tmp_path)) == 1
 

@@ -15,10 +15,10 @@ import pytest
 from coterie.agent.mcp import McpServers
 from coterie.agent.toolbox import Toolbox
 from coterie.agent_runtime import AgentRuntime
-from coterie.artifact_service import ArtifactService
 from coterie.bus import MessageBus
 from coterie.errors import StoreUnavailable
 from coterie.llm.gateway import ModelGateway
+from coterie.retention import RetentionService
 from coterie.society import Society
 from coterie.stores.sql.store import SqlStore
 from coterie.testing import FakeClock, ModelServer
@@ -61,13 +61,13 @@ async def test_pruning_retries_after_a_store_error_and_a_stop_releases_turns(
 ) -> None:
     runs: list[str] = []
 
-    async def prune(_: ArtifactService, __: object) -> None:
+    async def prune(_: RetentionService, **__: object) -> None:
         runs.append("run")
         if len(runs) < 3:
             raise LOST
 
-    monkeypatch.setattr(ArtifactService, "prune", prune)
-    monkeypatch.setattr("coterie.society.PRUNE_INTERVAL", timedelta(seconds=20))  # an hour has 3,600 sweeps
+    monkeypatch.setattr(RetentionService, "prune", prune)
+    monkeypatch.setattr("coterie.retention.RUN_INTERVAL", timedelta(seconds=20))  # an hour has 3,600 sweeps
     held = asyncio.Event()
     server.script(Says("here"), Says("never said", gate=held), Says("after the restart"))
     society = await Society.start(home, clock=clock)
@@ -93,7 +93,7 @@ def fails(error: Exception) -> Callable[..., Any]:
 
 
 STEPS: dict[str, tuple[type, str]] = {
-    "stop pruning": (Society, "_stop_pruning"),
+    "stop pruning": (RetentionService, "stop"),
     "claim no more": (AgentRuntime, "stop_claiming"),
     "see whether others run": (SqlStore, "is_only_process"),
     "stop deliveries": (MessageBus, "stop"),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 from coterie.artifacts import Artifact, BlobStore, detect_type, sanitize_filename
 from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.ids import keyed_id, new_id
-from coterie.store import Pruned, Retention, Store
+from coterie.store import Store
 
-log = logging.getLogger(__name__)
+DELETED_ARTIFACTS = 50
+"""Artifacts that one transaction deletes."""
 
 
 class ArtifactService:
@@ -91,23 +90,28 @@ class ArtifactService:
         """The whole content. For files known to be small."""
         return b"".join([chunk async for chunk in self.open(ref)])
 
-    async def prune(self, retention: Retention) -> None:
-        """Delete messages, events and artifacts that are older than `retention` allows."""
-        while True:
-            pruned = await self._prune_once(retention)
-            if not (pruned.messages or pruned.events or pruned.unreferenced_blobs):
-                return
-            log.info("removed %d old messages and %d old events", pruned.messages, pruned.events)
+    async def delete_unused(self, age: timedelta, *, dry_run: bool = False) -> AsyncIterator[int]:
+        """Delete artifacts older than `age` that nothing refers to, with their bytes.
 
-    async def _prune_once(self, retention: Retention) -> Pruned:
+        Each item is the number that one transaction deleted. `dry_run`: only count.
+        """
+        after: tuple[int, str] | None = (0, "")
+        while after is not None:
+            unused = await self._store.unused_artifacts(age, after)
+            for start in range(0, len(unused.refs), DELETED_ARTIFACTS):
+                part = unused.refs[start : start + DELETED_ARTIFACTS]
+                yield len(part) if dry_run else await self._delete(part, age)
+            after = unused.next
+
+    async def _delete(self, refs: Sequence[str], age: timedelta) -> int:
         async with self._prune_lock:
             if self._running_puts:
                 # A running put may have found its bytes stored already, and its row is not written yet.
-                retention = replace(retention, unused_artifacts=timedelta.max)
-            pruned = await self._store.prune(retention)
-            for sha256 in pruned.unreferenced_blobs:
+                return 0
+            count, unreferenced_blobs = await self._store.delete_artifacts(refs, age)
+            for sha256 in unreferenced_blobs:
                 await self._blobs.delete(sha256)
-        return pruned
+        return count
 
 
 class AgentArtifacts:

@@ -122,6 +122,8 @@ class StoreSettings:
     url: str = _setting(SQLITE, _store_url)
     durability: Literal["full", "relaxed"] = _setting("full", _one_of("full", "relaxed"))
     keep_days: int = _setting(0, _integer(0, 36500))
+    keep_gb: float = _setting(0.0, _number(1e6))
+    """Size of database and files together at which the oldest messages are deleted; 0: no limit."""
     artifacts: str = _setting("", _string)
     """With PostgreSQL: a folder shared by all machines, instead of the database."""
     lease_seconds: int = _setting(30, _integer(1, 3600))
@@ -425,7 +427,7 @@ def _quote(value: Any) -> str:
 
 def merge_reloaded(current: Config, read: Config) -> Config:
     """`read`, but with the current address, engine and MCP servers, which need a restart to change."""
-    store = replace(current.store, keep_days=read.store.keep_days)
+    store = replace(current.store, keep_days=read.store.keep_days, keep_gb=read.store.keep_gb)
     return replace(read, server=current.server, store=store, mcp=current.mcp)
 
 

@@ -42,6 +42,7 @@ HTTP_STATUS = {
     "already_ended": 409,
     "task_stopped": 409,
     "agent_busy": 409,
+    "prune_running": 409,
     "too_many_children": 409,
     "id_taken": 409,
     "service_in_use": 409,

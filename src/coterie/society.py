@@ -24,7 +24,8 @@ from coterie.errors import CoterieError, Lagged, Problem, Refused, StoreBroken
 from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt, thread_of
-from coterie.store import Page, Retention, Worker, worker_name
+from coterie.retention import RetentionService
+from coterie.store import Page, Worker, worker_name
 from coterie.stores.open import (
     growing_folder,
     is_shared,
@@ -37,7 +38,7 @@ from coterie.stores.open import (
     store_limits,
 )
 from coterie.stores.sql.store import SqlStore
-from coterie.supervision import Shutdown, supervise
+from coterie.supervision import Shutdown
 from coterie.task_service import SentMessage, TaskService
 from coterie.tasks import StoppedTask, Task, TaskState, TaskTree
 
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PRUNE_INTERVAL = timedelta(hours=1)
 CLOCK_BEHIND_LIMIT = timedelta(minutes=5)
 INBOX_PAGE_MESSAGES = 200
 GONE = "gone"
@@ -75,6 +75,9 @@ class Society:
     ) -> None:
         self.config, self.store, self.artifacts, self.disk = config, store, artifacts, disk
         self.bus = MessageBus(store, clock)
+        self.retention = RetentionService(
+            store, artifacts, clock, lambda: self.config.store, is_shared=is_shared(config)
+        )
         store.subscribe_changes(self.bus.notify)
         self.live = LiveReplies()
         self._tasks = TaskService(store, self.bus, clock)
@@ -85,7 +88,6 @@ class Society:
         self._setup: Setup | None = None
         self._reload_lock = asyncio.Lock()
         self._stopping = asyncio.Event()
-        self._prune_task: asyncio.Task[None] | None = None
         self._late_stops: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -574,7 +576,7 @@ class Society:
             return 0
         self._stopping.set()
         shutdown, settings = Shutdown(), self.config.shutdown
-        await shutdown.step("stop pruning", self._stop_pruning)
+        await shutdown.step("stop pruning", self.retention.stop)
         if self._runtime:
             await shutdown.step("stop claiming turns", self._runtime.stop_claiming)
         # While other processes run, they deliver the delayed messages when due.
@@ -598,7 +600,7 @@ class Society:
         """Stop without waiting for turns or delivering delayed messages. Every step runs, as in `stop`."""
         self._stopping.set()
         shutdown = Shutdown()
-        await shutdown.step("stop pruning", self._stop_pruning)
+        await shutdown.step("stop pruning", self.retention.stop)
         if self._runtime:
             await shutdown.step("stop claiming turns", self._runtime.stop_claiming)
             await shutdown.step("stop the agents", partial(self._runtime.stop, timedelta(0)))
@@ -622,19 +624,7 @@ class Society:
         if runtime:
             await runtime.start()
         self._runtime = runtime
-        self._prune_task = asyncio.create_task(self._prune_regularly(), name="coterie-prune")
-
-    async def _prune_regularly(self) -> None:
-        while not await self._clock.wait(self._stopping, PRUNE_INTERVAL):
-            await supervise("removing old messages and files", self._prune, self._clock, stopping=self._stopping)
-
-    async def _prune(self) -> None:
-        days = self.config.store.keep_days
-        await self.artifacts.prune(Retention(messages=timedelta(days=days) if days else None))
-
-    async def _stop_pruning(self) -> None:
-        if self._prune_task:
-            await self._prune_task
+        self.retention.start()
 
     async def _close_relay(self) -> None:
         if self._relay:

@@ -20,6 +20,7 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import UNIX_EPOCH
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
+from coterie.retention_store import RetentionStore
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
 
 EventKind = Literal[
@@ -92,26 +93,6 @@ class Promotion:
     """Time until the next due message. None: nothing is delayed. Zero or less: more messages are due."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """How long finished things are kept."""
-
-    messages: timedelta | None = None
-    """None: forever."""
-    dead_letters: timedelta = timedelta(days=30)
-    events: timedelta = timedelta(days=7)
-    unused_artifacts: timedelta = timedelta(hours=24)
-    """Artifacts that no message refers to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
-    messages: int = 0
-    events: int = 0
-    unreferenced_blobs: Sequence[str] = ()
-    """SHA-256 of bytes that no artifact refers to any more."""
-
-
 @dataclass(frozen=True, slots=True)
 class Role:
     """A profile from which agents can be created."""
@@ -145,7 +126,7 @@ class StoreInfo:
     """The society's secret for keyed ids. Never shown, logged or sent."""
 
 
-class Store(Protocol):
+class Store(RetentionStore, Protocol):
     @property
     def info(self) -> StoreInfo: ...
 
@@ -336,8 +317,6 @@ class Store(Protocol):
     async def last_event(self) -> int:
         """The number of the newest event, which is durable."""
         ...
-
-    async def prune(self, retention: Retention) -> Pruned: ...
 
     def violations(self) -> AsyncIterator[str]:
         """A description of every violated invariant."""

@@ -12,10 +12,10 @@ import pytest
 
 from coterie.artifacts import Artifact
 from coterie.society import Society
-from coterie.store import Retention
 from coterie.stores.blobs import FolderBlobStore
 from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
+from tests.pruning import delete_unused
 
 from .scenarios import make_home
 
@@ -53,7 +53,7 @@ async def test_bytes_uploaded_again_during_pruning_are_kept(society: Society, mo
     coming = asyncio.create_task(society.artifacts.put(SAME, "new.txt"))
     await naming.reached.wait()
 
-    await society.artifacts.prune(Retention())
+    await delete_unused(society)
     naming.open.set()
     artifact: Artifact = await coming
 
@@ -62,7 +62,7 @@ async def test_bytes_uploaded_again_during_pruning_are_kept(society: Society, mo
 
 async def test_bytes_uploaded_again_during_deletion_are_kept(society: Society, monkeypatch: pytest.MonkeyPatch) -> None:
     deleting = Gate(monkeypatch, FolderBlobStore, "delete")
-    tidying = asyncio.create_task(society.artifacts.prune(Retention()))
+    tidying = asyncio.create_task(delete_unused(society))
     await deleting.reached.wait()
     coming = asyncio.create_task(society.artifacts.put(SAME, "new.txt"))
     await asyncio.wait({coming}, timeout=0.2)  # the upload may wait for the deletion, or be stored already
@@ -78,6 +78,6 @@ async def test_unused_bytes_are_deleted(society: Society, tmp_path: Path) -> Non
     kept = tmp_path / "society" / "data" / "artifacts"
     assert [file for file in kept.rglob("*") if file.is_file()]
 
-    await society.artifacts.prune(Retention())
+    await delete_unused(society)
 
     assert [file for file in kept.rglob("*") if file.is_file()] == []

@@ -128,6 +128,9 @@ async def test_a_health_check_of_a_service_shows_its_result(panel: Panel) -> Non
     await card.get_by_role("button", name="Test").click()
     await expect(card.locator(".outcome")).to_contain_text("The key was not accepted")
     assert "Traceback" not in await page.content()
+    stored = page.get_by_role("region", name="Stored data")
+    await expect(stored).to_contain_text("Database")
+    await expect(stored).to_contain_text("for ever")
 
 
 async def test_a_saved_key_is_never_shown(panel: Panel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.messages import CutOff, make_envelope
-from coterie.store import Page, Retention
+from coterie.store import Page
 from coterie.testing import FakeClock
 from coterie.turn import ModelAnswered
+from tests.pruning import pruned
 
 from .steps import (
     RULES,
@@ -121,7 +123,8 @@ async def test_a_dead_letter_keeps_the_files_that_it_carries(store: Society, clo
     await store.terminate("bob")
     await advance(store, claim, ModelAnswered(text="too late", attachments=(kept.to_dict(),)))
     await clock.advance(days=3)
-    await store.prune(Retention())
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == []
+    await pruned(store)
     (dead,) = await store.messages(Page(), state="dead")
     assert dead.payload["attachments"][0]["artifactRef"] == kept.ref
     assert kept.ref in await store.artifacts([kept.ref])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from coterie.config import replace_store_url
 from coterie.society import Society
-from coterie.store import Retention
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore, blob_path
 from tests.engines import Postgres
+from tests.pruning import delete_unused
 
 DAY = 86_400
 
@@ -94,7 +95,5 @@ async def test_old_unreferenced_artifacts_are_deleted_from_the_shared_folder(hom
         loose = await society.artifacts.put(b"loose", "loose.txt")
         path = blob_path(tmp_path / "pool", loose.sha256)
         age(path, 2 * 3600)
-        from datetime import timedelta
-
-        await society.artifacts.prune(Retention(unused_artifacts=timedelta(0)))
+        await delete_unused(society, timedelta(0))
         assert not path.exists()

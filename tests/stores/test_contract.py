@@ -13,8 +13,9 @@ from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
 from coterie.messages import Envelope, Message, make_envelope
-from coterie.store import Page, Retention, Store
+from coterie.store import Page, Store
 from coterie.testing import FakeClock
+from tests.pruning import pruned
 
 HOUR = 3_600_000
 
@@ -306,9 +307,11 @@ async def test_an_unused_upload_is_deleted_after_a_day_and_its_bytes_with_the_la
         await store.add_artifact(picture(clock, ref, sha256))
     await store.send(to_ada(payload={"attachments": [{"artifactRef": "kept"}]}))
     await clock.advance(hours=23)
-    assert (await store.prune(Retention())).unreferenced_blobs == []
+    day = timedelta(days=1)
+    assert (await store.unused_artifacts(day)).refs == []
     await clock.advance(hours=2)
-    assert (await store.prune(Retention())).unreferenced_blobs == ["bb"]
+    unused = await store.unused_artifacts(day)
+    assert await store.delete_artifacts(["kept", *unused.refs], day) == (2, ["bb"])
     assert set(await store.artifacts(["kept", "loose", "shared"])) == {"kept"}
 
 
@@ -353,9 +356,8 @@ async def test_pruning_deletes_old_messages_but_never_waiting_ones(store: Store,
     await store.send(to_ada("waits"))
     await store.mark_read("ada", read.message_id)
     await clock.advance(days=8)
-    assert (await store.prune(Retention())).messages == 0
-    pruned = await store.prune(Retention(messages=timedelta(days=7)))
-    assert pruned.messages == 1
+    assert (await pruned(store)).messages == 0
+    assert (await pruned(store, messages=timedelta(days=7))).messages == 1
     assert await store.message(read.message_id) is None
     assert texts(await store.waiting("ada")) == ["waits"]
 
@@ -364,7 +366,7 @@ async def test_old_events_are_deleted_but_numbers_are_never_reused(store: Store,
     await store.send(to_ada())
     last = await store.last_event()
     await clock.advance(days=8)
-    assert (await store.prune(Retention())).events > 0
+    assert (await pruned(store)).events > 0
     assert await store.last_event() == last
     await store.send(to_ada())
     assert await store.last_event() == last + 1

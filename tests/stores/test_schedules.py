@@ -11,7 +11,7 @@ import pytest
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
 from coterie.messages import Envelope, Message, make_envelope
-from coterie.store import Limits, Page, Retention, Store
+from coterie.store import Limits, Page, Store
 from coterie.testing import FakeClock
 from coterie.testing.clock import START
 from tests.engines import Engine
@@ -251,7 +251,7 @@ async def test_files_come_with_every_message(store: Store, clock: FakeClock) -> 
     await to_time(store, clock, hours=8)
     await store.change_schedule(receipt.schedule_id, "user", paused=True)
     await clock.advance(days=40)
-    assert (await store.prune(Retention())).unreferenced_blobs == []
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == []
     await store.change_schedule(receipt.schedule_id, "user", paused=False)
     assert (await only(store)).payload["attachments"] == [{"artifactRef": "r"}]
 

@@ -13,10 +13,10 @@ import pytest
 from coterie.live import CallProgress
 from coterie.messages import PERSON
 from coterie.society import Society
-from coterie.store import Retention
 from coterie.testing import FakeClock
 from coterie.web.sse import Hub
 from tests.faults.harness import scaled_timeout
+from tests.pruning import pruned
 
 
 class ReceivedEvent(NamedTuple):
@@ -143,7 +143,7 @@ async def test_a_position_older_than_the_log_gives_a_reset(hub: Hub, society: So
     await send(society, "old")
     await clock.jump(days=8)
     await send(society, "new")
-    await society.store.prune(Retention())
+    await pruned(society.store)
     async with listening(hub, position) as reader:
         received = await reader.next()
         assert (received.kind, received.data) == ("reset", {"reason": "too_old"})

@@ -1,16 +1,16 @@
 """Run a society and look after its files.
 
-`init`, `serve`, `worker`, `open`, `check`, `verify`, `backup`, `restore`, `migrate`, `copy`.
+`init`, `serve`, `worker`, `open`, `check`, `verify`, `prune`, `backup`, `restore`, `migrate`, `copy`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -208,6 +208,66 @@ async def _find_violations(folder: Path, deep: bool, progress: Progress) -> list
 
     async with Inspection.open(folder) as stored:
         return [violation async for violation in stored.find_problems(deep=deep, on_progress=progress.update)]
+
+
+def prune(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count what would be deleted.")] = False,
+    vacuum: Annotated[
+        bool,
+        typer.Option(
+            "--vacuum", help="Afterwards write the SQLite file anew, so that it shrinks; nothing is stored meanwhile."
+        ),
+    ] = False,
+    dir: Dir = DEFAULT_FOLDER,  # noqa: A002
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Delete what is older than keep_days, or beyond keep_gb, now. A running society does so every hour."""
+    from coterie.errors import ServerUnusable
+
+    if dry_run and vacuum:
+        raise typer.BadParameter("--dry-run changes nothing: leave out --vacuum")
+    with Progress.show("Counting" if dry_run else "Deleting") as progress:
+        run, before, after = run_quietly(_prune(dir, token, dry_run, vacuum, progress))
+    if run["error"]:
+        raise ServerUnusable(f"old data could not be deleted completely: {run['error']}")
+    if json:
+        print_json({"dryRun": dry_run, "deleted": run["deleted"], "keptDays": run["keptDays"], "bytesBefore": before,
+                    "bytesAfter": after})  # fmt: skip
+        return
+    deleted = run["deleted"]
+    counted = [f"{deleted[key]:,} {name}" for key, name in _PRUNED_NAMES.items() if deleted[key]]
+    print_line(f"{'Would delete' if dry_run else 'Deleted'} {', '.join(counted) or 'nothing'}.")
+    if run["keptDays"] is None:
+        print_line("Messages are kept for ever: set store.keep_days or store.keep_gb in coterie.toml to change that.")
+    if not dry_run:
+        print_line(f"The database has {after:,} bytes; it had {before:,}.")
+
+
+_PRUNED_NAMES = {
+    "messages": "messages", "history": "rows of histories", "plans": "plans", "calls": "tool calls",
+    "modelCalls": "model calls", "tasks": "tasks", "schedules": "ended schedules", "events": "events",
+    "artifacts": "unused files",
+}  # fmt: skip
+_POLL_SECONDS = 0.2
+
+
+async def _prune(
+    folder: Path, token: str | None, dry_run: bool, vacuum: bool, progress: Progress
+) -> tuple[Mapping[str, Any], int, int]:
+    """Run it in the server; return the ended run, and the size of the database before and after."""
+    import asyncio
+
+    from coterie.cli.client import connect
+
+    async with connect(folder, token) as client:
+        before = (await client.get("/storage"))["fileBytes"]
+        run = await client.post("/storage/prune", {"dryRun": dry_run, "rewrite": vacuum})
+        while run["running"]:
+            await asyncio.sleep(_POLL_SECONDS)
+            run = await client.get("/storage/prune")
+            progress.update(f"{run['deleted']['messages']:,} messages")
+        return run, before, (await client.get("/storage"))["fileBytes"]
 
 
 def backup(

@@ -23,8 +23,8 @@ from coterie.stores.sql.rows import Connection, insert
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
 
 TABLES = (
-    "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "plans", "calls", "roles",
-    "llm_calls", "summaries", "schedules", "tasks", "turns", "keys",
+    "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "history_artifacts",
+    "plans", "calls", "roles", "llm_calls", "summaries", "schedules", "tasks", "turns", "keys",
 )  # fmt: skip
 """Tables that both engines have, in foreign-key order."""
 SEQUENCE_TABLES = ("messages", "plans", "tasks")

@@ -32,7 +32,7 @@ from coterie.stores.postgres.connection import (
 )
 from coterie.stores.postgres.session import BatchCheckpoint, BatchCommit, PostgresSession
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
+from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch, split_batch
 
 log = logging.getLogger(__name__)
 
@@ -70,15 +70,16 @@ class Writer:
         on_settled: Callable[[Any], None] | None,
         touches: tuple[str, ...],
         messages: int = 0,
+        alone: bool = False,
     ) -> asyncio.Future[Any]:
         """Run `run` in a transaction; the future resolves after the commit. If `run` raises, its writes are undone.
 
-        `touches`: ids of agents to lock first. `messages`: how many messages it sends to them.
+        `touches`: ids of agents to lock first. `messages`: how many messages it sends to them. `alone`: see `Job`.
         """
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs.put(Job(run, future, on_settled, touches, messages))
+        self._jobs.put(Job(run, future, on_settled, touches, messages, alone))
         return future
 
     async def close(self) -> None:
@@ -93,11 +94,12 @@ class Writer:
         is_last = False
         while not is_last and (job := self._jobs.get()):
             batch, is_last = collect_batch(self._jobs, job)
-            self._commit(batch)
-            try:
-                self._loop.call_soon_threadsafe(settle_batch, batch)
-            except RuntimeError:  # the loop is closed: nobody waits
-                return
+            for part in split_batch(batch):
+                self._commit(part)
+                try:
+                    self._loop.call_soon_threadsafe(settle_batch, part)
+                except RuntimeError:  # the loop is closed: nobody waits
+                    return
 
     def _commit(self, batch: list[Job]) -> None:
         """Retry the batch until it is written or the retry budget is spent."""

@@ -12,7 +12,7 @@ from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import PERSON, SYSTEM, Envelope, Message, Receipt
-from coterie.store import Delivery, Promotion, Pruned, Retention
+from coterie.store import Delivery, Promotion
 from coterie.stores.sql import reminders, schedules, task_budgets
 from coterie.stores.sql.mailbox import Mailbox, answered_approval_status, reopen_questions
 from coterie.stores.sql.queries import thread_position
@@ -29,7 +29,6 @@ from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import Rules
 
-PRUNE_BATCH = 5_000
 _MS = timedelta(milliseconds=1)
 _UPSERT_AGENT = """
 INSERT INTO agents (id, kind, name, parent, profile, created_at)
@@ -86,26 +85,6 @@ _DELETE_HISTORY = (
 _INSERT_ARTIFACT = """
 INSERT INTO artifacts (ref, filename, type, mime_type, size, sha256, created_at, maker)
 VALUES (:ref, :filename, :type, :mime_type, :size, :sha256, :created_at, :maker) ON CONFLICT (ref) DO NOTHING
-"""
-_PRUNE_DEAD = """
-DELETE FROM messages WHERE seq IN (
-    SELECT seq FROM messages WHERE state = 'dead' AND created_at < :before LIMIT :limit)
-"""
-# Messages in an agent's history and open questions stay.
-_PRUNE_DONE = """
-DELETE FROM messages WHERE seq IN (
-    SELECT seq FROM messages WHERE state IN ('taken', 'withdrawn') AND created_at < :before
-       AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id)
-       AND NOT (question = 1 AND answered_by IS NULL) ORDER BY seq LIMIT :limit)
-"""
-# The newest event stays: its time is the latest stored one.
-_PRUNE_EVENTS = """
-DELETE FROM events WHERE seq IN (
-    SELECT seq FROM events WHERE at < :before AND seq < (SELECT max(seq) FROM events) ORDER BY seq LIMIT :limit)
-"""
-_PRUNE_ARTIFACTS = """
-DELETE FROM artifacts WHERE created_at < :before
-   AND NOT EXISTS (SELECT 1 FROM attachments WHERE artifact_ref = ref) RETURNING sha256
 """
 
 
@@ -398,32 +377,6 @@ def add_artifact(db: Connection, uow: UnitOfWork, artifact: Artifact, maker: str
     uow.record_event("artifact.created", artifact.ref)
     row = db.execute(f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref = :ref", {"ref": artifact.ref}).fetchone()
     return to_artifact(row)
-
-
-def prune(db: Connection, uow: UnitOfWork, retention: Retention) -> Pruned:
-    """Delete one bounded batch. Call it again until it deletes nothing."""
-    before = uow.now - retention.dead_letters // _MS
-    messages = db.execute(_PRUNE_DEAD, {"before": before, "limit": PRUNE_BATCH}).rowcount
-    if retention.messages is not None:
-        before = uow.now - retention.messages // _MS
-        messages += db.execute(_PRUNE_DONE, {"before": before, "limit": PRUNE_BATCH}).rowcount
-        db.execute("DELETE FROM schedules WHERE state = 'ended' AND due_at < :before", {"before": before})
-    if messages:
-        set_meta(db, "pruned", "1")  # invariant checks accept gaps in mailboxes from now on
-    before = uow.now - retention.events // _MS
-    events = db.execute(_PRUNE_EVENTS, {"before": before, "limit": PRUNE_BATCH}).rowcount
-    return Pruned(
-        messages=messages,
-        events=events,
-        unreferenced_blobs=_prune_artifacts(db, uow.now - retention.unused_artifacts // _MS),
-    )
-
-
-def _prune_artifacts(db: Connection, before: int) -> list[str]:
-    """Delete artifacts that no message has; return the hashes of bytes that no artifact needs any more."""
-    deleted = db.execute(_PRUNE_ARTIFACTS, {"before": before}).fetchall()
-    is_used = "SELECT 1 FROM artifacts WHERE sha256 = :sha256"
-    return [sha256 for (sha256,) in deleted if not db.execute(is_used, {"sha256": sha256}).fetchone()]
 
 
 def mark_read(db: Connection, uow: UnitOfWork, thread: str, upto: str) -> int:

@@ -163,8 +163,10 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         SELECT agents.id, count(history.seq), agents.next_hist_seq, coalesce(max(history.seq), 0)
           FROM agents LEFT JOIN history ON history.agent_id = agents.id
          GROUP BY agents.id, agents.next_hist_seq
-        HAVING count(history.seq) <> agents.next_hist_seq - 1
-            OR coalesce(max(history.seq), 0) <> agents.next_hist_seq - 1
+        HAVING count(history.seq) <> agents.next_hist_seq - coalesce(min(history.seq), agents.next_hist_seq)
+            OR coalesce(max(history.seq), agents.next_hist_seq - 1) <> agents.next_hist_seq - 1
+            OR (coalesce(min(history.seq), agents.next_hist_seq) > 1
+                AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned'))
         """,
     ),
     "H7 taken is read": (

@@ -28,6 +28,8 @@ class Result:
     """Argument of `Job.on_settled`."""
     needs_flush: bool = True
     """Somebody outside depends on the commit, so it must be flushed to disk before the caller gets the result."""
+    moved_pages: int = 0
+    """Pages of the SQLite file that it wrote without changing rows."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class Job:
     """Ids of agents whose rows the job changes, to be locked first."""
     message_count: int = 0
     """Messages that it sends to these agents."""
+    alone: bool = False
+    """It has a transaction of its own, after those of the jobs that were queued with it."""
     result: Result | None = None
     error: BaseException | None = None
     commit: int = 0
@@ -69,6 +73,12 @@ def collect_batch(jobs: JobQueue, first: Job) -> tuple[list[Job], bool]:
             return batch, True
         batch.append(job)
     return batch, False
+
+
+def split_batch(batch: list[Job]) -> list[list[Job]]:
+    """Return the jobs of each transaction, in order."""
+    shared = [job for job in batch if not job.alone]
+    return ([shared] if shared else []) + [[job] for job in batch if job.alone]
 
 
 def fail_batch(batch: list[Job], error: BaseException) -> None:

@@ -22,6 +22,7 @@ from coterie.errors import Refused, StoreBroken, StoreError
 from coterie.keys import Key, NewKey
 from coterie.llm.service import Completion, TokenUsage
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
+from coterie.retention_store import Pruned, Retention, StorageFigures, UnusedArtifacts
 from coterie.slot_sharing import SlotGrant, divide_slots
 from coterie.store import (
     MAX_LISTED,
@@ -30,8 +31,6 @@ from coterie.store import (
     Page,
     PlanRecord,
     Promotion,
-    Pruned,
-    Retention,
     Role,
     Snapshot,
     Statistics,
@@ -40,9 +39,10 @@ from coterie.store import (
     Worker,
     WorkerCounters,
 )
-from coterie.stores.sql import claims, commands, keys, queries, schedules, task_control, task_queries
+from coterie.stores.sql import claims, commands, keys, queries, retention, schedules, task_control, task_queries
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
+from coterie.stores.sql.retention import DatabaseSize, PruneRun, Read, Wait
 from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MS = timedelta(milliseconds=1)
 _SELECT_AGENTS = f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id > :after ORDER BY id LIMIT :limit"
 _SELECT_AGENT = f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id = :id"
 _SELECT_AGENTS_BY_ID = f"""
@@ -172,12 +173,14 @@ class SqlDatabase(ABC):
         messages: int = 0,
         small: bool = False,
         durable: bool = True,
+        alone: bool = False,
     ) -> asyncio.Future[T]:
         """Run `run` in a write transaction; the future is done when it is committed. Agents that it wakes are claimed.
 
         `touches`: agents whose rows it changes, which are locked first and in order. `messages`: number of messages
         that it sends to them. `small`: it is short enough to run on the event loop. `durable`: the commit is flushed
         to disk first. If false, that happens only if somebody outside depends on it (`UnitOfWork.needs_flush`).
+        `alone`: no other change is in its transaction.
         """
         ...
 
@@ -569,8 +572,56 @@ class SqlStore(SqlOverview):
     async def statistics(self, after: int) -> Statistics:
         return await self._read(lambda db: queries.read_statistics(db, after))
 
-    async def prune(self, retention: Retention) -> Pruned:
-        return await self._transact(lambda db, uow: commands.prune(db, uow, retention), durable=False)
+    # Retention
+
+    async def prune(
+        self, retention: Retention, *, dry_run: bool = False, full: bool = True
+    ) -> AsyncIterator[Pruned | None]:
+        run = PruneRun(retention, await self._now_ms(), dry_run=dry_run, full=full)
+        steps, result = run.steps(), None
+        while True:
+            try:
+                step = steps.send(result)
+            except StopIteration:
+                return
+            result = None
+            if isinstance(step, Read):
+                result = await self._read(step.run)
+            elif isinstance(step, Wait):
+                yield None
+            elif dry_run:
+                yield step.expected
+            else:
+                yield await self._transact(step.run, touches=step.touches, alone=True, durable=False)
+
+    async def unused_artifacts(self, age: timedelta, after: tuple[int, str] = (0, "")) -> UnusedArtifacts:
+        before = await self._now_ms() - age // _MS
+        return await self._read(lambda db: retention.find_unused_artifacts(db, before, after))
+
+    async def delete_artifacts(self, refs: Sequence[str], age: timedelta) -> tuple[int, Sequence[str]]:
+        return await self._transact(
+            lambda db, uow: retention.delete_artifacts(db, refs, uow.now - age // _MS), alone=True
+        )
+
+    async def storage(self) -> StorageFigures:
+        size = await self._read_size()
+        return await self._read(lambda db: retention.read_figures(db, size))
+
+    async def age_beyond(self, fraction: float) -> timedelta | None:
+        at = await self._read(lambda db: retention.find_time_after(db, fraction))
+        return None if at is None else (await self._now_ms() - at) * _MS
+
+    async def record_prune(self, deleted: Pruned) -> None:
+        await self._transact(lambda db, uow: retention.record_prune(db, uow.now, deleted), durable=False)
+
+    @abstractmethod
+    async def _read_size(self) -> DatabaseSize: ...
+
+    @abstractmethod
+    async def release_space(self) -> bool: ...
+
+    @abstractmethod
+    async def rewrite(self) -> None: ...
 
     @abstractmethod
     async def workers(self) -> Sequence[Worker]: ...

@@ -95,6 +95,7 @@ DELETE FROM llm_calls WHERE agent_id = :agent_id AND turn_no = :turn_no AND step
 
 _MS = timedelta(milliseconds=1)
 _HISTORY = "history (agent_id, seq, turn_no, role, message_id, content, calls, call_id, attachments)"
+_HISTORY_ARTIFACTS = "history_artifacts (agent_id, seq, artifact_ref)"
 BUDGET_REASON = "the task has used its budget; the person is asked whether it may go on"
 MAX_CRASHES = 3
 """Crashes at one step after which its turn is quarantined."""
@@ -127,6 +128,7 @@ class TurnTransaction:
         self._added: list[HistoryRow] = []
         """History rows of this step, for the claim."""
         self._history_rows: list[tuple[Any, ...]] = []
+        self._history_artifacts: list[tuple[str, int, str]] = []
         """The same as database rows, until they are written."""
         self._reply_ids: tuple[str, ...] = ()
         self._history_changed = False
@@ -562,6 +564,8 @@ class TurnTransaction:
         message_id = message and message.id
         files = turn_rows.encode_attachments(attachments)
         self._history_rows.append((self._agent_id, seq, turn_no, role, message_id, content, calls_json, call_id, files))
+        refs = dict.fromkeys(str(file["artifactRef"]) for file in attachments if file.get("artifactRef"))
+        self._history_artifacts += [(self._agent_id, seq, ref) for ref in refs]
         self._added.append(
             HistoryRow(
                 seq=seq,
@@ -580,7 +584,8 @@ class TurnTransaction:
 
     def _flush_history(self) -> None:
         insert(self._db, _HISTORY, self._history_rows)
-        self._history_rows = []
+        insert(self._db, _HISTORY_ARTIFACTS, self._history_artifacts)
+        self._history_rows, self._history_artifacts = [], []
 
     def _count_crash(self) -> bool:
         """Count recoveries at the same step. True: `MAX_CRASHES` are reached."""

@@ -24,6 +24,7 @@ from coterie.stores.sql.claims import EagerClaimer
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.migrations import migrate_sqlite, sqlite_version
 from coterie.stores.sql.queries import like_patterns
+from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
 from coterie.stores.sql.rows import (
     MESSAGE_COLUMNS,
     Connection,
@@ -51,7 +52,7 @@ from coterie.stores.sqlite.connection import (
     to_store_error,
     version_warnings,
 )
-from coterie.stores.sqlite.writer import Writer
+from coterie.stores.sqlite.writer import Writer, rewrite_file
 from coterie.supervision import Shutdown
 from coterie.text import one_line
 from coterie.turn_store import TurnWorker
@@ -62,6 +63,14 @@ T = TypeVar("T")
 
 DATABASE = "coterie.db"
 READERS = 2
+FREE_PART = 0.1
+"""Part of the file that may be free pages."""
+RELEASED_PAGES = 128
+"""Free pages that one transaction gives back: some milliseconds."""
+SMALL_FILE_BYTES = 64 << 20
+"""A file of an older version up to this size is rewritten at its first start: it takes less than a second."""
+_INCREMENTAL = 2
+"""Value of `PRAGMA auto_vacuum`."""
 _COUNT_CLAIMS = "SELECT count(*) FROM agents WHERE worker = :worker AND state IN ('llm', 'tools')"
 
 
@@ -175,11 +184,20 @@ class SqliteStore(SqlStore):
             )
         ]
 
+    async def _read_size(self) -> DatabaseSize:
+        return await self._read(read_size)
+
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
         return await self._read(lambda db: search(db, words, page, agent_id))
 
     async def backup(self, target: Path) -> None:
         await asyncio.to_thread(copy_database, self._path, target)
+
+    async def release_space(self) -> bool:
+        return bool(await self._write(_release_pages, alone=True, durable=False))
+
+    async def rewrite(self) -> None:
+        await self._write(rewrite_file, alone=True)
 
     async def close(self) -> None:
         try:
@@ -222,10 +240,11 @@ class SqliteStore(SqlStore):
         *,
         small: bool = False,
         durable: bool = True,
+        alone: bool = False,
     ) -> asyncio.Future[Any]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
-        return self._writer.write(run, on_settled, small=small, durable=durable)
+        return self._writer.write(run, on_settled, small=small, durable=durable, alone=alone)
 
     def _transact(
         self,
@@ -235,6 +254,7 @@ class SqliteStore(SqlStore):
         messages: int = 0,
         small: bool = False,
         durable: bool = True,
+        alone: bool = False,
     ) -> asyncio.Future[T]:
         claimer, session = EagerClaimer(self._worker) if self._worker else None, self._session
 
@@ -248,7 +268,8 @@ class SqliteStore(SqlStore):
             unit_of_work.flush()
             return Result(value, claims, needs_flush=durable or unit_of_work.needs_flush)
 
-        return self._write(work, claimer.settle if claimer else None, small=small, durable=durable)
+        settle = claimer.settle if claimer else None
+        return self._write(work, settle, small=small, durable=durable, alone=alone)
 
     async def _now_ms(self) -> int:
         return to_ms(self._clock.now())
@@ -309,6 +330,30 @@ def _mark_stopped(db: sqlite3.Connection) -> Result:
     return Result(None)
 
 
+def _release_pages(db: sqlite3.Connection) -> Result:
+    """Cut free pages off the end of the file. A part stays, so that the file need not grow again at once."""
+    if is_rewrite_needed(db):
+        return Result(False, needs_flush=False)
+    pages, free = (int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count"))
+    if free <= pages * FREE_PART:
+        return Result(False, needs_flush=False)
+    db.execute(f"PRAGMA incremental_vacuum({RELEASED_PAGES})").fetchall()
+    return Result(True, needs_flush=False, moved_pages=RELEASED_PAGES)
+
+
+def is_rewrite_needed(db: sqlite3.Connection) -> bool:
+    """True for a file of an older version, which cannot give free pages back."""
+    return int(db.execute("PRAGMA auto_vacuum").fetchone()[0]) != _INCREMENTAL
+
+
+def read_size(db: sqlite3.Connection) -> DatabaseSize:
+    pages, free, size = (
+        int(db.execute(f"PRAGMA {name}").fetchone()[0]) for name in ("page_count", "freelist_count", "page_size")
+    )
+    rows = {table: int(db.execute("SELECT count(*) FROM " + table).fetchone()[0]) for table in COUNTED_TABLES}
+    return DatabaseSize(pages * size, (pages - free) * size, rows, can_shrink=not is_rewrite_needed(db))
+
+
 def _was_unclean(db: sqlite3.Connection) -> bool:
     if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchone():
         return False
@@ -338,6 +383,8 @@ def _open(path: Path, durability: Durability) -> tuple[sqlite3.Connection, Store
         if unclean:
             _check_after_crash(db)
         migrate_sqlite(db)
+        if is_rewrite_needed(db) and path.stat().st_size <= SMALL_FILE_BYTES:
+            rewrite_file(db)
         hit("open.checked")
         mark_started(db)
         log_id = get_meta(db, "log_id") or set_meta(db, "log_id", new_id())

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from coterie.errors import CoterieError, StoreBroken, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.claims import RetryTransaction
-from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch
+from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch, split_batch
 from coterie.stores.sqlite import connection
 from coterie.stores.sqlite.connection import LAST_EVENT_SQL, Durability, LastCommitFile, OpenFiles, to_store_error
 
@@ -107,17 +107,18 @@ class Writer:
         *,
         small: bool = False,
         durable: bool = True,
+        alone: bool = False,
     ) -> asyncio.Future[Any]:
         """Run `run` in a transaction; the future resolves after the commit. If `run` raises, its writes are undone.
 
         The commit is flushed first if the result of `run` says so. `small`: it may run at once on the event loop.
-        `durable`: it is known that it needs a flush. `on_settled`: see `Job.on_settled`.
+        `durable`: it is known that it needs a flush. `on_settled`, `alone`: see `Job`.
         """
         if self._broken:
             raise self._broken
         if self._closed:
             raise StoreUnavailable("the society is stopping: try again after its next start")
-        job = Job(run, self._loop.create_future(), on_settled)
+        job = Job(run, self._loop.create_future(), on_settled, alone=alone)
         may_run_inline = small and not (durable and self._flushes) and self._enqueued == self._ran
         if not (may_run_inline and self._run_inline(job)):
             self._enqueue(job)
@@ -170,7 +171,8 @@ class Writer:
                 break
             batch, is_last = collect_batch(self._jobs, job)
             try:
-                self._process(batch)
+                for part in split_batch(batch):
+                    self._process(part)
             except RuntimeError:  # the loop is closed: nobody waits
                 return
         if self._flush_delay() is not None:
@@ -186,6 +188,7 @@ class Writer:
         """Run the jobs that have not run yet, flush if one needs it, and resolve the futures."""
         if to_run := [job for job in batch if job.result is None]:
             self._commit(to_run)
+            self._checkpointed_rows -= sum(job.result.moved_pages for job in to_run if job.result)
             if self._is_checkpoint_due():
                 self._checkpoint()
             self._ran += len(to_run)
@@ -237,6 +240,9 @@ class Writer:
             return True
         if self._fail_if_files_gone(batch):
             return True
+        if batch[0].run is rewrite_file:
+            self._rewrite_file(batch)
+            return True
         try:
             if not self._begin(wait=not inline):
                 return False
@@ -279,6 +285,13 @@ class Writer:
         if is_first and inline:
             # The thread waits without a timeout: it must learn that there is something to flush.
             self._jobs.put(Job(_noop, self._loop.create_future(), result=Result(None)))
+
+    def _rewrite_file(self, batch: list[Job]) -> None:
+        """Run the job `rewrite_file`: VACUUM refuses to run in a transaction."""
+        try:
+            batch[0].result = rewrite_file(self._db)
+        except sqlite3.Error as error:
+            fail_batch(batch, to_store_error(error, self._folder))
 
     def _fail_if_files_gone(self, batch: list[Job]) -> bool:
         """Fail the batch if a database file was removed or replaced: its writes would go to a deleted file."""
@@ -350,6 +363,14 @@ class Writer:
         else:
             self.is_healthy = False
             log.error("the store could not commit: %s", store_error)
+
+
+def rewrite_file(db: sqlite3.Connection) -> Result:
+    """Write the file anew without free pages, and so that it can shrink from now on. A job without a transaction."""
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    db.execute("VACUUM")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    return Result(None)
 
 
 def _noop(db: sqlite3.Connection) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie.web import sse
-from coterie.web.api import agents, artifacts, keys, messages, services, tasks, threads
+from coterie.web.api import agents, artifacts, keys, messages, services, storage, tasks, threads
 from coterie.web.routing import Router
 
 ROUTERS: list[Router] = [
@@ -15,5 +15,6 @@ ROUTERS: list[Router] = [
     services.router,
     artifacts.router,
     keys.router,
+    storage.router,
 ]
 """Busiest first: Starlette tries them in this order."""

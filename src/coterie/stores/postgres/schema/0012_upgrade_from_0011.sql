@@ -180,3 +180,18 @@ CREATE TABLE keys (
     used_at    BIGINT,
     revoked_at BIGINT
 );
+
+-- Files that rows of histories show, so that they are kept as long as these rows.
+CREATE TABLE history_artifacts (
+    agent_id     TEXT COLLATE "C" NOT NULL,
+    seq          BIGINT NOT NULL,
+    artifact_ref TEXT COLLATE "C" NOT NULL,
+    PRIMARY KEY (agent_id, seq, artifact_ref),
+    FOREIGN KEY (agent_id, seq) REFERENCES history (agent_id, seq) ON DELETE CASCADE
+);
+
+CREATE INDEX history_artifacts_ref ON history_artifacts (artifact_ref);
+INSERT INTO history_artifacts (agent_id, seq, artifact_ref)
+SELECT DISTINCT history.agent_id, history.seq, file ->> 'artifactRef'
+  FROM history, json_array_elements(history.attachments::json) AS file
+ WHERE history.attachments IS NOT NULL AND file ->> 'artifactRef' IS NOT NULL;

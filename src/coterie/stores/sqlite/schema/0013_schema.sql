@@ -47,7 +47,7 @@ CREATE TABLE agents (
     crashes         INTEGER NOT NULL DEFAULT 0,
     -- Time of the last change of state.
     since           INTEGER,
-    -- Messages up to this position were cleared with the person's conversation.
+    -- Messages up to this position were cleared with the person's conversation, or are too old to be in the history.
     cleared_seq     INTEGER NOT NULL DEFAULT 0,
     -- Incremented by every change of the agent's history. A cached history is valid for one version.
     history_version INTEGER NOT NULL DEFAULT 0,
@@ -217,7 +217,7 @@ CREATE INDEX artifacts_sha256 ON artifacts (sha256);
 CREATE INDEX artifacts_created ON artifacts (created_at);
 CREATE INDEX artifacts_maker ON artifacts (maker, created_at) WHERE maker IS NOT NULL;
 
--- An artifact that no message carries is deleted after a day.
+-- An artifact that no message carries and no history shows is deleted after a day.
 CREATE TABLE attachments (
     artifact_ref TEXT NOT NULL REFERENCES artifacts (ref),
     message_seq  INTEGER NOT NULL REFERENCES messages (seq) ON DELETE CASCADE,
@@ -264,6 +264,17 @@ CREATE TABLE history (
 CREATE UNIQUE INDEX history_message ON history (message_id) WHERE message_id IS NOT NULL;
 -- A covering index: otherwise SQLite reads the agent's whole history for every answer.
 CREATE INDEX history_turn ON history (agent_id, turn_no, seq, message_id) WHERE message_id IS NOT NULL;
+
+-- Files that rows of histories show, so that they are kept as long as these rows.
+CREATE TABLE history_artifacts (
+    agent_id     TEXT NOT NULL,
+    seq          INTEGER NOT NULL,
+    artifact_ref TEXT NOT NULL,
+    PRIMARY KEY (agent_id, seq, artifact_ref),
+    FOREIGN KEY (agent_id, seq) REFERENCES history (agent_id, seq) ON DELETE CASCADE
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX history_artifacts_ref ON history_artifacts (artifact_ref);
 
 CREATE TABLE plans (
     seq            INTEGER PRIMARY KEY AUTOINCREMENT,

@@ -181,3 +181,18 @@ CREATE TABLE keys (
     used_at    INTEGER,
     revoked_at INTEGER
 ) STRICT, WITHOUT ROWID;
+
+-- Files that rows of histories show, so that they are kept as long as these rows.
+CREATE TABLE history_artifacts (
+    agent_id     TEXT NOT NULL,
+    seq          INTEGER NOT NULL,
+    artifact_ref TEXT NOT NULL,
+    PRIMARY KEY (agent_id, seq, artifact_ref),
+    FOREIGN KEY (agent_id, seq) REFERENCES history (agent_id, seq) ON DELETE CASCADE
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX history_artifacts_ref ON history_artifacts (artifact_ref);
+INSERT INTO history_artifacts (agent_id, seq, artifact_ref)
+SELECT DISTINCT history.agent_id, history.seq, json_extract(file.value, '$.artifactRef')
+  FROM history, json_each(history.attachments) AS file
+ WHERE history.attachments IS NOT NULL AND json_extract(file.value, '$.artifactRef') IS NOT NULL;

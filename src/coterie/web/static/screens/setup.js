@@ -1,19 +1,20 @@
-// Model services: the configured ones with capabilities and test results, and those that could be set up.
+// Model services: the configured ones with capabilities and test results, and those that could be set up. What is stored.
 
 import { del, get, post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { t } from '../i18n.js';
+import { bytes, count, t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
 import { settings } from './settings.js';
 import { CAPABILITIES, outcomeOf, serviceForm, TEST_MS } from './service_form.js';
-import { busy, confirm, failed, section, toggle } from './parts.js';
+import { busy, confirm, failed, section, toggle, when } from './parts.js';
 
 const GUIDE = 'guide';
 
 export function render(root) {
   const body = h('div', { class: 'setup' });
   const form = h('div');
+  const stored = h('div');
   let seen = null;
   let gone = false;
 
@@ -42,10 +43,12 @@ export function render(root) {
       h('section', { class: 'item-foot' }, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
       form,
       tour(seen.items, changed),
+      stored,
       settings(),
     );
   fill(root, body);
   load();
+  showStorage(stored);
   // The snapshot brings agents' names; do not redraw a form in use.
   const stop = on('snapshot', () => seen && !form.firstChild && draw());
   return () => {
@@ -165,5 +168,34 @@ function tour(items, changed) {
     'setup-tour',
     t('tour'),
     alone ? h('p', { class: 'meta', text: t('tourAlone') }) : toggle(t('tourOn'), Boolean(beside), flip),
+  );
+}
+
+// What is stored, and how long
+
+async function showStorage(place) {
+  try {
+    fill(place, storage(await get('/storage')));
+  } catch (error) {
+    fill(place, failed(t('notLoaded'), () => showStorage(place)));
+  }
+}
+
+function storage({ fileBytes, artifactBytes, rows, oldest, keepDays, keepGb, canShrink, lastPrune }) {
+  const kept = [keepDays && t('keptDays', { n: count(keepDays) }), keepGb && t('keptGb', { n: count(keepGb) })].filter(Boolean);
+  const line = (name, ...value) => [h('dt', { text: name }), h('dd', {}, value)];
+  return section(
+    'setup-storage',
+    t('storage'),
+    h(
+      'dl',
+      { class: 'pairs' },
+      line(t('storageSize'), t('storageSizes', { database: bytes(fileBytes), files: bytes(artifactBytes) })),
+      line(t('storageRows'), t('storageCounts', { messages: count(rows.messages), tasks: count(rows.tasks), history: count(rows.history) })),
+      line(t('storageOldest'), oldest ? when(oldest) : '–'),
+      line(t('storageKept'), kept.length ? kept.join(' · ') : t('keptForever')),
+      line(t('storagePruned'), lastPrune ? [when(lastPrune.at), ' · ', t('storageDeleted', { n: count(lastPrune.deleted.messages) })] : t('storageNotPruned')),
+    ),
+    canShrink ? null : h('p', { class: 'meta', text: t('storageRewrite') }),
   );
 }

@@ -1,0 +1,499 @@
+"""Retention: finds what is old enough and no longer needed, and deletes it in small transactions.
+
+A `PruneRun` walks each table once, oldest rows first, and yields its steps. A `Read` looks at a bounded number of rows
+on a reader, where it delays no writer. A `Write` deletes a bounded number of them and checks again that nothing needs
+them.
+
+What stays, whatever its age: rows of a history that the model is still shown, messages that wait, open questions,
+messages of tasks that are not done, what delayed and recurring messages refer to, and files that any of these show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from coterie.clock import from_ms
+from coterie.messages import PERSON
+from coterie.retention_store import LastPrune, Pruned, Retention, StorageFigures, UnusedArtifacts
+from coterie.stores.sql.rows import Connection, get_meta, json_keys, set_meta
+from coterie.stores.sql.unit_of_work import UnitOfWork
+
+READ_ROWS = 500
+"""Rows that one read looks at."""
+DELETED_ROWS = 50
+"""Rows with many indexes that one transaction deletes: about 3 ms."""
+DELETED_EVENTS = 500
+FULL_PASS_INTERVAL = timedelta(days=1)
+"""A run continues where the last one ended. So often it starts at the oldest rows, for those that were needed then."""
+_LAST_TURN_ROWS = 10_000
+"""More rows than one turn has."""
+_MS = timedelta(milliseconds=1)
+_POSITIONS = "prune_positions"
+
+# An unread message to the person does not stay for ever: programs that use the HTTP API may mark none as read.
+_IS_DELETABLE = """
+(messages.state IN ('taken', 'withdrawn', 'dead') OR (messages.state = 'pending' AND messages.recipient = 'user'))
+AND coalesce(messages.taken_at, messages.delivered_at, messages.created_at) < :before
+AND NOT (messages.question = 1 AND messages.answered_by IS NULL AND messages.state IN ('pending', 'taken'))
+AND NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = coalesce(messages.task, messages.id)
+                   AND (tasks.state IN ('working', 'waiting') OR tasks.last_at >= :before))
+AND NOT EXISTS (SELECT 1 FROM messages AS delayed
+                 WHERE delayed.unless_answered = messages.id AND delayed.state = 'delayed')
+AND NOT EXISTS (SELECT 1 FROM schedules WHERE schedules.id = messages.schedule_id AND schedules.state <> 'ended'
+                   AND schedules.previous_id = messages.id)
+"""
+_SELECT_MESSAGES = f"""
+SELECT messages.seq, messages.id, messages.created_at, coalesce(messages.task, messages.id), history.agent_id,
+       history.seq, CASE WHEN {_IS_DELETABLE} THEN 1 ELSE 0 END
+  FROM messages LEFT JOIN history ON history.message_id = messages.id
+ WHERE messages.seq > :after ORDER BY messages.seq LIMIT :limit
+"""
+_DELETE_MESSAGES = f"""
+DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_DELETABLE}
+   AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id)
+RETURNING recipient, state, length(payload)
+"""
+_SELECT_DEAD = """
+SELECT seq, id, created_at FROM messages WHERE state = 'dead' AND seq > :after ORDER BY seq LIMIT :limit
+"""
+_DELETE_DEAD = """
+DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'dead' AND created_at < :before
+"""
+_SELECT_AGENTS = """
+SELECT id, turn_no, state, (SELECT max(upto) FROM summaries WHERE agent_id = agents.id),
+       (SELECT min(seq) FROM history WHERE agent_id = agents.id)
+  FROM agents WHERE kind = 'agent' AND id > :after ORDER BY id LIMIT :limit
+"""
+_SELECT_HISTORY = """
+SELECT history.seq, history.turn_no, messages.taken_at, messages.in_seq
+  FROM history LEFT JOIN messages ON messages.id = history.message_id
+ WHERE history.agent_id = :agent_id AND history.seq > :after AND history.seq <= :upto
+ ORDER BY history.seq LIMIT :limit
+"""
+_SELECT_SHOWN_TURN = """
+SELECT turn_no FROM history WHERE agent_id = :agent_id AND seq > :upto ORDER BY seq LIMIT 1
+"""
+_COUNT_PLANS = """
+SELECT (SELECT count(*) FROM plans WHERE agent_id = :agent_id AND turn_no > :after AND turn_no <= :turn_no),
+       (SELECT count(*) FROM calls WHERE agent_id = :agent_id AND turn_no > :after AND turn_no <= :turn_no)
+"""
+# A cleared conversation starts its history again at 1, so the position alone does not tell.
+_DELETE_HISTORY = "DELETE FROM history WHERE agent_id = :agent_id AND seq <= :seq AND turn_no <= :turn_no"
+_DELETE_CALLS = "DELETE FROM calls WHERE agent_id = :agent_id AND turn_no <= :turn_no"
+_DELETE_PLANS = "DELETE FROM plans WHERE agent_id = :agent_id AND turn_no <= :turn_no"
+_DELETE_SUMMARIES = """
+DELETE FROM summaries WHERE agent_id = :agent_id AND upto <= :seq
+   AND upto < (SELECT max(upto) FROM summaries WHERE agent_id = :agent_id)
+"""
+_SET_CLEARED = "UPDATE agents SET cleared_seq = :in_seq WHERE id = :agent_id AND cleared_seq < :in_seq"
+_IS_TASK_DELETABLE = """
+tasks.state IN ('done', 'failed', 'stopped') AND tasks.last_at < :before
+AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.parent_task = tasks.id AND messages.state = 'delayed')
+"""
+_SELECT_TASKS = f"""
+SELECT seq, id, created_at, turns, CASE WHEN {_IS_TASK_DELETABLE} THEN 1 ELSE 0 END,
+       (SELECT count(*) FROM messages WHERE messages.id = tasks.id OR messages.task = tasks.id)
+  FROM tasks WHERE seq > :after ORDER BY seq LIMIT :limit
+"""
+_DELETE_TASKS = f"""
+DELETE FROM tasks WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_TASK_DELETABLE}
+   AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.task = tasks.id)
+   AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = tasks.id) RETURNING id
+"""
+_DELETE_TURNS = "DELETE FROM turns WHERE task IN (SELECT key FROM json_each(:ids))"
+_SELECT_BUSY_TASKS = "SELECT task, other_tasks FROM agents WHERE task IS NOT NULL OR other_tasks IS NOT NULL"
+_SELECT_MODEL_CALLS = """
+SELECT at, task, CASE WHEN task IS NULL OR NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = task) THEN 1 ELSE 0 END
+  FROM llm_calls WHERE at >= :after AND at < :before ORDER BY at LIMIT :limit
+"""
+# A task and its requests go together, so that what it has used stays right.
+_DELETE_MODEL_CALLS = """
+DELETE FROM llm_calls WHERE at >= :after AND at <= :upto
+   AND (task IS NULL OR NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = task))
+"""
+_SELECT_SCHEDULES = """
+SELECT id FROM schedules WHERE state = 'ended' AND due_at < :before AND id > :after ORDER BY id LIMIT :limit
+"""
+_DELETE_SCHEDULES = "DELETE FROM schedules WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'ended'"
+_SELECT_EVENTS = "SELECT seq, at FROM events WHERE seq > :after ORDER BY seq LIMIT :limit"
+# The newest event stays: its time is the latest stored one.
+_DELETE_EVENTS = "DELETE FROM events WHERE seq <= :upto AND seq < (SELECT max(seq) FROM events)"
+_IS_UNUSED = """
+NOT EXISTS (SELECT 1 FROM attachments WHERE attachments.artifact_ref = artifacts.ref)
+AND NOT EXISTS (SELECT 1 FROM history_artifacts WHERE history_artifacts.artifact_ref = artifacts.ref)
+AND NOT EXISTS (SELECT 1 FROM plans JOIN calls ON calls.agent_id = plans.agent_id AND calls.turn_no = plans.turn_no
+                                              AND calls.step_no = plans.step_no
+                 WHERE plans.outcome = 'open' AND calls.attachments IS NOT NULL
+                   AND replace(calls.attachments, artifacts.ref, '') <> calls.attachments)
+"""
+_SELECT_ARTIFACTS = f"""
+SELECT ref, created_at, size, CASE WHEN {_IS_UNUSED} THEN 1 ELSE 0 END
+  FROM artifacts WHERE (created_at, ref) > (:created_at, :ref) AND created_at < :before
+ ORDER BY created_at, ref LIMIT :limit
+"""
+_DELETE_ARTIFACTS = f"""
+DELETE FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND created_at < :before AND {_IS_UNUSED}
+RETURNING sha256
+"""
+_SELECT_MESSAGE_AFTER = "SELECT created_at FROM messages WHERE seq >= :seq ORDER BY seq LIMIT 1"
+# Two subqueries: SQLite reads all rows for two aggregates of one query.
+_FIRST_AND_LAST = "SELECT (SELECT min(seq) FROM messages), (SELECT max(seq) FROM messages)"
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    run: Callable[[Connection], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    run: Callable[[Connection, UnitOfWork], Pruned]
+    expected: Pruned
+    """What it deletes if nothing has changed since the read before it."""
+    touches: tuple[str, ...] = ()
+    """Agents whose rows it changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Every transaction that began before this step must have ended before the next one."""
+
+
+Steps = Generator[Read | Write | Wait, Any, None]
+
+
+class _OldTurns(NamedTuple):
+    """The first turns of a history, which are old and not shown any more."""
+
+    agent_id: str
+    rows: int
+    seq: int
+    """The last row of the last of these turns."""
+    turn_no: int
+    in_seq: int
+    """Position of their newest message in the mailbox; 0 if none is known."""
+
+
+class Positions(msgspec.Struct):
+    """Where the walks of the last run ended, as stored in `meta`."""
+
+    started: int = 0
+    """Time of the run that started at the oldest rows."""
+    messages: int = 0
+    tasks: int = 0
+    model_calls: int = 0
+
+
+@dataclass(slots=True)
+class PruneRun:
+    """One run at the time `now`, in ms. A dry run reads as a real one, takes each step as done and changes nothing."""
+
+    retention: Retention
+    now: int
+    dry_run: bool = False
+    full: bool = True
+    """Start at the oldest rows, not where the last run ended."""
+    _history: dict[str, int] = field(default_factory=dict)
+    """By agent: the last row of its history that a dry run counts as deleted."""
+    _messages: Counter[str] = field(default_factory=Counter)
+    """By task: messages that a dry run counts as deleted."""
+    _tasks: set[str] = field(default_factory=set)
+
+    def steps(self) -> Steps:
+        """Yield the steps in order; the caller sends each one's result back."""
+        yield from self._prune_events(self._before(self.retention.events))
+        yield from self._prune_dead(self._before(self.retention.dead_letters))
+        if self.retention.messages is None:
+            return
+        before = self._before(self.retention.messages)
+        positions = yield Read(self._read_positions)
+        yield from self._prune_histories(before)
+        positions.messages = yield from self._prune_messages(before, positions.messages)
+        if not self.dry_run:
+            # A sender may have read the last message of a task just before it was deleted, and add one to that task.
+            yield Wait()
+        positions.tasks = yield from self._prune_tasks(before, positions.tasks)
+        positions.model_calls = yield from self._prune_model_calls(before, positions.model_calls)
+        yield from self._prune_schedules(before)
+        yield Write(partial(_store_positions, positions=positions), Pruned())
+
+    def _before(self, age: timedelta) -> int:
+        return self.now - age // _MS
+
+    def _read_positions(self, db: Connection) -> Positions:
+        stored = get_meta(db, _POSITIONS)
+        positions = msgspec.json.decode(stored, type=Positions) if stored else Positions()
+        if self.full or self.now - positions.started >= FULL_PASS_INTERVAL // _MS:
+            return Positions(started=self.now)
+        return positions
+
+    def _prune_events(self, before: int) -> Steps:
+        after = 0
+        while True:
+            rows = yield _read(_SELECT_EVENTS, after=after, limit=DELETED_EVENTS + 1)
+            # The last row read is the newest event, or is read again as the first of the next step.
+            old = [seq for seq, at in rows[:DELETED_EVENTS] if at < before]
+            old = old[: len(rows) - 1]
+            if not old:
+                return
+            after = old[-1]
+            yield Write(partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after), Pruned(events=len(old)))
+            if len(old) < DELETED_EVENTS:
+                return
+
+    def _prune_dead(self, before: int) -> Steps:
+        after = 0
+        while rows := (yield _read(_SELECT_DEAD, after=after, limit=DELETED_ROWS)):
+            after = rows[-1][0]
+            if ids := [message_id for _, message_id, created_at in rows if created_at < before]:
+                delete = partial(_delete, kind="messages", sql=_DELETE_DEAD, ids=json_keys(ids), before=before)
+                yield Write(delete, Pruned(messages=len(ids)))
+
+    def _prune_histories(self, before: int) -> Steps:
+        after = ""
+        while agents := (yield _read(_SELECT_AGENTS, after=after, limit=READ_ROWS)):
+            after = agents[-1][0]
+            for agent_id, turn_no, state, upto, first in agents:
+                is_terminated = state == "terminated"
+                if first is None or (not is_terminated and (upto is None or first > upto)):
+                    continue
+                end = (_NEVER, _NEVER) if is_terminated else (upto, turn_no)
+                yield from self._prune_history(before, agent_id, *end)
+
+    def _prune_history(self, before: int, agent_id: str, upto: int, turn_no: int) -> Steps:
+        """`upto`: the last row that a summary stands for. `turn_no`: the newest turn."""
+        seq, last_turn = 0, 0
+        find = partial(_find_old_turns, agent_id=agent_id, before=before, upto=upto, newest_turn=turn_no)
+        while old := (yield Read(partial(find, after=seq))):
+            expected = Pruned(history=old.rows)
+            if self.dry_run:
+                bounds = {"agent_id": agent_id, "after": last_turn, "turn_no": old.turn_no}
+                ((plans, calls),) = yield _read(_COUNT_PLANS, **bounds)
+                expected = Pruned(history=old.rows, plans=plans, calls=calls)
+            self._history[agent_id] = old.seq
+            seq, last_turn = old.seq, old.turn_no
+            yield Write(partial(_delete_turns, old=old), expected, (agent_id,))
+
+    def _prune_messages(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
+        """Return the position of the last message that was looked at."""
+        while rows := (yield _read(_SELECT_MESSAGES, after=after, before=before, limit=READ_ROWS)):
+            old = [row for row in rows if row[2] < before]
+            found = [
+                (message_id, task)
+                for _, message_id, _, task, agent_id, history_seq, is_deletable in old
+                if is_deletable and (agent_id is None or history_seq <= self._history.get(agent_id, 0))
+            ]
+            for part in _parts(found):
+                self._messages.update(task for _, task in part)
+                ids = json_keys(message_id for message_id, _ in part)
+                yield Write(
+                    partial(_delete_messages, ids=ids, before=before), Pruned(messages=len(part)), touches=(PERSON,)
+                )
+            after = old[-1][0] if old else after
+            if len(old) < len(rows):
+                return after
+        return after
+
+    def _prune_tasks(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
+        found = yield _read(_SELECT_BUSY_TASKS)
+        busy = {task for own, others in found for task in (own, *(others.split() if others else ()))}
+        while rows := (yield _read(_SELECT_TASKS, after=after, before=before, limit=READ_ROWS)):
+            old = [row for row in rows if row[2] < before]
+            found = [
+                (task_id, turns)
+                for _, task_id, _, turns, is_deletable, messages in old
+                if is_deletable and task_id not in busy and messages <= (self._messages[task_id] if self.dry_run else 0)
+            ]
+            for part in _parts(found):
+                self._tasks.update(task_id for task_id, _ in part)
+                yield Write(
+                    partial(_delete_tasks, ids=json_keys(task_id for task_id, _ in part), before=before),
+                    Pruned(tasks=len(part), turns=sum(turns for _, turns in part)),
+                )
+            after = old[-1][0] if old else after
+            if len(old) < len(rows):
+                return after
+        return after
+
+    def _prune_model_calls(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
+        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=DELETED_ROWS)):
+            upto = rows[-1][0]
+            count = sum(1 for _, task, is_loose in rows if is_loose or task in self._tasks)
+            if count:
+                delete = partial(_delete, kind="model_calls", sql=_DELETE_MODEL_CALLS, after=after, upto=upto)
+                yield Write(delete, Pruned(model_calls=count))
+            after = upto + 1
+        return after
+
+    def _prune_schedules(self, before: int) -> Steps:
+        after = ""
+        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=DELETED_ROWS)):
+            ids = [schedule_id for (schedule_id,) in rows]
+            after = ids[-1]
+            delete = partial(_delete, kind="schedules", sql=_DELETE_SCHEDULES, ids=json_keys(ids))
+            yield Write(delete, Pruned(schedules=len(ids)))
+
+
+_NEVER = 1 << 62
+
+
+def _read(sql: str, **parameters: Any) -> Read:
+    return Read(lambda db: db.execute(sql, parameters).fetchall())
+
+
+def _parts(rows: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    return (rows[start : start + DELETED_ROWS] for start in range(0, len(rows), DELETED_ROWS))
+
+
+def _delete(db: Connection, _: UnitOfWork, *, kind: str, sql: str, **parameters: Any) -> Pruned:
+    count = db.execute(sql, parameters).rowcount
+    if kind == "messages" and count:
+        mark_pruned(db)
+    return Pruned(**{kind: count})
+
+
+def mark_pruned(db: Connection) -> None:
+    """Let invariant checks accept gaps in mailboxes, histories and tasks from now on."""
+    if get_meta(db, "pruned") is None:
+        set_meta(db, "pruned", "1")
+
+
+def _find_old_turns(
+    db: Connection, *, agent_id: str, before: int, after: int, upto: int, newest_turn: int
+) -> _OldTurns | None:
+    """Return the next turns whose messages were all taken before `before` and that are in no part of a request."""
+    shown = db.execute(_SELECT_SHOWN_TURN, {"agent_id": agent_id, "upto": upto}).fetchone()
+    end_turn = min(newest_turn, shown[0] if shown else _NEVER)
+    bounds = {"agent_id": agent_id, "after": after, "upto": upto}
+    rows = db.execute(_SELECT_HISTORY, bounds | {"limit": READ_ROWS}).fetchall()
+    if len(rows) == READ_ROWS and rows[0][1] == rows[-1][1]:
+        rows = db.execute(_SELECT_HISTORY, bounds | {"limit": _LAST_TURN_ROWS}).fetchall()
+    if len(rows) >= READ_ROWS:
+        end_turn = min(end_turn, rows[-1][1])  # its rows are not all here
+    count, seq, turn_no, in_seq = 0, 0, 0, 0
+    turns: dict[int, list[Any]] = {}
+    for row in rows:
+        turns.setdefault(row[1], []).append(row)
+    for turn, its_rows in turns.items():
+        if turn >= end_turn or any(taken_at is not None and taken_at >= before for _, _, taken_at, _ in its_rows):
+            break
+        count, seq, turn_no = count + len(its_rows), its_rows[-1][0], turn
+        in_seq = max(in_seq, *(position or 0 for *_, position in its_rows))
+        if count >= DELETED_ROWS:
+            break
+    return _OldTurns(agent_id, count, seq, turn_no, in_seq) if count else None
+
+
+def _delete_turns(db: Connection, uow: UnitOfWork, *, old: _OldTurns) -> Pruned:
+    """Delete turns from the beginning of a history, with their plans and calls."""
+    mailbox = uow.mailbox(old.agent_id)
+    if mailbox.state != "terminated":
+        sql = "SELECT max(upto) FROM summaries WHERE agent_id = :agent_id"
+        (upto,) = db.execute(sql, {"agent_id": old.agent_id}).fetchone()
+        if upto is None or upto < old.seq or mailbox.turn_no <= old.turn_no:  # the conversation was cleared
+            return Pruned()
+    parameters = old._asdict()
+    history = db.execute(_DELETE_HISTORY, parameters).rowcount
+    calls = db.execute(_DELETE_CALLS, parameters).rowcount
+    plans = db.execute(_DELETE_PLANS, parameters).rowcount
+    db.execute(_DELETE_SUMMARIES, parameters)
+    db.execute(_SET_CLEARED, parameters)
+    mark_pruned(db)
+    return Pruned(history=history, calls=calls, plans=plans)
+
+
+def _delete_messages(db: Connection, uow: UnitOfWork, *, ids: str, before: int) -> Pruned:
+    deleted = db.execute(_DELETE_MESSAGES, {"ids": ids, "before": before}).fetchall()
+    for recipient, state, size in deleted:
+        if recipient == PERSON and state == "pending":
+            uow.mailbox(PERSON).remove_message(size)
+    if deleted:
+        mark_pruned(db)
+    return Pruned(messages=len(deleted))
+
+
+def _delete_tasks(db: Connection, _: UnitOfWork, *, ids: str, before: int) -> Pruned:
+    deleted = [task_id for (task_id,) in db.execute(_DELETE_TASKS, {"ids": ids, "before": before}).fetchall()]
+    turns = db.execute(_DELETE_TURNS, {"ids": json_keys(deleted)}).rowcount if deleted else 0
+    return Pruned(tasks=len(deleted), turns=turns)
+
+
+def _store_positions(db: Connection, _: UnitOfWork, *, positions: Positions) -> Pruned:
+    set_meta(db, _POSITIONS, msgspec.json.encode(positions).decode())
+    return Pruned()
+
+
+def find_unused_artifacts(db: Connection, before: int, after: tuple[int, str]) -> UnusedArtifacts:
+    """Return the unused ones among the next artifacts after the position `after`."""
+    created_at, ref = after
+    rows = db.execute(
+        _SELECT_ARTIFACTS, {"created_at": created_at, "ref": ref, "before": before, "limit": READ_ROWS}
+    ).fetchall()
+    unused = [(ref, size) for ref, _, size, is_unused in rows if is_unused]
+    position = (rows[-1][1], rows[-1][0]) if len(rows) == READ_ROWS else None
+    return UnusedArtifacts(refs=[ref for ref, _ in unused], bytes=sum(size for _, size in unused), next=position)
+
+
+def delete_artifacts(db: Connection, refs: Sequence[str], before: int) -> tuple[int, list[str]]:
+    """Delete those that are still unused; return their number and the hashes of bytes that are not needed any more."""
+    deleted = db.execute(_DELETE_ARTIFACTS, {"refs": json_keys(refs), "before": before}).fetchall()
+    is_used = "SELECT 1 FROM artifacts WHERE sha256 = :sha256"
+    hashes = dict.fromkeys(sha256 for (sha256,) in deleted)
+    return len(deleted), [sha256 for sha256 in hashes if not db.execute(is_used, {"sha256": sha256}).fetchone()]
+
+
+def find_time_after(db: Connection, fraction: float) -> int | None:
+    """Return when the messages begin that follow the oldest `fraction` of all, in ms; None if there is no message."""
+    first, last = db.execute(_FIRST_AND_LAST).fetchone()
+    if first is None:
+        return None
+    row = db.execute(_SELECT_MESSAGE_AFTER, {"seq": first + int((last - first) * fraction)}).fetchone()
+    return int(row[0])
+
+
+# Figures
+
+COUNTED_TABLES = ("agents", "messages", "history", "tasks", "calls", "llm_calls", "events", "artifacts")
+_LAST_PRUNE = "last_prune"
+
+
+class DatabaseSize(NamedTuple):
+    file_bytes: int
+    used_bytes: int
+    rows: dict[str, int]
+    """By table of `COUNTED_TABLES`."""
+    can_shrink: bool
+
+
+class _StoredPrune(msgspec.Struct):
+    """The value of `last_prune` in `meta`."""
+
+    at: int
+    deleted: dict[str, int]
+
+
+def record_prune(db: Connection, now: int, deleted: Pruned) -> None:
+    set_meta(db, _LAST_PRUNE, msgspec.json.encode(_StoredPrune(now, asdict(deleted))).decode())
+
+
+def read_figures(db: Connection, size: DatabaseSize) -> StorageFigures:
+    stored = get_meta(db, _LAST_PRUNE)
+    last = msgspec.json.decode(stored, type=_StoredPrune) if stored else None
+    oldest = db.execute("SELECT created_at FROM messages ORDER BY seq LIMIT 1").fetchone()
+    (artifact_bytes,) = db.execute("SELECT coalesce(sum(size), 0) FROM artifacts").fetchone()
+    return StorageFigures(
+        file_bytes=size.file_bytes,
+        used_bytes=size.used_bytes,
+        artifact_bytes=int(artifact_bytes),
+        rows=size.rows,
+        oldest=from_ms(oldest[0]) if oldest else None,
+        last_prune=LastPrune(at=from_ms(last.at), deleted=Pruned(**last.deleted)) if last else None,
+        can_shrink=size.can_shrink,
+    )

@@ -1,0 +1,193 @@
+"""Contract of every storage engine: what is deleted when it is old, and what stays."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from coterie.artifacts import Artifact
+from coterie.plan import PlannedCall
+from coterie.retention_store import Pruned, Retention
+from coterie.store import Page
+from coterie.stores.sql import retention
+from coterie.testing import FakeClock
+from coterie.turn import CallEnded
+from coterie.turn_store import Claim
+from tests.engines import Engine
+from tests.pruning import pruned
+
+from .steps import call, done, history_lines, says
+from .task_steps import Society, claim, press, questions, said, send, step, task_of
+
+MONTH = timedelta(days=30)
+
+
+async def converse(store: Society, text: str, *calls: PlannedCall, to: str = "ada") -> str:
+    """Send a message and let the agent answer it, after the calls; return the id of the task."""
+    sent = await send(store, to, text)
+    claimed = await claim(store, to)
+    if calls:
+        claimed = await step(store, claimed, says("", *calls), *(done(index) for index in range(len(calls))))
+    await step(store, claimed, said(f"answer to {text}"))
+    return sent.message_id
+
+
+async def summarised(store: Society, upto: int, to: str = "ada") -> Claim:
+    """Begin a turn and let a summary stand for the rows up to `upto`."""
+    await send(store, to, "next")
+    return await store.summarise(await claim(store, to), upto, "what was said")
+
+
+async def counts(store: Society) -> dict[str, int]:
+    return dict((await store.storage()).rows)
+
+
+async def test_an_old_turn_is_deleted_with_all_that_belongs_to_it(store: Society, clock: FakeClock) -> None:
+    task = await converse(store, "old", call(), call(name="other"))
+    await clock.advance(days=31)
+    claimed = await summarised(store, 5)
+
+    expected = await pruned(store, dry_run=True, messages=MONTH)
+    assert await task_of(store, task), "a dry run deletes nothing"
+    deleted = await pruned(store, messages=MONTH)
+
+    assert deleted == expected
+    assert deleted == Pruned(
+        messages=2, history=5, plans=1, calls=2, model_calls=2, tasks=1, turns=1, events=deleted.events
+    )
+    assert await store.tasks_by_id([task]) == {} and await store.task_tree(task) is None
+    assert await history_lines(store) == ["user: next"]
+    assert await pruned(store, messages=MONTH) == Pruned(), "there is nothing left to delete"
+    await step(store, claimed, said("still here"))
+    assert (await store.thread("ada"))[-1].payload["text"] == "still here"
+
+
+async def test_what_the_model_is_still_shown_stays_with_its_messages(store: Society, clock: FakeClock) -> None:
+    await converse(store, "summarised")
+    task = await converse(store, "shown", call())
+    await clock.advance(days=400)
+    await step(store, await summarised(store, 3), said())  # the summary ends within the second turn
+    shown = await store.history_view("ada")
+
+    deleted = await pruned(store, messages=MONTH)
+
+    assert (deleted.history, deleted.plans) == (2, 0)
+    assert await store.history_view("ada") == shown
+    assert "user: shown" in await history_lines(store) and "user: summarised" not in await history_lines(store)
+    assert (await task_of(store, task)).text == "shown"
+
+
+async def test_what_is_not_done_stays_at_any_age(store: Society, clock: FakeClock) -> None:
+    question = (await send(store, "user", "well?", "bob", quick_replies=["Yes"])).message_id
+    asked = (await send(store, "bob", "will you?", "ada")).message_id
+    await send(store, "bob", "reminder", "ada", delay_ms=500 * 86_400_000, unless_answered=asked)
+    await send(store, "ada", "daily", every="8h")
+    waiting = (await send(store, "ada", "waits")).message_id
+    await clock.advance(days=400)
+    before = await counts(store)
+
+    deleted = await pruned(store, messages=MONTH)
+
+    assert deleted == Pruned(events=deleted.events)
+    assert await counts(store) | {"events": 0} == before | {"events": 0}
+    assert {question, asked, waiting} == set(await store.messages_by_id([question, asked, waiting]))
+    (open_question,) = await questions(store)
+    await press(store, open_question, 0)
+
+
+async def test_unread_messages_to_the_person_do_not_stay_for_ever(store: Society, clock: FakeClock) -> None:
+    await send(store, "user", "news", "ada")
+    await clock.advance(days=31)
+    await send(store, "user", "fresh", "ada")
+    assert (await pruned(store, messages=MONTH)).messages == 1
+    assert (await store.unread(["ada"])) == {"ada": 1}
+    person = await store.agent("user")
+    assert person is not None and person.waiting == 1
+
+
+async def test_the_whole_history_of_a_terminated_agent_gets_old(store: Society, clock: FakeClock) -> None:
+    await converse(store, "last words", to="bob")
+    await store.terminate("bob")
+    await clock.advance(days=31)
+    assert (await pruned(store, messages=MONTH)).history == 2
+    assert await history_lines(store, "bob") == []
+
+
+async def test_a_file_stays_as_long_as_a_history_shows_it(store: Society, clock: FakeClock) -> None:
+    for ref in ("shown", "waits", "loose"):
+        picture = Artifact(
+            ref=ref, filename="a", type="image", mime_type="image/png", size=1, sha256=ref, created_at=clock.now()
+        )
+        await store.add_artifact(picture, "ada")
+    await send(store, "ada", "draw")
+    claimed = await step(store, await claim(store), says("", call()))
+    shows = CallEnded(index=0, ok=True, result="drawn", attachments=({"artifactRef": "shown"},))
+    await step(store, claimed, shows, said())
+    await send(store, "bob", "draw")
+    claimed = await step(store, await claim(store, "bob"), says("", call(), call(name="delete", needs_approval=True)))
+    waits = CallEnded(index=0, ok=True, result="drawn", attachments=({"artifactRef": "waits"},))
+    await step(store, claimed, waits)
+    await clock.advance(days=40)
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == ["loose"]
+    assert await store.delete_artifacts(["shown", "waits", "loose"], timedelta(days=1)) == (1, ["loose"])
+
+    await step(store, await summarised(store, 4), said())
+    await pruned(store, messages=MONTH)
+    assert (await store.unused_artifacts(timedelta(days=1))).refs == ["shown"]
+
+
+async def test_a_run_continues_where_the_last_one_ended_and_begins_anew_once_a_day(
+    store: Society, clock: FakeClock
+) -> None:
+    question = await send(store, "user", "well?", "ada", quick_replies=["Yes"])
+    await clock.advance(days=31)
+    assert (await pruned(store, full=False, messages=MONTH)).messages == 0
+    (asked,) = await questions(store)
+    await press(store, asked, 0)
+    await step(store, await claim(store), said())
+    await clock.advance(days=30, hours=23)
+    await pruned(store, messages=MONTH, dry_run=True)
+    await clock.advance(hours=2)
+    assert (await pruned(store, full=False, messages=MONTH)).messages > 0
+    assert await store.message(question.message_id) is None
+
+
+async def test_each_step_deletes_a_bounded_number_of_rows_and_keeps_every_invariant(
+    store: Society, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, rows in (("READ_ROWS", 7), ("DELETED_ROWS", 4), ("DELETED_EVENTS", 5)):
+        monkeypatch.setattr(retention, name, rows)
+    for number in range(12):
+        await converse(store, f"turn {number}", call())
+    await clock.advance(days=31)
+    await step(store, await summarised(store, 40), said())
+
+    total, steps = Pruned(), 0
+    async for deleted in store.prune(Retention(messages=MONTH)):
+        assert [violation async for violation in store.violations()] == []
+        total, steps = total + (deleted or Pruned()), steps + 1
+        assert (deleted or Pruned()).messages <= 4 and (deleted or Pruned()).events <= 5
+    assert (total.history, total.plans, total.messages) == (40, 10, 22)
+    assert steps > 12
+
+
+async def test_backup_and_figures_after_a_deletion(
+    store: Society, clock: FakeClock, tmp_path: Path, engine: Engine
+) -> None:
+    for number in range(3):
+        await converse(store, f"turn {number}")
+    await clock.advance(days=31)
+    await step(store, await summarised(store, 6), said())
+    deleted = await pruned(store, messages=MONTH)
+    await store.record_prune(deleted)
+
+    figures = await store.storage()
+    assert figures.last_prune is not None and figures.last_prune.deleted == deleted
+    assert figures.oldest == clock.now()
+    assert 0 < figures.used_bytes <= figures.file_bytes
+    assert await store.age_beyond(0.5) == timedelta(0)
+    assert [message.payload["text"] for message in await store.messages(Page())][-1] == "next"
+    await store.backup(tmp_path / "copy.db")
+    assert (tmp_path / "copy.db").stat().st_size > 0
