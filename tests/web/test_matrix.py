@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
-from coterie.web.middleware import EVENTS
+from coterie.web.middleware import EVENTS, STREAMS
 
 from .conftest import BASE, TOKEN
 
@@ -38,7 +38,12 @@ def calls(app: FastAPI) -> list[tuple[str, str, str]]:
 
 
 def test_the_routes_of_the_application_are_found(app: FastAPI) -> None:
-    assert {template for *_, template in calls(app)} >= PUBLIC | {"/api/v1/artifacts", "/metrics", "/openapi.json"}
+    assert {template for *_, template in calls(app)} >= PUBLIC | {
+        "/api/v1/artifacts",
+        "/metrics",
+        "/mcp",
+        "/openapi.json",
+    }
 
 
 async def test_every_route_but_the_public_ones_requires_a_token(app: FastAPI, anonymous: httpx.AsyncClient) -> None:
@@ -67,8 +72,8 @@ async def test_foreign_origins_can_neither_write_nor_stream(app: FastAPI, client
         for origin in ("https://evil.example", "null", f"{BASE}.evil.example", "http://127.0.0.1:3000"):
             answer = await client.request(method, path, headers={"Origin": origin})
             assert (answer.status_code, answer.json()["code"]) == (403, "foreign_origin"), (method, path, origin)
-    answer = await client.get(EVENTS, headers={"Origin": "null"})
-    assert answer.status_code == 403
+    for path in STREAMS:
+        assert (await client.get(path, headers={"Origin": "null"})).status_code == 403, path
 
 
 async def test_no_response_has_cors_headers(app: FastAPI, client: httpx.AsyncClient) -> None:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from coterie import __version__, failpoints
 from coterie.cli.agents import agents, clear, pause, resume, stop
 from coterie.cli.keys import keys
+from coterie.cli.mcp import mcp
 from coterie.cli.messages import chat, delayed, export, history, send
 from coterie.cli.operations import backup, check, copy, init, migrate, open_panel, prune, restore, serve, verify, worker
 from coterie.cli.options import wants_json
@@ -53,7 +54,7 @@ app = typer.Typer(
 )
 for command in (
     init, serve, check, open_panel, send, chat, agents, tasks, delayed, schedules, history, export, stop, pause,
-    resume, clear, verify, prune, backup, restore, migrate, copy, worker,
+    resume, clear, verify, prune, backup, restore, migrate, copy, worker, mcp,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_panel"))(command)
 app.add_typer(keys, name="keys")

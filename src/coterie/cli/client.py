@@ -44,6 +44,7 @@ STREAM_TIMEOUT_SECONDS = 35.0
 """Longest silence on the event stream. The server pings every 15 seconds."""
 PAGE_SIZE = 200
 TOKEN_FILE = "token"  # noqa: S105 - as in coterie.web.auth, whose import would load FastAPI
+Response = httpx.Response
 PrivateMode = Literal["read", "store", "work"]
 """What a private society does: `read` changes nothing, `store` keeps what is sent, `work` also lets agents answer."""
 _STORE_ERRORS = ("store_full", "store_unavailable")
@@ -69,8 +70,8 @@ class Client:
             timeout=httpx.Timeout(RESPONSE_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS),
             # A proxy of the environment must not see the token.
             trust_env=False,
-            # The server speaks plain HTTP. Without this httpx loads all root certificates, which takes 40 ms.
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+            # A server on this machine speaks plain HTTP. Without this httpx loads all root certificates, in 40 ms.
+            verify=address.url.startswith("https:") or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         )
 
     async def __aenter__(self) -> Self:
@@ -143,6 +144,19 @@ class Client:
                 async for chunk in response.aiter_bytes():
                     for event in parser.feed(chunk):
                         yield ServerEvent(event.id, event.type, json.loads(event.data))
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+
+    @asynccontextmanager
+    async def open_stream(self, method: str, path: str, *, silence: float, **request: Any) -> AsyncIterator[Response]:
+        """A response of any address of the server, not read yet. `silence`: the longest one, in seconds.
+
+        `ServerUnusable` if the connection is lost, also while the response is read.
+        """
+        timeout = httpx.Timeout(silence, connect=CONNECT_TIMEOUT_SECONDS)
+        try:
+            async with self._http.stream(method, path, timeout=timeout, **request) as response:
+                yield response
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 

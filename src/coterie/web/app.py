@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
+from starlette.routing import Route
 
 from coterie import __version__
 from coterie.clock import Clock, SystemClock
@@ -15,6 +16,7 @@ from coterie.web.api import ROUTERS
 from coterie.web.api.artifacts import Uploads
 from coterie.web.auth import Access
 from coterie.web.errors import install_error_handlers
+from coterie.web.mcp import door as mcp_door
 from coterie.web.middleware import SecurityMiddleware
 from coterie.web.routing import install_openapi, operation_id
 from coterie.web.sse import Hub
@@ -49,7 +51,8 @@ def build_app(
     state.health = metrics.Health(society.store, society.disk)
     state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.hub = Hub(society, society.live, state.clock)
-    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down])
+    mcp = mcp_door.McpDoor(society, state.clock)
+    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, mcp.shut_down])
     state.metrics = metrics.Metrics(society, lambda: len(state.hub))
     install_error_handlers(app)
     install_openapi(app)
@@ -57,6 +60,7 @@ def build_app(
         app.include_router(router, prefix=API)
     for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
+    app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS], include_in_schema=False))
     app.add_middleware(
         SecurityMiddleware,
         access=access,

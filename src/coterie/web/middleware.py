@@ -52,6 +52,8 @@ SESSION = "/session"
 PUBLIC = HEALTH | {"/", SESSION}
 UPLOADS = "/api/v1/artifacts"
 EVENTS = "/api/v1/events"
+STREAMS = frozenset({EVENTS, "/mcp"})
+"""Addresses whose GET is a stream of events, which a page of another site must not open."""
 STORED_INPUT = frozenset({UPLOADS, "/api/v1/messages"})
 """Requests that need space on the disk, besides those through doors."""
 DOOR_PATHS: dict[Door, tuple[str, ...]] = {
@@ -159,7 +161,7 @@ class SecurityMiddleware:
         if credential and not is_public:
             self._check_door(caller, door)
             scope.setdefault("state", {})["caller"] = caller
-        if (method not in ("GET", "HEAD") or path == EVENTS) and self._is_foreign(headers, method, credential):
+        if (method not in ("GET", "HEAD") or path in STREAMS) and self._is_foreign(headers, method, credential):
             raise RequestRejected(403, "foreign_origin", "the request came from a page of another site")
         if method in ("GET", "HEAD"):
             return receive
