@@ -22,7 +22,7 @@ from coterie.agent.mcp_connection import secrets_of
 from coterie.agent.runner import LlmHandler
 from coterie.agent.scheduler import Scheduler, ServiceAdmission
 from coterie.agent.service import AgentDirectory, AgentService
-from coterie.agent.toolbox import Toolbox
+from coterie.agent.toolbox import ListedTool, Toolbox
 from coterie.agent.tools import CallTimer, Tool, ToolContext
 from coterie.agent.user_tools import load_user_tools
 from coterie.agents import Profile
@@ -210,6 +210,14 @@ class AgentRuntime:
 
     def system_prompt(self, agent_id: str) -> str:
         return self._handler.system_prompt(self.directory.profile(agent_id))
+
+    @property
+    def tools(self) -> Sequence[ListedTool]:
+        return self._toolbox.listed()
+
+    def tools_of(self, agent_id: str) -> frozenset[str]:
+        """Names of the tools that the agent's model is given."""
+        return self._toolbox.given_names(self.directory.tools_of(agent_id))
 
     def stop_turn(self, agent_id: str) -> bool:
         """Stop the agent's current turn; its mail starts the next one. False if none runs here."""
@@ -510,7 +518,10 @@ def _profile(entry: AgentEntry, folder: SocietyFolder) -> Profile:
     return Profile(
         id=entry.id,
         name=entry.name or entry.id,
+        role=entry.role or None,
         description=entry.description,
+        colour=entry.colour,
+        initials=entry.initials,
         service=entry.service,
         prompt=prompt,
         tools=entry.tools,

@@ -20,6 +20,10 @@ InterruptMode = Literal["step", "stream"]
 AGENT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_DESCRIPTION = 500
 """Characters of an agent's description. It is part of the prompt of every other agent."""
+MAX_ROLE = 60
+MAX_INITIALS = 3
+AgentColour = Literal["teal", "blue", "violet", "pink", "red", "orange", "green", "grey"]
+"""What the panel may show an agent's initials in. Names, so that each theme has a shade of enough contrast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,11 @@ class Profile:
     maker: str | None = None
     """The agent whose rights limit its own. None: the owner created it."""
     role: str | None = None
-    """The role it was created from."""
+    """The role it was created from, or as the owner named it."""
+    colour: AgentColour | None = None
+    """Of its initials in the panel. None: the panel chooses one by the id."""
+    initials: str = ""
+    """What the panel shows beside its name. Empty: the first letters of the name."""
     interrupt: InterruptMode | None = None
     """When it reads a person's message. None: as the society's setting says."""
     made_by: str = ""

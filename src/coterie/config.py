@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from coterie import __version__
-from coterie.agents import AGENT_ID, MAX_DESCRIPTION
+from coterie.agents import AGENT_ID, MAX_DESCRIPTION, MAX_INITIALS, MAX_ROLE, AgentColour
 from coterie.answer_schema import WrongSchema, read_answer_schema
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
@@ -97,10 +97,16 @@ def _store_url(value: Any) -> str | None:
 _string = _is(str, "a string")
 
 
-def _description(value: Any) -> str | None:
-    if isinstance(value, str) and len(value) <= MAX_DESCRIPTION:
-        return None
-    return f"expected a string of at most {MAX_DESCRIPTION} characters"
+def _text(most: int) -> Check:
+    def check(value: Any) -> str | None:
+        if isinstance(value, str) and len(value) <= most:
+            return None
+        return f"expected a string of at most {most} characters"
+
+    return check
+
+
+_colour = _one_of(*get_args(AgentColour))
 
 
 def _setting(default: Any, check: Check) -> Any:
@@ -194,8 +200,14 @@ class DoorSettings:
 class AgentEntry:
     id: str
     name: str = _setting("", _string)
-    description: str = _setting("", _description)
+    role: str = _setting("", _text(MAX_ROLE))
+    """Its part in the society in a few words, for people."""
+    description: str = _setting("", _text(MAX_DESCRIPTION))
     """What it is for, in a sentence; other agents and people see it."""
+    colour: AgentColour | None = _setting(None, _colour)  # noqa: RUF009
+    """Of its initials in the panel. None: chosen by the id."""
+    initials: str = _setting("", _text(MAX_INITIALS))
+    """Shown in the panel. Empty: the first letters of its name."""
     service: str | None = _setting(None, _string)
     prompt: str = _setting("", _string)
     prompt_file: str | None = _setting(None, _string)
@@ -264,9 +276,12 @@ _SECTIONS: dict[str, type] = {
 }
 
 
-def read_config(folder: Path) -> Config:
-    """The society's configuration, with defaults. `ConfigError` lists every problem that prevents a start."""
-    table, problems = _parse(folder / CONFIG_FILE), list[Problem]()
+def read_config(folder: Path, text: str | None = None) -> Config:
+    """The society's configuration, with defaults. `ConfigError` lists every problem that prevents a start.
+
+    `text`: what coterie.toml shall be; its content if None.
+    """
+    table, problems = _parse(folder / CONFIG_FILE, text), list[Problem]()
     sections: dict[str, Any] = {}
     for name, value in table.items():
         if name in _SECTIONS:
@@ -282,9 +297,9 @@ def read_config(folder: Path) -> Config:
     return Config(**sections, mcp=tuple(mcp), problems=tuple(problems))
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path, text: str | None) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8") if text is None else text)
     except FileNotFoundError:
         return {}
     except UnicodeDecodeError as error:
@@ -322,7 +337,7 @@ def _read_entries(kind: type, path: str, table: Any, problems: list[Problem]) ->
     entries = []
     for name, value in table.items():
         own: list[Problem] = []
-        if wrong := _check_id(name):
+        if wrong := check_id(name):
             own.append(_problem(f"{path}.{name}", wrong, False))
         entry = _read_section(kind, f"{path}.{name}", value, own, fatal=False, id=name)
         problems += own
@@ -373,7 +388,8 @@ def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
     return servers
 
 
-def _check_id(name: str) -> str | None:
+def check_id(name: str) -> str | None:
+    """What is wrong with the id of an agent or MCP server; None if nothing is."""
     if name in RESERVED_IDS:
         return f'the id "{name}" is taken: choose another'
     if not AGENT_ID.fullmatch(name):

@@ -31,6 +31,7 @@ HTTP_STATUS = {
     "unknown_key": 404,
     "unknown_service": 404,
     "unknown_task": 404,
+    "unknown_change": 404,
     "recipient_terminated": 410,
     "payload_too_large": 413,
     "artifact_too_large": 413,
@@ -45,6 +46,9 @@ HTTP_STATUS = {
     "prune_running": 409,
     "too_many_children": 409,
     "id_taken": 409,
+    "definitions_changed": 409,
+    "change_superseded": 409,
+    "last_agent": 409,
     "service_in_use": 409,
     "role_taken": 409,
     "not_yours": 403,
@@ -63,6 +67,7 @@ HTTP_STATUS = {
     "unlessAnswered_unknown": 422,
     "service_invalid": 422,
     "key_invalid": 422,
+    "agent_invalid": 422,
 }
 """HTTP status of each `Refused.code`."""
 

@@ -36,9 +36,11 @@ from coterie.llm.discovery import (
     DiscoveredService,
     HealthCheck,
     HealthChecks,
+    ModelList,
     check_health,
     discover_keyed_services,
     discover_local_servers,
+    list_models,
 )
 from coterie.llm.gateway import MakeService
 from coterie.llm.json_node import UNKNOWN_KEY
@@ -289,6 +291,13 @@ class Setup:
         check = await self._check(change.entry)
         self._health_checks.record_draft(change.entry, check)
         return check
+
+    async def models(self, service_id: str, fields: Mapping[str, Any], key: str | None = None) -> ModelList:
+        """The models that a service offers: as it is, or with `fields` as `put` would create it. Saves nothing."""
+        if not fields and key is None:
+            return await list_models(self._services.get(service_id))
+        # The model is what the owner wants to know.
+        return await list_models(self._prepare(service_id, {**fields, "model": fields.get("model") or "?"}, key).entry)
 
     async def _check(self, entry: ServiceEntry) -> HealthCheck:
         is_scripted = entry.provider == TOUR  # its scripts know no trial

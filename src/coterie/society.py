@@ -44,6 +44,8 @@ from coterie.tasks import StoppedTask, Task, TaskState, TaskTree
 
 if TYPE_CHECKING:
     from coterie.agent.service import AgentDirectory
+    from coterie.agent.toolbox import ListedTool
+    from coterie.agent_definitions import AgentDefinitions
     from coterie.agent_runtime import AgentRuntime
     from coterie.agents import Profile
     from coterie.llm.call_metrics import ModelCallMetrics
@@ -86,6 +88,7 @@ class Society:
         self._runtime: AgentRuntime | None = None
         self._directory: AgentDirectory | None = None
         self._setup: Setup | None = None
+        self._definitions: AgentDefinitions | None = None
         self._reload_lock = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._late_stops: set[asyncio.Task[None]] = set()
@@ -176,6 +179,7 @@ class Society:
 
     def _make_runtime(self) -> AgentRuntime:
         # Models and tools are slow to import, and a single command does not need them.
+        from coterie.agent_definitions import AgentDefinitions, AgentsFile
         from coterie.agent_runtime import AgentRuntime, make_service
         from coterie.setup import Setup
 
@@ -198,7 +202,17 @@ class Society:
             make_service=lambda entry: make_service(entry, self._clock),
             clock=self._clock,
         )
+        self._definitions = AgentDefinitions(
+            self._folder,
+            AgentsFile(self._folder.path),
+            reload=self.reload,
+            is_taken=self._is_agent,
+            clock=self._clock,
+        )
         return runtime
+
+    async def _is_agent(self, agent_id: str) -> bool:
+        return await self.store.agent(agent_id) is not None
 
     async def send(
         self,
@@ -304,6 +318,17 @@ class Society:
         self.bus.notify()
         return terminated
 
+    async def retire_agent(self, agent_id: str, version: str | None = None) -> None:
+        """End the agent's turn and remove it from the configuration. It keeps its mail; an undo brings it back.
+
+        `version`: see `AgentDefinitions.create`. `Refused`: `unknown_agent`, `definitions_changed`, `last_agent`.
+        """
+        await self.definitions.retire(agent_id, version)
+        if (agent := await self.store.agent(agent_id)) and agent.state != "terminated":
+            self._stop_turn_here(agent_id)
+            await self.store.stop_waiting_turn(agent_id)
+            self.bus.notify()
+
     async def reload(self) -> Sequence[Problem]:
         """Read coterie.toml, llmservices.json and the owner's tools again.
 
@@ -317,13 +342,16 @@ class Society:
             config = read_config(self._folder.path)
             require_driver(config.store)
             services = load_services(self._folder)
-            changed = [entry for entry in config.agents if entry not in self.config.agents]
+            before = {entry.id: entry for entry in self.config.agents}
+            changed = [entry for entry in config.agents if before.pop(entry.id, None) != entry]
             await self.store.add_agents([_agent(entry) for entry in changed])
             pending = changes_needing_restart(self.config, config)
             self.config = merge_reloaded(self.config, config)
             self.store.set_limits(store_limits(config))
             self.artifacts.set_max_file_bytes(_max_file_bytes(config))
             problems = (*config.problems, *pending, *await runtime.apply(services, config))
+            # Their events are sent now that their profiles are in place. Those left in `before` were removed.
+            await self.store.add_agents([_agent(entry) for entry in (*changed, *before.values())])
         self.bus.notify()
         log.info("configuration reloaded; %d problems", len(problems))
         return problems
@@ -505,6 +533,22 @@ class Society:
         self._require_runtime()
         assert self._setup is not None  # noqa: S101
         return self._setup
+
+    @property
+    def definitions(self) -> AgentDefinitions:
+        """Creates, changes and retires the agents of the configuration, with a history of changes."""
+        self._require_runtime()
+        assert self._definitions is not None  # noqa: S101
+        return self._definitions
+
+    @property
+    def tools(self) -> Sequence[ListedTool]:
+        """All tools of the society, with their sources."""
+        return self._require_runtime().tools
+
+    def tools_of(self, agent_id: str) -> frozenset[str]:
+        """Names of the tools that the agent's model is given."""
+        return self._require_runtime().tools_of(agent_id)
 
     @property
     def services(self) -> ServiceRegistry:

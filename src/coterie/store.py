@@ -39,6 +39,7 @@ EventKind = Literal[
     "tool.ended",
     "artifact.created",
     "read",
+    "unread",
     "problem",
     "thread.cleared",
     "society.state",
@@ -260,6 +261,13 @@ class Store(RetentionStore, Protocol):
 
         Returns how many messages were unread. Notices about no particular agent are in the thread `system`.
         `Refused("unknown_message")` if `upto` is not in the thread.
+        """
+        ...
+
+    async def mark_unread(self, thread: str, since: str) -> int:
+        """Mark the messages of an agent to the person as unread, from the message `since` on.
+
+        Returns how many were read. `Refused("unknown_message")` if `since` is not in the thread.
         """
         ...
 

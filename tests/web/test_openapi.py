@@ -107,7 +107,7 @@ def test_responses_about_services_conform_to_the_description(spare: Served) -> N
     asked = [operation for operation in operations(spare) if operation.path.startswith(SERVICES)]
     failures = [failure for operation in asked for failure in failures_of(operation, check)]
     assert not failures, "\n\n".join(failures)
-    assert len(asked) == 3 and {200, 422} <= seen
+    assert len(asked) == 4 and {200, 422} <= seen
 
 
 @pytest.mark.slow

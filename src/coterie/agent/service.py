@@ -87,6 +87,10 @@ class AgentDirectory:
             raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')
         return self._agents[agent_id]
 
+    def find(self, agent_id: str) -> Profile | None:
+        """The profile of the agent; None if it is unknown or was terminated."""
+        return self._agents.get(agent_id)
+
     def name_of(self, agent_id: str) -> str:
         """The agent's display name; its id if it has none or is unknown."""
         profile = self._agents.get(agent_id)

@@ -9,7 +9,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -56,6 +56,22 @@ _GRACE_SECONDS = 0.5
 """Time for an async tool to end after its cancellation."""
 
 
+BUILT_IN = "built-in"
+"""Source of the tools that every agent has unless its patterns exclude them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTool:
+    """A tool as people see it when they choose the tools of an agent."""
+
+    name: str
+    source: str
+    """`built-in`, `tools` (the owner's) or the id of an MCP server."""
+    description: str
+    approval: bool = False
+    """A person must approve each call."""
+
+
 class Toolbox:
     def __init__(
         self,
@@ -73,8 +89,8 @@ class Toolbox:
         for this long is blocked.
         """
         self._deadline, self._max_abandoned, self._secrets = deadline, max_abandoned, secrets
-        self._sources: dict[str, tuple[Tool, ...]] = {"built-in": tuple(built_ins), "given": tuple(tools)}
-        self._built_ins = frozenset(tool.name for tool in self._sources["built-in"])
+        self._sources: dict[str, tuple[Tool, ...]] = {BUILT_IN: tuple(built_ins), "given": tuple(tools)}
+        self._built_ins = frozenset(tool.name for tool in self._sources[BUILT_IN])
         self._tools: dict[str, Tool] = {}
         self._allowed_tools: dict[Patterns, dict[str, Tool]] = {}
         self._model_specs: dict[Patterns, tuple[ToolSpec, ...]] = {}
@@ -116,6 +132,18 @@ class Toolbox:
     def given_names(self, patterns: Patterns) -> frozenset[str]:
         """Return the names of the tools that the model sees."""
         return frozenset(self._allowed(patterns)) | (_RESERVED if self.may_send(patterns) else frozenset())
+
+    def listed(self) -> Sequence[ListedTool]:
+        """All tools, `send_message` first, in the order of their sources."""
+        known = [(source, tool) for source, tools in self._sources.items() for tool in tools]
+        return (
+            ListedTool(name=SEND_MESSAGE.name, source=BUILT_IN, description=SEND_MESSAGE.description),
+            *(
+                ListedTool(name=tool.name, source=source, description=tool.spec.description, approval=tool.approval)
+                for source, tool in known
+                if self._tools.get(tool.name) is tool
+            ),
+        )
 
     def _rebuild(self) -> list[Problem]:
         self._tools, problems = {}, list[Problem]()

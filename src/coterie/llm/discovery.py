@@ -274,10 +274,50 @@ class HealthChecks:
         return self._records.get(entry)
 
 
+MODEL_LIST_TIMEOUT_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelList:
+    """The models that a service offers, or why they are not known."""
+
+    code: HealthCode
+    models: tuple[str, ...] = ()
+    detail: str = ""
+    """The service's error in one sentence, empty on success. Never contains a key."""
+
+
+async def list_models(entry: ServiceEntry, *, timeout_seconds: float = MODEL_LIST_TIMEOUT_SECONDS) -> ModelList:
+    """Ask the service for the names of its models. Redirects are not followed: the request has the key."""
+    if entry.missing_key:
+        return ModelList(code="auth", detail=f"{entry.missing_key} is not set")
+    headers = {header.name: header.value.reveal() for header in entry.headers}
+    key = entry.api_key.reveal() if entry.api_key else ""
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+        if httpx.URL(entry.base_url).host.endswith("anthropic.com"):  # its list takes no other header
+            headers |= {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    try:
+        async with asyncio.timeout(timeout_seconds), httpx.AsyncClient(timeout=timeout_seconds) as client:
+            listed = msgspec.json.decode(await _get(client, f"{entry.base_url.rstrip('/')}/models", headers))
+        names = {item["id"] for item in listed["data"] if isinstance(item["id"], str)}
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        return ModelList(code="auth" if status in (401, 403) else "refused", detail=f"status {status}")
+    except (TimeoutError, httpx.TimeoutException):
+        return ModelList(code="timeout")
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return ModelList(code="unreachable")
+    except (ValueError, TypeError, KeyError):
+        return ModelList(code="malformed")
+    clean = sorted(one_line(to_storable(name)).removeprefix("models/") for name in names)
+    return ModelList(code="ok", models=tuple(clean[:MAX_MODELS]))
+
+
 LOCAL_SERVER_TIMEOUT_SECONDS = 1.0
 """For a server on this machine to list its models."""
 MAX_MODEL_LIST_BYTES = 1_000_000
-MAX_MODELS = 100
+MAX_MODELS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,9 +408,9 @@ async def _probe(
     return replace(candidate, models=models)
 
 
-async def _get(client: httpx.AsyncClient, url: str) -> bytes:
+async def _get(client: httpx.AsyncClient, url: str, headers: Mapping[str, str] | None = None) -> bytes:
     data = bytearray()
-    async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
+    async with client.stream("GET", url, headers={"accept-encoding": "identity", **(headers or {})}) as response:
         response.raise_for_status()
         async for chunk in response.aiter_raw():
             data += chunk

@@ -106,6 +106,9 @@ class ModelServer:
             writer.close()
 
     async def _answer(self, request: ReceivedRequest, connection: ServerConnection) -> None:
+        if request.method == "GET" and request.path == "/v1/models":
+            await self._list_models(request, connection)
+            return
         async with self._request_arrived:
             self.requests.append(request)
             self._request_arrived.notify_all()
@@ -117,13 +120,26 @@ class ModelServer:
         reply = self._script.popleft() if self._script else self.default
         await send_reply(reply(request) if callable(reply) else reply, request, connection)
 
+    async def _list_models(self, request: ReceivedRequest, connection: ServerConnection) -> None:
+        """Answer `GET /v1/models`. It is not among `requests`: no completion was asked for."""
+        if refusal := self._check_key(request):
+            await send_reply(refusal, request, connection)
+            return
+        models = [{"id": name, "object": "model"} for name in sorted(self._models or {"m"})]
+        await connection.respond(200, json.dumps({"object": "list", "data": models}).encode())
+
+    def _check_key(self, request: ReceivedRequest) -> Status | None:
+        if self._api_key is None or request.headers.get("authorization") == f"Bearer {self._api_key}":
+            return None
+        shown = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return Status(401, f"Incorrect API key provided: {shown}.", code="invalid_api_key")
+
     def _check_request(self, request: ReceivedRequest) -> Status | None:
         """Return the error of a real service, in its order of checks; None if the request is valid."""
         if request.method != "POST" or request.path != "/v1/chat/completions":
             return Status(404, f"Invalid URL ({request.method} {request.path})")
-        if self._api_key is not None and request.headers.get("authorization") != f"Bearer {self._api_key}":
-            shown = request.headers.get("authorization", "").removeprefix("Bearer ")
-            return Status(401, f"Incorrect API key provided: {shown}.", code="invalid_api_key")
+        if refusal := self._check_key(request):
+            return refusal
         try:
             body = request.body
         except (ValueError, RecursionError):

@@ -127,6 +127,8 @@ class _Subjects:
                 return schemas.Schedule.of(schedule).to_dict() if schedule else _gone(subject)
             case "read" | "thread.cleared":
                 return {"thread": subject}
+            case "unread":
+                return {"thread": subject}
             case "problem":
                 return {"agent": subject}
             case "society.state":

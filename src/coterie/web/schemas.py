@@ -341,7 +341,10 @@ class Agent(AgentStatus, kw_only=True):
     service: str | None
     capabilities: Capabilities | None
     parent: str | None
-    role: Annotated[str | None, Meta(description="The role it was created with, if any.")]
+    role: Annotated[str | None, Meta(description="The role it was created with, or as the owner named it, if any.")]
+    colour: Annotated[agents.AgentColour | None, Meta(description="Of its initials; null: chosen by the id.")]
+    initials: Annotated[str, Meta(description="Empty: the first letters of its name.")]
+    retired: Annotated[bool, Meta(description="The configuration no longer describes it: it keeps its mail.")]
     waiting: int
     delayed: int
     unread: int | UnsetType = UNSET
@@ -359,9 +362,12 @@ class Agent(AgentStatus, kw_only=True):
         worker: str | UnsetType | None = UNSET,
     ) -> Self:
         service, capabilities, description = None, None, ""
+        profile, retired = None, False
         if agent.kind != "person":
             try:
                 description = society.agents.description_of(agent.id)
+                profile = society.agents.find(agent.id)
+                retired = profile is None and agent.state != "terminated"
                 service = society.agents.service_of(agent.id).id
                 found = society.agents.capabilities_of(agent.id)
             except CoterieError:  # the agent has no model service
@@ -376,7 +382,10 @@ class Agent(AgentStatus, kw_only=True):
             service=service,
             capabilities=capabilities,
             parent=agent.parent,
-            role=_decode_profile(agent.profile).role if agent.profile else None,
+            role=_decode_profile(agent.profile).role if agent.profile else profile.role if profile else None,
+            colour=profile.colour if profile else None,
+            initials=profile.initials if profile else "",
+            retired=retired,
             waiting=agent.waiting,
             delayed=agent.delayed,
             unread=_or_unset(unread),
@@ -502,6 +511,17 @@ class Thread(Schema):
 class ReadMark(Schema):
     thread: ShortText
     upto: Annotated[str, Meta(max_length=200, description="The id of the last message that was read.")]
+
+
+class UnreadMark(Schema):
+    thread: ShortText
+    since: Annotated[str, Meta(max_length=200, description="The id of the first message that is unread again.")] = (
+        field(name="from")
+    )
+
+
+class UnreadCount(Schema):
+    unread: Annotated[int, Meta(description="Messages that were read before.")]
 
 
 class ReadCount(Schema):

@@ -66,6 +66,11 @@ UPDATE messages SET state = 'taken', taken_at = :now
  WHERE recipient = 'user' AND thread IS NULL AND state = 'pending' AND (delivered_at, seq) <= (:delivered_at, :seq)
 RETURNING length(payload)
 """
+_UNREAD = """
+UPDATE messages SET state = 'pending', taken_at = NULL
+ WHERE thread = :thread AND sender <> 'user' AND state = 'taken' AND (delivered_at, seq) >= (:delivered_at, :seq)
+RETURNING length(payload)
+"""
 _CLEAR = """
 DELETE FROM messages
  WHERE thread = :agent_id AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = :agent_id)
@@ -391,6 +396,18 @@ def mark_read(db: Connection, uow: UnitOfWork, thread: str, upto: str) -> int:
         mailbox.remove_message(size)
     if rows:
         uow.record_event("read", thread, {"upto": upto})
+    return len(rows)
+
+
+def mark_unread(db: Connection, uow: UnitOfWork, thread: str, since: str) -> int:
+    mailbox = uow.mailbox(PERSON)
+    delivered_at, seq = thread_position(db, thread, since)
+    rows = db.execute(_UNREAD, {"thread": thread, "delivered_at": delivered_at, "seq": seq}).fetchall()
+    for (size,) in rows:
+        mailbox.waiting += 1
+        mailbox.waiting_bytes += size
+    if rows:
+        uow.record_event("unread", thread, {"from": since, "count": len(rows)})
     return len(rows)
 
 

@@ -403,6 +403,9 @@ class SqlStore(SqlOverview):
     async def mark_read(self, thread: str, upto: str) -> int:
         return await self._transact(lambda db, uow: commands.mark_read(db, uow, thread, upto), touches=[PERSON])
 
+    async def mark_unread(self, thread: str, since: str) -> int:
+        return await self._transact(lambda db, uow: commands.mark_unread(db, uow, thread, since), touches=[PERSON])
+
     async def resend_dead_letter(self, message_id: str) -> Receipt:
         return await self._transact(lambda db, uow: commands.resend_dead_letter(db, uow, message_id))
 

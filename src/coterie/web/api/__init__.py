@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coterie.web import sse
-from coterie.web.api import agents, artifacts, keys, messages, services, storage, tasks, threads
+from coterie.web.api import agents, artifacts, definitions, keys, messages, services, storage, tasks, threads
 from coterie.web.routing import Router
 
 ROUTERS: list[Router] = [
@@ -13,6 +13,7 @@ ROUTERS: list[Router] = [
     threads.router,
     tasks.router,
     services.router,
+    definitions.router,
     artifacts.router,
     keys.router,
     storage.router,

@@ -24,6 +24,7 @@ from coterie.web.routing import (
     BODY_PROBLEMS,
     BYTES_SCHEMA,
     COMMON_PROBLEMS,
+    Id,
     Limit,
     Responses,
     Router,
@@ -69,8 +70,15 @@ async def upload_artifact(request: Request, society: SocietyDep) -> Artifact:
 
 @router.get("", summary="List files, newest first")
 async def list_artifacts(
-    society: SocietyDep, before: Annotated[str | None, Query(max_length=ID_LENGTH)] = None, limit: Limit = 50
+    society: SocietyDep,
+    before: Annotated[str | None, Query(max_length=ID_LENGTH)] = None,
+    limit: Limit = 50,
+    agent: Id | None = None,
 ) -> ArtifactPage:
+    """With `agent`: the newest of those that this agent made or received, on one page."""
+    if agent is not None:
+        latest = await society.artifacts.latest(limit, reader=agent)
+        return ArtifactPage(items=[Artifact.of(artifact) for artifact in latest], next=None)
     found = await society.store.artifacts_before(before, limit + 1)
     page = found[:limit]
     return ArtifactPage(

@@ -10,7 +10,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
 from coterie.errors import ConfigError
-from coterie.llm.discovery import KEYED_SERVICES, LOCAL_SERVERS, DiscoveredService, HealthCheck, HealthCode
+from coterie.llm.discovery import (
+    KEYED_SERVICES,
+    LOCAL_SERVERS,
+    DiscoveredService,
+    HealthCheck,
+    HealthCode,
+    ModelList,
+)
 from coterie.web.errors import RequestRejected
 from coterie.web.routing import COMMON_PROBLEMS, Router, SocietyDep, problems
 from coterie.web.schemas import ErrorPlace, Schema, Time
@@ -117,6 +124,18 @@ class ServicePreset(Schema):
         return msgspec.convert(found.to_dict(), cls)
 
 
+class ServiceModels(Schema):
+    """The models that a service offers."""
+
+    code: Annotated[HealthCode, Meta(description="`ok`, or why they are not known.")]
+    models: list[str]
+    detail: str
+
+    @classmethod
+    def of(cls, found: ModelList) -> Self:
+        return cls(code=found.code, models=list(found.models), detail=found.detail)
+
+
 class ServiceList(Schema):
     items: list[Service]
     next: None
@@ -205,7 +224,7 @@ async def put_service(service_id: str, society: SocietyDep, body: _ServiceFields
     `baseURL` or `provider` needs `key` again, empty if the new address needs none.
     """
     key = _take_key(body)
-    with _config_errors():
+    with config_errors():
         return Service.of(await society.setup.put(service_id, body, key))
 
 
@@ -216,7 +235,7 @@ async def put_service(service_id: str, society: SocietyDep, body: _ServiceFields
     responses=problems("unknown_service", "service_in_use", _422=_CONFIG),
 )
 async def delete_service(service_id: str, society: SocietyDep) -> None:
-    with _config_errors():
+    with config_errors():
         await society.setup.delete(service_id)
 
 
@@ -236,8 +255,22 @@ async def test_service(
     if not body:
         return ServiceTest.of(await society.setup.test(service_id))
     key = _take_key(body)
-    with _config_errors():
+    with config_errors():
         return ServiceTest.of(await society.setup.test_entry(service_id, body, key))
+
+
+@router.post(
+    "/services/{service_id}/models",
+    summary="Ask a service which models it offers",
+    responses=problems("unknown_service", "service_invalid", _422=_CONFIG),
+)
+async def list_service_models(
+    service_id: str, society: SocietyDep, body: Annotated[dict[str, Any] | None, ServiceChange] = None
+) -> ServiceModels:
+    """Without a body: of the service as it is. With a body: as `PUT` would make it, `model` may be left out."""
+    key = _take_key(body) if body else None
+    with config_errors():
+        return ServiceModels.of(await society.setup.models(service_id, body or {}, key))
 
 
 @router.post(
@@ -246,7 +279,7 @@ async def test_service(
     responses=problems(_422=_CONFIG),
 )
 async def reload_settings(society: SocietyDep) -> ReloadResult:
-    with _config_errors():
+    with config_errors():
         return ReloadResult(problems=ErrorPlace.of_all(await society.reload()))
 
 
@@ -258,7 +291,7 @@ def _take_key(fields: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def _config_errors() -> Iterator[None]:
+def config_errors() -> Iterator[None]:
     """Answer with status 422 if a configuration file is invalid."""
     try:
         yield

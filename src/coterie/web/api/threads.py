@@ -44,6 +44,8 @@ from coterie.web.schemas import (
     Thread,
     ThreadExport,
     Time,
+    UnreadCount,
+    UnreadMark,
 )  # fmt: skip
 from coterie.web.sse import epoch_of
 from coterie.web.task_schemas import Cost, Task, in_units
@@ -225,6 +227,19 @@ async def mark_read(body: ReadMark, society: SocietyDep) -> ReadCount:
     count = await society.store.mark_read(body.thread, body.upto)
     society.bus.notify()
     return ReadCount(read=count)
+
+
+@router.post(
+    "/unread",
+    tags=["overview"],
+    summary="Mark a conversation as unread from a message on",
+    responses=problems("unknown_agent", "unknown_message"),
+)
+async def mark_unread(body: UnreadMark, society: SocietyDep) -> UnreadCount:
+    await find_agent(society.store, body.thread)
+    count = await society.store.mark_unread(body.thread, body.since)
+    society.bus.notify()
+    return UnreadCount(unread=count)
 
 
 @router.get(

@@ -1,0 +1,178 @@
+"""Creating, changing, retiring and undoing agents of coterie.toml while the society runs."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from coterie.agent_definitions import NewAgent, edit_agents
+from coterie.config import read_config
+from coterie.errors import ConfigError, Refused
+from coterie.testing import Calls, Says
+from tests.agent.stage import Bell, stage
+
+OWNED = """# My society. Do not touch the order.
+[limits]
+max_rounds = 7          # enough for me
+
+[agents.ada]            # the first one
+name = "Ada"            # after the Countess
+prompt = "You count."
+temperature = 0.3
+
+# Bob is lazy.
+[agents.bob]
+parent = "ada"
+
+[mcp.none]
+command = "true"
+"""
+
+
+def test_an_edit_changes_one_value_and_keeps_every_comment() -> None:
+    tables = tomllib.loads(OWNED)["agents"]
+    tables["ada"]["prompt"] = 'You count.\n\nSlowly, and in """quotes""" \\ with a slash.\n'
+    tables["ada"]["role"] = "Counter"
+    tables["zoe"] = {"name": "Zoë", "tools": ["*", "!ring"]}
+    edited = edit_agents(OWNED, tables)
+    assert tomllib.loads(edited)["agents"] == tables
+    assert {line for line in OWNED.splitlines() if "#" in line} <= set(edited.splitlines())
+    del tables["bob"]
+    edited = edit_agents(edited, tables)
+    assert tomllib.loads(edited)["agents"] == tables and "# Bob is lazy." in edited
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# only a comment",
+        '[agents]\nada = {name = "Ada"}\n',
+        'agents.ada.name = "Ada"\n',
+        '[agents.ada]\nname = "Ada"\n[limits]\nmax_rounds = 3\n[agents.bob]\nname = "Bob"\n',
+        "[agents.ada]\r\nname = 'Ada'\r\n",
+    ],
+)
+def test_any_way_to_write_agents_can_be_edited(text: str) -> None:
+    tables = dict(tomllib.loads(text).get("agents", {}))
+    for name, fields in tables.items():
+        tables[name] = {**fields, "role": "x"}
+    tables["new"] = {"name": "New", "prompt": "a\nb"}
+    assert tomllib.loads(edit_agents(text, tables)) == tomllib.loads(text) | {"agents": tables}
+
+
+def test_agents_in_one_inline_table_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"give each a table \[agents.name\]"):
+        edit_agents('agents = {ada = {name = "Ada"}}\n', {"ada": {"name": "Ada"}, "bob": {"name": "Bob"}})
+
+
+async def test_a_new_agent_answers_at_once_and_after_a_restart(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents="# mine\n") as here:
+        ids = await here.society.definitions.create(
+            [NewAgent(fields={"name": "Zoë Müller", "prompt": "You are Zoë.\nBe kind.", "role": "Helper"})]
+        )
+        assert ids == ["zoe-muller"]
+        await here.say("hello", to="zoe-muller")
+        assert await here.texts() == ["ok"]
+        assert "You are Zoë.\nBe kind." in here.server.requests[0].body["messages"][0]["content"]
+    config = read_config(tmp_path)
+    # The assistant was there before, although the file did not describe it.
+    assert [entry.id for entry in config.agents] == ["assistant", "zoe-muller"] and config.problems == ()
+    assert (tmp_path / "coterie.toml").read_text().startswith("# mine\n")
+
+
+async def test_a_change_by_hand_is_not_overwritten(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
+        definitions = here.society.definitions
+        seen = (await definitions.read()).version
+        file = tmp_path / "coterie.toml"
+        file.write_text(file.read_text().replace("You count.", "You count to ten."))
+        by_hand = file.read_text()
+        with pytest.raises(Refused) as refused:
+            await definitions.change("ada", {"role": "Counter"}, seen)
+        assert refused.value.code == "definitions_changed" and file.read_text() == by_hand
+        await definitions.change("ada", {"role": "Counter"}, (await definitions.read()).version)
+        assert "You count to ten." in file.read_text() and here.society.agents.profile("ada").role == "Counter"
+
+
+async def test_each_change_can_be_undone_and_the_undo_too(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
+        definitions, before = here.society.definitions, (await here.society.definitions.read()).agents
+        await definitions.change("ada", {"prompt": "You multiply.", "tools": [], "colour": "red"})
+        after = (await definitions.read()).agents
+        assert after["ada"] == {**before["ada"], "prompt": "You multiply.", "tools": [], "colour": "red"}
+        await definitions.change("bob", {"name": "Robert"})
+        renamed, changed = await definitions.changes()
+        await definitions.undo(changed.id)
+        assert (await definitions.read()).agents == {**before, "bob": {**before["bob"], "name": "Robert"}}
+        with pytest.raises(Refused, match="Ada was changed again since"):
+            await definitions.undo(changed.id)
+        await definitions.undo((await definitions.changes())[0].id)
+        await definitions.undo(renamed.id)
+        assert (await definitions.read()).agents == {**after, "bob": before["bob"]}
+        with pytest.raises(Refused) as refused:
+            await definitions.undo("nothing")
+        assert refused.value.code == "unknown_change"
+
+
+async def test_a_retired_agent_stops_and_an_undo_brings_it_back(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
+        Bell.may_end.clear()
+        here.server.script(Says(calls=(Calls("look", {"name": "a"}),)))
+        await here.say("look", to="ada")
+        await Bell.rang.wait()
+        await here.society.retire_agent("ada")
+        await here.state("ada", "idle", "blocked")
+        assert "ada" not in [profile.id for profile in here.society.agents.all_profiles()]
+        assert here.society.agents.profile("bob").parent is None
+        with pytest.raises(Refused) as refused:
+            await here.society.retire_agent("bob")
+        assert refused.value.code == "last_agent"
+        Bell.may_end.set()
+        (retired,) = await here.society.definitions.changes()
+        await here.society.definitions.undo(retired.id)
+        assert here.society.agents.profile("bob").parent == "ada"
+        await here.say("are you back?", to="ada")
+
+        async def answered() -> bool:
+            return "ok" in [m.payload.get("text") for m in await here.society.store.thread("ada", limit=20)]
+
+        await here.until(answered)
+
+
+async def test_a_wrong_definition_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    async with stage(tmp_path, agents=OWNED.split("[mcp")[0]) as here:
+        definitions, before = here.society.definitions, (tmp_path / "coterie.toml").read_text()
+        for fields, message in (
+            ({"colour": "plaid"}, "ada.colour: expected"),
+            ({"role": "x" * 61}, "ada.role: expected a string of at most 60"),
+            ({"parent": "bob"}, "cannot be below itself"),
+        ):
+            with pytest.raises(Refused, match=message):
+                await definitions.change("ada", fields)
+        for new, code in (
+            (NewAgent(id="Ada!", fields={}), "agent_invalid"),
+            (NewAgent(id="user", fields={}), "id_taken"),
+            (NewAgent(id="bob", fields={}), "id_taken"),
+            (NewAgent(fields={"name": "x", "parent": "nobody"}), "unknown_agent"),
+        ):
+            with pytest.raises(Refused) as refused:
+                await definitions.create([NewAgent(fields={"name": "Fine"}), new])
+            assert refused.value.code == code
+        assert (tmp_path / "coterie.toml").read_text() == before and await definitions.changes() == []
+
+
+async def test_a_prompt_in_a_file_of_its_own_stays_there(tmp_path: Path) -> None:
+    (tmp_path / "ada.md").write_text("You count.\n")
+    async with stage(tmp_path, agents='[agents.ada]\nprompt_file = "ada.md"\n') as here:
+        definitions = here.society.definitions
+        assert (await definitions.read()).agents["ada"]["prompt"] == "You count.\n"
+        await definitions.change("ada", {"prompt": "You multiply.\n"})
+        assert (tmp_path / "ada.md").read_text() == "You multiply.\n"
+        assert tomllib.loads((tmp_path / "coterie.toml").read_text()) == {"agents": {"ada": {"prompt_file": "ada.md"}}}
+        assert here.society.agents.profile("ada").prompt == "You multiply.\n"
+        seen = (await definitions.read()).version
+        (tmp_path / "ada.md").write_text("By hand.\n")
+        assert (await definitions.read()).version != seen
