@@ -83,6 +83,7 @@ async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Pat
         await click(script.SETUP)
         await expect(says(page, shown(script.SETUP.then))).to_be_visible(timeout=SECONDS_2)
         await page.locator('[data-testid="banner-tour"] a').click()
+        await page.locator(".start a[href='#/setup']").click()
         await expect(page.locator(".setup")).to_be_visible()
         await expect(page.locator('[data-service="tour-sees"] h3 .tag')).to_be_visible()
         await expect(page.locator(ui.TOAST)).to_have_count(0)

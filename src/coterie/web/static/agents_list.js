@@ -18,6 +18,7 @@ export const stopping = new Set();
 
 /** The agent's status in a few words. */
 export function doing(agent) {
+  if (agent.retired) return t('change_retired');
   if (agent.state !== 'active') return t(agent.state);
   if (stopping.has(agent.id)) return t('stopping');
   if (agent.phase === 'tool' && agent.tool) return agent.tool;
@@ -44,7 +45,8 @@ export const dot = (agent) => h('span', { class: `dot dot-${agent.state}`, 'aria
 
 /** Agents grouped by parent; an agent whose parent is unknown is a root. */
 export function family() {
-  const order = (a, b) => (a.state === 'terminated') - (b.state === 'terminated') || a.name.localeCompare(b.name, undefined, { numeric: true });
+  const gone = (one) => Number(one.state === 'terminated' || Boolean(one.retired));
+  const order = (a, b) => gone(a) - gone(b) || a.name.localeCompare(b.name, undefined, { numeric: true });
   const all = [...state.agents.values()].filter((one) => one.kind !== 'person').sort(order);
   const nodes = new Map(all.map((agent) => [agent.id, { agent, kids: [] }]));
   const roots = [];
@@ -106,7 +108,7 @@ export function mountAgents(root) {
   const tree = h('ul', { class: 'tree', role: 'tree', 'aria-label': t('regionAgents'), 'data-testid': 'agents', onkeydown: (event) => treeKeys(event, focus, toggle) });
   const empty = h('p', { class: 'meta side-empty', hidden: true });
   const box = h('div', { class: 'tree-box' }, tree, empty);
-  fill(root, h('div', { class: 'side-top' }, filter), links, box);
+  fill(root, h('div', { class: 'side-top' }, filter, h('a', { class: 'icon-btn', href: '#/agents/new', 'aria-label': t('agentsNew'), title: t('agentsNew'), 'data-testid': 'new-agent' }, icon('plus'))), links, box);
 
   function build() {
     const all = flat(family(), words ? new Set() : folded);
@@ -148,14 +150,14 @@ export function mountAgents(root) {
       const unread = known?.unread ?? 0;
       const current = addressed() === one.id;
       const says = [doing(agent), unread && t('unread', { n: unread }), asks && t('waitsForYou')].filter(Boolean).map((part) => `, ${part}`).join('');
-      const key = [agent.name, agent.description, agent.state, says, current, stopping.has(one.id)].join();
+      const key = [agent.name, agent.retired, agent.description, agent.state, says, current, stopping.has(one.id)].join();
       paintSub(agent, known);
       if (key === painted) return;
       painted = key;
       setText(name, agent.name || agent.id);
       setText(word, says);
       fill(dots, dot(agent));
-      el.className = `row level-${Math.min(node.level, 6)} is-${agent.state}`;
+      el.className = `row level-${Math.min(node.level, 6)} is-${agent.retired ? 'terminated' : agent.state}`;
       setAttr(el, 'aria-selected', String(current));
       setAttr(el, 'title', agent.description || null);
       fill(mark, asks && h('span', { class: 'row-star', 'aria-hidden': 'true', title: t('waitsForYou') }, '★'),
@@ -214,6 +216,7 @@ export function mountAgents(root) {
       link('inbox', 'inbox', unreadTotal()),
       link('tasks', 'tasks', (shownCount = openCount())),
       link('timeline', 'list'),
+      link('agents', 'people'),
       link('delayed', 'clock', state.delayed.size, 'only-small'),
       link('artifacts', 'box', 0, 'only-small'),
       link('org', 'tree', 0, 'only-small'));

@@ -12,7 +12,7 @@ import * as thread from './thread.js';
 const RETRY_MS = 2_000;
 
 for (const name of ['a', '']) screen(name, { title: () => t('conversation'), render: thread.render });
-for (const name of ['inbox', 'tasks', 'timeline', 'org', 'delayed', 'artifacts', 'setup']) {
+for (const name of ['inbox', 'tasks', 'timeline', 'org', 'delayed', 'artifacts', 'agents', 'dead', 'start', 'setup']) {
   screen(name, { title: () => t(name), load: () => import(`./screens/${name}.js`) });
 }
 
@@ -39,6 +39,7 @@ async function boot() {
   for (const each of [notices, ...rest]) each.start();
   if (flag('notify')) import('./screens/settings.js').then((settings) => settings.start());
   import('./screens/away.js').then((away) => away.start(), () => {}); // the conversation does not need it
+  import('./screens/start.js').then((card) => card.start(), () => {});
   document.documentElement.dataset.ready = '';
 }
 

@@ -1,8 +1,9 @@
 // The composer. Typed text is never lost: it is sent, kept as a draft, or restored.
 
 import { button, fill, flag, h, icon, iconButton, setAttr, setText } from './dom.js';
+import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
-import { t } from './i18n.js';
+import { dayAndTime, t } from './i18n.js';
 import { toast } from './notices.js';
 import { confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
 import { agentPath, go } from './router.js';
@@ -18,6 +19,7 @@ export function mountComposer(root, agent) {
   const draft = { text: '', files: [], replyTo: null, ...readDraft(agent) };
   let tray = null; // attachments; the module is loaded for the first file
   let composedAt = -1;
+  let waitingPlan = null; // of a message whose files are not uploaded yet
 
   const strip = h('div', { class: 'strip', role: 'region', 'aria-label': t('strip') });
   const note = h('div', { class: 'composer-note' });
@@ -28,11 +30,17 @@ export function mountComposer(root, agent) {
     attach([...picker.files]);
     picker.value = '';
   } });
-  const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit', 'aria-label': t('send') }, h('span', { class: 'send-word' }, t('send')), icon('send'));
+  // One button for both, so that the focus stays on it when Send becomes Stop and back.
+  const sender = button({ class: 'primary send-btn', 'data-testid': 'send', type: 'submit', onclick: (event) => {
+    if (!stops()) return;
+    event.preventDefault();
+    stop(agent);
+  } });
+  const clock = iconButton('clock', t('sendLater'), { class: 'later-btn', 'data-testid': 'send-later', onclick: later });
   const form = h('form', { class: 'composer', onsubmit: (event) => {
     event.preventDefault();
     submit();
-  } }, note, chips, h('div', { class: 'composer-row' }, iconButton('plus', t('attach'), { class: 'attach-btn', 'data-testid': 'attach', onclick: () => picker.click() }), text, sender), hint, picker);
+  } }, note, chips, h('div', { class: 'composer-row' }, iconButton('plus', t('attach'), { class: 'attach-btn', 'data-testid': 'attach', onclick: () => picker.click() }), text, clock, sender), hint, picker);
   fill(root, strip, form);
   root.hidden = false;
 
@@ -88,17 +96,31 @@ export function mountComposer(root, agent) {
   function paint() {
     const one = state.agents.get(agent);
     const name = one?.name || agent;
-    const gone = one?.state === 'terminated';
+    const gone = one?.state === 'terminated' || Boolean(one?.retired);
     const over = [...text.value].length - LONGEST;
     text.disabled = gone;
     sender.disabled = gone;
     setAttr(text, 'aria-label', t('writeTo', { name }));
     text.placeholder = gone ? '' : t(one?.state === 'active' && !small.matches ? 'writeToActive' : 'writeTo', { name });
-    setAttr(sender, 'aria-disabled', !gone && sendable() ? null : 'true');
-    setText(hint, gone ? t('recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : one?.state === 'active' ? t('hintActive', { name }) : '');
+    setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(agent) : !gone && sendable()) ? null : 'true');
+    setAttr(clock, 'aria-disabled', !gone && sendable() ? null : 'true');
+    paintSender(name);
+    setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : one?.state === 'active' ? t('hintActive', { name }) : '');
     hint.classList.toggle('bad', over > 0);
     const to = draft.replyTo && state.messages.get(draft.replyTo);
     fill(note, to ? [h('span', { class: 'note-text' }, t('replyingTo', { text: plainText(to).slice(0, 100) })), iconButton('close', t('cancel'), { onclick: () => replyTo(null) })] : []);
+  }
+
+  /** True while the button stops the agent: it works, and nothing is written that could be sent. */
+  const stops = () => state.agents.get(agent)?.state === 'active' && !sendable();
+
+  function paintSender(name) {
+    const mode = !stops() ? 'send' : stopping.has(agent) ? 'stopping' : 'stop';
+    setAttr(sender, 'aria-label', mode === 'send' ? t('send') : mode === 'stop' ? t('stopAgent', { name }) : t('stopping'));
+    if (sender.dataset.mode === mode) return;
+    sender.dataset.mode = mode;
+    sender.classList.toggle('is-stop', mode !== 'send');
+    fill(sender, h('span', { class: 'send-word' }, t(mode)), icon(mode === 'send' ? 'send' : 'stop'));
   }
 
   const sendable = () => (text.value.trim() || tray?.any() || draft.files.length) && [...text.value].length <= LONGEST;
@@ -138,7 +160,7 @@ export function mountComposer(root, agent) {
     tray ??= mountTray(chips, agent, () => {
       keepDraft();
       paint();
-      if (tray?.waits && !tray.busy()) submit();
+      if (tray?.waits && !tray.busy()) submit(waitingPlan);
     }, moveTo);
     if (draft.files.length) tray.restore(draft.files);
     draft.files = [];
@@ -165,12 +187,15 @@ export function mountComposer(root, agent) {
 
   // Sending
 
-  function submit() {
+  /** `plan`: `{at, every, timeZone}` of a message to be delivered later. */
+  function submit(plan = null) {
     if (text.disabled || !sendable()) return;
     if (tray?.busy()) {
       tray.waits = true;
+      waitingPlan = plan;
       return paint();
     }
+    waitingPlan = null;
     const files = tray ? tray.ready() : draft.files;
     const words = text.value;
     const to = draft.replyTo;
@@ -179,7 +204,16 @@ export function mountComposer(root, agent) {
     Object.assign(draft, { text: '', files: [], replyTo: null });
     changed();
     text.focus();
-    deliver({ agent, text: words, files, replyTo: to, refill });
+    deliver({ agent, text: words, files, replyTo: to, refill, plan });
+  }
+
+  /** Asks when to send what is written. */
+  async function later() {
+    if (clock.getAttribute('aria-disabled') === 'true') return text.focus();
+    const { askWhen } = await import('./screens/send_later.js');
+    const plan = await askWhen({ title: t('sendLater'), text: text.value });
+    if (plan) submit(plan);
+    else text.focus();
   }
 
   const drop = dropZone(attach);
@@ -191,6 +225,13 @@ export function mountComposer(root, agent) {
   return {
     replyTo,
     refill,
+    /** Adds text at the end of what is written. */
+    add(words) {
+      text.value = text.value ? `${text.value.replace(/\n*$/, '')}\n\n${words}` : words;
+      changed();
+      text.focus();
+      text.setSelectionRange(text.value.length, text.value.length);
+    },
     focus: () => text.focus(),
     leave() {
       if (!moved) keepDraft();
@@ -201,11 +242,11 @@ export function mountComposer(root, agent) {
 }
 
 /** Sends the message; shows the questions it answers as closed unless the server refuses it. */
-async function deliver({ agent, text, files, replyTo, refill, clientId = newId() }) {
+async function deliver({ agent, text, files, replyTo, refill, plan = null, clientId = newId() }) {
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));
-  const asked = openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
+  const asked = plan ? [] : openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
   const local = { local: true, clientId, to: agent, from: 'user', payload: { ...payload, attachments: files }, inReplyTo: replyTo, status: 'sending', createdAt: new Date(now()).toISOString() };
   if (!files.length) delete local.payload.attachments;
   putLocal(local);
@@ -217,15 +258,17 @@ async function deliver({ agent, text, files, replyTo, refill, clientId = newId()
   };
   const message = { clientId, to: agent, payload };
   if (replyTo) message.inReplyTo = replyTo;
+  if (plan) Object.assign(message, planned(plan));
   try {
     const receipt = await send(message, unsure);
+    if (plan) toast({ text: t('scheduledFor', { time: dayAndTime(receipt.scheduledDeliveryTime ?? plan.at) }) });
     for (const one of asked) {
       one.answer ??= { messageId: receipt.messageId, option: null };
       state.questions.delete(one.id);
     }
     confirmLocal(clientId, receipt);
   } catch (error) {
-    notSent(local, { agent, text, files, replyTo, refill, clientId }, error);
+    notSent(local, { agent, text, files, replyTo, refill, plan, clientId }, error);
   } finally {
     for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
     touch('questions', ...asked.map((one) => `message:${one.id}`));
@@ -244,8 +287,11 @@ function notSent(local, again, error) {
   toast({ kind: 'error', text: t('notSent', { text: short }) + why });
 }
 
+/** The fields of a request that make a message delayed or recurring. */
+export const planned = ({ at, every, timeZone }) => ({ ...(at && { delayMs: Math.max(0, Date.parse(at) - now()) }), ...(every && { every, timeZone }) });
+
 /** Sends a text of the page itself, without what is in the composer. */
-export const sendText = (agent, text) => deliver({ agent, text, files: [] });
+export const sendText = (agent, text, files = []) => deliver({ agent, text, files });
 
 export const retryLocal = (local) => {
   dropLocal(local.clientId);

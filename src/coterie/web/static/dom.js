@@ -60,6 +60,18 @@ export function reveal(el, box) {
   box.scrollTop += Math.min(0, wants.top - has.top) + Math.max(0, wants.bottom - has.bottom);
 }
 
+export const TINTS = ['teal', 'blue', 'violet', 'pink', 'red', 'orange', 'green', 'grey'];
+
+/** The first letters of a name: of two words if they have letters with cases, else the first sign. */
+function initialsOf(name) {
+  const words = name.trim().split(/[\s_-]+/).map((word) => [...word][0] ?? '');
+  return (/\p{Lu}|\p{Ll}/u.test(words[0]) ? words.slice(0, 2).join('') : words[0]).toUpperCase();
+}
+
+/** An agent's initials in its colour. */
+export const avatar = ({ id = '', name = '', colour, initials }) =>
+  h('span', { class: `avatar tint-${colour ?? TINTS[[...(id || name)].reduce((sum, sign) => sum + sign.codePointAt(0), 0) % TINTS.length]}`, 'aria-hidden': 'true' }, initials || initialsOf(name || id) || '·');
+
 /** Placeholder of an empty list. */
 export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);
 

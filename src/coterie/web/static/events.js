@@ -22,6 +22,11 @@ const TOLD = {
   read,
   problem,
   'thread.cleared': cleared,
+  'society.state': ({ paused }) => {
+    state.allPaused = paused;
+    touch('society');
+  },
+  unread,
   'task.changed': tasked,
   'draft.started': drafted,
   'draft.delta': drafted,
@@ -124,7 +129,7 @@ function upserted(data) {
   state.agents.set(data.id, after);
   if (data.state && data.state !== 'blocked' && state.problems.delete(data.id)) touch(`thread:${data.id}`);
   touch(`agent:${data.id}`);
-  if (!before || before.parent !== after.parent || before.name !== after.name) touch('agents');
+  if (!before || ['parent', 'name', 'retired', 'colour', 'initials', 'role'].some((key) => before[key] !== after[key])) touch('agents');
   if (before && (before.state === 'terminated') !== (after.state === 'terminated')) touch('agents', 'questions');
 }
 
@@ -167,6 +172,18 @@ function scheduled(data) {
   if (data.state === 'paused') state.paused.set(data.id, data);
   else state.paused.delete(data.id);
   touch('delayed');
+}
+
+/** Messages from `from` on are unread again. */
+function unread({ thread: id, from, count }) {
+  const one = thread(id);
+  const at = one.ids.indexOf(from);
+  for (const each of at < 0 ? [] : one.ids.slice(at)) {
+    const message = state.messages.get(each);
+    if (message.to === PERSON && message.state === 'taken') message.state = 'pending';
+  }
+  Object.assign(one, { unread: one.unread + count, firstUnread: from });
+  touch('unread', `agent:${id}`);
 }
 
 function read({ thread: id, upto }) {

@@ -14,28 +14,33 @@ export function start() {
   addEventListener('keydown', pressed);
 }
 
-/** Opens the palette. While its script loads, a temporary input collects what is typed. */
-export async function openPalette(agent = null) {
+/** Loads a script for what is typed next. While it loads, a temporary input collects the keys. */
+async function typeInto(label, load, open) {
   if (document.querySelector('.early-find')) return;
   const had = document.activeElement;
-  const early = h('input', { class: 'early-find', 'aria-label': t('paletteWhat'), onkeydown: ({ key, isComposing }) => {
+  const early = h('input', { class: 'early-find', 'aria-label': label, onkeydown: ({ key, isComposing }) => {
     if (key === 'Escape') had.focus();
     entered ||= key === 'Enter' && !isComposing;
   } });
   let entered = false;
   document.body.append(early);
   early.focus();
-  const there = await import('./screens/palette.js').catch(missed);
+  const there = await load().catch(missed);
   const wanted = document.activeElement === early;
-  if (wanted) had.focus(); // the dialog restores the focus to the element that has it now
+  if (wanted) had.focus(); // the focus is restored to the element that has it now
   early.remove();
-  if (wanted) there?.openPalette({ agent, find: early.value, entered, actions: [
-    { label: t('theme'), run: nextTheme },
-    { label: t('languageLabel'), run: switchLanguage },
-    { label: t('shortcuts'), run: showSheet },
-    { label: t('stop'), run: () => stop(openAgent()) },
-  ] });
+  if (wanted && there) open(there, early.value, entered);
 }
+
+export const openPalette = () => typeInto(t('paletteWhat'), () => import('./screens/palette.js'), (palette, find, entered) => palette.openPalette({ find, entered, actions: [
+  { label: t('theme'), run: nextTheme },
+  { label: t('languageLabel'), run: switchLanguage },
+  { label: t('shortcuts'), run: showSheet },
+  { label: t('stop'), run: () => stop(openAgent()) },
+  { label: t('agentsNew'), run: () => go('#/agents/new') },
+  { label: t(state.allPaused ? 'resumeAll' : 'pauseAll'), run: () => import('./screens/conversation_menu.js').then((menu) => menu.pauseAll()) },
+  { label: t('stopAll'), run: () => import('./screens/conversation_menu.js').then((menu) => menu.stopAll()) },
+] }));
 
 export const showSheet = () => import('./screens/shortcuts.js').then((sheet) => sheet.openShortcuts());
 
@@ -98,7 +103,7 @@ let foundAt = -10_000;
 function find() {
   if (place().name !== 'a' || performance.now() - foundAt < 2_000) return false;
   foundAt = performance.now();
-  openPalette(openAgent());
+  typeInto(t('findHere'), () => import('./screens/find.js'), (bar, words) => bar.openFind(openAgent(), words));
   return true;
 }
 

@@ -34,6 +34,12 @@ export function messageView(item, acts) {
     bubbleRow.append(button({ class: 'icon-btn msg-reply', 'aria-label': t('replyTo'), title: t('replyTo'), onclick: () => acts.replyTo(first.id) }, icon('reply')));
   }
 
+  if (first.id && acts?.replyTo) {
+    const more = button({ class: 'icon-btn msg-reply', 'aria-label': t('messageMenu'), title: t('messageMenu'), 'aria-haspopup': 'menu', 'data-testid': 'message-menu',
+      onclick: () => import('./screens/message_menu.js').then((menu) => menu.openMessageMenu(more, of(last), el)) }, icon('more'));
+    bubbleRow.append(more);
+  }
+
   let shown = null;
   let parted = '';
   let last = item;

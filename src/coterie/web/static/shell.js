@@ -1,7 +1,9 @@
 // The frame around every screen: banner, agent list, screen with composer, inspector. Built once.
 
+import { post } from './api.js';
 import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
+import { oops } from './notices.js';
 import { show } from './router.js';
 import { everySecond, now, on, state, unreadTotal, upTo99 } from './state.js';
 import { doing, dot, mountAgents, stop, stopping } from './agents_list.js';
@@ -61,7 +63,7 @@ export function buildShell() {
   parts.veil = h('div', { class: 'veil', onclick: () => closeSlides() });
   fill(app, skip(), parts.top, parts.side, parts.main, parts.inspector, parts.veil);
   if (kept) parts.early = kept;
-  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], documentTitle), on(['connection', 'snapshot', 'agents'], banners)];
+  clean = [mountHeader(parts.top), mountAgents(parts.list), on(['unread', 'questions', 'snapshot'], documentTitle), on(['connection', 'snapshot', 'agents', 'society'], banners)];
   closeSlides(false);
   banners();
 }
@@ -116,10 +118,14 @@ function banners() {
     const n = state.shutdown?.delayedFlushed ?? 0;
     told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-stopped' }, n ? t('stoppedEarly', { n }) : t('stopped')));
   }
+  if (state.allPaused) {
+    told.push(h('p', { class: 'banner banner-warn', 'data-testid': 'banner-paused' }, h('span', { class: 'banner-text' }, t('allPaused')),
+      button({ class: 'text-btn', onclick: () => post('/resume').catch(oops) }, t('resumeAll'))));
+  }
   const tour = [...state.agents.values()].some(isScripted);
   if (tour) {
     told.push(h('p', { class: 'banner', 'data-testid': 'banner-tour' },
-      h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/setup' }, t('setUpModel'))));
+      h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/start' }, t('setUpModel'))));
   }
   fill(parts.banner, told);
 }
@@ -166,11 +172,13 @@ function mountHeader(root) {
   const about = h('span', { class: 'top-about wide-only meta', dir: 'auto', 'data-testid': 'about' });
   const clock = h('span', { class: 'meta num', 'data-testid': 'elapsed' });
   const stopper = button({ class: 'stop-btn', 'data-testid': 'stop', onclick: () => stop(agent()?.id) }, icon('stop'), h('span', {}, t('stop')));
+  const more = iconButton('more', t('conversationMenu'), { 'aria-haspopup': 'menu', 'data-testid': 'conversation-menu', onclick: () => import('./screens/conversation_menu.js').then((menu) => menu.openConversationMenu(more, agent()?.id)) });
   const chip = h('span', { class: 'chip', role: 'status', 'data-testid': 'connection' });
   fill(root,
     iconButton('menu', t('menu'), { class: 'only-small', 'aria-controls': 'side', 'aria-expanded': 'false', onclick: () => toggleSlide('side'), 'data-testid': 'menu' }),
     h('div', { class: 'top-who' }, title, status, clock, stopper, about),
     chip,
+    more,
     button({ class: 'search-btn', 'aria-label': t('search'), 'data-testid': 'search', onclick: () => import('./keyboard.js').then((keys) => keys.openPalette()) },
       icon('search'), h('span', { class: 'wide-only' }, t('search')), h('kbd', { class: 'wide-only' }, keyNames('Ctrl K'))),
     iconButton('side', t('details'), { class: 'only-medium', 'aria-controls': 'inspector', 'aria-expanded': 'false', onclick: () => toggleSlide('inspector'), 'data-testid': 'details' }));
@@ -191,6 +199,7 @@ function mountHeader(root) {
     fill(status, one ? [dot(one), h('span', {}, one.state === 'active' ? `${t('active')} · ${doing(one)}${steps(one)}` : t(one.state))] : []);
     if (isScripted(one)) status.append(h('span', { class: 'tag' }, t('tour')));
     status.className = `top-state is-${one?.state ?? 'none'}`;
+    more.hidden = !one;
     stopper.hidden = one?.state !== 'active';
     stopper.setAttribute('aria-label', one ? t('stopAgent', { name: one.name }) : t('stop'));
     stopper.setAttribute('aria-disabled', String(stopping.has(one?.id)));

@@ -17,6 +17,7 @@ export const state = {
   threads: new Map(), // agent -> {ids, loaded, older, unread, firstUnread, last}
   queues: new Map(), // agent -> ids in FIFO order
   delayed: new Map(), // id -> message
+  allPaused: false, // the whole society
   paused: new Map(), // id -> recurring message that is paused
   questions: new Set(), // ids of open questions to the person
   drafts: new Map(), // draftId -> {id, agent, text, stopped, outcome}
@@ -285,7 +286,7 @@ export function resync() {
 
 async function readSnapshot() {
   const seen = await get('/snapshot');
-  Object.assign(state, { epoch: seen.epoch, seq: seen.seq, skew: Date.parse(seen.serverTime) - Date.now() });
+  Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
   state.agents = new Map(seen.agents.map((one) => [one.id, one]));
   for (const told of seen.threads) {
     Object.assign(thread(told.agent), { last: keep(told.last), unread: told.unread, firstUnread: told.firstUnread });
@@ -298,7 +299,7 @@ async function readSnapshot() {
   state.moreTasks = Math.max(0, (seen.taskCount ?? 0) - state.tasks.size);
   const again = [...state.threads].filter(([, one]) => one.loaded).map(([id]) => id);
   state.booted = true;
-  touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'snapshot');
+  touch('agents', 'delayed', 'questions', 'unread', 'threads', 'tasks', 'society', 'snapshot');
   for (const id of [...state.agents.keys(), ...again]) touch(`agent:${id}`, `queue:${id}`);
   await Promise.all(again.map((id) => loadThread(id, 200).catch(() => {})));
   again.forEach(loadPlans);

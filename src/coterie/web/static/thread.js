@@ -77,6 +77,7 @@ function conversation(root, id, wanted) {
   const blank = h('div', { class: 'screen-fill', hidden: true });
   fill(root, scroller, blank, jump);
   const one = thread(id);
+  one.keepUnread = false;
   let line = null; // first unread message when the conversation was opened, and the number of unread ones
   let newBelow = 0;
   let lastCount = 0;
@@ -266,7 +267,7 @@ function conversation(root, id, wanted) {
     reading ??= setTimeout(() => {
       reading = null;
       const last = state.messages.get(one.ids.findLast((each) => state.messages.get(each).to === PERSON));
-      if (!last || !one.unread || document.hidden || last.id === readUpto || current?.feed !== feed) return;
+      if (!last || !one.unread || one.keepUnread || document.hidden || last.id === readUpto || current?.feed !== feed) return;
       if (!feed.seen().some((item) => item.id === last.id)) return;
       readUpto = last.id;
       post('/read', { thread: id, upto: last.id }).catch(() => {

@@ -1,10 +1,11 @@
 // Delayed messages: by due time, with a countdown and a cancel button. Recurring ones can be paused and ended.
 
-import { del, patch, query } from '../api.js';
+import { del, newId, patch, query, send } from '../api.js';
+import { planned } from '../composer.js';
 import { button, empty, fill, flag, h, setText } from '../dom.js';
 import { dayAndTime, digits, t } from '../i18n.js';
 import { who } from '../message.js';
-import { everySecond, keep, now, on, plainText, state, touch } from '../state.js';
+import { everySecond, keep, now, on, PERSON, plainText, state, touch } from '../state.js';
 import { tooLate } from '../waiting.js';
 import { busy, toggle, when } from './parts.js';
 
@@ -99,17 +100,37 @@ function pausedRow(schedule) {
   );
 }
 
+/** Moves a scheduled message; a text or a recurrence that changed makes it a new one. */
+async function edit(message) {
+  const { askWhen } = await import('./send_later.js');
+  const text = String(message.payload?.text ?? '');
+  const mine = message.from === PERSON;
+  const every = message.every?.replace(/ (UTC|[A-Za-z_]+\/\S+)$/, ''); // without its time zone
+  const clientId = newId();
+  let removed = false; // a second attempt only sends
+  const save = async (plan) => {
+    const rewritten = plan.text !== text || Boolean(plan.every) !== Boolean(every);
+    if (!rewritten && plan.every !== every && every) return patch(schedulePath(message.scheduleId), { every: plan.every, timeZone: plan.timeZone });
+    if (!rewritten) return patch(`/messages/${encodeURIComponent(message.id)}`, { delayMs: Math.max(0, Date.parse(plan.at ?? message.deliverAt) - now()) });
+    if (!removed) await del(message.scheduleId ? schedulePath(message.scheduleId) : `/messages/${encodeURIComponent(message.id)}`);
+    removed = true;
+    return send({ clientId, to: message.to, payload: { ...message.payload, text: plan.text }, ...planned(plan) });
+  };
+  await askWhen({ title: t('whenEdit'), text, edits: mine, from: { at: message.deliverAt, every }, save });
+}
+
 function row(message) {
   const left = h('span', { class: 'countdown' });
   const at = when(message.deliverAt);
   const callOff = () => del(`/messages/${encodeURIComponent(message.id)}`).catch((error) => tooLate(error, 'delayedTooLate'));
   const cancel = button({ class: 'text-btn', text: t(message.every ? 'recurSkip' : 'cancel'), 'aria-label': t(message.every ? 'recurSkipThis' : 'delayedCancelThis', { text: plainText(message) }), onclick: () => busy(cancel, callOff) });
+  const change = button({ class: 'text-btn', text: t('edit'), 'data-testid': 'delayed-edit', 'aria-label': t('editThis', { name: plainText(message) || t('noText') }), onclick: () => edit(message) });
   const el = h(
     'li',
     { class: 'item delayed-item', data: { messageId: message.id } },
     h('p', { class: 'item-head', dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
-    h('p', { class: 'item-foot' }, left, ' ', at, message.every && recurrence(message.every), cancel, message.scheduleId && recurring(message.scheduleId, plainText(message), false)),
+    h('p', { class: 'item-foot' }, left, ' ', at, message.every && recurrence(message.every), cancel, change, message.scheduleId && recurring(message.scheduleId, plainText(message), false)),
   );
   return {
     el,

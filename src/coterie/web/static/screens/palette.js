@@ -6,23 +6,17 @@ import { dayAndTime, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath, go } from '../router.js';
 import { PERSON, called, keep, plainText, state, threadOf } from '../state.js';
-import { openDialog, toggle } from './parts.js';
+import { openDialog } from './parts.js';
 
-const SCREENS = ['inbox', 'tasks', 'timeline', 'org', 'delayed', 'artifacts', 'setup'];
+const SCREENS = ['inbox', 'tasks', 'timeline', 'org', 'delayed', 'artifacts', 'agents', 'dead', 'setup'];
 const PAUSE_MS = 150;
 const SHOWN = 8;
 
 /**
- * `actions`: further actions, `{label, run}`. `agent`: search only this conversation at first.
+ * `actions`: further actions, `{label, run}`.
  * `find`: text typed while this script was loading; `entered`: true if Enter was pressed.
  */
-export function openPalette({ actions, find, entered, agent }) {
-  let within = agent;
-  const scope = agent && toggle(t('searchIn'), true, (only) => {
-    within = only ? agent : null;
-    draw();
-    search();
-  });
+export function openPalette({ actions, find, entered }) {
   const input = h('input', { type: 'text', class: 'palette-input', role: 'combobox', 'aria-expanded': 'true', 'aria-controls': 'palette-list', 'aria-autocomplete': 'list', 'aria-label': t('paletteWhat'), placeholder: t('paletteWhat'), autocomplete: 'off', spellcheck: 'false' });
   const list = h('div', { id: 'palette-list', class: 'palette-list', role: 'listbox', 'aria-label': t('search') });
   const status = h('p', { class: 'meta', role: 'status' });
@@ -39,8 +33,8 @@ export function openPalette({ actions, find, entered, agent }) {
   const draw = () => {
     const words = input.value.trim().toLowerCase();
     const has = (text) => words.split(/\s+/).every((word) => text.toLowerCase().includes(word));
-    const agents = within ? [] : [...state.agents.values()].filter((one) => one.kind !== 'person' && has(called(one))).slice(0, SHOWN);
-    const deeds = within ? [] : [...SCREENS.map((name) => ({ label: t(name), run: () => go(`#/${name}`) })), ...actions].filter((one) => has(one.label));
+    const agents = [...state.agents.values()].filter((one) => one.kind !== 'person' && has(called(one))).slice(0, SHOWN);
+    const deeds = [...SCREENS.map((name) => ({ label: t(name), run: () => go(`#/${name}`) })), ...actions].filter((one) => has(one.label));
     const groups = [
       ['paletteAgents', agents.map((one) => ({ label: one.name, hint: t(one.state), run: () => go(agentPath(one.id)) }))],
       ['paletteActions', deeds.slice(0, SHOWN)],
@@ -67,7 +61,7 @@ export function openPalette({ actions, find, entered, agent }) {
     const mine = (turn += 1);
     if (words.length < 2) messages = [];
     else {
-      const page = await query('/search', { q: words, agent: within, limit: within ? 50 : SHOWN }).catch(() => ({ items: [] }));
+      const page = await query('/search', { q: words, limit: SHOWN }).catch(() => ({ items: [] }));
       if (mine !== turn) return;
       messages = page.items.map(asItem);
     }
@@ -89,7 +83,7 @@ export function openPalette({ actions, find, entered, agent }) {
     event.preventDefault();
     mark();
   });
-  const { close } = openDialog(t(agent ? 'search' : 'palette'), h('div', { class: 'palette' }, input, scope, list, status), {
+  const { close } = openDialog(t('palette'), h('div', { class: 'palette' }, input, list, status), {
     closed: () => {
       clearTimeout(timer);
       turn += 1;

@@ -64,8 +64,8 @@ export async function busy(el, work) {
   }
 }
 
-/** Loads the screens' style sheet when the first screen opens. */
-function styled(href) {
+/** Loads a style sheet that only some screens need. */
+export function styled(href) {
   const link = h('link', { rel: 'stylesheet', href });
   const there = new Promise((resolve) => {
     link.addEventListener('load', resolve);
@@ -98,8 +98,8 @@ export function openDialog(title, content, { wide = false, closed = () => {} } =
   return { el, close };
 }
 
-/** Asks for confirmation; resolves to true or false. */
-export function confirm(question, yes) {
+/** Asks for confirmation; resolves to true or false. `means`: what will happen, in a sentence. */
+export function confirm(question, yes, means) {
   return new Promise((resolve) => {
     let said = false;
     const no = button({ class: 'plain-btn', text: t('cancel'), onclick: () => close() });
@@ -109,7 +109,7 @@ export function confirm(question, yes) {
     };
     const { close } = openDialog(
       question,
-      h('div', { class: 'modal-foot' }, no, button({ class: 'plain-btn danger', text: yes, onclick: go })),
+      [means && h('p', { text: means }), h('div', { class: 'modal-foot' }, no, button({ class: 'plain-btn danger', text: yes, onclick: go }))].filter(Boolean),
       { closed: () => resolve(said) },
     );
     no.focus();

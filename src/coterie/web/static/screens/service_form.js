@@ -2,8 +2,9 @@
 
 import { post, put } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { dayAndTime, t } from '../i18n.js';
-import { busy, choice, field, newName, toggle } from './parts.js';
+import { count, dayAndTime, t } from '../i18n.js';
+import { modelField } from './model_field.js';
+import { busy, choice, field, toggle } from './parts.js';
 
 const OUTPUT = ['text', 'tool_calling', 'structured_output'];
 const INPUT = ['text', 'vision', 'audio', 'file'];
@@ -17,8 +18,8 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const id = text(from.id, { required: true, readonly: known });
   const name = text(from.name);
   const base = text(from.baseURL, { type: 'url', required: true });
-  const models = h('datalist', { id: newName('models') });
-  const model = text(from.model, { required: true, list: models.id });
+  const picker = modelField(from.model ?? from.models?.[0], () => (id.value.trim() && base.value.trim() ? { id: id.value.trim(), fields: fields() } : null));
+  const model = picker.input;
   const key = h('input', { type: 'password', autocomplete: 'new-password', spellcheck: 'false', 'data-testid': 'service-key' });
   const abilities = h('fieldset', { class: 'abilities' });
   const outcome = h('p', { class: 'outcome', role: 'status' });
@@ -50,7 +51,6 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     tick(one.capabilities ?? UNKNOWN);
     const offer = offers.find((each) => each.id === chosen);
     apiKey = offer?.apiKey;
-    fill(models, (offer?.models ?? []).map((value) => h('option', { value })));
     if (offer?.models?.length && !model.value) model.value = offer.models[0];
   };
   const fields = () => {
@@ -83,23 +83,21 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     field(t('serviceId'), id),
     field(t('serviceName'), name),
     field(t('baseURL'), base),
-    field(t('model'), model),
-    models,
+    picker.el,
     keyField,
     abilities,
     outcome,
     h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: closed }), test, save),
   );
   tick(from.capabilities ?? UNKNOWN);
-  fill(models, (from.models ?? []).map((value) => h('option', { value })));
-  if (from.models?.length) model.value ||= from.models[0];
   return form;
 }
 
 const foundOf = ({ capabilities = {} }) => Object.entries(capabilities).map(([name, works]) => t(`found_${name}_${works}`));
 
-/** The result of a service test in the page's language: the server sends a code and English text. */
-export function outcomeOf(trial) {
+/** The result of a service test in the page's language: the server sends a code and English text. `answered`: real requests. */
+export function outcomeOf(trial, answered = 0) {
+  if (!trial && answered) return [h('span', { class: 'tag ok', text: t('trialOk') }), ' ', h('span', { text: t('serviceAnswers', { n: count(answered) }) })];
   if (!trial) return [h('span', { class: 'tag', text: t('untested') })];
   const told = trial.ok ? t('trial_ok', { s: (trial.ms / 1000).toFixed(1) }) : t(`trial_${trial.code}`);
   return [

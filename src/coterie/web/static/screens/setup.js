@@ -20,7 +20,9 @@ export function render(root) {
 
   const load = async (probe = false) => {
     try {
-      seen = await get(`/services${probe ? '?probe=true' : ''}`);
+      const [found, usage] = await Promise.all([get(`/services${probe ? '?probe=true' : ''}`), get('/usage?days=30').catch(() => ({ items: [] }))]);
+      seen = found;
+      for (const one of seen.items) one.answered = usage.items.filter((row) => row.service === one.id).reduce((sum, row) => sum + row.requests, 0);
       if (!gone) draw();
     } catch (error) {
       if (!gone) fill(body, failed(t('notLoaded'), () => load(probe)));
@@ -40,7 +42,7 @@ export function render(root) {
       services(seen, { edit: (one) => edit(one, true), changed }),
       table(seen.items),
       offers(seen.offers, { use: (one) => edit(one, false), probe: () => load(true) }),
-      h('section', { class: 'item-foot' }, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) })),
+      h('section', { class: 'item-foot' }, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) }), h('a', { class: 'text-btn', href: '#/dead', text: t('dead') })),
       form,
       tour(seen.items, changed),
       stored,
@@ -80,7 +82,7 @@ function services({ items, problems }, doing) {
 
 function card(one, { edit, changed }) {
   const outcome = h('p', { class: 'outcome', role: 'status' });
-  const tell = (trial) => fill(outcome, outcomeOf(trial));
+  const tell = (trial) => fill(outcome, outcomeOf(trial, one.answered));
   tell(one.trial);
   const path = `/services/${encodeURIComponent(one.id)}`;
   const trial = async () => tell((one.trial = await post(`${path}/test`, undefined, TEST_MS)));

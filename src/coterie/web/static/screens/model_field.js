@@ -1,0 +1,38 @@
+// The field of a model's name, with the list that the service itself gives.
+
+import { post } from '../api.js';
+import { button, fill, h } from '../dom.js';
+import { t } from '../i18n.js';
+import { busy, choice, field } from './parts.js';
+
+/**
+ * `request()` returns `{id, fields}` of the service as it is entered now, or null if something is missing.
+ * Returns `{el, input, load}`; `load` asks the service and fills the list.
+ */
+export function modelField(value, request) {
+  const input = h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', required: true, value: value ?? '', 'data-testid': 'model' });
+  const told = h('p', { class: 'meta', role: 'status', 'data-testid': 'models-told' });
+  const list = h('div');
+  let turn = 0;
+
+  async function load() {
+    const wanted = request();
+    if (!wanted) return;
+    const mine = (turn += 1);
+    told.textContent = t('modelsLoading');
+    const found = await post(`/services/${encodeURIComponent(wanted.id)}/models`, wanted.fields).catch((error) => ({ code: 'error', models: [], detail: error.status === 0 ? t('noAnswer') : error.detail }));
+    if (mine !== turn) return;
+    const { code, models, detail } = found;
+    told.textContent = code === 'ok' ? t('modelsFound', { n: models.length }) : [code === 'error' ? '' : t(`trial_${code}`), detail, t('modelsByHand')].filter(Boolean).join(' ');
+    if (!models.length) return void fill(list);
+    if (!input.value) input.value = models[0];
+    const select = choice([...(models.includes(input.value) ? [] : [['', t('modelsChoose')]]), ...models.map((name) => [name, name])], models.includes(input.value) ? input.value : '', (name) => {
+      if (name) input.value = name;
+      input.dispatchEvent(new Event('input', { bubbles: true }));
+    });
+    select.dataset.testid = 'models';
+    fill(list, field(t('modelsOffered'), select));
+  }
+  const ask = button({ class: 'text-btn', 'data-testid': 'models-load', text: t('modelsLoad'), onclick: () => busy(ask, load) });
+  return { el: h('div', { class: 'model-field' }, field(t('model'), input), list, h('p', { class: 'item-foot' }, told, ask)), input, load };
+}

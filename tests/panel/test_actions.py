@@ -1,0 +1,255 @@
+"""What a person does with messages and conversations: stop, pause, copy, quote, resend, find, send later."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from playwright.async_api import Locator, Page, expect
+
+from coterie.testing import Calls, Says
+from tests.agent.stage import Bell
+from tests.panel import ui
+from tests.panel.harness import Panel, eventually, record_bodies
+
+WORDS = {
+    "en-US": {
+        "stop": "Stop Ada",
+        "send": "Send",
+        "paused": "All agents are paused",
+        "pause": "Pause all agents",
+        "resume": "Resume all agents",
+        "later": "Send later",
+        "scheduled": "Scheduled for",
+        "unread": "Mark as unread",
+        "again": "Try again",
+        "edit": "Edit and send again",
+        "quote": "Quote",
+        "markdown": "Copy as Markdown",
+        "text": "Copy text",
+        "link": "Copy link",
+        "count": "2 of 2",
+        "clear": "Clear conversation",
+        "export": "Export as Markdown",
+        "stopAll": "Stop everything",
+    },
+    "zh-CN": {
+        "stop": "停止 Ada",
+        "send": "发送",
+        "paused": "全部智能体已暂停",
+        "pause": "暂停全部智能体",
+        "resume": "恢复全部智能体",
+        "later": "稍后发送",
+        "scheduled": "已定于",
+        "unread": "标为未读",
+        "again": "重试",
+        "edit": "编辑并重新发送",
+        "quote": "引用",
+        "markdown": "复制为 Markdown",
+        "text": "复制文字",
+        "link": "复制链接",
+        "count": "2 / 2",
+        "clear": "清空对话",
+        "export": "导出为 Markdown",
+        "stopAll": "全部停止",
+    },
+}
+BOTH = pytest.mark.parametrize("locale", WORDS)
+
+
+async def menu(page: Page, anchor: Locator, item: str) -> Locator:
+    """Open a menu by keyboard and return one of its items."""
+    await anchor.focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("menu")).to_be_visible()
+    return page.get_by_role("menuitem", name=item, exact=True)
+
+
+@BOTH
+async def test_send_becomes_stop_while_the_agent_works_and_the_box_is_empty(panel: Panel, locale: str) -> None:
+    words = WORDS[locale]
+    page = await panel.open(locale=locale)
+    button = page.locator(ui.SEND)
+    await expect(button).to_have_accessible_name(words["send"])
+    Bell.may_end.clear()
+    panel.server.script(Says(calls=(Calls("look", {"name": "a"}),)), "Done")
+    await ui.send(page, "Look")
+    await asyncio.wait_for(Bell.rang.wait(), 10)
+    await expect(button).to_have_accessible_name(re.compile(words["stop"].split()[0]))
+    await page.locator(ui.COMPOSER).fill("And then")
+    await expect(button).to_have_accessible_name(words["send"])
+    await page.locator(ui.COMPOSER).fill("")
+    await page.locator(ui.COMPOSER).press("Enter")  # an empty box never stops
+    await button.focus()
+    await page.keyboard.press("Enter")
+    await panel.stage.state("ada", "idle")
+    await expect(button).to_have_accessible_name(words["send"])
+    await expect(button).to_be_focused()
+    Bell.may_end.set()
+
+
+@BOTH
+async def test_everything_can_be_paused_resumed_and_stopped(panel: Panel, locale: str) -> None:
+    words = WORDS[locale]
+    page = await panel.open(locale=locale)
+    more = page.get_by_test_id("conversation-menu")
+    await (await menu(page, more, words["pause"])).press("Enter")
+    await expect(page.get_by_test_id("banner-paused")).to_contain_text(words["paused"])
+    await expect(more).to_be_focused()
+    await ui.send(page, "Hello")
+    assert panel.server.requests == []
+    await (await menu(page, more, words["resume"])).press("Enter")
+    await expect(page.get_by_test_id("banner-paused")).to_have_count(0)
+    await expect(page.locator(f"{ui.FEED} .msg-theirs")).to_contain_text("ok")
+    Bell.may_end.clear()
+    panel.server.default = Says(calls=(Calls("look", {"name": "a"}),))
+    await panel.society.send(to="bob", text="Look")
+    await ui.send(page, "Look too")
+    await expect(page.locator(ui.SEND)).to_have_class(re.compile("is-stop"))
+    await (await menu(page, more, words["stopAll"])).press("Enter")
+    await page.get_by_role("dialog").locator(".danger").click()
+    for agent in ("ada", "bob"):
+        await panel.stage.state(agent, "idle")
+    Bell.may_end.set()
+
+
+@BOTH
+async def test_the_menu_of_a_message_copies_quotes_retries_and_marks_unread(panel: Panel, locale: str) -> None:
+    words = WORDS[locale]
+    context = await panel.browser(locale=locale, permissions=["clipboard-read", "clipboard-write"])
+    panel.server.script("**One** and two\nlines")
+    page = await panel.open(context=context)
+    await ui.send(page, "Tell me")
+    theirs = page.locator(f"{ui.FEED} .msg-theirs[data-message-id]").first
+    await expect(theirs).to_contain_text("One and two")
+    more = theirs.get_by_test_id("message-menu")
+
+    async def clipboard() -> str:
+        return str(await page.evaluate("() => navigator.clipboard.readText()"))
+
+    for item, copied in (("text", "One and two"), ("markdown", "**One** and two\nlines")):
+        await (await menu(page, more, words[item])).press("Enter")
+        await eventually(lambda copied=copied: _is(clipboard, copied))
+    await (await menu(page, more, words["link"])).press("Enter")
+    sent = (await panel.sent(by="ada"))[0].id
+    await eventually(lambda: _is(clipboard, f"{panel.url}/#/a/ada?m={sent}"))
+
+    await (await menu(page, more, words["quote"])).press("Enter")
+    await expect(page.locator(ui.COMPOSER)).to_have_value("> **One** and two\n> lines\n\n")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    await page.locator(ui.COMPOSER).fill("")
+
+    mine = page.locator(f"{ui.FEED} .msg-mine[data-message-id]").first
+    await (await menu(page, mine.get_by_test_id("message-menu"), words["edit"])).press("Enter")
+    await expect(page.locator(ui.COMPOSER)).to_have_value("Tell me")
+    await page.locator(ui.COMPOSER).fill("Tell me more")
+    await page.locator(ui.COMPOSER).press("Enter")
+    await eventually(lambda: _count(panel, 2))
+    await (await menu(page, more, words["again"])).press("Enter")
+    await eventually(lambda: _count(panel, 3))
+    assert await panel.texts() == ["Tell me", "Tell me more", "Tell me"]
+    await panel.stage.state("ada", "idle")
+
+    await expect(ui.row(page, "ada").get_by_test_id("unread")).to_have_count(0)
+    await (await menu(page, more, words["unread"])).press("Enter")
+    await expect(ui.row(page, "ada").get_by_test_id("unread")).to_have_text("3")
+    other = await panel.open("#/a/bob", context=context)
+    await expect(ui.row(other, "ada").get_by_test_id("unread")).to_have_text("3")
+    await ui.row(other, "ada").click()
+    await expect(ui.row(other, "ada").get_by_test_id("unread")).to_have_count(0)
+    await expect(ui.row(page, "ada").get_by_test_id("unread")).to_have_count(0)
+
+
+@BOTH
+async def test_find_goes_through_all_hits_also_those_not_loaded(panel: Panel, locale: str) -> None:
+    words = WORDS[locale]
+    first = await panel.send_as_agent("The quarterly needle")
+    for n in range(120):
+        await panel.send_as_agent(f"Hay {n}")
+    last = await panel.send_as_agent("Another needle")
+    await panel.send_as_agent("A needle of Bob", by="bob")
+    page = await panel.open(locale=locale)
+    await expect(ui.message(page, last)).to_be_visible()
+    await page.locator(ui.COMPOSER).focus()
+    await page.keyboard.press("Control+f")
+    await expect(page.get_by_test_id("find")).to_be_focused()
+    await page.keyboard.insert_text("needle")
+    await expect(page.get_by_test_id("find-count")).to_have_text(words["count"])
+    await page.wait_for_function("() => CSS.highlights.get('find-current')?.size === 1")
+    await page.keyboard.press("Enter")
+    await expect(ui.message(page, first)).to_be_in_viewport()
+    await page.wait_for_function(
+        "id => [...CSS.highlights.get('find-current') ?? []].some("
+        "range => range.startContainer.parentElement.closest('article')?.dataset.messageId === id)",
+        arg=first,
+    )
+    await page.get_by_test_id("find-next").click()
+    await expect(ui.message(page, last)).to_be_in_viewport()
+    await page.get_by_test_id("find").press("Escape")
+    await expect(page.get_by_test_id("find")).to_have_count(0)
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()
+    assert await page.evaluate("() => CSS.highlights.size") == 0
+
+
+@BOTH
+async def test_a_conversation_is_exported_and_cleared(panel: Panel, locale: str) -> None:
+    words = WORDS[locale]
+    await panel.send_as_agent("Remember this")
+    page = await panel.open(locale=locale)
+    more = page.get_by_test_id("conversation-menu")
+    async with page.expect_download() as download:
+        await (await menu(page, more, words["export"])).press("Enter")
+    assert "Remember this" in (await (await download.value).path()).read_text()
+    await (await menu(page, more, words["clear"])).press("Enter")
+    await page.get_by_role("dialog").locator(".danger").click()
+    await expect(page.get_by_test_id("empty-thread")).to_be_visible()
+    assert await panel.sent(by="ada") == []
+
+
+@BOTH
+async def test_a_message_is_sent_later_moved_and_edited(panel: Panel, locale: str) -> None:
+    words = WORDS[locale]
+    page = await panel.open(locale=locale)
+    sent = record_bodies(page)
+    await page.locator(ui.COMPOSER).fill("Good morning")
+    await page.get_by_test_id("send-later").click()
+    dialog = page.get_by_role("dialog", name=words["later"])
+    await expect(dialog.get_by_test_id("whenHour")).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.locator(ui.TOAST)).to_contain_text(words["scheduled"])
+    assert 3_500_000 < sent[0]["delayMs"] <= 3_660_000
+    await expect(page.locator(ui.COMPOSER)).to_have_value("")
+
+    await page.goto(f"{panel.url}/#/delayed")
+    row = page.locator(".screen .delayed-item")
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-text").fill("Good evening")
+    await page.get_by_test_id("when-save").click()
+    await expect(row).to_contain_text("Good evening")
+    await expect(row).to_have_count(1)
+    due = datetime.now(UTC) + timedelta(days=3)
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-at").fill(due.strftime("%Y-%m-%dT09:30"))
+    await page.get_by_test_id("when-save").click()
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    (delayed,) = await panel.society.store.delayed(None, limit=5)
+    assert delayed.payload["text"] == "Good evening" and delayed.deliver_at is not None
+    assert abs(delayed.deliver_at - due) < timedelta(days=2)
+
+    # And every day from then on.
+    await row.get_by_test_id("delayed-edit").click()
+    await page.get_by_test_id("when-repeat").select_option("daily 09:30")
+    await page.get_by_test_id("when-save").click()
+    await expect(row).to_contain_text("daily 09:30")
+    (schedule,) = await panel.society.store.schedules()
+    assert schedule.every.startswith("daily 09:30") and await panel.society.bus.delayed_count() == 1
+
+
+async def _is(read: object, wanted: str) -> bool:
+    return (await read()).startswith(wanted)  # type: ignore[operator, no-any-return]
+
+
+async def _count(panel: Panel, count: int) -> bool:
+    return len(await panel.sent()) == count

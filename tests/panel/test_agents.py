@@ -1,0 +1,168 @@
+"""Agents in the page: create, edit, duplicate, retire, undo; the page of one agent; undelivered messages."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from tests.panel import ui
+from tests.panel.harness import PHONE, Panel
+
+TITLE = '[data-testid="title"]'
+WORDS = {
+    "en-US": {
+        "tools": "Only these",
+        "asks": "asks first",
+        "team": "Team of three",
+        "lead": "Lead",
+        "copy": "Ada (copy)",
+    },
+    "zh-CN": {"tools": "只用这些", "asks": "先询问", "team": "三人团队", "lead": "组长", "copy": "Ada（副本）"},
+}
+
+
+def agents_of(folder: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((folder / "coterie.toml").read_text())["agents"])
+
+
+@pytest.mark.parametrize("locale", WORDS)
+async def test_an_agent_is_created_edited_and_talked_to_by_keyboard_alone(
+    panel: Panel, tmp_path: Path, locale: str
+) -> None:
+    words = WORDS[locale]
+    page = await panel.open(locale=locale)
+    await page.get_by_test_id("new-agent").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_test_id("agent-name")).to_be_focused()
+    for text in ("Zoë Ray", "Helper", "Helps with words.", "You help.\nBe brief."):
+        await page.keyboard.insert_text(text)
+        await page.keyboard.press("Tab")
+    await expect(page.get_by_test_id("agent-service")).to_be_focused()
+    await page.get_by_label(words["tools"]).focus()
+    await page.keyboard.press("Space")
+    dangerous = page.locator("label", has=page.get_by_test_id("tool-dangerous"))
+    await expect(dangerous).to_contain_text("Do something that cannot be undone.")
+    await expect(dangerous).to_contain_text(words["asks"])
+    await page.get_by_test_id("tool-dangerous").focus()
+    await page.keyboard.press("Space")
+    await page.get_by_test_id("agent-name").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.locator(TITLE)).to_have_text("Zoë Ray")
+    assert agents_of(tmp_path)["zoe-ray"] == {
+        "name": "Zoë Ray",
+        "role": "Helper",
+        "description": "Helps with words.",
+        "prompt": "You help.\nBe brief.",
+        "tools": ["ring", "look"],
+    }
+    await ui.send(page, "Hello")
+    await expect(page.locator(f"{ui.FEED} .msg-theirs")).to_contain_text("ok")
+    asked = panel.server.requests[-1].body
+    assert "Be brief." in asked["messages"][0]["content"]
+    assert "dangerous" not in [tool["function"]["name"] for tool in asked["tools"]]
+
+    # Edit it: the next request uses the new text.
+    await page.goto(f"{panel.url}/#/agents/zoe-ray/edit")
+    await page.get_by_test_id("agent-prompt").fill("You sing.")
+    await page.reload()
+    await expect(page.get_by_test_id("form-restored")).to_be_visible()
+    await expect(page.get_by_test_id("agent-prompt")).to_have_value("You sing.")
+    await page.get_by_test_id("agent-save").press("Enter")
+    await expect(page.locator(".agent-page")).to_contain_text("You sing.")
+    assert panel.society.agents.profile("zoe-ray").prompt == "You sing."
+
+
+@pytest.mark.parametrize("locale", WORDS)
+async def test_a_team_a_copy_a_retirement_and_their_undo(panel: Panel, tmp_path: Path, locale: str) -> None:
+    words = WORDS[locale]
+    (tmp_path / "coterie.toml").write_text("# mine\n" + (tmp_path / "coterie.toml").read_text())
+    page = await panel.open("#/agents", locale=locale)
+    await page.get_by_test_id("template").filter(has_text=words["team"]).click()
+    await expect(page.get_by_test_id("team-name")).to_have_count(3)
+    await page.get_by_test_id("team-save").click()
+    await expect(page.locator(TITLE)).to_have_text(words["lead"])
+    made = {one["name"]: one for one in agents_of(tmp_path).values()}
+    assert words["lead"] in made and len(made) == 6
+
+    await page.goto(f"{panel.url}/#/agents/new?from=ada")
+    await expect(page.get_by_test_id("agent-name")).to_have_value(words["copy"])
+    await page.get_by_test_id("agent-save").click()
+    await expect(page.locator(TITLE)).to_have_text(words["copy"])
+
+    # A retired agent does not answer, and says so.
+    await page.goto(f"{panel.url}/#/agents")
+    await page.locator('[data-definition="ada"]').get_by_test_id("retire").click()
+    await page.get_by_role("dialog").locator(".danger").click()
+    await expect(page.locator('[data-definition="ada"]')).to_have_count(0)
+    other = await panel.open("#/a/ada", locale=locale)
+    await expect(other.locator(ui.COMPOSER)).to_be_disabled()
+    assert "ada" not in agents_of(tmp_path)
+
+    rows = page.locator("[data-change]")
+    await expect(rows).to_have_count(3)
+    await rows.first.get_by_test_id("undo").click()
+    await expect(page.locator('[data-definition="ada"]')).to_be_visible()
+    await expect(other.locator(ui.COMPOSER)).to_be_enabled()
+    await expect(rows).to_have_count(4)
+    await rows.filter(has_text=words["lead"]).get_by_test_id("undo").click()
+    await expect(rows).to_have_count(5)
+    assert set(agents_of(tmp_path)) == {"ada", "bob", "seer", "ada-copy" if locale == "en-US" else "ada-2"}
+    assert (tmp_path / "coterie.toml").read_text().startswith("# mine\n")
+
+
+async def test_a_change_by_hand_is_reported_and_the_text_is_kept(panel: Panel, tmp_path: Path) -> None:
+    page = await panel.open("#/agents/bob/edit")
+    panel.allow("409")
+    await page.get_by_test_id("agent-role").fill("Builder")
+    file = tmp_path / "coterie.toml"
+    file.write_text(file.read_text() + '\n[agents.new]\nname = "By hand"\n')
+    await page.get_by_test_id("agent-save").click()
+    await expect(page.get_by_role("alert").filter(has_text="changed meanwhile")).to_be_visible()
+    assert "role" not in agents_of(tmp_path)["bob"]
+    await page.get_by_test_id("agent-save").click()
+    await expect(page.locator(".agent-page")).to_contain_text("Builder")
+    assert agents_of(tmp_path)["bob"]["role"] == "Builder" and agents_of(tmp_path)["new"]["name"] == "By hand"
+
+
+@pytest.mark.parametrize("locale", WORDS)
+async def test_the_page_of_an_agent_tells_what_it_is_has_and_remembers(panel: Panel, locale: str) -> None:
+    await panel.society.definitions.change("ada", {"role": "Analyst", "prompt": "You count."})
+    await panel.society.artifacts.put(b"x", "made.txt", maker="ada")
+    await panel.society.send(to="ada", text="Later, Ada", delay_ms=60_000)
+    await panel.stage.say("One, two")
+    await panel.stage.heard()
+    page = await panel.open("#/agents/ada", locale=locale)
+    body = page.locator(".agent-page")
+    for text in ("Analyst", "main · m", "dangerous", "made.txt", "Later, Ada", "You count."):
+        await expect(body).to_contain_text(text)
+    await page.get_by_test_id("memory").locator("summary").click()
+    await expect(page.get_by_test_id("memory")).to_contain_text("One, two")
+    await expect(page.get_by_test_id("memory")).to_contain_text("You are Ada")
+
+
+async def test_undelivered_messages_are_sent_again_or_deleted(panel: Panel) -> None:
+    await panel.society.pause("bob")
+    for text in ("Keep me", "Drop me"):
+        await panel.society.send(to="bob", text=text)
+    await panel.society.terminate_agent("bob")
+    page = await panel.open("#/dead")
+    panel.allow("410")
+    await expect(page.locator(".screen .item")).to_have_count(2)
+    await expect(page.locator(".screen .item").first).to_contain_text("recipient was terminated")
+    await page.locator(".item", has_text="Keep me").get_by_test_id("dead-resend").click()
+    await expect(page.locator(ui.TOAST)).to_contain_text("terminated")
+    await page.locator(".item", has_text="Drop me").get_by_test_id("dead-delete").click()
+    await page.get_by_role("dialog").locator(".danger").click()
+    await expect(page.locator(".screen .item")).to_have_count(1)
+
+
+async def test_the_form_fits_a_phone(panel: Panel) -> None:
+    for place in ("agents", "agents/new", "agents/ada", "agents/ada/edit", "agents/new?template=team", "dead", "start"):
+        page = await panel.open(f"#/{place}", viewport=PHONE)
+        await expect(page.locator(".screen > *").first).to_be_visible()
+        assert await ui.sideways(page) == [], place
+        await page.close()
