@@ -249,6 +249,20 @@ async def test_reading_one_conversation_leaves_the_others_unread(store: Store) -
     assert texts(await store.waiting("user")) == ["bob"]
 
 
+async def test_messages_can_be_marked_unread_again(store: Store) -> None:
+    first, last = [await store.send(make_envelope(sender="ada", to="user", payload={"text": text})) for text in "ab"]
+    await store.mark_read("ada", last.message_id)
+    seen = await store.last_event()
+    assert await store.mark_unread("ada", last.message_id) == 1
+    assert texts(await store.waiting("user")) == ["b"]
+    assert await store.mark_unread("ada", first.message_id) == 1
+    assert await store.mark_unread("ada", first.message_id) == 0
+    kinds = [event.kind for event in await store.events(seen, 10)]
+    assert kinds == ["unread", "unread"]
+    assert texts(await store.waiting("user")) == ["a", "b"]
+    assert await refusal(store.mark_unread("bob", last.message_id)) == "unknown_message"
+
+
 async def test_messages_to_a_terminated_agent_are_dead_letters_that_can_be_resent_or_deleted(store: Store) -> None:
     first, second = [await store.send(to_ada(text, to="bob")) for text in ("a", "b")]
     await store.terminate("bob")
