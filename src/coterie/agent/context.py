@@ -20,7 +20,15 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from coterie.agent.context_window import cut_text, estimate_tokens, fit_messages, shorten_call, summary_limit
+from coterie.agent.context_window import (
+    cut_text,
+    estimate_tokens,
+    fit_messages,
+    message_tokens,
+    shorten_call,
+    summary_limit,
+    tool_tokens,
+)
 from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
 from coterie.agents import Profile
@@ -184,6 +192,7 @@ class SystemPrompts:
 MAX_CONVERSATIONS = 512
 MAX_CHARACTERS = 32 << 20
 """Approximate size of all conversations together."""
+MAX_TOOL_LISTS = 64
 
 
 @dataclass(slots=True)
@@ -193,11 +202,15 @@ class Conversation:
     """The history version that `summary` and `items` belong to."""
     items: list[ChatMessage] = field(default_factory=list)
     size: int = 0
+    tokens: int = 0
+    """Estimated tokens of `items`. Estimating all of them for each request would cost more than the rest of it."""
 
     def add(self, rows: Sequence[HistoryRow]) -> None:
         for row in rows:
-            self.items.append(render_row(row))
+            item = render_row(row)
+            self.items.append(item)
             self.size += _size(row)
+            self.tokens += message_tokens(item)
 
 
 class HistoryCache:
@@ -285,11 +298,17 @@ class RequestBuilder:
     ) -> None:
         self._store, self._directory, self._toolbox = store, directory, toolbox
         self._history_cache, self._prompts = history_cache, SystemPrompts(directory)
+        self._known_tools: dict[int, tuple[tuple[ToolSpec, ...], int]] = {}
+        """Lists of tools with their estimated tokens, by the identity of the list, which is kept alive here."""
 
     async def build(self, claim: Claim, profile: Profile, prompt: TurnPrompt) -> ModelRequest:
         """Build the request from the history version of `claim`. `StaleClaim`: the claim is no longer valid."""
         conversation, fixed = await self._conversation(claim), self.fixed_part(profile, prompt)
-        return _with_settings(profile, prompt.request(fixed.tools, conversation.summary, conversation.items))
+        request = prompt.request(fixed.tools, conversation.summary, conversation.items)
+        # Their number is a sum over messages and tools, of which most are the same in each request.
+        first = request.messages[: len(request.messages) - len(conversation.items)]
+        tokens = sum(map(message_tokens, first)) + conversation.tokens + self._tool_tokens(fixed.tools)
+        return replace(request, sampling=profile.sampling, answer_schema=profile.answer_schema, estimate=tokens)
 
     async def build_short(self, claim: Claim, profile: Profile, prompt: TurnPrompt, budget: int) -> ModelRequest:
         """Build a request of at most `budget` tokens: what is too long is shortened, oldest first.
@@ -327,6 +346,16 @@ class RequestBuilder:
         except UnknownService:
             tools = ()
         return self._prompts.render(profile, [tool.name for tool in tools])
+
+    def _tool_tokens(self, tools: tuple[ToolSpec, ...]) -> int:
+        """Estimated tokens of the tools. The toolbox returns the same tuple until the tools change."""
+        known, tokens = self._known_tools.get(id(tools), ((), 0))
+        if known is not tools:
+            tokens = tool_tokens(tools)
+            if len(self._known_tools) >= MAX_TOOL_LISTS:
+                self._known_tools.clear()
+            self._known_tools[id(tools)] = tools, tokens
+        return tokens
 
     def _tools_given(self, profile: Profile) -> tuple[ToolSpec, ...]:
         if not self._directory.accepts_tools(profile.id):

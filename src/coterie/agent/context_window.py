@@ -66,7 +66,7 @@ _encode = msgspec.json.Encoder().encode
 
 def estimate_tokens(request: ModelRequest) -> int:
     """Estimate the tokens of a request from its size as it is sent."""
-    return sum(map(message_tokens, request.messages)) + tool_tokens(request.tools)
+    return request.estimate or sum(map(message_tokens, request.messages)) + tool_tokens(request.tools)
 
 
 def message_tokens(message: ChatMessage) -> int:

@@ -46,6 +46,19 @@ class SentRequest:
         return replace(usage, cost=cost, model_ms=max(round((now - self.sent_at) * 1_000), 0))
 
 
+@dataclass(frozen=True, slots=True)
+class _AnswerMetrics:
+    """Metrics of one service that every answer changes."""
+
+    first_token: Histogram
+    duration: Histogram
+    input: Histogram
+    output: Histogram
+    used_tokens: list[Counter]
+    """Input, cached, output."""
+    unpriced: Counter
+
+
 class ModelCallMetrics:
     """Label values are few: ids of configured services, and fixed words."""
 
@@ -99,8 +112,8 @@ class ModelCallMetrics:
             ["service"],
             registry=None,
         )
-        self._kinds: dict[str, list[Counter]] = {}
-        """Children of `_used_tokens` by service: input, cached, output."""
+        self._answered: dict[str, _AnswerMetrics] = {}
+        """By service. Finding a child by its labels takes longer than counting."""
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
@@ -113,27 +126,40 @@ class ModelCallMetrics:
 
     def count_usage(self, entry: ServiceEntry, usage: TokenUsage) -> None:
         """Count what one request of an agent used. `entry`: the service that was asked."""
-        if entry.id not in self._kinds:  # finding a child by its labels takes longer than counting
-            self._kinds[entry.id] = [self._used_tokens.labels(entry.id, kind) for kind in ("input", "cached", "output")]
+        children = self._of(entry.id)
         tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        for counter, count in zip(self._kinds[entry.id], tokens, strict=True):
-            counter.inc(count)
+        for counter, count in zip(children.used_tokens, tokens, strict=True):
+            if count:
+                counter.inc(count)
         if entry.price is None or usage.cost is None:
-            self._unpriced.labels(entry.id).inc()
+            children.unpriced.inc()
         else:
             self._cost.labels(entry.id, entry.price.currency).inc(usage.cost / BILLION)
+
+    def _of(self, service_id: str) -> _AnswerMetrics:
+        if (children := self._answered.get(service_id)) is None:
+            children = self._answered[service_id] = _AnswerMetrics(
+                self._first_token.labels(service_id),
+                self._duration.labels(service_id, "ok"),
+                self._tokens.labels(service_id, "input"),
+                self._tokens.labels(service_id, "output"),
+                [self._used_tokens.labels(service_id, kind) for kind in ("input", "cached", "output")],
+                self._unpriced.labels(service_id),
+            )
+        return children
 
     def measure(self, service: LLMService) -> LLMService:
         """Return the service with its requests measured."""
         return _MeasuredService(service, self)
 
     def observe_first_token(self, service_id: str, seconds: float) -> None:
-        self._first_token.labels(service_id).observe(seconds)
+        self._of(service_id).first_token.observe(seconds)
 
     def observe_answer(self, service_id: str, seconds: float, answer: Completion) -> None:
-        self._duration.labels(service_id, "ok").observe(seconds)
-        self._tokens.labels(service_id, "input").observe(answer.usage.input_tokens)
-        self._tokens.labels(service_id, "output").observe(answer.usage.output_tokens)
+        children = self._of(service_id)
+        children.duration.observe(seconds)
+        children.input.observe(answer.usage.input_tokens)
+        children.output.observe(answer.usage.output_tokens)
 
     def observe_failure(self, service_id: str, seconds: float, error: ServiceError) -> None:
         self._duration.labels(service_id, "failed").observe(seconds)

@@ -148,14 +148,14 @@ class CapabilityRouter:
         """
         has_tools = self.accepts_tools(entry)
         if not has_tools:
-            request = replace(request, messages=_without_tools(request.messages), tools=())
+            request = replace(request, messages=_without_tools(request.messages), tools=(), estimate=0)
         if request.answer_schema and not self._accepts_schema(entry):
             request = _describe_schema(request)
         views = await self._views(request, entry, agent_id)
         messages = tuple(_apply(views, request.messages)) if views else request.messages
         if not has_tools:
-            return replace(request, messages=tuple(tool_calls_as_text(messages)))
-        return replace(request, messages=messages) if views else request
+            return replace(request, messages=tuple(tool_calls_as_text(messages)), estimate=0)
+        return replace(request, messages=messages, estimate=0) if views else request
 
     def accepts_tools(self, entry: ServiceEntry) -> bool:
         return accepts_tools(entry, self._learned_limits)
@@ -248,7 +248,7 @@ def _describe_schema(request: ModelRequest) -> ModelRequest:
         messages[0] = replace(messages[0], text=f"{messages[0].text}\n\n{wanted}")
     else:
         messages.insert(0, SystemMessage(wanted))
-    return replace(request, messages=tuple(messages), answer_schema="")
+    return replace(request, messages=tuple(messages), answer_schema="", estimate=0)
 
 
 def _content(message: ChatMessage) -> Sequence[TextPart | Attachment | InlineFile]:

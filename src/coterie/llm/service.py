@@ -132,6 +132,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     """Overrides the values of the service."""
     answer_schema: str = ""
     """JSON schema of the answer; empty: any text."""
+    estimate: int = 0
+    """Estimated tokens of `messages` and `tools`. 0: not known. Set it to 0 when you change them."""
 
 
 class TokenUsage(Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, MessageRow, ins
 from coterie.stores.sql.task_changes import TaskChange
 
 SELECT_PAUSED = "SELECT paused FROM log"
+SELECT_LAST_EVENT = "SELECT max(seq) FROM events"
 EVENT_COLUMNS = "events (at, kind, subject, data)"
 WAITING_COLUMNS = f"{MESSAGE_COLUMNS}, length(messages.payload)"
 """Columns of `WaitingRow`."""
@@ -123,6 +124,8 @@ class SqliteSession:
         self._secret = b""
         self._paused: bool | None = None
         """Whether the society is paused; None: not read yet. Dropped together with `cached_agents`."""
+        self._last_event: int | None = None
+        """Number of the newest event; None: not known. Dropped together with `cached_agents`."""
 
     @property
     def secret(self) -> bytes:
@@ -158,7 +161,14 @@ class SqliteSession:
 
     def invalidate(self) -> None:
         self.cached_agents.clear()
-        self._paused = None
+        self._paused = self._last_event = None
+
+    @property
+    def last_event(self) -> int:
+        """Number of the newest event; 0 if there is none."""
+        if self._last_event is None:
+            self._last_event = self._db.execute(SELECT_LAST_EVENT).fetchone()[0] or 0
+        return self._last_event
 
     def is_society_paused(self) -> bool:
         if self._paused is None:
@@ -187,6 +197,8 @@ class SqliteSession:
         pass
 
     def append_events(self, events: Sequence[EventRow]) -> None:
+        # The number of a new row is one more than the newest, which is never deleted.
+        self._last_event = self.last_event + len(events)
         insert(self._db, EVENT_COLUMNS, events)
 
     def change_tasks(self, changes: Mapping[str, TaskChange]) -> None:

@@ -27,6 +27,7 @@ import msgspec
 
 from coterie.errors import StoreBroken, StoreError, StoreOwned, StoreUnavailable, StoreUnusable
 from coterie.stores.sql.migrations import sqlite_version
+from coterie.stores.sql.session import SELECT_LAST_EVENT
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,6 @@ def lock_owner_pid(folder: Path) -> int | None:
 LAST_COMMIT_FILE = "last-commit"
 _SIZE = 256
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-LAST_EVENT_SQL = "SELECT max(seq) FROM events"
 
 
 class LastCommit(msgspec.Struct, frozen=True):
@@ -299,7 +299,7 @@ def find_lost_commits(database: Path) -> str | None:
     try:
         with contextlib.closing(open_reader(database)) as db:
             log_id = db.execute("SELECT value FROM meta WHERE key = 'log_id'").fetchone()
-            event = db.execute(LAST_EVENT_SQL).fetchone()[0] or 0
+            event = db.execute(SELECT_LAST_EVENT).fetchone()[0] or 0
     except (sqlite3.Error, UnicodeDecodeError):
         # Opening the store reports a damaged file. A file without tables lost its WAL before the first checkpoint.
         if not _is_empty(database):
@@ -331,7 +331,8 @@ class OpenFiles:
 
     def __init__(self, database: Path) -> None:
         """Create it after the first commit, which creates the `-wal`."""
-        self._identities = {path: _identity(path) for path in (database, database.with_name(f"{database.name}-wal"))}
+        # Strings: a `Path` is converted for each of the four calls of a commit.
+        self._identities = {path: _identity(path) for path in (str(database), f"{database}-wal")}
         self._is_reported, self._lock = False, threading.Lock()
 
     def problem(self) -> str | None:
@@ -350,9 +351,9 @@ class OpenFiles:
         return sentence
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: str) -> tuple[int, int] | None:
     try:
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116 - four times per commit
     except OSError:
         return None
     return status.st_dev, status.st_ino

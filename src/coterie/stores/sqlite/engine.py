@@ -39,7 +39,6 @@ from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
-    LAST_EVENT_SQL,
     Durability,
     FolderLock,
     LastCommitFile,
@@ -102,14 +101,16 @@ class SqliteStore(SqlStore):
         self._files: OpenFiles | None = None
         self._last_commit: LastCommitFile | None = None
         if db:
-            self._session = SqliteSession(db, to_ms(info.last_seen))
+            session = self._session = SqliteSession(db, to_ms(info.last_seen))
             self._files = OpenFiles(path)
-            last_event = db.execute(LAST_EVENT_SQL).fetchone()[0] or 0
-            self._last_commit = LastCommitFile(path.parent, info.log_id, last_event, is_durable=durability == "full")
+            self._last_commit = LastCommitFile(
+                path.parent, info.log_id, session.last_event, is_durable=durability == "full"
+            )
             self._writer = Writer(
                 db,
                 self._on_broken,
-                self._session.invalidate,
+                session.invalidate,
+                lambda: session.last_event,
                 path=path,
                 files=self._files,
                 last_commit=self._last_commit,

@@ -29,7 +29,7 @@ from coterie.failpoints import FailpointHit, hit
 from coterie.stores.sql.claims import RetryTransaction
 from coterie.stores.sql.jobs import Job, JobQueue, Result, collect_batch, fail_batch, settle_batch, split_batch
 from coterie.stores.sqlite import connection
-from coterie.stores.sqlite.connection import LAST_EVENT_SQL, Durability, LastCommitFile, OpenFiles, to_store_error
+from coterie.stores.sqlite.connection import Durability, LastCommitFile, OpenFiles, to_store_error
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Writer:
         db: sqlite3.Connection,
         on_broken: Callable[[StoreBroken], None],
         on_rollback: Callable[[], None],
+        last_event: Callable[[], int],
         *,
         path: Path,
         files: OpenFiles,
@@ -66,12 +67,13 @@ class Writer:
         durability: Durability = "full",
     ) -> None:
         """`on_broken`: called on the event loop when writing cannot go on. `on_rollback`: drops cached rows.
+        `last_event`: number of the newest event, in the transaction.
 
         `path`: of the database, whose write-ahead log exists. `files`: checked before and after every commit; jobs fail
         if a file is gone. `last_commit`: updated after every commit. `durability`: relaxed never waits for a flush.
         """
         self._folder, self._files, self._last_commit = path.parent, files, last_commit
-        self._db, self._on_broken, self._on_rollback = db, on_broken, on_rollback
+        self._db, self._on_broken, self._on_rollback, self._last_event = db, on_broken, on_rollback, last_event
         self._flushes, self._checkpoint_rows = durability == "full", CHECKPOINT_ROWS[durability]
         self._wal = os.open(path.with_name(f"{path.name}-wal"), os.O_RDWR | os.O_CLOEXEC)
         db.execute("PRAGMA synchronous = NORMAL")
@@ -249,7 +251,7 @@ class Writer:
             rows = self._db.total_changes
             for job in batch:
                 self._run(job, is_only_job=len(batch) == 1)
-            last_event = self._db.execute(LAST_EVENT_SQL).fetchone()[0] or 0
+            last_event = self._last_event()
             hit("commit.before")
             # A commit that wrote nothing gets no number, but its jobs may have seen one that is not durable yet.
             head = _Head(self._head.commit + (self._db.total_changes != rows), last_event)
