@@ -572,6 +572,10 @@ class TaskStore(Protocol):
         """The task of this message, with all its messages and turns in the order of time."""
         ...
 
+    async def task_messages(self, task_id: str, *, after: int = 0) -> Sequence[Message]:
+        """Messages of the task from and to the person, oldest first; `after`: only those with a greater `seq`."""
+        ...
+
     async def stop_task(self, task_id: str) -> StoppedTask:
         """End everything of the task that runs or would run, in one transaction. Idempotent.
 

@@ -33,6 +33,7 @@ OPEN_FIELDS = {
     "Payload.approval",
     "Payload.problem",
     "HistoryCall.arguments",
+    "Response.metadata",
 }
 """The runtime does not check these fields of messages, and a tool chooses its arguments."""
 HOW = settings(

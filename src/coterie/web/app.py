@@ -10,14 +10,16 @@ from starlette.routing import Route
 from coterie import __version__
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
-from coterie.web import auth, metrics, static_files
+from coterie.task_stream import TaskStreams
+from coterie.web import auth, metrics, openai, static_files
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
 from coterie.web.api import ROUTERS
 from coterie.web.api.artifacts import Uploads
 from coterie.web.auth import Access
-from coterie.web.errors import install_error_handlers
+from coterie.web.errors import OPENAI, install_error_handlers
 from coterie.web.mcp import door as mcp_door
 from coterie.web.middleware import SecurityMiddleware
+from coterie.web.openai.asking import Asking
 from coterie.web.routing import install_openapi, operation_id
 from coterie.web.sse import Hub
 
@@ -51,13 +53,17 @@ def build_app(
     state.health = metrics.Health(society.store, society.disk)
     state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.hub = Hub(society, society.live, state.clock)
+    state.task_streams = TaskStreams(society.store, society.bus, society.live, state.clock)
+    state.asking = Asking(society, state.clock)
     mcp = mcp_door.McpDoor(society, state.clock)
-    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, mcp.shut_down])
+    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, state.task_streams.shut_down, mcp.shut_down])
     state.metrics = metrics.Metrics(society, lambda: len(state.hub))
     install_error_handlers(app)
     install_openapi(app)
     for router in (*ROUTERS, auth.links):
         app.include_router(router, prefix=API)
+    for router in openai.ROUTERS:
+        app.include_router(router, prefix=OPENAI)
     for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
     app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS], include_in_schema=False))

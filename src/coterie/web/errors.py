@@ -56,7 +56,7 @@ def error_response(
 ) -> Response:
     """An error as the clients of this address expect it: in the form of OpenAI's API below /v1, else a problem."""
     if path == OPENAI or path.startswith(f"{OPENAI}/"):
-        return openai_error(status, code, detail, headers=headers)
+        return openai_error(status, code, detail, headers=headers, param=more.get("param"))
     return problem(status, code, detail, headers=headers, **more)
 
 
@@ -65,6 +65,8 @@ def openai_error(
 ) -> Response:
     """An error in the form of OpenAI's API."""
     status = 400 if status == 422 else status
+    if status == 409:  # OpenAI's clients would send the request again
+        headers = {"x-should-retry": "false"} | dict(headers or {})
     kind = _OPENAI_TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return Response(msgspec.json.encode(body), status, _retry_headers(status, headers), "application/json")

@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Annotated, Any, cast, get_args, get_origin
 
 import msgspec
@@ -23,7 +24,7 @@ from coterie.clock import Clock
 from coterie.errors import HTTP_STATUS, Refused
 from coterie.society import Society
 from coterie.web import markdown
-from coterie.web.schemas import REFERENCE, ProblemDocument, Schema
+from coterie.web.schemas import REFERENCE, OpenAIErrorDocument, ProblemDocument, Schema
 
 JSON = "application/json"
 PROBLEM_JSON = "application/problem+json"
@@ -202,6 +203,12 @@ COMMON_PROBLEMS = problems(
 )
 """Any route may answer with these."""
 BODY_PROBLEMS = problems(_400="`json_invalid`", _413="`body_too_large`", _415="`unsupported_media_type`")
+
+
+def openai_problems(*statuses: int) -> Responses:
+    """Describe errors in the form of OpenAI's API."""
+    content = {JSON: {"schema": _reference(OpenAIErrorDocument)}}
+    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
 def operation_id(route: APIRoute) -> str:

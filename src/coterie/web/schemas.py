@@ -78,6 +78,19 @@ class ProblemDocument(Schema):
     answer: Annotated[Answer, Meta(description="`already_answered`: the answer that counts.")] | UnsetType = UNSET
 
 
+class OpenAIError(Schema, rename="lower"):
+    message: Annotated[str, Meta(description="One sentence for people.")]
+    type: str
+    param: str | None
+    code: Annotated[str | None, Meta(description="For programs.")]
+
+
+class OpenAIErrorDocument(Schema, rename="lower"):
+    """Every error below /v1, in the form of OpenAI's API."""
+
+    error: OpenAIError
+
+
 # Messages
 
 

@@ -38,7 +38,7 @@ from coterie.store import (
     Usage,
     Worker,
     WorkerCounters,
-)
+)  # fmt: skip
 from coterie.stores.sql import claims, commands, keys, queries, retention, schedules, task_control, task_queries
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
@@ -224,9 +224,7 @@ class SqlOverview(SqlDatabase):
         return await self._read(lambda db: queries.read_thread(db, agent_id, before, after, around, limit))
 
     async def clear_thread(self, agent_id: str) -> int:
-        return await self._transact(
-            lambda db, uow: commands.clear_thread(db, uow, agent_id), touches=[agent_id, PERSON]
-        )
+        return await self._transact(partial(commands.clear_thread, agent_id=agent_id), touches=[agent_id, PERSON])
 
     async def unread(self, agent_ids: Sequence[str]) -> Mapping[str, int]:
         return await self._read(lambda db: queries.count_unread(db, agent_ids))
@@ -260,6 +258,9 @@ class SqlOverview(SqlDatabase):
     async def task_tree(self, message_id: str) -> TaskTree | None:
         return await self._read(lambda db: task_queries.read_tree(db, message_id), in_snapshot=True)
 
+    async def task_messages(self, task_id: str, *, after: int = 0) -> Sequence[Message]:
+        return await self._read(lambda db: task_queries.read_person_messages(db, task_id, after))
+
     async def stop_task(self, task_id: str) -> StoppedTask:
         involved = await self._query(task_control.SELECT_INVOLVED, task=task_id)
         return await self._transact(
@@ -285,9 +286,7 @@ class SqlStore(SqlOverview):
     # Agents
 
     async def add_agents(self, agents: Sequence[Agent]) -> None:
-        await self._transact(
-            lambda db, uow: commands.add_agents(db, uow, agents), touches=[agent.id for agent in agents]
-        )
+        await self._transact(partial(commands.add_agents, agents=agents), touches=[agent.id for agent in agents])
 
     async def terminate(self, agent_id: str) -> None:
         await self._transact(lambda db, uow: commands.terminate(db, uow, agent_id), touches=[agent_id])
@@ -438,8 +437,7 @@ class SqlStore(SqlOverview):
         return [to_message(row) for row in rows]
 
     async def delayed_count(self, recipient: str | None = None) -> int:
-        rows = await self._query(_COUNT_DELAYED, recipient=recipient)
-        return int(rows[0][0])
+        return int((await self._query(_COUNT_DELAYED, recipient=recipient))[0][0])
 
     # Turns
 
@@ -546,7 +544,7 @@ class SqlStore(SqlOverview):
         return await self._transact(lambda db, uow: keys.add_key(db, uow, key))
 
     async def revoke_key(self, name: str) -> Key:
-        return await self._transact(lambda db, uow: keys.revoke_key(db, uow, name))
+        return await self._transact(partial(keys.revoke_key, name=name))
 
     async def mark_key_used(self, name: str) -> None:
         await self._transact(lambda db, uow: keys.mark_used(db, uow, name))

@@ -7,8 +7,9 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from coterie.clock import from_ms
+from coterie.messages import Message
 from coterie.store import Page
-from coterie.stores.sql.rows import Connection, json_keys, to_answer, to_payload
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, json_keys, to_answer, to_message, to_payload
 from coterie.stores.sql.task_changes import IS_WAITING_TASK
 from coterie.tasks import (
     MAX_EXCERPT,
@@ -136,6 +137,12 @@ SELECT calls.agent_id, calls.turn_no, calls.call_id, calls.name, calls.state, ca
 """
 
 
+_SELECT_OF_PERSON = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
+ WHERE task = :task AND seq > :after AND 'user' IN (sender, recipient) AND state IN ('pending', 'taken') ORDER BY seq
+"""
+
+
 class _TaskRow(NamedTuple):
     seq: int
     id: str
@@ -219,6 +226,11 @@ def read_away(db: Connection, since: int, limit: int) -> Away:
         counts=dict(db.execute(_COUNT_SINCE, {"since": since}).fetchall()),
         unread=dict(db.execute(_UNREAD_SINCE, {"since": since}).fetchall()),
     )
+
+
+def read_person_messages(db: Connection, task_id: str, after: int) -> list[Message]:
+    """Return the messages of a task from and to the person, without the first one of the task."""
+    return [to_message(row) for row in db.execute(_SELECT_OF_PERSON, {"task": task_id, "after": after})]
 
 
 def read_tasks_by_id(db: Connection, ids: Sequence[str]) -> dict[str, Task]:

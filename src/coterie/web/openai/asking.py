@@ -1,0 +1,221 @@
+"""A request of an OpenAI client becomes one message to an agent: what is new in it, asked once even if it is retried.
+
+An agent has one memory. So only what the client's list has in addition to an earlier request is sent on. The ids of
+messages are derived from the requests, so the store itself knows what was asked, also after a restart:
+
+* The *base* id is a hash of key, agent, conversation and the client's own messages, up to some point of its list. If a
+  message has the base id of a beginning of the list, that beginning is known.
+* A request with an `Idempotency-Key` has the id of that key.
+* A request whose base id is used is a retry while its task works, and for a minute after its answer. Later, or after a
+  failure, it is asked again, under an id with the minute in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from coterie.clock import Clock, to_ms
+from coterie.errors import Refused
+from coterie.ids import id_for, keyed_id
+from coterie.messages import PERSON, Message, Receipt
+from coterie.society import Society
+from coterie.web.auth import Caller
+from coterie.web.openai.content import (
+    SYSTEM_ROLES,
+    ClientMessage,
+    answer_text,
+    chosen_option,
+    instructions_of,
+    render_new,
+)
+
+RETRY_TIME = timedelta(minutes=1)
+MAX_REPEATS = 8
+"""Ids of one minute for the same request. Further repetitions in that minute get the last answer."""
+KNOWN_PAGE = 16
+"""Beginnings of a conversation that are looked up together, longest first."""
+RECENT_MESSAGES = 50
+"""Messages of a thread among which the client's last answer and instructions are looked for."""
+MIN_MATCH = 16
+"""Characters of an answer that is recognised by its text."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks an agent."""
+
+    agent_id: str
+    messages: Sequence[ClientMessage]
+    conversation: str = ""
+    """Chosen by the client. Then everything after the last answer in its list is new."""
+    user: str = ""
+    """The client's name for its user: requests of different users are never retries of each other."""
+    idempotency_key: str = ""
+    previous: Message | None = None
+    """The message of the request that this one continues: all `messages` are new."""
+
+    @property
+    def instructions(self) -> str:
+        return "\n\n".join(one.text for one in self.messages if one.role in SYSTEM_ROLES)
+
+
+class Asking:
+    """Sends requests of clients to agents."""
+
+    def __init__(self, society: Society, clock: Clock) -> None:
+        self._society, self._store, self._clock = society, society.store, clock
+
+    async def find_agent(self, caller: Caller, model: object) -> str:
+        """The agent that a model's name stands for. An agent that the key may not reach does not exist for it."""
+        if isinstance(model, str) and caller.may_reach(model):
+            agent = await self._store.agent(model)
+            if agent and agent.kind == "agent" and agent.state != "terminated":
+                return agent.id
+        raise Refused("unknown_agent", "there is no such model: GET /v1/models lists the agents", param="model")
+
+    async def ask(self, caller: Caller, ask: Ask) -> tuple[Receipt, Message | None]:
+        """Send the request, or find the message of an earlier attempt: its receipt, and that message."""
+        own = [one for one in ask.messages if one.role not in SYSTEM_ROLES and one.role != "assistant"]
+        if not own:
+            raise Refused("payload_invalid", "messages: expected at least one message of the user", param="messages")
+        bases = self._bases(caller, ask, own)
+        client_id = f"{bases[-1]}/key/{ask.idempotency_key}" if ask.idempotency_key else bases[-1]
+        client_id, earlier = await self._choose_id(client_id, ask)
+        if earlier:
+            return Receipt(message_id=earlier.id, state="pending", task=earlier.task), earlier
+        known, recent = await self._known_count(bases[:-1], ask)
+        new = [one for one in ask.messages[known:] if one.role not in SYSTEM_ROLES]
+        if not any(one.role != "assistant" for one in new):
+            new = [own[-1]]  # nothing is new: the last message is asked again
+        return await self._send(caller, ask, new, client_id, recent), None
+
+    async def _send(
+        self, caller: Caller, ask: Ask, new: Sequence[ClientMessage], client_id: str, recent: Sequence[Message] | None
+    ) -> Receipt:
+        instructions = ask.instructions
+        if instructions:
+            thread = await self._recent(ask.agent_id) if recent is None else recent
+            instructions = "" if _knows(thread, instructions, caller.key) else instructions
+        payload: dict[str, Any] = {"text": render_new(new, instructions)}
+        files = [file for one in new for file in one.files]
+        if files:
+            refs = []
+            for number, file in enumerate(files):
+                stored = await self._society.artifacts.put(file.data, file.name, f"{client_id}/{number}")
+                refs.append({"artifactRef": stored.ref, "filename": stored.filename})
+            payload["attachments"] = refs
+        reply = await self._find_question(caller, ask, new) if len(new) == 1 and not files else {}
+        if reply:
+            payload["text"] = reply.pop("text")
+        return await self._society.bus.send(
+            sender=PERSON, to=ask.agent_id, payload=payload, client_id=client_id, via=caller.key, **reply
+        )
+
+    # Retries
+
+    def _bases(self, caller: Caller, ask: Ask, own: Sequence[ClientMessage]) -> list[str]:
+        """The base of each beginning of the list that ends with a message of the client, shortest first."""
+        start = "\0".join(
+            (caller.key or "", ask.agent_id, ask.conversation, ask.user, ask.previous.id if ask.previous else "")
+        )
+        digest, bases = hashlib.sha256(start.encode()), list[str]()
+        for message in own:
+            digest.update(message.digest)
+            bases.append(f"openai/{digest.hexdigest()}")
+        return bases
+
+    async def _choose_id(self, base: str, ask: Ask) -> tuple[str, Message | None]:
+        """The client id to send with; or that of an earlier attempt, with its message."""
+        minute = to_ms(self._clock.now()) // 60_000
+        repeats = [f"{base}/{minute - age}/{number}" for age in (1, 0) for number in range(MAX_REPEATS)]
+        found = await self._find([base, *repeats])
+        if base not in found:
+            return base, None
+        client_id, last = [*found.items()][-1]
+        if ask.idempotency_key or (_same_instructions(last, ask.instructions) and await self._is_retry(last)):
+            return client_id, last
+        free = [repeat for repeat in repeats[MAX_REPEATS:] if repeat not in found]
+        return (free[0], None) if free else (client_id, last)
+
+    async def _is_retry(self, asked: Message) -> bool:
+        """Whether the same request means this message: it has no answer yet, or one of the last minute."""
+        if asked.state in ("withdrawn", "dead"):
+            return False
+        task = (await self._store.tasks_by_id([asked.task])).get(asked.task)
+        if task is None or task.state in ("failed", "stopped"):
+            return False
+        return task.state == "working" or self._clock.now() - task.last_at < RETRY_TIME
+
+    async def _find(self, client_ids: Sequence[str]) -> Mapping[str, Message]:
+        """The messages that were sent with these client ids, in their order."""
+        secret = self._store.info.secret
+        ids = {one: keyed_id(secret, id_for("message", PERSON, one)) for one in client_ids}
+        found = await self._store.messages_by_id([*ids.values()])
+        return {one: found[id_] for one, id_ in ids.items() if id_ in found}
+
+    # What is new
+
+    async def _known_count(self, bases: Sequence[str], ask: Ask) -> tuple[int, Sequence[Message] | None]:
+        """How many messages of the list the agent knows; and the end of its thread, if that was read."""
+        answers = [index for index, one in enumerate(ask.messages) if one.role == "assistant"]
+        if ask.previous or not answers:
+            return 0, None
+        if ask.conversation:
+            return answers[-1] + 1, None
+        places = [i for i, one in enumerate(ask.messages) if one.role not in SYSTEM_ROLES and one.role != "assistant"]
+        for end in range(len(bases), 0, -KNOWN_PAGE):
+            start = max(0, end - KNOWN_PAGE)
+            if found := await self._find(bases[start:end]):
+                longest = max(index for index in range(start, end) if bases[index] in found)
+                count = places[longest] + 1
+                # The answers to it follow; the client may have changed their text.
+                while count < len(ask.messages) and ask.messages[count].role == "assistant":
+                    count += 1
+                return count, None
+        # A client may have dropped the beginning of a long conversation: the last answer is recognised by its text.
+        recent = await self._recent(ask.agent_id)
+        said = " ".join(ask.messages[answers[-1]].text.split())
+        texts = [" ".join(answer_text(one, ask.agent_id).split()) for one in recent if one.sender == ask.agent_id]
+        if any(len(text) >= MIN_MATCH and text in said for text in texts):
+            return answers[-1] + 1, recent
+        return 0, recent
+
+    async def _recent(self, agent_id: str) -> Sequence[Message]:
+        return await self._store.thread(agent_id, limit=RECENT_MESSAGES)
+
+    async def _find_question(self, caller: Caller, ask: Ask, new: Sequence[ClientMessage]) -> dict[str, Any]:
+        """`in_reply_to`, `option` and `text` if a quick reply of the agent's newest open question is chosen."""
+        text = new[-1].text
+        if len(text) > 200 or (ask.previous is None and len(ask.messages) < 2):
+            return {}
+        for question in await self._store.open_questions(ask.agent_id):
+            first = await self._store.message(question.task)
+            if first is not None and (first.via or "") == (caller.key or ""):
+                options = question.payload.get("quickReplies") or ()
+                option = chosen_option(text, options)
+                if option is not None:
+                    return {"in_reply_to": question.id, "option": option, "text": options[option]}
+                return {}
+        return {}
+
+
+def _same_instructions(asked: Message, instructions: str) -> bool:
+    """False if the message carries other instructions than these. A message without any was sent after the same."""
+    carried = instructions_of(asked)
+    return carried is None or carried.startswith(_head(instructions))
+
+
+def _knows(thread: Sequence[Message], instructions: str, key: str | None) -> bool:
+    """Whether the newest instructions that came through the key are these."""
+    for message in reversed(thread):
+        if message.sender == PERSON and message.via == key and (carried := instructions_of(message)):
+            return carried.startswith(_head(instructions))
+    return False
+
+
+def _head(instructions: str) -> str:
+    return render_new((), instructions)
