@@ -21,7 +21,7 @@ from coterie.stores.sqlite.connection import open_writer
 EMPTY = """
 TRUNCATE agents, messages, artifacts, attachments, events, history, history_artifacts, plans, calls, roles, llm_calls,
          summaries, tasks, turns, schedules, keys, blobs, pieces, processes, places, batches RESTART IDENTITY;
-UPDATE log SET last = 0, last_at = 0, paused = 0; DELETE FROM meta WHERE key <> 'schema'
+UPDATE log SET last = 0, last_at = 0, paused = 0; DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')
 """
 EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"
 

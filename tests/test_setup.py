@@ -236,7 +236,7 @@ async def test_when_the_file_cannot_be_written_the_key_is_not_stored(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("coterie.setup.replace_file", full)
+    monkeypatch.setattr("coterie.configuration.replace_file", full)
     with pytest.raises(StoreUnavailable, match="nothing was changed") as error:
         await society.setup.put("main", {}, OTHER)
     assert error.value.full

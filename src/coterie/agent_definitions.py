@@ -1,7 +1,8 @@
 """Creating, changing and retiring agents while the society runs, with a history of changes that can be undone.
 
 `AgentsFile` holds the definitions in coterie.toml: it edits the tables of the agents and keeps the rest as the owner
-wrote it. `AgentDefinitions` checks changes, makes them effective and records them.
+wrote it. `AgentsInDatabase` holds them with PostgreSQL. `AgentDefinitions` checks changes, makes them effective and
+records them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tomlkit.items import Item
 
 from coterie.clock import Clock
 from coterie.config import ASSISTANT, CONFIG_FILE, Config, SocietyFolder, check_id, read_config
+from coterie.configuration import Configuration, Document
 from coterie.errors import ConfigError, Problem, Refused, StoreUnavailable
 from coterie.files import replace_file, write_private
 from coterie.ids import new_id
@@ -40,6 +42,8 @@ CHANGES_FILE = "agent_changes.json"
 MAX_CHANGES = 200
 MAX_HISTORY_BYTES = 2 << 20
 MAX_SLUG = 40
+_ONLY_ASSISTANT: Mapping[str, Mapping[str, Any]] = {ASSISTANT.id: {"name": ASSISTANT.name}}
+"""The definitions of a society that describes no agent."""
 
 Fields = Mapping[str, Any]
 """Keys of an agent's table. The text of a `prompt_file` is under `prompt`."""
@@ -130,10 +134,7 @@ class AgentsFile:
                 "definitions_changed",
                 f"{CONFIG_FILE} was changed meanwhile, nothing was written: look at it as it is now, then try again",
             )
-        if not {agent_id for agent_id in current.agents if agents.get(agent_id, ()) is not None} | {
-            agent_id for agent_id, fields in agents.items() if fields is not None
-        }:
-            raise Refused("last_agent", "it is the last agent: create another one first")
+        _require_one_left(current, agents)
         text = self._text()
         tables, prompts = _tables(text), dict[Path, str]()
         for agent_id, fields in agents.items():
@@ -165,6 +166,40 @@ class AgentsFile:
         return config
 
 
+class AgentsInDatabase:
+    """The definitions of agents in the configuration of a society in PostgreSQL."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+
+    async def read(self) -> DefinitionSet:
+        version, document = await self._configuration.read()
+        return DefinitionSet(document.get("agents") or _ONLY_ASSISTANT, version)
+
+    async def replace(self, agents: Mapping[str, Fields | None], version: str) -> None:
+        def change(document: Document) -> None:
+            known: Mapping[str, Fields] = document.get("agents") or _ONLY_ASSISTANT
+            _require_one_left(DefinitionSet(known, version), agents)
+            document["agents"] = {
+                agent_id: dict(fields) for agent_id, fields in {**known, **agents}.items() if fields is not None
+            }
+
+        try:
+            await self._configuration.write(change, version)
+        except ConfigError as error:
+            raise Refused("agent_invalid", "; ".join(map(_describe, error.problems))) from error
+        except Refused as error:
+            if error.code == "config_changed":
+                raise Refused("definitions_changed", error.message) from error
+            raise
+
+
+def _require_one_left(current: DefinitionSet, agents: Mapping[str, Fields | None]) -> None:
+    """Raise `Refused` if the change `agents` would leave no agent."""
+    if all(fields is None for fields in {**current.agents, **agents}.values()):
+        raise Refused("last_agent", "it is the last agent: create another one first")
+
+
 def _is_under(problem: Problem, prefixes: Sequence[str]) -> bool:
     where = problem.location
     return any(where == prefix or where.startswith(f"{prefix}.") for prefix in prefixes)
@@ -176,7 +211,7 @@ def _describe(problem: Problem) -> str:
 
 def _tables(text: str) -> dict[str, Fields]:
     """The tables of the agents; that of the assistant if the file describes none."""
-    return tomllib.loads(text).get("agents") or {ASSISTANT.id: {"name": ASSISTANT.name}}
+    return tomllib.loads(text).get("agents") or dict(_ONLY_ASSISTANT)
 
 
 def edit_agents(text: str, tables: Mapping[str, Fields]) -> str:

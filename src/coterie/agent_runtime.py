@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from coterie.agent.builtins import SEND_MESSAGE, agent_management_tools, built_in_tools
 from coterie.agent.context import HistoryCache, RequestBuilder, TurnPrompt
@@ -32,6 +33,7 @@ from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
 from coterie.clock import Clock
 from coterie.config import AgentEntry, Config, SocietyFolder, unknown_service
+from coterie.configuration import Settings
 from coterie.errors import Lagged, Problem, Refused
 from coterie.files import DiskMonitor
 from coterie.ids import new_id
@@ -47,6 +49,7 @@ from coterie.llm.routing import CapabilityRouter, ContentAdapter
 from coterie.llm.service import LLMService, Sampling, UnknownService
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.redaction import find_secrets
+from coterie.running_configuration import RunningConfiguration
 from coterie.stores.open import is_shared
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown, supervise
@@ -68,8 +71,9 @@ class AgentRuntime:
     def __init__(
         self,
         folder: SocietyFolder,
-        config: Config,
+        settings: Settings,
         *,
+        configuration: RunningConfiguration,
         store: SqlStore,
         bus: MessageBus,
         artifacts: ArtifactService,
@@ -77,8 +81,10 @@ class AgentRuntime:
         live: LiveReplies,
         disk: DiskMonitor,
         clock: Clock,
+        leaves_keyless: bool = False,
     ) -> None:
-        self._folder, self._config = folder, config
+        """`leaves_keyless`: agents whose service has no key in this process are left to other processes."""
+        self._folder, self._config, self._configuration = folder, (config := settings.config), configuration
         self._store, self._bus, self._artifacts, self._clock = store, bus, artifacts, clock
         self._follow_task: asyncio.Task[None] | None = None
         self._tracing = make_tracing(store.message)
@@ -87,7 +93,7 @@ class AgentRuntime:
         # Agents and their models
         profiles, prompt_problems = read_profiles(config, folder)
         self._configured_ids = {profile.id for profile in profiles}
-        self.services = load_services(folder)
+        self.services = with_tour(settings.services)
         learned_limits = _learned_limits(folder, clock)
         self.directory = AgentDirectory(self.services, learned_limits, profiles)
         self.router = CapabilityRouter(store, blobs, ContentAdapter(self.directory), learned_limits)
@@ -129,11 +135,12 @@ class AgentRuntime:
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
             refresh_agents=self._agents.refresh_directory,
+            follow_configuration=configuration.follow_seen,
             artifact_writer=lambda agent_id: AgentArtifacts(artifacts, agent_id).put,
             is_paused=lambda: store.seen_paused,
             model_metrics=self.model_metrics,
         )
-        admission = ServiceAdmission(self._models, self.directory)
+        admission = ServiceAdmission(self._models, self.directory, leaves_keyless=leaves_keyless)
         self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission)
         self._models.subscribe(self._scheduler.on_service_capacity)
 
@@ -157,15 +164,18 @@ class AgentRuntime:
             self._follow_task = asyncio.create_task(following, name="coterie-follow")
 
     async def _follow_others(self) -> None:
-        """Apply agent changes and pauses that other processes make."""
+        """Apply changes of the configuration and of agents, and pauses, that other processes make."""
         while True:
             try:
                 async with self._bus.watch() as watcher:
+                    await self._configuration.follow()
                     await self._agents.refresh_directory()
                     if await self._store.is_paused():
                         self.defer_queued()
                     async for event in watcher:
-                        if event.kind in ("agent.upsert", "agent.removed"):
+                        if event.kind == "configuration.changed":
+                            await self._configuration.follow()
+                        elif event.kind in ("agent.upsert", "agent.removed"):
                             await self._agents.refresh_directory()
                         elif event.kind == "society.state" and await self._store.is_paused():
                             self.defer_queued()
@@ -234,7 +244,7 @@ class AgentRuntime:
         """Apply reloaded settings; unblock agents whose model settings changed. Returns all problems."""
         blocked = {agent.id: self._model_settings(agent.id) for agent in await self._agents.list_blocked()}
         removed = self._apply_config(config) if config else ()
-        self.services.replace_with(services)
+        self.services.replace_with(with_tour(services))
         self._toolbox.set_secrets(self._secrets())
         self._refresh_mcp()
         await self._update_tour_agent()
@@ -314,7 +324,8 @@ class AgentRuntime:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
         keys += [secret for entry in self.services for header in entry.headers for secret in header.secrets]
         servers = [key for entry in self._config.mcp for key in secrets_of(entry, self._find_key)]
-        return find_secrets(os.environ, {f"{n}_KEY": key for n, key in enumerate([*keys, *servers])})
+        keys += [urlsplit(self._config.store.url).password or "", *servers]
+        return find_secrets(os.environ, {f"{n}_KEY": key for n, key in enumerate(keys)})
 
     def _find_key(self, name: str) -> str | None:
         """The value of `${NAME}` in an MCP entry. The file is read again: the owner may have changed a key."""
@@ -385,10 +396,10 @@ class AgentRuntime:
         return None
 
 
-async def read_directory(folder: SocietyFolder, config: Config, store: SqlStore, clock: Clock) -> AgentDirectory:
+async def read_directory(folder: SocietyFolder, settings: Settings, store: SqlStore, clock: Clock) -> AgentDirectory:
     """The agents of a society that does not run in this process."""
-    profiles, _ = read_profiles(config, folder)
-    directory = AgentDirectory(load_services(folder), _learned_limits(folder, clock), profiles)
+    profiles, _ = read_profiles(settings.config, folder)
+    directory = AgentDirectory(with_tour(settings.services), _learned_limits(folder, clock), profiles)
     await AgentService(store, directory).refresh_directory()
     return directory
 
@@ -398,7 +409,8 @@ def fixed_costs(folder: SocietyFolder, config: Config, clock: Clock) -> Mapping[
 
     Every request has them. Tools of MCP servers are not counted, because no server is started.
     """
-    directory = AgentDirectory(load_services(folder), _learned_limits(folder, clock), read_profiles(config, folder)[0])
+    services = with_tour(ServiceRegistry.load(folder.path))
+    directory = AgentDirectory(services, _learned_limits(folder, clock), read_profiles(config, folder)[0])
     user_tools = load_user_tools(folder.path, reserved_names={SEND_MESSAGE.name}).tools
     requests, costs = offline_requests(directory, user_tools), dict[str, tuple[int, ServiceEntry]]()
     for profile in directory.all_profiles():
@@ -421,9 +433,8 @@ def _learned_limits(folder: SocietyFolder, clock: Clock) -> LearnedLimits:
     return LearnedLimits(clock, folder.data / "refusals.json")
 
 
-def load_services(folder: SocietyFolder) -> ServiceRegistry:
-    """The services of llmservices.json; if there are none, those of the tour."""
-    services = ServiceRegistry.load(folder.path)
+def with_tour(services: ServiceRegistry) -> ServiceRegistry:
+    """The services; if there are none, those of the tour."""
     return services if len(services) else ServiceRegistry(TOUR_ENTRIES, services.problems)
 
 
@@ -477,15 +488,15 @@ def read_profiles(config: Config, folder: SocietyFolder) -> tuple[Sequence[Profi
             profiles.append(_with_answer_schema(profile, entry, folder))
         except (OSError, WrongSchema) as error:
             location = f"coterie.toml: agents.{entry.id}.answer_schema"
-            reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-            problems.append(Problem(location, f"{entry.answer_schema} {reason}"))
+            unreadable = f"{entry.answer_schema} cannot be read: {getattr(error, 'strerror', '')}"
+            problems.append(Problem(location, unreadable if isinstance(error, OSError) else str(error)))
     return profiles, problems
 
 
 def _with_answer_schema(profile: Profile, entry: AgentEntry, folder: SocietyFolder) -> Profile:
     if entry.answer_schema is None:
         return profile
-    return replace(profile, answer_schema=read_answer_schema(folder.path / entry.answer_schema))
+    return replace(profile, answer_schema=read_answer_schema(entry.answer_schema, folder.path))
 
 
 def _rules(config: Config, directory: AgentDirectory) -> Rules:

@@ -15,29 +15,39 @@ _FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n```", re.S)
 
 
 class WrongSchema(ValueError):
-    """The file holds no usable JSON schema; the message says why."""
+    """There is no usable JSON schema; the message says why and names the file."""
 
 
 class WrongAnswer(ValueError):
     """The answer does not follow the schema; the message says where."""
 
 
-def read_answer_schema(file: Path) -> str:
-    """Return the schema in `file` as compact JSON. `WrongSchema`, or `OSError` if the file cannot be read."""
+def is_schema_text(value: str) -> bool:
+    """True if the value of `answer_schema` is the schema itself, not the name of a file."""
+    return value.lstrip().startswith("{")
+
+
+def read_answer_schema(value: str, folder: Path) -> str:
+    """Return the schema as compact JSON. `value`: the schema itself, or the name of a file in `folder`.
+
+    `WrongSchema`, or `OSError` if the file cannot be read.
+    """
     import jsonschema  # takes 0.1 s to import
 
-    if file.stat().st_size > MAX_SCHEMA_BYTES:
-        raise WrongSchema(f"has more than {MAX_SCHEMA_BYTES:,} bytes")
+    is_text = is_schema_text(value)
+    name = "the schema" if is_text else value
+    if (len(value) if is_text else (folder / value).stat().st_size) > MAX_SCHEMA_BYTES:
+        raise WrongSchema(f"{name} has more than {MAX_SCHEMA_BYTES:,} bytes")
     try:
-        schema = json.loads(file.read_bytes())
+        schema = json.loads(value if is_text else (folder / value).read_bytes())
     except ValueError as error:
-        raise WrongSchema(f"is no JSON: {one_line(str(error))}") from None
+        raise WrongSchema(f"{name} is no JSON: {one_line(str(error))}") from None
     if not isinstance(schema, dict) or schema.get("type") != "object":
-        raise WrongSchema('expected a JSON schema with "type": "object"')
+        raise WrongSchema(f'{name} expected a JSON schema with "type": "object"')
     try:
         jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise WrongSchema(f"is no JSON schema: {one_line(error.message)}") from None
+        raise WrongSchema(f"{name} is no JSON schema: {one_line(error.message)}") from None
     return json.dumps(schema, ensure_ascii=False)
 
 

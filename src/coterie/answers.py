@@ -16,7 +16,7 @@ from coterie.clock import Clock
 from coterie.errors import Lagged, NoAnswer, StoreError
 from coterie.live import LiveReplies, LiveReply
 from coterie.messages import PERSON, SYSTEM, Message, Receipt
-from coterie.store import Event
+from coterie.store import Event, Store
 
 PAGE_MESSAGES = 200
 EVENT_BATCH = 100
@@ -260,3 +260,30 @@ async def wait_for_answer(pieces: AsyncGenerator[AnswerDelta | Answer, None]) ->
             if isinstance(piece, Answer):
                 return piece
     raise NoAnswer("the society stopped before the agent answered: start it again")
+
+
+async def follow_inbox(
+    store: Store, bus: MessageBus, recipient: str, after_each: Callable[[Message], Awaitable[None]] | None
+) -> AsyncGenerator[Message, None]:
+    """Yield the unread messages of `recipient`, then each new one, without end. `after_each`: called between them."""
+    seen, limit, lagged = 0, PAGE_MESSAGES, True
+    while lagged:
+        lagged = False
+        async with bus.watch() as watcher:
+            try:
+                while True:
+                    page = await store.waiting(recipient, limit)
+                    for message in page:
+                        if (message.mailbox_position or 0) > seen:
+                            seen = message.mailbox_position or 0
+                            yield message
+                            if after_each:
+                                await after_each(message)
+                    if len(page) == limit:  # more may follow; those that stay unread are read again
+                        limit *= 2
+                    else:
+                        await anext(watcher)
+            except Lagged:
+                lagged = True  # read the mailbox again
+            except StopAsyncIteration:
+                return

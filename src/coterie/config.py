@@ -7,6 +7,7 @@ server is reported and skipped. An unknown key is reported with the known key th
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from coterie import __version__
 from coterie.agents import AGENT_ID, MAX_DESCRIPTION, MAX_INITIALS, MAX_ROLE, AgentColour
-from coterie.answer_schema import WrongSchema, read_answer_schema
+from coterie.answer_schema import WrongSchema, is_schema_text, read_answer_schema
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
 from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body, is_number
@@ -28,6 +29,8 @@ from coterie.tasks import Budget
 from coterie.text import closest_match, to_storable
 
 CONFIG_FILE = "coterie.toml"
+STORE_VARIABLE = "COTERIE_STORE"
+"""Environment variable with the address of the database, for processes without a coterie.toml."""
 SQLITE = "sqlite"
 POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 
@@ -216,7 +219,7 @@ class AgentEntry:
     """Services that agents it creates may use, besides its own."""
     parent: str | None = _setting(None, _string)
     answer_schema: str | None = _setting(None, _string)
-    """A file with the JSON schema of its answers."""
+    """The JSON schema of its answers, or a file with it."""
     temperature: float | None = _setting(None, _number(MAX_TEMPERATURE))
     """This and the following override the values of its service."""
     top_p: float | None = _setting(None, _number(1))
@@ -225,6 +228,12 @@ class AgentEntry:
     extra_body: Mapping[str, Any] | None = _setting(None, _extra_body)
     interrupt: Literal["step", "stream"] | None = _setting(None, _one_of("step", "stream"))
     """None: as `interruption.interrupt` says."""
+
+    @property
+    def named_files(self) -> list[str]:
+        """The files that the entry names, relative to the society's folder."""
+        schema = self.answer_schema if self.answer_schema and not is_schema_text(self.answer_schema) else None
+        return [name for name in (self.prompt_file, schema) if name]
 
 
 ASSISTANT = AgentEntry(id="assistant", name="Assistant")
@@ -276,12 +285,22 @@ _SECTIONS: dict[str, type] = {
 }
 
 
-def read_config(folder: Path, text: str | None = None) -> Config:
+def read_config(folder: Path, text: str | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """The society's configuration, with defaults. `ConfigError` lists every problem that prevents a start.
 
-    `text`: what coterie.toml shall be; its content if None.
+    `text`: what coterie.toml shall be; its content if None. `COTERIE_STORE` in the environment replaces `store.url`.
     """
-    table, problems = _parse(folder / CONFIG_FILE, text), list[Problem]()
+    table = _parse(folder / CONFIG_FILE, text)
+    if (url := environ.get(STORE_VARIABLE)) and isinstance(store := table.get("store", {}), dict):
+        if wrong := _store_url(url):
+            raise ConfigError([Problem(STORE_VARIABLE, wrong + _got("store.url", url), fatal=True)])
+        table["store"] = store | {"url": url}
+    return parse_config(table, folder)
+
+
+def parse_config(table: Mapping[str, Any], folder: Path) -> Config:
+    """The configuration in the tables of a coterie.toml. Files that it names are in `folder`."""
+    problems = list[Problem]()
     sections: dict[str, Any] = {}
     for name, value in table.items():
         if name in _SECTIONS:
@@ -353,8 +372,8 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
             message = f"there is no file {entry.prompt_file!r} in the folder"
             problems.append(_problem(f"agents.{entry.id}.prompt_file", message, False))
             continue
-        if entry.answer_schema and (wrong := _check_schema(folder / entry.answer_schema)):
-            problems.append(_problem(f"agents.{entry.id}.answer_schema", f"{entry.answer_schema} {wrong}", False))
+        if entry.answer_schema and (wrong := check_schema(entry.answer_schema, folder)):
+            problems.append(_problem(f"agents.{entry.id}.answer_schema", wrong, False))
             continue
         agents.append(entry)
     known = {agent.id for agent in agents}
@@ -365,11 +384,12 @@ def _read_agents(table: Any, folder: Path, problems: list[Problem]) -> tuple[Age
     return tuple(agents)
 
 
-def _check_schema(file: Path) -> str | None:
+def check_schema(value: str, folder: Path) -> str | None:
+    """What is wrong with the value of `answer_schema`; None if it can be used."""
     try:
-        read_answer_schema(file)
+        read_answer_schema(value, folder)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"{value} cannot be read: {error.strerror}"
     except WrongSchema as error:
         return str(error)
     return None

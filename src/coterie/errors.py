@@ -49,6 +49,7 @@ HTTP_STATUS = {
     "definitions_changed": 409,
     "change_superseded": 409,
     "last_agent": 409,
+    "config_changed": 409,
     "service_in_use": 409,
     "role_taken": 409,
     "not_yours": 403,

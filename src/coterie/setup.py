@@ -1,7 +1,7 @@
 """Adding, changing, testing and removing model services while the society runs.
 
-`ServicesDocument` edits one entry of llmservices.json and keeps the rest as the owner wrote it. `Setup` writes the file
-and the keys, and makes the society reload them.
+`ServicesDocument` edits one entry of llmservices.json and keeps the rest as the owner wrote it. `Setup` writes it to
+the file, or with PostgreSQL to the database, writes the keys to data/secrets.json, and makes the society apply both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from coterie.agent.service import AgentDirectory
 from coterie.clock import Clock
 from coterie.config import SocietyFolder
-from coterie.errors import ConfigError, Problem, Refused, StoreUnavailable
-from coterie.files import replace_file
+from coterie.configuration import Configuration
+from coterie.errors import ConfigError, Problem, Refused, StoreError, StoreUnavailable
 from coterie.llm.config import (
     SERVICES_FILE,
     SecretsFile,
@@ -30,7 +30,6 @@ from coterie.llm.config import (
     key_lookup,
     parse_json,
     parse_services,
-    read_services_file,
 )
 from coterie.llm.discovery import (
     DiscoveredService,
@@ -201,17 +200,20 @@ class Setup:
         self,
         folder: SocietyFolder,
         *,
+        configuration: Configuration,
         services: ServiceRegistry,
         directory: AgentDirectory,
+        follow: Reload,
         reload: Reload,
         make_service: MakeService,
         clock: Clock,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self._file = folder.path / SERVICES_FILE
+        """`follow`: applies what other processes changed. `reload`: applies the services after a write."""
+        self._configuration = configuration
         self._secrets = SecretsFile(folder.data / "secrets.json")
         self._health_checks = HealthChecks(folder.data / "trials.json")
-        self._services, self._directory, self._reload = services, directory, reload
+        self._services, self._directory, self._follow, self._reload = services, directory, follow, reload
         self._make_service, self._clock, self._environ = make_service, clock, environ
         self._write_lock = asyncio.Lock()
 
@@ -245,6 +247,7 @@ class Setup:
         `Refused("service_invalid")`: the entry is wrong and nothing was written.
         """
         async with self._write_lock:
+            await self._follow()
             change = self._prepare(service_id, fields, key)
             check = self._health_checks.get_draft(change.entry)
             if check and change.entry.capabilities.inferred and (found := check.declared_capabilities()):
@@ -252,11 +255,11 @@ class Setup:
                 self._health_checks.record_draft(change.entry, check)
             if change.new_key_name:
                 name, value = change.new_key_name, change.key
-                await _write(lambda: self._secrets.put(name, value))
+                await _write(lambda: asyncio.to_thread(self._secrets.put, name, value))
             try:
-                # A crash before this write leaves an unused key and the old file.
-                await _write(lambda: replace_file(self._file, change.document.to_bytes()))
-            except StoreUnavailable:
+                # A crash before this write leaves an unused key and the old services.
+                await _write(lambda: self._configuration.write_services(change.document.to_bytes()))
+            except (StoreError, ConfigError, Refused):
                 await self._delete_unused_key(change.new_key_name, self._read_document())
                 raise
             await self._delete_unused_key(change.old_key_name, change.document)
@@ -267,6 +270,7 @@ class Setup:
     async def delete(self, service_id: str) -> None:
         """Remove a service and its key. Agents without a named service use the first remaining one, or the tour."""
         async with self._write_lock:
+            await self._follow()
             document = self._read_document()
             key_name = document.key_name(service_id)
             if not document.remove(service_id):
@@ -274,7 +278,7 @@ class Setup:
             if users := [profile.id for profile in self._directory.all_profiles() if profile.service == service_id]:
                 names = ", ".join(users[:5]) + (" and others" if len(users) > 5 else "")
                 raise Refused("service_in_use", f"the service is used by {names}: give them another service first")
-            await _write(lambda: replace_file(self._file, document.to_bytes()))
+            await _write(lambda: self._configuration.write_services(document.to_bytes()))
             await self._delete_unused_key(key_name, document)
             await self._reload()
 
@@ -313,7 +317,7 @@ class Setup:
         )
 
     def _read_document(self) -> ServicesDocument:
-        return ServicesDocument(read_services_file(self._file))
+        return ServicesDocument(self._configuration.services_json())
 
     def _prepare(self, service_id: str, fields: Mapping[str, Any], key: str | None) -> _ServiceChange:
         """Validate a change without writing anything."""
@@ -407,10 +411,10 @@ class _ServiceChange:
     old_key_name: str | None
 
 
-async def _write(write: Callable[[], None]) -> None:
-    """Run `write` in a thread; turn an `OSError` into `StoreUnavailable`."""
+async def _write(write: Callable[[], Awaitable[None]]) -> None:
+    """Run `write`; turn an `OSError` into `StoreUnavailable`."""
     try:
-        await asyncio.to_thread(write)
+        await write()
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free some space" if full else "let the society's owner write to its folder"

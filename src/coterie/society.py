@@ -14,17 +14,26 @@ from typing import TYPE_CHECKING, Self
 from msgspec.structs import asdict
 
 from coterie.agents import Agent
-from coterie.answers import Answer, AnswerDelta, AnswerFollower, wait_for_answer
+from coterie.answers import Answer, AnswerDelta, AnswerFollower, follow_inbox, wait_for_answer
 from coterie.artifact_service import ArtifactService
 from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
-from coterie.config import AgentEntry, Config, SocietyFolder, changes_needing_restart, merge_reloaded, read_config
-from coterie.errors import CoterieError, Lagged, Problem, Refused, StoreBroken
+from coterie.config import Config, SocietyFolder, read_config
+from coterie.configuration import (
+    Configuration,
+    DatabaseConfiguration,
+    FileConfiguration,
+    FilesRole,
+    Settings,
+    agent_of,
+)
+from coterie.errors import CoterieError, Problem, Refused, StoreBroken
 from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt, thread_of
 from coterie.retention import RetentionService
+from coterie.running_configuration import RunningConfiguration, max_file_bytes
 from coterie.store import Page, Worker, worker_name
 from coterie.stores.open import (
     growing_folder,
@@ -33,9 +42,7 @@ from coterie.stores.open import (
     open_store_read_only,
     owner_pid,
     require_database,
-    require_driver,
     require_society,
-    store_limits,
 )
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown
@@ -56,7 +63,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOCK_BEHIND_LIMIT = timedelta(minutes=5)
-INBOX_PAGE_MESSAGES = 200
 GONE = "gone"
 """Name of a worker whose process has ended."""
 
@@ -67,29 +73,36 @@ class Society:
     def __init__(
         self,
         folder: SocietyFolder,
-        config: Config,
+        settings: Settings,
         *,
+        configuration: Configuration,
         store: SqlStore,
         blobs: BlobStore,
-        artifacts: ArtifactService,
-        disk: DiskMonitor,
         clock: Clock,
     ) -> None:
-        self.config, self.store, self.artifacts, self.disk = config, store, artifacts, disk
+        self.store = store
+        self.artifacts = artifacts = ArtifactService(
+            store, blobs, clock, max_file_bytes=max_file_bytes(settings.config)
+        )
+        self.disk = DiskMonitor(growing_folder(folder, settings.config), clock)
         self.bus = MessageBus(store, clock)
+        self._configuration = configuration
+        self.configuration = RunningConfiguration(
+            folder, configuration, settings, store=store, artifacts=artifacts, on_change=self.bus.notify
+        )
         self.retention = RetentionService(
-            store, artifacts, clock, lambda: self.config.store, is_shared=is_shared(config)
+            store, artifacts, clock, lambda: self.config.store, is_shared=is_shared(self.config)
         )
         store.subscribe_changes(self.bus.notify)
         self.live = LiveReplies()
         self._tasks = TaskService(store, self.bus, clock)
-        self._relay = LiveRelay(self.live, store, clock, self._stop_turn_here) if is_shared(config) else None
+        self._relay = LiveRelay(self.live, store, clock, self._stop_turn_here) if is_shared(self.config) else None
         self._folder, self._blobs, self._clock = folder, blobs, clock
         self._runtime: AgentRuntime | None = None
         self._directory: AgentDirectory | None = None
         self._setup: Setup | None = None
         self._definitions: AgentDefinitions | None = None
-        self._reload_lock = asyncio.Lock()
+        self._file_problems: Sequence[Problem] = ()
         self._stopping = asyncio.Event()
         self._late_stops: set[asyncio.Task[None]] = set()
 
@@ -113,7 +126,7 @@ class Society:
 
         Leaving is not a stop: delayed messages stay delayed.
         """
-        society = await cls._assemble(require_society(Path(folder)), clock or SystemClock())
+        society = await cls._assemble(require_society(Path(folder)), clock or SystemClock(), "first")
         try:
             yield society
         finally:
@@ -133,59 +146,62 @@ class Society:
         require_database(society_folder, config)
         store, blobs = await open_store_read_only(society_folder, config, clock)
         try:
-            society = cls._wire(society_folder, config, store, blobs, clock)
-            society._directory = await read_directory(society_folder, config, store, clock)
+            configuration = _configuration(society_folder, config, store, "never")
+            settings = await configuration.load()
+            society = cls(society_folder, settings, configuration=configuration, store=store, blobs=blobs, clock=clock)
+            society._directory = await read_directory(society_folder, settings, store, clock)
             yield society
         finally:
             await store.close()
 
     @classmethod
-    async def start(cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True) -> Self:
-        """Start the society as `open` does. The caller must call `stop`."""
+    async def start(
+        cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True, files: FilesRole = "write"
+    ) -> Self:
+        """Start the society as `open` does. The caller must call `stop`.
+
+        `files`: with PostgreSQL, whether agents, services and limits of the folder's files go to the database.
+        """
         society_folder = SocietyFolder(Path(folder))
         society_folder.create()
-        society = await cls._assemble(society_folder, clock or SystemClock())
+        society = await cls._assemble(society_folder, clock or SystemClock(), files)
         try:
-            await society._start(society._make_runtime() if work else None)
+            runtime = society._make_runtime(leaves_keyless=files == "never") if work else None
+            await society._start(runtime)
         except BaseException:
             await society.store.close()
             raise
         return society
 
     @classmethod
-    async def _assemble(cls, folder: SocietyFolder, clock: Clock) -> Self:
+    async def _assemble(cls, folder: SocietyFolder, clock: Clock, files: FilesRole = "write") -> Self:
         """Open the store and add the configured agents. Starts nothing."""
         config = read_config(folder.path)
         store, blobs = await open_store(folder, config, clock)
         try:
-            person = Agent(id=PERSON, name="You", kind="person")
-            await store.add_agents([person, *map(_agent, config.agents)])
+            configuration = _configuration(folder, config, store, files)
+            problems = await configuration.synchronize()
+            settings = await configuration.load()
+            if not is_shared(config):
+                person = Agent(id=PERSON, name="You", kind="person")
+                await store.add_agents([person, *map(agent_of, settings.config.agents)])
         except BaseException:
             await store.close()
             raise
-        return cls._wire(folder, config, store, blobs, clock)
+        society = cls(folder, settings, configuration=configuration, store=store, blobs=blobs, clock=clock)
+        society._file_problems = problems
+        return society
 
-    @classmethod
-    def _wire(cls, folder: SocietyFolder, config: Config, store: SqlStore, blobs: BlobStore, clock: Clock) -> Self:
-        return cls(
-            folder,
-            config,
-            store=store,
-            blobs=blobs,
-            artifacts=ArtifactService(store, blobs, clock, max_file_bytes=_max_file_bytes(config)),
-            disk=DiskMonitor(growing_folder(folder, config), clock),
-            clock=clock,
-        )
-
-    def _make_runtime(self) -> AgentRuntime:
+    def _make_runtime(self, *, leaves_keyless: bool = False) -> AgentRuntime:
         # Models and tools are slow to import, and a single command does not need them.
-        from coterie.agent_definitions import AgentDefinitions, AgentsFile
+        from coterie.agent_definitions import AgentDefinitions, AgentsFile, AgentsInDatabase
         from coterie.agent_runtime import AgentRuntime, make_service
         from coterie.setup import Setup
 
         runtime = AgentRuntime(
             self._folder,
-            self.config,
+            self.configuration.settings,
+            configuration=self.configuration,
             store=self.store,
             bus=self.bus,
             artifacts=self.artifacts,
@@ -193,22 +209,27 @@ class Society:
             live=self.live,
             disk=self.disk,
             clock=self._clock,
+            leaves_keyless=leaves_keyless,
         )
         self._setup = Setup(
             self._folder,
+            configuration=self._configuration,
             services=runtime.services,
             directory=runtime.directory,
-            reload=self._reload_services,
+            follow=self.configuration.follow,
+            reload=self.configuration.reload_services,
             make_service=lambda entry: make_service(entry, self._clock),
             clock=self._clock,
         )
+        shared = is_shared(self.config)
         self._definitions = AgentDefinitions(
             self._folder,
-            AgentsFile(self._folder.path),
-            reload=self.reload,
+            AgentsInDatabase(self._configuration) if shared else AgentsFile(self._folder.path),
+            reload=self.configuration.follow if shared else self.reload,
             is_taken=self._is_agent,
             clock=self._clock,
         )
+        self.configuration.set_user(runtime)
         return runtime
 
     async def _is_agent(self, agent_id: str) -> bool:
@@ -284,6 +305,11 @@ class Society:
         directory = self._runtime.directory if self._runtime else self._directory
         return directory.currency if directory else None
 
+    @property
+    def config(self) -> Config:
+        """The settings that this process runs with."""
+        return self.configuration.config
+
     async def create_agent(
         self,
         *,
@@ -335,34 +361,8 @@ class Society:
         Returns the problems found, and the changes that need a restart. `ConfigError`: a file cannot be read, and
         nothing changed.
         """
-        from coterie.agent_runtime import load_services
-
-        runtime = self._require_runtime()
-        async with self._reload_lock:
-            config = read_config(self._folder.path)
-            require_driver(config.store)
-            services = load_services(self._folder)
-            before = {entry.id: entry for entry in self.config.agents}
-            changed = [entry for entry in config.agents if before.pop(entry.id, None) != entry]
-            await self.store.add_agents([_agent(entry) for entry in changed])
-            pending = changes_needing_restart(self.config, config)
-            self.config = merge_reloaded(self.config, config)
-            self.store.set_limits(store_limits(config))
-            self.artifacts.set_max_file_bytes(_max_file_bytes(config))
-            problems = (*config.problems, *pending, *await runtime.apply(services, config))
-            # Their events are sent now that their profiles are in place. Those left in `before` were removed.
-            await self.store.add_agents([_agent(entry) for entry in (*changed, *before.values())])
-        self.bus.notify()
-        log.info("configuration reloaded; %d problems", len(problems))
-        return problems
-
-    async def _reload_services(self) -> None:
-        """Reload llmservices.json only, so that an error in coterie.toml does not matter."""
-        from coterie.agent_runtime import load_services
-
-        async with self._reload_lock:
-            await self._require_runtime().apply(load_services(self._folder))
-        self.bus.notify()
+        self._require_runtime()
+        return await self.configuration.reload()
 
     async def ask(
         self,
@@ -438,33 +438,14 @@ class Society:
         await self.store.mark_read(thread_of(message), message.id)
         self.bus.notify()
 
-    async def inbox(self, recipient: str = PERSON, *, mark_read: bool = True) -> AsyncGenerator[Message, None]:
+    def inbox(self, recipient: str = PERSON, *, mark_read: bool = True) -> AsyncGenerator[Message, None]:
         """Yield the unread messages of `recipient`, then each new one, in order, without end.
 
         A message to the person counts as read when the next one is asked for, so after a crash the last one comes
         again. With `mark_read=False` the caller marks them.
         """
-        seen, limit, lagged = 0, INBOX_PAGE_MESSAGES, True
-        while lagged:
-            lagged = False
-            async with self.bus.watch() as watcher:
-                try:
-                    while True:
-                        page = await self.store.waiting(recipient, limit)
-                        for message in page:
-                            if (message.mailbox_position or 0) > seen:
-                                seen = message.mailbox_position or 0
-                                yield message
-                                if mark_read and recipient == PERSON:
-                                    await self._mark_read_if_there(message)
-                        if len(page) == limit:  # more may follow; those that stay unread are read again
-                            limit *= 2
-                        else:
-                            await anext(watcher)
-                except Lagged:
-                    lagged = True  # read the mailbox again
-                except StopAsyncIteration:
-                    return
+        after_each = self._mark_read_if_there if mark_read and recipient == PERSON else None
+        return follow_inbox(self.store, self.bus, recipient, after_each)
 
     async def _mark_read_if_there(self, message: Message) -> None:
         with contextlib.suppress(Refused):  # the conversation was cleared meanwhile
@@ -660,7 +641,7 @@ class Society:
             log.warning("the last run did not stop cleanly; the database was checked and is intact")
         if self._clock.now() < self.store.info.last_seen - CLOCK_BEHIND_LIMIT:
             log.warning("the clock is behind the last run by more than five minutes; times shown do not go back")
-        for problem in self.config.problems:
+        for problem in (*self._file_problems, *self.config.problems):
             log.warning("%s", problem)
         self.bus.start()
         if self._relay:
@@ -676,9 +657,5 @@ class Society:
         await asyncio.gather(*self._late_stops, return_exceptions=True)
 
 
-def _max_file_bytes(config: Config) -> int:
-    return config.limits.upload_mb * 1_000_000
-
-
-def _agent(entry: AgentEntry) -> Agent:
-    return Agent(id=entry.id, name=entry.name or entry.id, parent=entry.parent)
+def _configuration(folder: SocietyFolder, config: Config, store: SqlStore, files: FilesRole) -> Configuration:
+    return DatabaseConfiguration(folder, store, files=files) if is_shared(config) else FileConfiguration(folder)

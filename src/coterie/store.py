@@ -45,6 +45,7 @@ EventKind = Literal[
     "society.state",
     "schedule.changed",
     "task.changed",
+    "configuration.changed",
 ]
 
 
@@ -70,6 +71,16 @@ class Limits:
     mailbox_bytes: int = 64 << 20
     shared_artifacts: bool = False
     """Agents may read and forward every artifact, not only those they made or received."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredConfiguration:
+    """The society's agents, services without keys, and limits, where the database has them and not files."""
+
+    version: int
+    """Raised by every write, in the same transaction; 0: nothing was written yet."""
+    document: str
+    """JSON; `coterie.configuration` describes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +164,10 @@ class Store(RetentionStore, Protocol):
         """Add agents, so that they can get mail. A known agent keeps its mail and gets the new name."""
         ...
 
+    async def create_agent(self, agent: Agent) -> None:
+        """Add an agent with a new id. `Refused("id_taken")`: there is one, or was one."""
+        ...
+
     async def terminate(self, agent_id: str) -> None:
         """End an agent. Its waiting messages become dead letters and their senders are notified."""
         ...
@@ -203,6 +218,15 @@ class Store(RetentionStore, Protocol):
 
     async def agents_by_id(self, ids: Sequence[str]) -> Mapping[str, Agent]:
         """The agents that exist."""
+        ...
+
+    async def configuration(self) -> StoredConfiguration: ...
+
+    async def write_configuration(self, document: str, expected: int, agents: Sequence[Agent]) -> int:
+        """Replace the configuration of version `expected`, and add or rename `agents`. Return the new version.
+
+        `Refused("config_changed")`: it has another version.
+        """
         ...
 
     # Messages

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import Postgres
+
 from .commands import coterie
 from .environment import Environment
 
@@ -71,12 +73,15 @@ def test_a_problem_that_prevents_a_start_is_fatal(folder: Path, name: str, text:
     assert [(p["place"].split(":")[0], p["fatal"]) for p in done.json["problems"]] == [(name, True)]
 
 
-def test_the_reported_engine_is_the_configured_one(folder: Path) -> None:
-    (folder / "coterie.toml").write_text('[store]\nurl = "postgresql://me@host/db"')
+def test_the_reported_engine_is_the_configured_one_and_its_version_that_of_the_server(
+    folder: Path, shared: Postgres, tmp_path: Path
+) -> None:
+    (folder / "coterie.toml").write_text(f"[store]\nurl = {json.dumps(shared.url(tmp_path))}")
 
     checked = coterie("check", "--dir", folder, "--json").json
 
-    assert (checked["engine"], checked["problems"]) == ("postgresql", [])
+    version = shared.execute("SHOW server_version")[0][0]
+    assert (checked["engine"], checked["engineVersion"], checked["problems"]) == ("postgresql", version, [])
 
 
 def test_a_folder_without_a_society_is_an_error(tmp_path: Path) -> None:

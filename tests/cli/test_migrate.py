@@ -157,7 +157,7 @@ def _migrated(folder: Path) -> tuple[int, int]:
 def test_commands_refuse_a_postgresql_database_of_a_newer_version(shared: Path, database: str) -> None:
     coterie("migrate", "--dir", shared)
     with connect(database) as db:
-        db.execute("UPDATE meta SET value = '999' WHERE key = 'schema'")
+        db.execute("UPDATE meta SET value = '999' WHERE key IN ('schema', 'compatible_from')")
 
     for command in (["migrate"], ["migrate", "--check"], ["verify"]):
         assert "last run by a newer Coterie (schema 999" in coterie(*command, "--dir", shared).failure
@@ -168,5 +168,5 @@ def test_an_unreachable_database_is_a_one_line_error_without_the_password(folder
 
     failure = coterie("migrate", "--dir", folder).failure
 
-    assert "the PostgreSQL cannot be used" in failure and "check that it runs" in failure
+    assert "cannot be used (Connection refused): no server listens there" in failure
     assert "hidden" not in failure

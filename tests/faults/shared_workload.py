@@ -88,6 +88,7 @@ def conditions(witness: Witness, lease: float, *, keeps_claims: bool) -> Iterato
         patch.object(claims, "advance", noted),
         patch.object(queries, "read_history_view", noted_view),
         patch("coterie.society.read_config", shortened),
+        patch("coterie.configuration.read_config", shortened),
         patch.object(cluster, "LEASE_AT_RISK_FRACTION", risk_fraction),
     ):
         yield

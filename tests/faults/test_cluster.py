@@ -95,7 +95,8 @@ async def process(
     try:
         yield society
     finally:
-        society.config = replace(society.config, shutdown=replace(society.config.shutdown, drain_seconds=0))
+        settings = society.configuration.config
+        society.configuration.config = replace(settings, shutdown=replace(settings.shutdown, drain_seconds=0))
         await society.stop()
 
 
@@ -111,7 +112,8 @@ def configured(monkeypatch: pytest.MonkeyPatch, **store: Any) -> None:
         config = read_config(folder)
         return replace(config, store=replace(config.store, **store))
 
-    monkeypatch.setattr("coterie.society.read_config", changed)
+    for module in ("society", "configuration"):
+        monkeypatch.setattr(f"coterie.{module}.read_config", changed)
 
 
 async def soon(happens: Awaitable[T]) -> T:

@@ -24,7 +24,8 @@ def cuts_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         config = read_config(folder)
         return replace(config, interruption=replace(config.interruption, interrupt="stream"))
 
-    monkeypatch.setattr("coterie.society.read_config", changed)
+    for module in ("society", "configuration"):
+        monkeypatch.setattr(f"coterie.{module}.read_config", changed)
 
 
 async def answer(society: Society) -> Message:

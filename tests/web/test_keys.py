@@ -91,7 +91,7 @@ async def test_a_revoked_key_opens_nothing(app: FastAPI, client: httpx.AsyncClie
 async def test_a_door_that_is_switched_off_is_closed_for_the_owner_too(
     society: Society, client: httpx.AsyncClient
 ) -> None:
-    society.config = replace(society.config, doors=DoorSettings(openai=False))
+    society.configuration.config = replace(society.config, doors=DoorSettings(openai=False))
     answer = await client.get("/v1/models")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "door_closed")
 

@@ -118,7 +118,7 @@ async def test_a_second_cookie_of_the_same_name_does_not_hide_the_right_one(
 async def proxied(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[httpx.AsyncClient]:
     """A client whose requests come from a trusted proxy."""
     server = replace(society.config.server, trusted_proxies=(PROXY, "fd00::/8"))
-    society.config = replace(society.config, server=server)
+    society.configuration.config = replace(society.config, server=server)
     async with from_address(build_app(society, access, clock=clock), PROXY) as client:
         yield client
 

@@ -100,7 +100,7 @@ async def test_a_society_deletes_old_data_every_hour_and_a_setting_changes_that(
     await society.bus.withdraw(message.id)
     await clock.jump(days=3)
     assert await society.store.message(message.id) is not None
-    society.config = replace_store(society, keep_days=2)
+    society.configuration.config = replace_store(society, keep_days=2)
     await clock.jump(hours=1)
     await clock.advance(seconds=1)
     assert await society.store.message(message.id) is None
@@ -124,7 +124,7 @@ async def test_a_run_on_request_shows_its_progress(
     (message,) = await society.store.waiting("ada")
     await society.bus.withdraw(message.id)
     await clock.jump(days=2)
-    society.config = replace_store(society, keep_days=1)
+    society.configuration.config = replace_store(society, keep_days=1)
     assert (await client.get("/api/v1/storage/prune")).json()["running"] is False
 
     for dry_run in (True, False):

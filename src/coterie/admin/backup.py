@@ -261,8 +261,7 @@ def _named_files(folder: SocietyFolder) -> list[str]:
     """The files that coterie.toml names."""
     try:
         agents = read_config(folder.path).agents
-        named = [name for agent in agents for name in (agent.prompt_file, agent.answer_schema) if name]
-        return list(map(os.path.normpath, named))
+        return [os.path.normpath(name) for agent in agents for name in agent.named_files]
     except ConfigError:
         return []  # the invalid file is backed up as it is; `coterie check` explains it
 

@@ -5,6 +5,7 @@ New SQLite data is written to a staging folder inside the target folder and move
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from coterie.stores.transfer import (
 )
 
 STAGING_PREFIX = ".restoring-"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ class StoreLocation:
         """`text`: a PostgreSQL URL, or a society's folder whose coterie.toml names the database."""
         if is_postgres_url(text):
             return cls(StoreSettings(url=text))
+        if found := _SCHEME.match(text):
+            raise StoreUnusable(
+                f"{found[0]} is no address of a store: name a society's folder, or a PostgreSQL as"
+                " postgresql://user@host/name"
+            )
         return read_location(SocietyFolder(Path(text)))
 
     @property

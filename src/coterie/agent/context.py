@@ -278,9 +278,11 @@ def _size(row: HistoryRow) -> int:
 
 @dataclass(slots=True)
 class TurnPrompt:
-    """The system prompt of a turn. It is rendered again only if the tools change."""
+    """The system prompt of a turn. It is rendered again only if the tools or the agent's profile change."""
 
     text: str = ""
+    profile: Profile | None = None
+    """The profile that `text` was rendered from."""
     tools: frozenset[str] = frozenset()
     """Names of the tools that `text` may mention."""
     without_tools: str | None = None
@@ -334,8 +336,8 @@ class RequestBuilder:
         """Return the part that all requests of the agent have: system prompt and tools."""
         tools = self._tools_given(profile)
         names = frozenset(tool.name for tool in tools)
-        if not prompt.text or prompt.tools != names:
-            prompt.text, prompt.tools = self._prompts.render(profile, names), names
+        if not prompt.text or prompt.tools != names or prompt.profile != profile:
+            prompt.text, prompt.tools, prompt.profile = self._prompts.render(profile, names), names, profile
             prompt.without_tools = self._prompts.render(profile, ()) if names else None
         return prompt.request(tools)
 

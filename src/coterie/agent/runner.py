@@ -177,16 +177,19 @@ class LlmHandler:
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
         refresh_agents: Callable[[], Awaitable[None]] | None = None,
+        follow_configuration: Callable[[], Awaitable[None]] | None = None,
         artifact_writer: Callable[[str], SaveFile] | None = None,
         is_paused: Callable[[], bool] = lambda: False,
         model_metrics: ModelCallMetrics | None = None,
     ) -> None:
         """`live`: publishes streamed text. `tokens_per_day`: 0 is no limit.
 
-        `refresh_agents`: updates the directory from the store. `artifact_writer`: per agent id, stores answers that
+        `refresh_agents`: updates the directory from the store. `follow_configuration`: applies the configuration that
+        the claim's transaction saw. `artifact_writer`: per agent id, stores answers that
         are too long for a message. `is_paused`: True if the society is paused, as far as this process knows.
         """
         self._artifact_writer, self._is_paused, self._refresh_agents = artifact_writer, is_paused, refresh_agents
+        self._follow_configuration = follow_configuration
         self._model_metrics = model_metrics or ModelCallMetrics()
         self._store, self._bus, self._models, self._directory = store, bus, models, directory
         self._toolbox, self._context, self._clock, self._rules = toolbox, context, clock, rules
@@ -348,6 +351,8 @@ class LlmHandler:
         return Interrupted(partial_text=text, usage=usage, service=service)
 
     async def _execute(self, claim: Claim, turn: RunningTurn) -> ActionResult:
+        if self._follow_configuration:
+            await self._retry_store(claim, self._follow_configuration)
         try:
             profile = await self._profile(claim.agent_id)
         except Refused:

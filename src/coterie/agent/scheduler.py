@@ -8,6 +8,7 @@ of their service is full.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -127,13 +128,16 @@ class ServiceAdmission:
     own queue limit.
     """
 
-    def __init__(self, models: ModelGateway, directory: AgentDirectory) -> None:
-        self._models, self._directory = models, directory
+    def __init__(self, models: ModelGateway, directory: AgentDirectory, *, leaves_keyless: bool = False) -> None:
+        """`leaves_keyless`: leave agents whose service has no key in this process to processes that have it."""
+        self._models, self._directory, self._leaves_keyless = models, directory, leaves_keyless
         self._waiting: set[tuple[str, bool]] = set()
         """`(service, for_person)` for which an agent waits unclaimed. Later agents must not overtake it."""
 
     def admits(self, agent_id: str, for_person: bool) -> bool:
         """True if an agent that just got mail may start a turn. Called from any thread."""
+        if self._is_left(agent_id):
+            return False
         key = self._key(agent_id, for_person)
         if key is None or (key not in self._waiting and self._models.has_capacity(*key)):
             return True
@@ -142,17 +146,27 @@ class ServiceAdmission:
 
     def begin_round(self) -> AdmitFunction | None:
         self._waiting.clear()
-        return self._admits_in_round if self._models.is_any_full() else None
+        leaves_some = self._leaves_keyless and self._directory.lacks_keys
+        return self._admits_in_round if leaves_some or self._models.is_any_full() else None
 
     def has_waiting_agent(self, service: str, for_person: bool) -> bool:
         """True if an agent waits unclaimed for this service."""
         return (service, for_person) in self._waiting
 
     def _admits_in_round(self, agent_id: str, for_person: bool) -> bool:
+        if self._is_left(agent_id):
+            return False
         key = self._key(agent_id, for_person)
         if key is None or self._models.has_capacity(*key):
             return True
         self._waiting.add(key)
+        return False
+
+    def _is_left(self, agent_id: str) -> bool:
+        if not self._leaves_keyless or not self._directory.lacks_keys:
+            return False
+        with contextlib.suppress(Refused):  # it has no service
+            return self._directory.service_of(agent_id).missing_key is not None
         return False
 
     def _key(self, agent_id: str, for_person: bool) -> tuple[str, bool] | None:

@@ -54,6 +54,11 @@ class AgentDirectory:
         """The currency of the prices of services; None: no service has a price."""
         return self._services.currency
 
+    @property
+    def lacks_keys(self) -> bool:
+        """True if a service cannot be used in this process, because its key is not set here."""
+        return any(entry.missing_key for entry in self._services)
+
     def is_terminated(self, agent_id: str) -> bool:
         return agent_id in self._terminated
 
@@ -302,7 +307,11 @@ class AgentService:
 
     async def _add(self, profile: Profile) -> None:
         data = json.dumps(asdict(profile))
-        await self._store.add_agents([Agent(id=profile.id, name=profile.name, parent=profile.parent, profile=data)])
+        try:
+            await self._store.create_agent(Agent(id=profile.id, name=profile.name, parent=profile.parent, profile=data))
+        except Refused:
+            # Another process was faster: with the same creation after a takeover, or with another agent.
+            await self._exists(profile)
         self._directory.add(profile)
 
     async def terminate(self, agent_id: str, by: str) -> Sequence[str]:

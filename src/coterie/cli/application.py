@@ -19,7 +19,20 @@ from coterie.cli.agents import agents, clear, pause, resume, stop
 from coterie.cli.keys import keys
 from coterie.cli.mcp import mcp
 from coterie.cli.messages import chat, delayed, export, history, send
-from coterie.cli.operations import backup, check, copy, init, migrate, open_panel, prune, restore, serve, verify, worker
+from coterie.cli.operations import (
+    apply,
+    backup,
+    check,
+    copy,
+    init,
+    migrate,
+    open_panel,
+    prune,
+    restore,
+    serve,
+    verify,
+    worker,
+)
 from coterie.cli.options import wants_json
 from coterie.cli.output import make_streams_tolerant, print_error, print_json
 from coterie.cli.schedules import schedules
@@ -54,7 +67,7 @@ app = typer.Typer(
 )
 for command in (
     init, serve, check, open_panel, send, chat, agents, tasks, delayed, schedules, history, export, stop, pause,
-    resume, clear, verify, prune, backup, restore, migrate, copy, worker, mcp,
+    resume, clear, verify, prune, backup, restore, migrate, copy, worker, apply, mcp,
 ):  # fmt: skip
     app.command(command.__name__.removesuffix("_panel"))(command)
 app.add_typer(keys, name="keys")

@@ -1,6 +1,7 @@
 """Finds the mistakes in the owner's files before the society runs into them: the work of `coterie check`.
 
-`check_files` reads coterie.toml, llmservices.json, tools.py and the stored society, and starts nothing.
+`check_files` reads coterie.toml, llmservices.json, tools.py and the stored society, and starts nothing. It connects to
+a PostgreSQL that keeps the society.
 `try_connections` starts each MCP server and sends each service one small request.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import sqlite3
@@ -20,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coterie import __version__
 from coterie.admin.inspect import storage_problems
-from coterie.config import CONFIG_FILE, Config, McpEntry, SocietyFolder, read_config, unknown_service
-from coterie.errors import ConfigError, Problem
+from coterie.config import CONFIG_FILE, Config, McpEntry, SocietyFolder, StoreSettings, read_config, unknown_service
+from coterie.configuration import Document, list_differences, read_files
+from coterie.errors import ConfigError, Problem, StoreError
 from coterie.llm.config import (
     SERVICES_FILE,
     ServiceEntry,
@@ -32,6 +35,8 @@ from coterie.llm.config import (
 )
 from coterie.redaction import find_secrets, redact
 from coterie.stores.open import is_shared, owner_pid, require_driver
+from coterie.stores.sql.migrations import postgres_version, schema_scripts
+from coterie.stores.sql.rows import get_meta
 from coterie.stores.sqlite.connection import version_warnings
 from coterie.text import closest_match, one_line
 from coterie.web.addresses import addresses
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
 
 MCP_SEPARATOR = "__"
 _WILDCARDS = "*?["
+_MAY_CREATE = "SELECT has_schema_privilege(current_schema(), 'CREATE')"
 MAX_USUAL_PRICE, MIN_USUAL_PRICE = 1_000, 0.001
 """For a million tokens. A price beyond these is probably one for another number of tokens."""
 _SMALL_UNITS = frozenset({"IDR", "JPY", "KRW", "VND"})
@@ -119,7 +125,9 @@ class SocietyCheck:
             self.report.problems += _missing_programs(self._config.mcp)
             self.report.problems += self._unmatched_patterns(self._config, listed={})
             self._estimate_fixed_tokens(self._config)
-        if self.report.engine == "sqlite":
+        if self._config and is_shared(self._config):
+            self._check_database(self._config.store)
+        elif self.report.engine == "sqlite":
             self.report.problems += storage_problems(self._folder)
 
     async def try_connections(self, clock: Clock) -> None:
@@ -173,11 +181,46 @@ class SocietyCheck:
             self.report.problems += error.problems
             return
         if is_shared(config):
-            # The check does not connect to PostgreSQL, so its version stays unknown.
             self.report.engine, self.report.engine_version, self.report.warnings = "postgresql", "", []
         self._config = config
         self.report.problems += config.problems
         self.report.agents = [agent.id for agent in config.agents]
+
+    def _check_database(self, store: StoreSettings) -> None:
+        """Connect to the PostgreSQL. Changes nothing there."""
+        from coterie.stores.postgres.connection import owner_connection
+
+        place = f"{CONFIG_FILE}: store.url"
+        try:
+            with owner_connection(store.url) as db:
+                self.report.engine_version = db.raw.info.parameter_status("server_version") or ""
+                version, newest = postgres_version(db.raw), schema_scripts("postgres").newest
+                if version == 0 and not db.execute(_MAY_CREATE).fetchone()[0]:
+                    message = "the user may not create tables there: run GRANT CREATE ON SCHEMA public TO that user"
+                    self.report.problems.append(Problem(place, message, fatal=True))
+                elif version and version < newest:
+                    self.report.warnings.append(
+                        f"the database has schema {version}: the next start brings it to {newest}"
+                    )
+                stored = get_meta(db, "configuration") if version else None
+        except StoreError as error:
+            self.report.problems.append(Problem(place, str(error), fatal=True))
+            return
+        if stored is not None:
+            self._compare_configuration(json.loads(stored))
+
+    def _compare_configuration(self, stored: Document) -> None:
+        try:
+            files, _ = read_files(self._folder)
+        except ConfigError as error:
+            self.report.problems += [one for one in error.problems if one not in self.report.problems]
+            return
+        if files and (found := list(list_differences(stored, files))):
+            count = f"{len(found):,} setting" + ("" if len(found) == 1 else "s")
+            self.report.warnings.append(
+                f"the database has another configuration than these files, in {count}, and it counts: see which with"
+                " coterie apply --dry-run"
+            )
 
     def _check_services(self) -> None:
         try:

@@ -237,7 +237,7 @@ async def _open_society(folder: Path, mode: PrivateMode) -> AsyncIterator[Societ
         async with opening as society:
             yield society
         return
-    society = await Society.start(folder)
+    society = await Society.start(folder, files="first")
     try:
         yield society
     finally:

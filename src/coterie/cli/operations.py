@@ -1,13 +1,13 @@
 """Run a society and look after its files.
 
-`init`, `serve`, `worker`, `open`, `check`, `verify`, `prune`, `backup`, `restore`, `migrate`, `copy`.
+`init`, `serve`, `worker`, `apply`, `open`, `check`, `verify`, `prune`, `backup`, `restore`, `migrate`, `copy`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,13 +74,67 @@ def serve(
 
 
 def worker(place: DirArgument = None, dir: OptionalDir = None) -> None:  # noqa: A002
-    """Let agents of a shared society work here, too, until Ctrl-C or SIGTERM. Needs a PostgreSQL as store.url."""
+    """Let agents of a shared society work here, too, until Ctrl-C or SIGTERM.
+
+    The address of its PostgreSQL is store.url, or COTERIE_STORE in the environment: then no folder is needed.
+    """
     import asyncio
 
     from coterie.cli import logs, server
 
     logs.start()
-    raise typer.Exit(asyncio.run(server.run_worker((place or dir or DEFAULT_FOLDER).resolve())))
+    with server.worker_folder((place or dir or DEFAULT_FOLDER).resolve()) as folder:
+        code = asyncio.run(server.run_worker(folder))
+    raise typer.Exit(code)
+
+
+def apply(
+    place: DirArgument = None,
+    dir: OptionalDir = None,  # noqa: A002
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; write what differs.")] = False,
+    json: Json = False,
+) -> None:
+    """Make the agents, services and limits in the files those of a society in PostgreSQL. Running processes follow.
+
+    Keys do not go to the database. With SQLite the files themselves count, and this command is not needed.
+    """
+    from coterie.cli import logs
+
+    logs.silence()
+    folder = place or dir or DEFAULT_FOLDER
+    version, differences = run_quietly(_apply_files(folder, dry_run))
+    if json:
+        print_json({"version": version, "differences": list(differences), "applied": not dry_run})
+        return
+    for difference in differences:
+        print_line(difference)
+    found = count_of(len(differences), "difference") if differences else "no difference"
+    if dry_run:
+        print_line(f"Found {found} to version {version} of the configuration in the database; nothing was changed.")
+    else:
+        print_line(f"The files in {folder} are version {version} of the configuration ({found} before).")
+
+
+async def _apply_files(folder: Path, dry_run: bool) -> tuple[int, Sequence[str]]:
+    from coterie.clock import SystemClock
+    from coterie.config import read_config
+    from coterie.configuration import DatabaseConfiguration
+    from coterie.errors import StoreUnusable
+    from coterie.stores.open import is_shared, open_store, open_store_read_only, require_society
+
+    society_folder = require_society(folder)
+    config = read_config(folder)
+    if not is_shared(config):
+        raise StoreUnusable(
+            f"the society in {folder} is in SQLite, where its files count: a running server reads them again after"
+            " POST /api/v1/reload"
+        )
+    opening = open_store_read_only if dry_run else open_store
+    store, _ = await opening(society_folder, config, SystemClock())
+    try:
+        return await DatabaseConfiguration(society_folder, store).apply_files(dry_run=dry_run)
+    finally:
+        await store.close()
 
 
 def open_panel(

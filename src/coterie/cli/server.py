@@ -8,8 +8,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,7 +24,17 @@ from coterie.admin.inspect import Inspection
 from coterie.cli.logs import is_debugging
 from coterie.cli.output import count_of, escape_controls, print_line
 from coterie.clock import SystemClock
-from coterie.config import ServerAddress, ServerSettings, SocietyFolder, read_config, remove_address, write_address
+from coterie.config import (
+    STORE_VARIABLE,
+    ServerAddress,
+    ServerSettings,
+    SocietyFolder,
+    read_config,
+    redact_url,
+    remove_address,
+    write_address,
+)
+from coterie.configuration import FilesRole
 from coterie.errors import CoterieError, StoreError, StoreOwned, StoreUnusable
 from coterie.messages import PERSON
 from coterie.society import Society
@@ -175,20 +186,33 @@ async def stop_server(server: SocietyServer, society: Society, folder: SocietyFo
     return early
 
 
+@contextmanager
+def worker_folder(folder: Path) -> Iterator[Path]:
+    """The folder of a worker: `folder`, or an empty one if that has no society and the environment names the store."""
+    if SocietyFolder(folder).exists or not os.environ.get(STORE_VARIABLE):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="coterie-worker-") as empty:
+        (Path(empty) / "data").mkdir(mode=0o700)
+        yield Path(empty)
+
+
 async def run_worker(folder: Path) -> int:
     """Run the agents of a shared society without an HTTP server until a signal, and return the exit code."""
     signals = StopSignals()
-    if not is_shared(read_config(require_society(folder).path)):
+    config = read_config(require_society(folder).path)
+    if not is_shared(config):
         raise StoreUnusable(
-            "a worker shares its society with other processes, which needs a PostgreSQL: set store.url in coterie.toml,"
-            " or run coterie serve"
+            "a worker shares its society with other processes, which needs a PostgreSQL: set store.url in coterie.toml"
+            f" or {STORE_VARIABLE} in the environment, or run coterie serve"
         )
-    society = await _start_society(folder, signals)
+    society = await _start_society(folder, signals, files="never")
     try:
         if not signals.stop.done():
-            info = society.store.info
-            print_line(f"Coterie {__version__} works for the society in {folder}")
+            info, version = society.store.info, society.configuration.settings.version
+            print_line(f"Coterie {__version__} works for the society in {redact_url(config.store.url)}")
             print_line(f"  store    {info.engine} {info.version}")
+            print_line(f"  agents   {_list_agents(society)} (configuration version {version})")
             print_line(f"  models   {_list_models(society)}")
             print_line(f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}")
             sys.stdout.flush()
@@ -217,8 +241,8 @@ class StopSignals:
             future.set_result(None)
 
 
-async def _start_society(folder: Path, signals: StopSignals) -> Society:
-    starting = asyncio.create_task(Society.start(folder))
+async def _start_society(folder: Path, signals: StopSignals, files: FilesRole = "write") -> Society:
+    starting = asyncio.create_task(Society.start(folder, files=files))
     await _wait_for_first(starting, signals.exit_now)
     if not starting.done():
         await _force_exit(starting, folder)
@@ -245,15 +269,13 @@ async def greet(society: Society, environ: Mapping[str, str] = os.environ) -> No
 
 async def _announce(society: Society, folder: Path, is_new: bool, server: SocietyServer) -> None:
     info, delayed = society.store.info, await society.bus.delayed_count()
-    agents = [agent.id for agent in society.agents.all_profiles()]
-    more = f" and {len(agents) - LISTED_AGENTS:,} more" if len(agents) > LISTED_AGENTS else ""
     kept = society.config.shutdown.delayed == "keep"
     if is_new:
         print_line(f"Made {folder} with commented templates: coterie.toml, llmservices.json and tools.py.")
     lines = [
         f"Coterie {__version__} runs the society in {folder}",
         f"  store    {info.engine} {info.version}, durability {society.config.store.durability}",
-        f"  agents   {', '.join(agents[:LISTED_AGENTS])}{more}",
+        f"  agents   {_list_agents(society)}",
         f"  models   {_list_models(society)}",
         f"  delayed  {count_of(delayed, 'message')} ({'kept' if kept else 'delivered early'} on a stop)",
         f"  listens  {server.addresses.url}",
@@ -262,6 +284,12 @@ async def _announce(society: Society, folder: Path, is_new: bool, server: Societ
     ]
     typer.echo("\n".join(map(escape_controls, lines)))
     sys.stdout.flush()
+
+
+def _list_agents(society: Society) -> str:
+    agents = [agent.id for agent in society.agents.all_profiles()]
+    more = f" and {len(agents) - LISTED_AGENTS:,} more" if len(agents) > LISTED_AGENTS else ""
+    return ", ".join(agents[:LISTED_AGENTS]) + more or "none yet: run coterie serve or coterie apply"
 
 
 def _list_models(society: Society) -> str:

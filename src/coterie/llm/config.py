@@ -575,8 +575,12 @@ class ServiceRegistry:
     @classmethod
     def load(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> ServiceRegistry:
         """Load the services of the society in `folder`. Raise `ConfigError` if the file cannot be parsed."""
+        return cls.parse(read_services_file(folder / SERVICES_FILE), folder, environ)
+
+    @classmethod
+    def parse(cls, data: bytes | None, folder: Path, environ: Mapping[str, str] = os.environ) -> ServiceRegistry:
+        """The services in the text of an llmservices.json, with keys of the environment and of `folder`."""
         stored, problems = SecretsFile(folder / "data" / "secrets.json").read()
-        data = read_services_file(folder / SERVICES_FILE)
         if data is None:
             return cls(problems=problems)
         entries, file_problems = parse_services(data, key_lookup(environ, stored))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from coterie.artifacts import BlobStore
 from coterie.clock import Clock
-from coterie.config import CONFIG_FILE, SQLITE, Config, SocietyFolder, StoreSettings
+from coterie.config import CONFIG_FILE, SQLITE, Config, SocietyFolder, StoreSettings, parse_config
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.store import Limits
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
@@ -17,6 +19,8 @@ from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import lock_owner_pid
 from coterie.stores.sqlite.engine import DATABASE
+
+log = logging.getLogger(__name__)
 
 
 def is_shared(config: Config) -> bool:
@@ -37,6 +41,16 @@ def store_limits(config: Config) -> Limits:
     )
 
 
+def stored_limits(document: str) -> Limits:
+    """The limits in a stored configuration; the defaults if it cannot be read."""
+    try:
+        content = json.loads(document)
+        return store_limits(parse_config({name: content.get(name, {}) for name in ("limits", "artifacts")}, Path()))
+    except (ValueError, AttributeError, ConfigError):
+        log.error("the limits in the stored configuration cannot be read: the defaults count; run coterie apply")
+        return Limits()
+
+
 def growing_folder(folder: SocietyFolder, config: Config) -> Path | None:
     """Local folder that grows with the society; None if the database server stores everything."""
     if not is_shared(config):
@@ -54,7 +68,9 @@ async def open_store(folder: SocietyFolder, config: Config, clock: Clock) -> tup
     from coterie.stores.postgres import PostgresStore
 
     lease = timedelta(seconds=config.store.lease_seconds)
-    postgres = await PostgresStore.open(config.store.url, clock, limits=store_limits(config), lease=lease)
+    postgres = await PostgresStore.open(
+        config.store.url, clock, limits=store_limits(config), lease=lease, read_limits=stored_limits
+    )
     if config.store.artifacts:
         shared_folder = folder.path / config.store.artifacts
         return postgres, await _open_blobs(postgres, lambda: SharedFolderBlobStore(shared_folder))

@@ -31,7 +31,7 @@ SEQUENCE_TABLES = ("messages", "plans", "tasks")
 """Tables whose `seq` values a sequence assigns on PostgreSQL."""
 AUTOINCREMENT_TABLES = ("messages", "plans")
 """Those whose values are never reused, even after their rows are deleted."""
-ENGINE_META_KEYS = ("schema",)
+ENGINE_META_KEYS = ("schema", "compatible_from")
 """Keys of `meta` that describe the engine, not the society. They are not copied."""
 BATCH_ROWS = 1_000
 OnProgress = Callable[[str], None]

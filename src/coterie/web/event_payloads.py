@@ -59,6 +59,8 @@ class EventSerializer:
 
     async def _load(self, events: Sequence[Event]) -> _Subjects:
         store = self._society.store
+        if any(event.kind == "configuration.changed" for event in events):
+            await self._society.configuration.follow()  # the agents of later events have their settings in it
         messages = _ids(events, _MESSAGE)
         agents, upserted = _ids(events, ("agent.",)), _ids(events, ("agent.upsert",))
         artifacts = _ids(events, ("artifact.",))
@@ -131,7 +133,7 @@ class _Subjects:
                 return {"thread": subject}
             case "problem":
                 return {"agent": subject}
-            case "society.state":
+            case "society.state" | "configuration.changed":
                 return {}
             case "task.changed":
                 raise AssertionError("it has no frame")

@@ -22,7 +22,8 @@ from psycopg.abc import RV, Buffer, PQGen
 from psycopg.adapt import Dumper, Loader
 from psycopg.pq import TransactionStatus
 
-from coterie.errors import StoreError, StoreUnavailable, StoreUnusable
+from coterie.errors import StoreBroken, StoreError, StoreUnavailable, StoreUnusable
+from coterie.stores.postgres.server import cause_of, require_suitable, unusable
 from coterie.stores.sql.rows import Rows
 from coterie.text import one_line
 
@@ -120,18 +121,17 @@ def owner_connection(url: str) -> Iterator[PgConnection]:
     """Connection for one command of the owner. It is closed afterwards; errors become `StoreError`."""
     try:
         with closing(PgConnection(connect(url))) as db:
+            require_suitable(db.raw)
             yield db
     except psycopg.Error as error:
-        raise _owner_error(error) from error
+        raise _owner_error(error, url) from error
 
 
-def _owner_error(error: psycopg.Error) -> StoreError:
+def _owner_error(error: psycopg.Error, url: str) -> StoreError:
     if isinstance(error, psycopg.errors.LockNotAvailable):
         return StoreUnusable("another program is writing to this database: stop it first, then try again")
-    if is_transient(error):
-        message = one_line(str(error)) or type(error).__name__
-        return StoreUnusable(f"the PostgreSQL cannot be used ({message}): check that it runs, and who may connect")
-    return to_store_error(error)
+    # An error without a code is one of the connection.
+    return unusable(error, url) if is_transient(error) or not error_code(error) else to_store_error(error)
 
 
 class LazyResult:
@@ -403,6 +403,10 @@ class StateChanged(psycopg.OperationalError):
     """The society was paused or resumed, or a task stopped, after the batch had read that state. Retry the batch."""
 
 
+class SchemaUpgraded(psycopg.DatabaseError):
+    """Another process upgraded the schema beyond what this program may write to. It must end."""
+
+
 class PipelineFailed(psycopg.OperationalError):
     """One of several pipelined statements failed, and it is unknown which. Retry the batch without pipelining."""
 
@@ -430,7 +434,10 @@ def is_transient(error: Exception) -> bool:
 def to_store_error(error: Exception) -> StoreError:
     if isinstance(error, StoreError):
         return error
-    message, code = one_line(str(error)) or type(error).__name__, error_code(error)
+    if isinstance(error, SchemaUpgraded):
+        return StoreBroken(str(error))
+    message = cause_of(error) if isinstance(error, psycopg.Error) else one_line(str(error)) or type(error).__name__
+    code = error_code(error)
     has_phrase = any(phrase in message for phrase in _DISK_FULL_PHRASES)
     if code in _DISK_FULL_CODES or (isinstance(error, psycopg.Error) and has_phrase):
         return StoreUnavailable("the database's disk is full: free some space; nothing was lost", full=True)

@@ -20,7 +20,7 @@ import psycopg
 
 from coterie.artifacts import HEAD_BYTES, StoredBlob
 from coterie.clock import Clock, from_ms
-from coterie.errors import Refused, StoreBroken, StoreError, StoreUnusable
+from coterie.errors import Refused, StoreBroken, StoreError
 from coterie.failpoints import hit
 from coterie.ids import new_id
 from coterie.messages import Message
@@ -34,24 +34,25 @@ from coterie.stores.postgres.connection import (
     STATEMENT_TIMEOUT_MS,
     PgConnection,
     ReaderPool,
+    SchemaUpgraded,
     connect,
     is_transient,
     to_store_error,
 )
+from coterie.stores.postgres.server import require_suitable, unusable
 from coterie.stores.postgres.session import PostgresSession
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
 from coterie.stores.sql.jobs import Result
-from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres
+from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres, schema_scripts
 from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
-from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, make_secret, read_secret, to_message
+from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, get_meta, make_secret, read_secret, to_message
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.transfer import SqliteTarget, transfer_rows
 from coterie.supervision import Shutdown
-from coterie.text import one_line
 from coterie.turn_store import Interruption, TurnWorker
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ _MS = timedelta(milliseconds=1)
 _SET_READ_TIMEOUT = f"SET LOCAL statement_timeout = {STATEMENT_TIMEOUT_MS};"
 _BROADCAST = "SELECT pg_notify(:channel, payload) FROM unnest(:texts::text[]) AS payload"
 TimeMs = Callable[[], int]
+ReadLimits = Callable[[str], Limits]
 
 
 class PostgresStore(SqlStore):
@@ -77,15 +79,20 @@ class PostgresStore(SqlStore):
         lease: timedelta = LEASE,
         *,
         read_only: bool = False,
+        read_limits: ReadLimits | None = None,
     ) -> None:
-        """`time`: replaces the database's clock, for tests. `read_only`: the process does not run the society."""
+        """`time`: replaces the database's clock, for tests. `read_only`: the process does not run the society.
+
+        `read_limits`: the limits in the document of the stored configuration; they replace `limits`.
+        """
         super().__init__()
         self.info, self._clock, self.limits = info, clock, limits
-        self._url, self._time, self._lease = url, time, lease
+        self._url, self._time, self._lease, self._read_limits = url, time, lease, read_limits
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="coterie-reader")
         # Read-only commands delay nobody, so their statements have no timeout.
         self._pool = ReaderPool(url, "" if read_only else _SET_READ_TIMEOUT)
-        self.broken: asyncio.Future[StoreBroken] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.broken: asyncio.Future[StoreBroken] = self._loop.create_future()
         process = new_id()
         self._channels = NotifyChannels(info.log_id, process)
         self._writer = Writer(url, self._begin_session)
@@ -111,12 +118,11 @@ class PostgresStore(SqlStore):
         limits: Limits | None = None,
         time: TimeMs | None = None,
         lease: timedelta = LEASE,
+        read_limits: ReadLimits | None = None,
     ) -> Self:
-        """Open the database and join the society, created if the database is empty.
-
-        `time`: replaces the database's clock, for tests.
-        """
-        return cls(url, await asyncio.to_thread(_open, url), clock, limits or Limits(), time, lease)
+        """Open the database and join the society, created if the database is empty. Arguments as of the class."""
+        info = await asyncio.to_thread(_open, url)
+        return cls(url, info, clock, limits or Limits(), time, lease, read_limits=read_limits)
 
     @classmethod
     async def open_read_only(cls, url: str, clock: Clock, *, lease: timedelta = LEASE) -> Self:
@@ -211,8 +217,24 @@ class PostgresStore(SqlStore):
         session = PostgresSession(
             db, touches, self._lease // _MS, self._channels, self._time, messages=messages, secret=self.info.secret
         )
+        if session.compatible_from > schema_scripts("postgres").newest:
+            message = (
+                "a newer Coterie upgraded the database, and this version must not write to it: this process ends, and"
+                " others take over its turns; install the newer version here, too"
+            )
+            self._loop.call_soon_threadsafe(self._set_broken, StoreBroken(message))
+            raise SchemaUpgraded(message)
         self.seen_paused = session.was_paused_at_start
+        if session.configuration_version != self.seen_configuration:
+            # Read in this transaction: its jobs are bound by the limits that were committed before it.
+            if self._read_limits:
+                self.limits = self._read_limits(get_meta(db, "configuration") or "{}")
+            self.seen_configuration = session.configuration_version
         return session
+
+    def _set_broken(self, error: StoreBroken) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
 
     async def _now_ms(self) -> int:
         if self._time:
@@ -283,6 +305,7 @@ def _run_in_snapshot(db: PgConnection, run: Callable[[PgConnection], T]) -> T:
 def _open(url: str, *, read_only: bool = False) -> StoreInfo:
     try:
         with connect(url) as raw:
+            require_suitable(raw)
             if read_only:
                 require_newest_postgres(raw)
             else:
@@ -293,7 +316,7 @@ def _open(url: str, *, read_only: bool = False) -> StoreInfo:
             secret = read_secret(db) if read_only else make_secret(db)
             version = raw.info.parameter_status("server_version") or ""
     except psycopg.Error as error:
-        raise _unusable(error) from error
+        raise unusable(error, url) from error
     return StoreInfo(engine="postgresql", version=version, log_id=log_id, last_seen=from_ms(last_at), secret=secret)
 
 
@@ -315,12 +338,6 @@ def read_size(db: PgConnection) -> DatabaseSize:
         if table in COUNTED_TABLES:
             rows[table] = live
     return DatabaseSize(file_bytes, int(used_bytes), rows, can_shrink=True)
-
-
-def _unusable(error: psycopg.Error) -> StoreError:
-    return StoreUnusable(
-        f"the PostgreSQL of store.url cannot be used ({one_line(str(error))}): check that it runs, and who may connect"
-    )
 
 
 _SEARCH = f"""

@@ -60,7 +60,12 @@ SELECT agents.id, mail.*
  WHERE agents.id = ANY (:ids) AND agents.waiting <= {MAX_PREFETCHED_MAIL} ORDER BY agents.id, mail.in_seq
 """
 _SELECT_TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
-_SELECT_LOG = f"SELECT {CLOCK}, last_at, paused, pg_current_xact_id_if_assigned()::text FROM log"
+_SELECT_LOG = f"""
+SELECT {CLOCK}, last_at, paused, pg_current_xact_id_if_assigned()::text,
+       coalesce((SELECT value FROM meta WHERE key = 'configuration_version'), '0')::bigint,
+       coalesce((SELECT value FROM meta WHERE key = 'compatible_from'), '0')::bigint
+  FROM log
+"""
 _SELECT_NOW = f"SELECT {CLOCK}, pg_current_xact_id_if_assigned()::text"
 _NOTIFY = "SELECT pg_notify(:channel, :notice)"
 _MARK_BATCH = f"""
@@ -140,6 +145,10 @@ class PostgresSession:
         """Pause state that jobs of this batch relied on."""
         self._paused_new: bool | None = None
         """Pause state that a job of this batch sets."""
+        self.configuration_version = 0
+        """Version of the stored configuration when the transaction began."""
+        self.compatible_from = 0
+        """The oldest schema version whose programs may write."""
         self.has_unclaimed_work = False
         """True if an agent has work and this process did not claim it."""
         self.interruptions: list[Interruption] = []
@@ -160,7 +169,7 @@ class PostgresSession:
         while cursor.nextset():
             if cursor.description:
                 results.append(cursor.fetchall())
-        (now, last_at, paused, self._transaction), *_ = results.pop()
+        ((now, last_at, paused, self._transaction, self.configuration_version, self.compatible_from),) = results.pop()
         self._paused = self.was_paused_at_start = bool(paused)
         if messages:
             self._reserved_seqs = sorted((number for (number,) in results.pop()), reverse=True)

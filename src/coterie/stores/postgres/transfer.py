@@ -99,7 +99,7 @@ class PostgresTarget:
                 migrate_postgres(db.raw)
                 _require_empty(db, not_empty_message)
                 db.execute_now(_BLOCK_WRITES)
-                db.execute("DELETE FROM meta WHERE key <> 'schema'")
+                db.execute("DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')")
                 try:
                     yield target
                 except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 from coterie.agents import ACTIVE_STATES, CLAIMED_STATES, Agent
 from coterie.artifacts import Artifact
@@ -34,6 +35,16 @@ _UPSERT_AGENT = """
 INSERT INTO agents (id, kind, name, parent, profile, created_at)
 VALUES (:id, :kind, :name, :parent, :profile, :created_at)
     ON CONFLICT (id) DO UPDATE SET name = excluded.name, parent = excluded.parent, profile = excluded.profile
+"""
+_INSERT_AGENT = """
+INSERT INTO agents (id, kind, name, parent, profile, created_at)
+VALUES (:id, :kind, :name, :parent, :profile, :created_at) ON CONFLICT (id) DO NOTHING
+"""
+_INSERT_CONFIGURATION_VERSION = """
+INSERT INTO meta (key, value) VALUES ('configuration_version', '0') ON CONFLICT (key) DO NOTHING
+"""
+_RAISE_CONFIGURATION_VERSION = """
+UPDATE meta SET value = :version WHERE key = 'configuration_version' AND value = :expected
 """
 _UPSERT_ROLE = """
 INSERT INTO roles (name, profile, maker) VALUES (:name, :profile, :maker)
@@ -94,23 +105,42 @@ VALUES (:ref, :filename, :type, :mime_type, :size, :sha256, :created_at, :maker)
 
 
 def add_agents(db: Connection, uow: UnitOfWork, agents: Sequence[Agent]) -> None:
-    db.executemany(
-        _UPSERT_AGENT,
-        # Agent rows are always locked in the order of ids: another process may be adding the same ones.
-        [
-            {
-                "id": agent.id,
-                "kind": agent.kind,
-                "name": agent.name,
-                "parent": agent.parent,
-                "profile": agent.profile,
-                "created_at": uow.timestamp,
-            }
-            for agent in sorted(agents, key=lambda agent: agent.id)
-        ],
-    )
+    # Agent rows are always locked in the order of ids: another process may be adding the same ones.
+    db.executemany(_UPSERT_AGENT, [_agent_row(uow, agent) for agent in sorted(agents, key=lambda agent: agent.id)])
     for agent in agents:
         uow.record_event("agent.upsert", agent.id)
+
+
+def create_agent(db: Connection, uow: UnitOfWork, agent: Agent) -> None:
+    # The insert decides, not a read before it: another process may create an agent with this id at the same moment.
+    if db.execute(_INSERT_AGENT, _agent_row(uow, agent)).rowcount == 0:
+        raise Refused("id_taken", f"the id {agent.id!r} is taken: choose another, or leave it out")
+    uow.record_event("agent.upsert", agent.id)
+
+
+def _agent_row(uow: UnitOfWork, agent: Agent) -> dict[str, Any]:
+    return {
+        "id": agent.id,
+        "kind": agent.kind,
+        "name": agent.name,
+        "parent": agent.parent,
+        "profile": agent.profile,
+        "created_at": uow.timestamp,
+    }
+
+
+def write_configuration(db: Connection, uow: UnitOfWork, document: str, expected: int, agents: Sequence[Agent]) -> int:
+    version = expected + 1
+    db.execute(_INSERT_CONFIGURATION_VERSION)
+    raised = db.execute(_RAISE_CONFIGURATION_VERSION, {"version": str(version), "expected": str(expected)})
+    if raised.rowcount == 0:
+        raise Refused("config_changed", "another process changed the configuration meanwhile: read it again")
+    set_meta(db, "configuration", document)
+    # Before the events of the agents: who renders those must know the new configuration.
+    uow.record_event("configuration.changed", "configuration", {"version": version})
+    if agents:
+        add_agents(db, uow, agents)
+    return version
 
 
 def put_role(db: Connection, name: str, profile: str, maker: str) -> None:

@@ -3,6 +3,10 @@
 The scripts are in the engine's folder `schema/`. `0012_schema.sql` creates the whole current schema, version 12.
 `0012_upgrade_from_0011.sql` brings version 11 to version 12. A change of the schema edits and renumbers the first, and
 adds an upgrade from the number before.
+
+With PostgreSQL several processes use the database while one upgrades it. An upgrade that begins with the line
+`-- compatible` leaves a database that programs of the version before use correctly: they go on, and may still start.
+Any other upgrade ends them: every transaction reads `compatible_from` in `meta`, the oldest version that may write.
 """
 
 from __future__ import annotations
@@ -28,6 +32,11 @@ class Script(NamedTuple):
     version: int
     """The schema version after the script."""
     sql: str
+
+    @property
+    def is_compatible(self) -> bool:
+        """True if programs of the version before may go on with the new schema."""
+        return self.sql.startswith("-- compatible\n")
 
 
 class SchemaScripts(NamedTuple):
@@ -137,29 +146,42 @@ def migrate_postgres(raw: psycopg.Connection[Any]) -> int:
     """Bring the database to the newest schema and return the version it had. A newer schema is refused unchanged."""
     with raw.transaction():
         raw.execute("SELECT pg_advisory_xact_lock(%s)", (ADVISORY_LOCK_KEY,))
-        version = postgres_version(raw)
-        for script in schema_scripts("postgres").scripts_from(version):
+        version = before = postgres_version(raw)
+        scripts = (
+            schema_scripts("postgres").scripts_from(version) if version <= schema_scripts("postgres").newest else ()
+        )
+        if version and scripts:
+            # Every transaction of another process reads this table first: those under way end before the upgrade, and
+            # later ones see it.
+            raw.execute("LOCK TABLE log IN ACCESS EXCLUSIVE MODE")
+        for script in scripts:
             raw.execute(script.sql.encode())
             hit("migrate.statement")
-            raw.execute(
-                "INSERT INTO meta (key, value) VALUES ('schema', %s)"
-                " ON CONFLICT (key) DO UPDATE SET value = excluded.value",
-                (str(script.version),),
-            )
+            compatible_from = before if before and script.is_compatible else script.version
+            for key, value in (("schema", script.version), ("compatible_from", compatible_from)):
+                raw.execute(
+                    "INSERT INTO meta (key, value) VALUES (%s, %s)"
+                    " ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                    (key, str(value)),
+                )
+            before = script.version
         hit("migrate.before_commit")
     return version
 
 
 def require_newest_postgres(raw: psycopg.Connection[Any]) -> None:
-    """Raise `StoreUnusable` unless the schema is the newest."""
-    if postgres_version(raw) != schema_scripts("postgres").newest:
+    """Raise `StoreUnusable` if the schema is older than this program, or newer and not compatible with it."""
+    if postgres_version(raw) < schema_scripts("postgres").newest:
         raise StoreUnusable(
             "the database of this society is not up to date: run coterie migrate, or start it with coterie serve"
         )
 
 
 def postgres_version(raw: psycopg.Connection[Any]) -> int:
-    """Schema version, 0 for an empty database; `StoreUnusable` if it is foreign, too new or too old."""
+    """Schema version, 0 for an empty database; `StoreUnusable` if it is foreign, too new or too old.
+
+    A newer version than this program's is not too new if it is compatible.
+    """
     # `messages` first: another process may create the whole schema between the two reads.
     has_messages = raw.execute("SELECT to_regclass('messages')").fetchone()[0]  # type: ignore[index]
     if not raw.execute("SELECT to_regclass('meta')").fetchone()[0]:  # type: ignore[index]
@@ -169,6 +191,8 @@ def postgres_version(raw: psycopg.Connection[Any]) -> int:
     row = raw.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     if row is None:
         raise StoreUnusable(_FOREIGN)
-    version = int(row[0])
-    schema_scripts("postgres").scripts_from(version)
+    version, newest = int(row[0]), schema_scripts("postgres").newest
+    compatible = raw.execute("SELECT value FROM meta WHERE key = 'compatible_from'").fetchone()
+    if version <= newest or compatible is None or int(compatible[0]) > newest:
+        schema_scripts("postgres").scripts_from(version)
     return version

@@ -34,6 +34,7 @@ from coterie.store import (
     Role,
     Snapshot,
     Statistics,
+    StoredConfiguration,
     StoreInfo,
     Usage,
     Worker,
@@ -99,6 +100,7 @@ SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each
 _SELECT_BLOBS = """
 SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (:sha256, :size) ORDER BY sha256, size LIMIT :limit
 """
+_SELECT_CONFIGURATION = "SELECT key, value FROM meta WHERE key IN ('configuration', 'configuration_version')"
 _SELECT_EVENTS = "SELECT seq, at, kind, subject, data FROM events WHERE seq > :after ORDER BY seq LIMIT :limit"
 
 
@@ -109,6 +111,8 @@ class SqlDatabase(ABC):
     """Set when writes can no longer be trusted: the process must stop."""
     seen_paused: bool = False
     """Whether the society was paused when this process last read it. A hint: decisions read it in their transaction."""
+    seen_configuration: int = 0
+    """Version of the stored configuration when the last transaction of this process began. Only with PostgreSQL."""
     counters: WorkerCounters
     _clock: Clock
     _worker: TurnWorker | None = None
@@ -288,6 +292,9 @@ class SqlStore(SqlOverview):
     async def add_agents(self, agents: Sequence[Agent]) -> None:
         await self._transact(partial(commands.add_agents, agents=agents), touches=[agent.id for agent in agents])
 
+    async def create_agent(self, agent: Agent) -> None:
+        await self._transact(lambda db, uow: commands.create_agent(db, uow, agent), touches=[agent.id])
+
     async def terminate(self, agent_id: str) -> None:
         await self._transact(lambda db, uow: commands.terminate(db, uow, agent_id), touches=[agent_id])
 
@@ -337,6 +344,20 @@ class SqlStore(SqlOverview):
             return {}
         rows = await self._query(_SELECT_AGENTS_BY_ID, ids=json_keys(ids))
         return {agent.id: agent for agent in map(to_agent, rows)}
+
+    # Configuration
+
+    async def configuration(self) -> StoredConfiguration:
+        found = dict(await self._query(_SELECT_CONFIGURATION))
+        return StoredConfiguration(
+            version=int(found.get("configuration_version", 0)), document=found.get("configuration", "{}")
+        )
+
+    async def write_configuration(self, document: str, expected: int, agents: Sequence[Agent]) -> int:
+        return await self._transact(
+            lambda db, uow: commands.write_configuration(db, uow, document, expected, agents),
+            touches=[agent.id for agent in agents],
+        )
 
     # Messages
 

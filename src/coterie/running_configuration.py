@@ -1,0 +1,120 @@
+"""The settings that this process runs with: applied at the start, reloaded, changed, and followed in the database."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from coterie.artifact_service import ArtifactService
+from coterie.config import Config, SocietyFolder, changes_needing_restart, merge_reloaded, read_config
+from coterie.configuration import Change, Configuration, Document, Settings, agent_of
+from coterie.errors import Problem
+from coterie.llm.config import ServiceRegistry
+from coterie.stores.open import is_shared, require_driver, store_limits
+from coterie.stores.sql.store import SqlStore
+
+log = logging.getLogger(__name__)
+
+
+class SettingsUser(Protocol):
+    """The agents at work, which run with the settings."""
+
+    async def apply(self, services: ServiceRegistry, config: Config | None = None) -> Sequence[Problem]: ...
+
+
+class RunningConfiguration:
+    def __init__(
+        self,
+        folder: SocietyFolder,
+        configuration: Configuration,
+        settings: Settings,
+        *,
+        store: SqlStore,
+        artifacts: ArtifactService,
+        on_change: Callable[[], object],
+    ) -> None:
+        """`on_change`: called after the settings were applied."""
+        self._folder, self._configuration, self.settings, self.config = folder, configuration, settings, settings.config
+        self._store, self._artifacts, self._on_change = store, artifacts, on_change
+        self._user: SettingsUser | None = None
+        self._lock = asyncio.Lock()
+
+    def set_user(self, user: SettingsUser) -> None:
+        """Apply later changes to `user`, too."""
+        self._user = user
+
+    async def read(self) -> tuple[str, Document]:
+        """The version of the configuration and its document; see `coterie.configuration.Document`."""
+        return await self._configuration.read()
+
+    async def change(self, change: Change, expected_version: str | None = None) -> Sequence[Problem]:
+        """Change agents or limits, and apply the change here; other processes follow within a second.
+
+        Returns the problems that the configuration has then. Errors as of `Configuration.write`.
+        """
+        async with self._lock:
+            await self._configuration.write(change, expected_version)
+            problems = await self._apply(await self._configuration.load())
+        self._on_change()
+        return problems
+
+    async def reload(self) -> Sequence[Problem]:
+        """Read the owner's files again; as `Society.reload`."""
+        async with self._lock:
+            require_driver(read_config(self._folder.path).store)
+            problems = (
+                *await self._configuration.synchronize(),
+                *await self._apply(await self._configuration.load()),
+            )
+        self._on_change()
+        log.info("configuration reloaded; %d problems", len(problems))
+        return problems
+
+    async def reload_services(self) -> None:
+        """Apply changed services. With files only these, so that an error in coterie.toml does not matter."""
+        if is_shared(self.config):
+            await self.follow()
+            return
+        async with self._lock:
+            services = ServiceRegistry.parse(self._configuration.services_json(), self._folder.path)
+            if self._user:
+                await self._user.apply(services)
+        self._on_change()
+
+    async def follow(self) -> None:
+        """Apply the configuration that the database has now, if another process changed it."""
+        if not is_shared(self.config):
+            return
+        async with self._lock:
+            if (await self._store.configuration()).version == int(self.settings.version):
+                return
+            problems = await self._apply(await self._configuration.load())
+        self._on_change()
+        log.info("applied version %s of the configuration; %d problems", self.settings.version, len(problems))
+
+    async def follow_seen(self) -> None:
+        """`follow`, if a transaction of this process saw a later version than the one applied."""
+        if self._store.seen_configuration and self._store.seen_configuration > int(self.settings.version):
+            await self.follow()
+
+    async def _apply(self, settings: Settings) -> Sequence[Problem]:
+        config, before = settings.config, {entry.id: entry for entry in self.config.agents}
+        changed = [agent_of(entry) for entry in config.agents if before.pop(entry.id, None) != entry]
+        has_files = not is_shared(self.config)  # a shared store has agents and limits from the same transaction
+        if has_files:
+            await self._store.add_agents(changed)
+            self._store.set_limits(store_limits(config))
+        pending = changes_needing_restart(self.config, config)
+        self.config, self.settings = merge_reloaded(self.config, config), settings
+        self._artifacts.set_max_file_bytes(max_file_bytes(config))
+        applied = await self._user.apply(settings.services, config) if self._user else ()
+        if has_files:
+            # Their events are sent now that their profiles are in place. Those left in `before` were removed.
+            await self._store.add_agents([*changed, *map(agent_of, before.values())])
+        return (*config.problems, *pending, *applied)
+
+
+def max_file_bytes(config: Config) -> int:
+    return config.limits.upload_mb * 1_000_000
