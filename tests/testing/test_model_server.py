@@ -138,7 +138,7 @@ async def test_invalid_requests_are_refused_whatever_the_script_says(
 
 
 async def test_other_paths_are_not_found(server: ModelServer, client: httpx.AsyncClient) -> None:
-    assert (await client.get(f"{server.base_url}/models")).status_code == 404
+    assert (await client.get(f"{server.base_url}/other")).status_code == 404
     assert (await client.post(f"{server.base_url}/chat/completions", content=b"{")).status_code == 400
 
 

@@ -20,7 +20,6 @@ from coterie.messages import MAX_QUICK_REPLIES
 from coterie.task_follower import TaskOutcome, is_open_question
 from coterie.tasks import TaskState
 from coterie.web import schemas, task_schemas
-from coterie.web.schemas import Schema
 
 DEFAULT_WAIT_SECONDS = 45.0
 """Less than the 60 seconds after which many clients give up and cancel a call."""
@@ -41,6 +40,10 @@ Wait = Annotated[
         description="Wait at most this many seconds until nothing of the task runs any more. 0: do not wait.",
     ),
 ]
+
+
+class Schema(Struct, rename="camel", kw_only=True):
+    """Arguments or result of a tool. Not a `schemas.Schema`, because the HTTP API does not have it."""
 
 
 # Arguments
@@ -214,7 +217,7 @@ class ToolEntry(Struct, frozen=True, kw_only=True):
     title: str
     description: str
     arguments: type[Schema]
-    result: type[Schema]
+    result: type[Struct]
     is_read_only: bool = False
     is_idempotent: bool = False
     is_destructive: bool = False
@@ -355,9 +358,9 @@ def parse_arguments(entry: ToolEntry, arguments: Mapping[str, Any] | None) -> An
 # Results as content
 
 
-def structured(value: Schema, *blocks: types.ContentBlock, is_error: bool = False) -> types.CallToolResult:
+def structured(value: Struct, *blocks: types.ContentBlock, is_error: bool = False) -> types.CallToolResult:
     """A result for programs and, in `blocks`, for models. Without blocks: the same JSON as text."""
-    data = value.to_dict()
+    data = msgspec.to_builtins(value)
     content = list(blocks) or [text_block(msgspec.json.encode(value).decode())]
     return types.CallToolResult(content=content, structured_content=data, is_error=is_error)
 
