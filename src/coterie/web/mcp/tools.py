@@ -334,7 +334,7 @@ def list_tools() -> list[types.Tool]:
     ]
 
 
-def _object_schema(kind: type[Schema]) -> dict[str, Any]:
+def _object_schema(kind: type[Struct]) -> dict[str, Any]:
     """The JSON schema of a struct, with `type: object` at the root, as MCP demands."""
     schema = msgspec.json.schema(kind)
     definitions = schema.get("$defs", {})
