@@ -74,8 +74,8 @@ class Bell:
 
 
 class Stage:
-    def __init__(self, society: Society, server: ModelServer) -> None:
-        self.society, self.server = society, server
+    def __init__(self, society: Society, server: ModelServer, folder: Path = Path()) -> None:
+        self.society, self.server, self.folder = society, server, folder
 
     async def say(self, text: str, to: str = "ada", **more: Any) -> str:
         return (await self.society.send(to=to, text=text, **more)).message_id
@@ -165,7 +165,7 @@ async def stage(
         (folder / "llmservices.json").write_text(json.dumps({"services": entries}))
         (folder / "tools.py").write_text(tools)
         async with Society.open(folder, clock=clock) as society:
-            yield Stage(society, server)
+            yield Stage(society, server, folder)
             assert server.refused == []
             Bell.may_end.set()
         async with Society.open(folder, clock=clock, work=False) as society:

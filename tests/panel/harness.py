@@ -183,6 +183,12 @@ async def eventually(holds: Any, *, seconds: float = 5.0) -> None:
         await asyncio.sleep(0.02)
 
 
+async def without_model(panel: Panel) -> None:
+    """Remove all model services, so that the tour answers."""
+    (panel.stage.folder / "llmservices.json").write_text('{"services": []}')
+    await panel.society.reload()
+
+
 @asynccontextmanager
 async def open_panel(folder: Path, browser: Browser, **settings: Any) -> AsyncIterator[Panel]:
     """Start a society with its panel. `settings` are those of `stage`."""

@@ -14,7 +14,7 @@ from tests.agent.stage import Bell, each
 from tests.panel import ui
 from tests.panel.colours import COLOURS
 from tests.panel.conftest import Figure
-from tests.panel.harness import PHONE, WIDE, Panel, fail_requests
+from tests.panel.harness import PHONE, WIDE, Panel, fail_requests, without_model
 
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 CONTRAST = (
@@ -188,6 +188,55 @@ async def form(panel: Panel, page: Page) -> None:
     await expect(page.locator(".service-form")).to_be_visible()
 
 
+async def message_menu(panel: Panel, page: Page) -> None:
+    await talking(panel, page)
+    await page.locator('[data-testid="message-menu"]').last.click()
+    await expect(page.get_by_role("menu")).to_be_visible()
+
+
+async def finding(panel: Panel, page: Page) -> None:
+    await talking(panel, page)
+    await page.keyboard.press("Control+f")
+    await page.get_by_test_id("find").fill("words")
+    await expect(page.get_by_test_id("find-count")).to_have_text("1 of 1")
+
+
+async def send_later(panel: Panel, page: Page) -> None:
+    await page.locator(ui.COMPOSER).fill("Later")
+    await page.get_by_test_id("send-later").click()
+    await page.get_by_test_id("when-repeat").select_option("custom")
+    await expect(page.get_by_test_id("when-custom")).to_be_visible()
+
+
+async def agents(panel: Panel, page: Page) -> None:
+    await panel.society.definitions.change("ada", {"role": "Counter"})
+    await panel.society.retire_agent("bob")
+    await page.goto(f"{panel.url}/#/agents")
+    await expect(page.get_by_test_id("undo")).to_have_count(2)
+
+
+async def agent_form(panel: Panel, page: Page) -> None:
+    await page.goto(f"{panel.url}/#/agents/ada/edit")
+    await page.get_by_label("Only these").check()
+    await expect(page.get_by_test_id("tool-ring")).to_be_visible()
+
+
+async def agent_page(panel: Panel, page: Page) -> None:
+    await page.goto(f"{panel.url}/#/agents/ada")
+    await page.get_by_test_id("memory").locator("summary").click()
+    await expect(page.get_by_test_id("memory").locator("li").first).to_be_visible()
+
+
+async def start(panel: Panel, page: Page) -> None:
+    """The first start: the card above the conversation, then its form."""
+    await without_model(panel)
+    await page.reload()
+    await expect(page.get_by_test_id("start-card")).to_be_visible()
+    assert (await violations(page))[0] == []
+    await page.get_by_test_id("start-card").get_by_role("link").click()
+    await expect(page.locator(".start-form")).to_be_visible()
+
+
 SCENES: dict[str, Scene] = {
     "empty thread": empty,
     "open questions": talking,
@@ -211,6 +260,13 @@ SCENES: dict[str, Scene] = {
     "artifacts": at("artifacts", ".file-link"),
     "setup": at("setup", ".service"),
     "service form": form,
+    "message menu": message_menu,
+    "find": finding,
+    "send later": send_later,
+    "agents": agents,
+    "agent form": agent_form,
+    "agent page": agent_page,
+    "start": start,
     "palette": palette,
     "shortcuts": shortcuts,
 }

@@ -48,7 +48,7 @@ export function openMenu(anchor, label, items) {
   menu.addEventListener('keydown', keys);
   addEventListener('pointerdown', (event) => !menu.contains(event.target) && !anchor.contains(event.target) && close(false), { signal: off.signal, capture: true });
   for (const type of ['resize', 'hashchange', 'blur']) addEventListener(type, () => close(false), off);
-  document.body.append(menu);
+  (anchor.closest('main, header, nav, aside') ?? document.body).append(menu);
   place(menu, anchor);
   anchor.setAttribute('aria-expanded', 'true');
   rows()[0]?.focus({ preventScroll: true });

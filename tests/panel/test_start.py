@@ -1,0 +1,63 @@
+"""The first start: connect a model, say hello, create a team."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.async_api import expect
+
+from coterie.testing import ModelServer
+from tests.panel import ui
+from tests.panel.harness import Panel, without_model
+
+WORDS = {
+    "en-US": {
+        "bad": "The key was not accepted",
+        "count": "Models offered: 2",
+        "team": "Team of three",
+        "lead": "Lead",
+    },
+}
+
+
+@pytest.mark.parametrize("locale", WORDS)
+async def test_a_newcomer_connects_a_model_says_hello_and_creates_a_team(panel: Panel, locale: str) -> None:
+    words, key = WORDS[locale], "sk-newcomer-0123456789"
+    await without_model(panel)
+    async with ModelServer(models={"small", "large"}, api_key=key) as model:
+        page = await panel.open(locale=locale)
+        await page.get_by_test_id("start-card").get_by_role("link").click()
+        form = page.locator(".start-form")
+        await form.locator("select").first.select_option("other")
+        await page.get_by_test_id("start-url").fill(model.base_url)
+        await page.get_by_test_id("start-key").fill("sk-wrong")
+        await page.get_by_test_id("start-key").press("Tab")
+        await expect(page.get_by_test_id("models-told")).to_contain_text(words["bad"])
+        await page.get_by_test_id("start-key").fill(key)
+        await page.get_by_test_id("start-key").press("Tab")
+        await expect(page.get_by_test_id("models-told")).to_have_text(words["count"])
+        await page.get_by_test_id("models").select_option("small")
+        await page.get_by_test_id("start-save").click()
+        await expect(page.get_by_test_id("start-connected")).to_be_visible()
+        await expect(page.get_by_test_id("start-card")).to_have_count(0)
+        await expect(page.get_by_test_id("banner-tour")).to_have_count(0)
+        entry = next(iter(panel.society.services))
+        assert (entry.model, entry.api_key and entry.api_key.reveal()) == ("small", key)
+        assert key not in await page.content()
+
+        await page.get_by_test_id("start-hello").click()
+        await expect(page.locator(f"{ui.FEED} .msg-theirs")).to_contain_text("ok")
+        await page.goto(f"{panel.url}/#/setup")
+        await expect(page.locator('[data-service="main"] .outcome .ok')).to_be_visible()
+
+        await page.goto(f"{panel.url}/#/start")
+        await page.get_by_test_id("template").filter(has_text=words["team"]).click()
+        await page.get_by_test_id("team-save").click()
+        await expect(page.locator('[data-testid="title"]')).to_have_text(words["lead"])
+        assert model.refused == []
+
+
+async def test_a_service_that_answered_real_requests_is_not_called_untested(panel: Panel) -> None:
+    await panel.stage.say("Hello")
+    await panel.stage.heard()
+    page = await panel.open("#/setup")
+    await expect(page.locator('[data-service="main"] .outcome')).to_contain_text("It answered 1 requests")
