@@ -48,11 +48,14 @@ class Panel:
 
     async def browser(self, **settings: Any) -> BrowserContext:
         """A logged-in browser context. `settings` are those of Playwright: viewport, locale, color_scheme …"""
-        options: dict[str, Any] = {"viewport": WIDE, "locale": "en-US", "reduced_motion": "reduce"} | settings
+        options: dict[str, Any] = {"viewport": WIDE, "locale": "en-US", "reduced_motion": "reduce"}
+        options |= {"service_workers": "block"} | settings
         context = await self._browser.new_context(**options)
         context.set_default_timeout(8_000)
         await context.add_init_script(WATCH)
-        self.contexts.append((context, PageErrors(context, self.url)))
+        errors = PageErrors(context, self.url)
+        errors.allow("Service Worker registration blocked by Playwright")
+        self.contexts.append((context, errors))
         await context.request.get(f"{self.url}/?code={self._access.new_code()}")
         return context
 

@@ -17,7 +17,7 @@ async def test_the_page_is_public_and_contains_no_names_of_agents(anonymous: htt
 async def test_the_page_refers_only_to_existing_static_files(anonymous: httpx.AsyncClient) -> None:
     shell = (await anonymous.get("/")).text
     named = re.findall(r'(?:src|href)="([^"]+)"', shell)
-    assert {path.rpartition(".")[2] for path in named} == {"js", "css", "svg"}
+    assert {path.rpartition(".")[2] for path in named} == {"js", "css", "svg", "png", "webmanifest"}
     for path in named:
         assert (await anonymous.get(path)).status_code == 200, path
     assert all(

@@ -18,8 +18,8 @@ from .conftest import BASE, TOKEN
 LINK = "/api/v1/links"
 SNAPSHOT = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
-    "media-src 'self' blob:; connect-src 'self'; frame-src 'none'; frame-ancestors 'none'; base-uri 'none'; "
-    "form-action 'self'; require-trusted-types-for 'script'",
+    "media-src 'self' blob:; manifest-src 'self'; connect-src 'self'; frame-src 'none'; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'self'; require-trusted-types-for 'script'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",

@@ -33,8 +33,8 @@ Observe = Callable[[Scope, int, float], None]
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
-    "connect-src 'self'; frame-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'; "
-    "require-trusted-types-for 'script'"
+    "manifest-src 'self'; connect-src 'self'; frame-src 'none'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'self'; require-trusted-types-for 'script'"
 )
 HEADERS = (
     (b"content-security-policy", POLICY.encode()),
@@ -49,7 +49,7 @@ HEADERS = (
 HEADER_NAMES = frozenset(name for name, _ in HEADERS)
 HEALTH = frozenset({"/healthz", "/readyz"})
 SESSION = "/session"
-PUBLIC = HEALTH | {"/", SESSION}
+PUBLIC = HEALTH | {"/", SESSION, "/sw.js"}
 UPLOADS = "/api/v1/artifacts"
 EVENTS = "/api/v1/events"
 STREAMS = frozenset({EVENTS, "/mcp"})

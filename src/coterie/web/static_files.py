@@ -62,6 +62,14 @@ async def get_panel(
     return _respond("index.html", if_none_match, accept_encoding)
 
 
+@router.get("/sw.js")
+async def get_service_worker(
+    if_none_match: Annotated[str | None, Header()] = None, accept_encoding: Annotated[str, Header()] = ""
+) -> Response:
+    """At the root, because a service worker controls only pages below its own path."""
+    return _respond("sw.js", if_none_match, accept_encoding)
+
+
 @router.get("/static/{path:path}")
 async def get_static_file(
     path: str,

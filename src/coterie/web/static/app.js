@@ -39,6 +39,7 @@ async function boot() {
   for (const each of [notices, ...rest]) each.start();
   if (flag('notify')) import('./screens/settings.js').then((settings) => settings.start());
   import('./screens/away.js').then((away) => away.start(), () => {}); // the conversation does not need it
+  import('./screens/install.js').then((app) => app.start(), () => {});
   import('./screens/start.js').then((card) => card.start(), () => {});
   document.documentElement.dataset.ready = '';
 }

@@ -35,9 +35,9 @@ export function messageView(item, acts) {
   }
 
   if (first.id && acts?.replyTo) {
-    const more = button({ class: 'icon-btn msg-reply', 'aria-label': t('messageMenu'), title: t('messageMenu'), 'aria-haspopup': 'menu', 'data-testid': 'message-menu',
+    const more = button({ class: 'icon-btn msg-reply msg-more', 'aria-label': t('messageMenu'), title: t('messageMenu'), 'aria-haspopup': 'menu', 'data-testid': 'message-menu',
       onclick: () => import('./screens/message_menu.js').then((menu) => menu.openMessageMenu(more, of(last), el)) }, icon('more'));
-    bubbleRow.append(more);
+    bubbleRow[mine ? 'prepend' : 'append'](more);
   }
 
   let shown = null;

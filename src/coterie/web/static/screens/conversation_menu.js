@@ -4,7 +4,7 @@ import { artifactUrl, del, post } from '../api.js';
 import { t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { go } from '../router.js';
-import { isOpenTask, openTasks, PERSON, resync, state, thread } from '../state.js';
+import { isOpenTask, openTasks, PERSON, state, thread } from '../state.js';
 import { stop } from '../agents_list.js';
 import { editPath, pagePath } from './agents.js';
 import { markUnread } from './message_menu.js';
@@ -54,8 +54,5 @@ export function openConversationMenu(anchor, id) {
 
 async function clear(id, name) {
   if (!(await confirm(t('clearSure', { name }), t('clearThread'), t('clearMeans')))) return;
-  await tried(async () => {
-    await del(`/threads/${encodeURIComponent(id)}`);
-    await resync();
-  });
+  await tried(() => del(`/threads/${encodeURIComponent(id)}`)); // an event empties the conversation in all tabs
 }

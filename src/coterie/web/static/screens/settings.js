@@ -43,10 +43,17 @@ function heard(kind, { message }) {
   if (kind !== 'message.created' || message?.to !== PERSON) return;
   if (!document.hidden || !flag('notify') || !allowed()) return;
   // All tabs use the same tag, so that the browser shows one notification.
-  const note = new Notification(who(message.from), { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id });
-  note.onclick = () => {
-    window.focus();
-    go(agentPath(threadOf(message)));
-    note.close();
-  };
+  const path = agentPath(threadOf(message), message.id);
+  const told = { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id, icon: '/static/icon-192.png', data: { path: `/${path}` } };
+  try {
+    const note = new Notification(who(message.from), told);
+    note.onclick = () => {
+      window.focus();
+      go(path);
+      note.close();
+    };
+  } catch {
+    // On phones only the service worker may show one; it also handles the click.
+    navigator.serviceWorker?.ready.then((worker) => worker.showNotification(who(message.from), told));
+  }
 }
