@@ -107,9 +107,11 @@ class RunningConfiguration:
             await self._store.add_agents(changed)
             self._store.set_limits(store_limits(config))
         pending = changes_needing_restart(self.config, config)
-        self.config, self.settings = merge_reloaded(self.config, config), settings
+        self.config = merge_reloaded(self.config, config)
         self._artifacts.set_max_file_bytes(max_file_bytes(config))
         applied = await self._user.apply(settings.services, config) if self._user else ()
+        # Only now: a turn that finds its version here goes on without waiting for this.
+        self.settings = settings
         if has_files:
             # Their events are sent now that their profiles are in place. Those left in `before` were removed.
             await self._store.add_agents([*changed, *map(agent_of, before.values())])
