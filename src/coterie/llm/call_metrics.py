@@ -54,9 +54,6 @@ class _AnswerMetrics:
     duration: Histogram
     input: Histogram
     output: Histogram
-    used_tokens: list[Counter]
-    """Input, cached, output."""
-    unpriced: Counter
 
 
 class ModelCallMetrics:
@@ -114,6 +111,8 @@ class ModelCallMetrics:
         )
         self._answered: dict[str, _AnswerMetrics] = {}
         """By service. Finding a child by its labels takes longer than counting."""
+        self._kinds: dict[str, list[Counter]] = {}
+        """Children of `_used_tokens` by service: input, cached, output."""
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
@@ -126,13 +125,14 @@ class ModelCallMetrics:
 
     def count_usage(self, entry: ServiceEntry, usage: TokenUsage) -> None:
         """Count what one request of an agent used. `entry`: the service that was asked."""
-        children = self._of(entry.id)
+        if entry.id not in self._kinds:
+            self._kinds[entry.id] = [self._used_tokens.labels(entry.id, kind) for kind in ("input", "cached", "output")]
         tokens = (usage.input_tokens, usage.cached_tokens, usage.output_tokens)
-        for counter, count in zip(children.used_tokens, tokens, strict=True):
+        for counter, count in zip(self._kinds[entry.id], tokens, strict=True):
             if count:
                 counter.inc(count)
         if entry.price is None or usage.cost is None:
-            children.unpriced.inc()
+            self._unpriced.labels(entry.id).inc()
         else:
             self._cost.labels(entry.id, entry.price.currency).inc(usage.cost / BILLION)
 
@@ -143,8 +143,6 @@ class ModelCallMetrics:
                 self._duration.labels(service_id, "ok"),
                 self._tokens.labels(service_id, "input"),
                 self._tokens.labels(service_id, "output"),
-                [self._used_tokens.labels(service_id, kind) for kind in ("input", "cached", "output")],
-                self._unpriced.labels(service_id),
             )
         return children
 
