@@ -17,6 +17,7 @@ NAMES = (
     "http",
     "panel",
     "postgres",
+    "big",
 )
 
 

@@ -134,7 +134,7 @@ class AgentRuntime:
             live=live,
             tokens_per_day=config.limits.tokens_per_day,
             tracing=self._tracing,
-            refresh_agents=self._agents.refresh_directory,
+            refresh_agents=self._agents.refresh_agents,
             follow_configuration=configuration.follow_seen,
             artifact_writer=lambda agent_id: AgentArtifacts(artifacts, agent_id).put,
             is_paused=lambda: store.seen_paused,
@@ -176,7 +176,7 @@ class AgentRuntime:
                         if event.kind == "configuration.changed":
                             await self._configuration.follow()
                         elif event.kind in ("agent.upsert", "agent.removed"):
-                            await self._agents.refresh_directory()
+                            await self._agents.refresh_agents([event.subject])
                         elif event.kind == "society.state" and await self._store.is_paused():
                             self.defer_queued()
                     return
@@ -279,7 +279,7 @@ class AgentRuntime:
     def problems(self) -> Sequence[Problem]:
         """Problems in the owner's files, except syntax and values of coterie.toml."""
         known = [entry.id for entry in self.services]
-        configured = [profile for profile in self.directory.all_profiles() if profile.id in self._configured_ids]
+        configured = [profile for one in sorted(self._configured_ids) if (profile := self.directory.find(one))]
         return (
             *self._file_problems,
             *self.services.problems,

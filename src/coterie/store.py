@@ -115,6 +115,16 @@ class Role:
     """The agent that defined it. None: unknown, from an old version; treated as the owner's."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredProfile:
+    """What the directory of agents keeps of an agent."""
+
+    agent_id: str
+    profile: str
+    """As JSON; empty for an agent that coterie.toml describes."""
+    is_terminated: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """Part of a listing, newest first: `limit` items with a `seq` less than `before`."""
@@ -220,6 +230,10 @@ class Store(RetentionStore, Protocol):
         """The agents that exist."""
         ...
 
+    async def agent_profiles(self, ids: Sequence[str] | None = None, *, after: str = "") -> Sequence[StoredProfile]:
+        """These agents, or all with a stored profile and terminated ones, by id: the next ones after `after`."""
+        ...
+
     async def configuration(self) -> StoredConfiguration: ...
 
     async def write_configuration(self, document: str, expected: int, agents: Sequence[Agent]) -> int:
@@ -308,7 +322,7 @@ class Store(RetentionStore, Protocol):
         ...
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
-        """Newest first. `agent`: only messages from or to it."""
+        """Newest first. `agent`: only messages from or to it. Only dead letters have an index by state."""
         ...
 
     async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
@@ -445,6 +459,7 @@ class Snapshot:
     threads: Sequence[Thread]
     """Conversations with at least one message, most recent first."""
     thread_count: int
+    """Up to 1,000. If there are more, `threads` has those of the newest messages and those with unread ones."""
     queues: Sequence[Message]
     """Messages waiting for agents, by agent, in mailbox order."""
     queue_count: int

@@ -40,8 +40,10 @@ async def summarised(store: Society, upto: int, to: str = "ada") -> Claim:
     return await store.summarise(await claim(store, to), upto, "what was said")
 
 
-async def counts(store: Society) -> dict[str, int]:
-    return dict((await store.storage()).rows)
+async def stored_ids(store: Society) -> tuple[list[str], list[str]]:
+    """Ids of all messages and tasks."""
+    page = Page(limit=200)
+    return [message.id for message in await store.messages(page)], [task.id for task in await store.tasks(page)]
 
 
 async def test_an_old_turn_is_deleted_with_all_that_belongs_to_it(store: Society, clock: FakeClock) -> None:
@@ -86,12 +88,12 @@ async def test_what_is_not_done_stays_at_any_age(store: Society, clock: FakeCloc
     await send(store, "ada", "daily", every="8h")
     waiting = (await send(store, "ada", "waits")).message_id
     await clock.advance(days=400)
-    before = await counts(store)
+    before = await stored_ids(store)
 
     deleted = await pruned(store, messages=MONTH)
 
     assert deleted == Pruned(events=deleted.events)
-    assert await counts(store) | {"events": 0} == before | {"events": 0}
+    assert await stored_ids(store) == before
     assert {question, asked, waiting} == set(await store.messages_by_id([question, asked, waiting]))
     (open_question,) = await questions(store)
     await press(store, open_question, 0)

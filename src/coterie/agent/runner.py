@@ -176,7 +176,7 @@ class LlmHandler:
         live: LiveReplies | None = None,
         tokens_per_day: int = 0,
         tracing: Tracing | None = None,
-        refresh_agents: Callable[[], Awaitable[None]] | None = None,
+        refresh_agents: Callable[[list[str]], Awaitable[None]] | None = None,
         follow_configuration: Callable[[], Awaitable[None]] | None = None,
         artifact_writer: Callable[[str], SaveFile] | None = None,
         is_paused: Callable[[], bool] = lambda: False,
@@ -184,7 +184,7 @@ class LlmHandler:
     ) -> None:
         """`live`: publishes streamed text. `tokens_per_day`: 0 is no limit.
 
-        `refresh_agents`: updates the directory from the store. `follow_configuration`: applies the configuration that
+        `refresh_agents`: reads agents into the directory. `follow_configuration`: applies the configuration that
         the claim's transaction saw. `artifact_writer`: per agent id, stores answers that
         are too long for a message. `is_paused`: True if the society is paused, as far as this process knows.
         """
@@ -380,7 +380,7 @@ class LlmHandler:
             return self._directory.profile(agent_id)
         except Refused:
             if self._refresh_agents:  # another process may have created the agent
-                await self._refresh_agents()
+                await self._refresh_agents([agent_id])
             return self._directory.profile(agent_id)
 
     # The model

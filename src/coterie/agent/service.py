@@ -21,14 +21,15 @@ from coterie.llm.learned_limits import LearnedLimits
 from coterie.llm.routing import accepts_tools
 from coterie.llm.service import CAPABILITY_BY_TYPE, Capabilities, Direction, Sampling, ServiceNotAllowed
 from coterie.messages import PERSON, RESERVED_IDS
-from coterie.store import Store
+from coterie.store import Store, StoredProfile
 from coterie.text import closest_match, one_line, to_storable
 
 
 class AgentDirectory:
     def __init__(self, services: ServiceRegistry, learned_limits: LearnedLimits, agents: Iterable[Profile]) -> None:
         self._services, self._learned_limits = services, learned_limits
-        self._agents = {profile.id: profile for profile in agents}
+        self._agents: dict[str, Profile | str] = {profile.id: profile for profile in agents}
+        """Profiles by id. One that the store has given is parsed when it is first used: there may be very many."""
         self._terminated: set[str] = set()
         self._changes = 0
 
@@ -38,6 +39,12 @@ class AgentDirectory:
             return
         self._agents[profile.id] = profile
         self._changes += 1
+
+    def add_stored(self, agent_id: str, data: str) -> None:
+        """Add an agent with its profile as JSON, as `add` does."""
+        if agent_id not in self._terminated:
+            self._agents[agent_id] = data
+            self._changes += 1
 
     def mark_terminated(self, agent_id: str) -> None:
         """Remove a terminated agent; later calls of `add` for it do nothing."""
@@ -65,7 +72,7 @@ class AgentDirectory:
     def __iter__(self) -> Iterator[str]:
         """Iterate over the ids of agents whose service exists and is allowed."""
         known = {entry.id for entry in self._services}
-        return (agent.id for agent in [*self._agents.values()] if known and self._has_service(agent, known))
+        return (agent.id for agent in self.all_profiles() if known and self._has_service(agent, known))
 
     def _has_service(self, agent: Profile, known: Container[str]) -> bool:
         service_id = self._service_id(agent)
@@ -78,7 +85,7 @@ class AgentDirectory:
 
     def all_profiles(self) -> list[Profile]:
         """Return all agents, including those without a usable service."""
-        return list(self._agents.values())
+        return [profile for agent_id in [*self._agents] if (profile := self.find(agent_id))]
 
     def check_service(self, service: str | None) -> None:
         """Raise `UnknownService` if the service does not exist."""
@@ -88,22 +95,26 @@ class AgentDirectory:
     def profile(self, agent_id: str) -> Profile:
         if agent_id in self._terminated:
             raise Refused("recipient_terminated", f'"{one_line(agent_id)}" was terminated')
-        if agent_id not in self._agents:
+        profile = self.find(agent_id)
+        if profile is None:
             raise Refused("unknown_agent", f'there is no agent "{one_line(agent_id)}"')
-        return self._agents[agent_id]
+        return profile
 
     def find(self, agent_id: str) -> Profile | None:
         """The profile of the agent; None if it is unknown or was terminated."""
-        return self._agents.get(agent_id)
+        profile = self._agents.get(agent_id)
+        if isinstance(profile, str):
+            profile = self._agents[agent_id] = _parse_profile(profile)
+        return profile
 
     def name_of(self, agent_id: str) -> str:
         """The agent's display name; its id if it has none or is unknown."""
-        profile = self._agents.get(agent_id)
+        profile = self.find(agent_id)
         return (profile and profile.name) or agent_id
 
     def description_of(self, agent_id: str) -> str:
         """What the agent is for, on one line; empty if it has no description or is unknown."""
-        profile = self._agents.get(agent_id)
+        profile = self.find(agent_id)
         return one_line(profile.description, MAX_DESCRIPTION) if profile else ""
 
     def service_of(self, agent_id: str) -> ServiceEntry:
@@ -141,7 +152,7 @@ class AgentDirectory:
     def _ancestry(self, agent_id: str) -> list[Profile] | None:
         """Return the agent, its maker and so on up to an agent without a maker. None: one of them is missing."""
         ancestry, next_id = list[Profile](), agent_id
-        while (profile := self._agents.get(next_id)) is not None and profile not in ancestry:
+        while (profile := self.find(next_id)) is not None and profile not in ancestry:
             ancestry.append(profile)
             if profile.maker is None:
                 return ancestry
@@ -187,13 +198,33 @@ class AgentService:
         """Makes checking that an id is free and storing the agent one step."""
 
     async def refresh_directory(self) -> None:
-        """Add agents that were created at run time, here or by another process; remove terminated ones."""
+        """Add all agents that were created at run time, here or by another process; remove terminated ones."""
         # All are read before the first is added, so that no agent is in the directory before its maker.
-        for agent in [agent async for agent in self._all()]:
-            if agent.state == "terminated":
-                self._directory.mark_terminated(agent.id)
-            elif agent.profile:
-                self._directory.add(_parse_profile(agent.profile))
+        found, after = list[StoredProfile](), ""
+        while page := await self._store.agent_profiles(after=after):
+            found += page
+            after = page[-1].agent_id
+        for profile in found:
+            self._apply(profile)
+
+    async def refresh_agents(self, ids: Sequence[str]) -> None:
+        """Update these agents in the directory, and makers of them that it does not know."""
+        missing = [*ids]
+        found = list[StoredProfile]()
+        while missing:
+            page = await self._store.agent_profiles(missing)
+            found += page
+            makers = {json.loads(one.profile).get("maker") for one in page if one.profile and not one.is_terminated}
+            known = {one.agent_id for one in found}
+            missing = [maker for maker in makers if maker and maker not in known and not self._directory.find(maker)]
+        for profile in reversed(found):
+            self._apply(profile)
+
+    def _apply(self, profile: StoredProfile) -> None:
+        if profile.is_terminated:
+            self._directory.mark_terminated(profile.agent_id)
+        elif profile.profile:
+            self._directory.add_stored(profile.agent_id, profile.profile)
 
     async def list_blocked(self) -> Sequence[Agent]:
         return [agent async for agent in self._all() if agent.state == "blocked"]

@@ -316,8 +316,8 @@ class TourSeer:
 
     @property
     def exists(self) -> bool:
-        profiles = self._directory.all_profiles()
-        return any(profile.id == SEER and profile.service == TOUR_VISION for profile in profiles)
+        profile = self._directory.find(SEER)
+        return profile is not None and profile.service == TOUR_VISION
 
     async def ensure_created(self) -> None:
         if self.exists:

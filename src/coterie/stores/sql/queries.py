@@ -11,17 +11,30 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from coterie.agents import Agent
 from coterie.artifacts import Artifact
 from coterie.clock import UNIX_EPOCH, from_ms
 from coterie.errors import Refused
 from coterie.ids import frame_mark
 from coterie.llm.service import ToolCall
-from coterie.messages import Message
-from coterie.store import MAX_LISTED, CallRecord, Page, PlanRecord, Snapshot, Statistics, Thread, Usage
+from coterie.messages import Message, State
+from coterie.store import (
+    MAX_LISTED,
+    CallRecord,
+    Page,
+    PlanRecord,
+    Snapshot,
+    Statistics,
+    StoredProfile,
+    Thread,
+    Usage,
+)
 from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
     ARTIFACT_COLUMNS,
+    IS_BUSY,
+    LAST_SEQ,
     MESSAGE_COLUMNS,
     SHOWN_STATE,
     Connection,
@@ -113,9 +126,58 @@ def thread_position(db: Connection, thread: str | None, message_id: str) -> Thre
     return int(delivered_at), int(seq)
 
 
-_COUNTS = """
-SELECT count(*), coalesce(sum(waiting), 0), (SELECT coalesce(sum(delayed), 0) FROM agents) FROM agents
- WHERE kind = 'agent'
+_SELECT_MESSAGES = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE seq < :before ORDER BY seq DESC LIMIT :limit"
+_SELECT_DEAD = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'dead' AND seq < :before ORDER BY seq DESC LIMIT :limit
+"""
+_SELECT_IN_STATE = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages
+ WHERE seq < :before AND state = :state AND (:agent IS NULL OR :agent IN (sender, recipient))
+ ORDER BY seq DESC LIMIT :limit
+"""
+# Each half reads its own index.
+_SELECT_MESSAGES_OF = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages WHERE seq IN (
+    SELECT seq FROM (SELECT seq FROM messages WHERE sender = :agent AND seq < :before ORDER BY seq DESC LIMIT :limit)
+                    AS sent
+     UNION
+    SELECT seq FROM (SELECT seq FROM messages WHERE recipient = :agent AND seq < :before ORDER BY seq DESC LIMIT :limit)
+                    AS received)
+ ORDER BY seq DESC LIMIT :limit
+"""
+
+
+def read_messages(db: Connection, page: Page, agent: str | None, state: State | None) -> list[Message]:
+    sql = _SELECT_MESSAGES if agent is None else _SELECT_MESSAGES_OF
+    if state is not None:
+        sql = _SELECT_DEAD if state == "dead" and agent is None else _SELECT_IN_STATE
+    parameters = {"before": page.before or LAST_SEQ, "agent": agent, "state": state, "limit": page.limit}
+    return [to_message(row) for row in db.execute(sql, parameters)]
+
+
+PROFILES = 5_000
+"""Profiles that one query reads."""
+_SELECT_PROFILES = f"""
+SELECT id, profile, state = 'terminated' FROM agents
+ WHERE id > :after AND (profile <> '' OR state = 'terminated') ORDER BY id LIMIT {PROFILES}
+"""
+_SELECT_PROFILES_BY_ID = """
+SELECT id, profile, state = 'terminated' FROM agents WHERE id IN (SELECT key FROM json_each(:ids))
+"""
+
+
+def read_profiles(db: Connection, ids: Sequence[str] | None, after: str) -> list[StoredProfile]:
+    if ids is None:
+        rows = db.execute(_SELECT_PROFILES, {"after": after})
+    else:
+        rows = db.execute(_SELECT_PROFILES_BY_ID, {"ids": json_keys(ids)})
+    return [StoredProfile(agent_id, profile, bool(is_terminated)) for agent_id, profile, is_terminated in rows]
+
+
+_COUNT_AGENTS = "SELECT count(*) FROM agents WHERE kind = 'agent'"
+_COUNTS = f"""
+SELECT coalesce(sum(CASE WHEN id <> 'user' THEN waiting ELSE 0 END), 0), coalesce(sum(delayed), 0)
+  FROM agents WHERE {IS_BUSY}
 """
 _LAST_OF_THREAD = """
 (SELECT seq FROM messages WHERE thread = agents.id AND delivered_at IS NOT NULL
@@ -129,20 +191,45 @@ SELECT {MESSAGE_COLUMNS}, agents.id,
          WHERE unread.thread = agents.id AND unread.sender <> 'user' AND unread.state = 'pending'
          ORDER BY unread.delivered_at, unread.seq LIMIT 1)
   FROM agents JOIN messages ON messages.seq = {_LAST_OF_THREAD}
+ WHERE agents.id IN (SELECT key FROM json_each(:ids))
+ ORDER BY messages.delivered_at DESC, messages.seq DESC
+"""
+_NEWEST_THREADS = f"""
+SELECT agents.id FROM agents JOIN messages ON messages.seq = {_LAST_OF_THREAD}
+ WHERE agents.id IN (SELECT key FROM json_each(:ids))
  ORDER BY messages.delivered_at DESC, messages.seq DESC LIMIT :limit
 """
-_THREAD_COUNT = f"SELECT count({_LAST_OF_THREAD}) FROM agents"
-# Agents come first in the join: few have waiting messages, and an index has those of one agent together.
+# A loose index scan: one step per thread.
+_SELECT_THREADS = """
+WITH RECURSIVE found (thread, n) AS (
+    SELECT (SELECT min(thread) FROM messages WHERE thread IS NOT NULL), 1
+     UNION ALL
+    SELECT (SELECT min(messages.thread) FROM messages WHERE messages.thread > found.thread), n + 1 FROM found
+     WHERE found.thread IS NOT NULL AND n < :limit)
+SELECT thread FROM found WHERE thread IS NOT NULL
+"""
+_SELECT_RECENT_THREADS = """
+SELECT DISTINCT thread FROM (SELECT thread FROM messages ORDER BY seq DESC LIMIT :messages) AS recent
+ WHERE thread IS NOT NULL
+ UNION
+SELECT thread FROM (SELECT thread FROM messages WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending'
+                     ORDER BY thread, delivered_at, seq LIMIT :messages) AS unread
+"""
+_SELECT_WITH_MAIL = f"SELECT id FROM agents WHERE id <> 'user' AND waiting > 0 AND {IS_BUSY}"
+# Agents come first in the join: an index has the waiting messages of one agent together.
 _QUEUES = f"""
 SELECT {MESSAGE_COLUMNS} FROM agents CROSS JOIN messages
- WHERE agents.kind = 'agent' AND agents.waiting > 0 AND messages.recipient = agents.id
+ WHERE agents.id IN (SELECT key FROM json_each(:ids)) AND messages.recipient = agents.id
    AND messages.in_seq > agents.taken_seq AND messages.state = 'pending'
  ORDER BY agents.id, messages.in_seq LIMIT :limit
 """
 _DELAYED = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' ORDER BY deliver_at, seq LIMIT :limit"
-_AGENTS = f"""
-SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE kind = 'agent' ORDER BY state = 'terminated', id LIMIT :limit
-"""
+_SELECT_LIVING = "SELECT id FROM agents WHERE kind = 'agent' AND state <> 'terminated' ORDER BY id LIMIT :limit"
+_SELECT_TERMINATED = "SELECT id FROM agents WHERE kind = 'agent' AND state = 'terminated' ORDER BY id LIMIT :limit"
+_AGENTS = f"SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id IN (SELECT key FROM json_each(:ids))"
+MAX_COUNTED_THREADS = 1_000
+"""Threads that a snapshot counts. Of more, it lists those of the newest messages and those with unread ones."""
+RECENT_MESSAGES = 1_000
 
 
 class _ThreadRow(MessageRow):
@@ -156,20 +243,21 @@ class _ThreadRow(MessageRow):
 def read_snapshot(db: Connection) -> Snapshot:
     """Read everything that the panel shows first. Call it in a snapshot transaction."""
     (seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
-    agent_count, queue_count, delayed_count = db.execute(_COUNTS).fetchone()
-    (thread_count,) = db.execute(_THREAD_COUNT).fetchone()
+    (agent_count,) = db.execute(_COUNT_AGENTS).fetchone()
+    queue_count, delayed_count = db.execute(_COUNTS).fetchone()
+    threads = [thread for (thread,) in db.execute(_SELECT_THREADS, {"limit": MAX_COUNTED_THREADS})]
     tasks, task_count = read_open_tasks(db, MAX_LISTED_TASKS)
     return Snapshot(
         seq=seq,
         paused=bool(db.execute(SELECT_PAUSED).fetchone()[0]),
-        agents=[to_agent(row) for row in db.execute(_AGENTS, {"limit": MAX_LISTED})],
+        agents=_agents(db),
         agent_count=agent_count,
-        threads=_threads(db),
-        thread_count=thread_count,
-        queues=_messages(db, _QUEUES),
-        queue_count=queue_count,
+        threads=_threads(db, threads),
+        thread_count=len(threads),
+        queues=_queues(db),
+        queue_count=int(queue_count),
         delayed=_messages(db, _DELAYED),
-        delayed_count=delayed_count,
+        delayed_count=int(delayed_count),
         open_questions=read_open_questions(db, None, MAX_LISTED),
         question_count=count_open_questions(db),
         tasks=tasks,
@@ -177,12 +265,31 @@ def read_snapshot(db: Connection) -> Snapshot:
     )
 
 
-def _threads(db: Connection) -> list[Thread]:
-    rows = [_ThreadRow(*row) for row in db.execute(_THREADS, {"limit": MAX_LISTED})]
+def _agents(db: Connection) -> list[Agent]:
+    """Return the first agents by id; terminated ones come last."""
+    ids = [agent_id for (agent_id,) in db.execute(_SELECT_LIVING, {"limit": MAX_LISTED})]
+    if len(ids) < MAX_LISTED:
+        ids += [agent_id for (agent_id,) in db.execute(_SELECT_TERMINATED, {"limit": MAX_LISTED - len(ids)})]
+    found = {agent.id: agent for agent in map(to_agent, db.execute(_AGENTS, {"ids": json_keys(ids)}))}
+    return [found[agent_id] for agent_id in ids]
+
+
+def _threads(db: Connection, threads: Sequence[str]) -> list[Thread]:
+    """`threads`: all, or `MAX_COUNTED_THREADS` of them."""
+    if len(threads) == MAX_COUNTED_THREADS:
+        threads = [thread for (thread,) in db.execute(_SELECT_RECENT_THREADS, {"messages": RECENT_MESSAGES})]
+    newest = db.execute(_NEWEST_THREADS, {"ids": json_keys(threads), "limit": MAX_LISTED})
+    ids = json_keys(agent_id for (agent_id,) in newest)
+    rows = [_ThreadRow(*row) for row in db.execute(_THREADS, {"ids": ids})]
     return [
         Thread(agent_id=row.agent_id, last=row.to_message(), unread=row.unread, first_unread=row.first_unread)
         for row in rows
     ]
+
+
+def _queues(db: Connection) -> list[Message]:
+    ids = sorted(agent_id for (agent_id,) in db.execute(_SELECT_WITH_MAIL))[:MAX_LISTED]
+    return [to_message(row) for row in db.execute(_QUEUES, {"ids": json_keys(ids), "limit": MAX_LISTED})]
 
 
 def _messages(db: Connection, sql: str) -> list[Message]:
@@ -191,10 +298,10 @@ def _messages(db: Connection, sql: str) -> list[Message]:
 
 _PLAN_COLUMNS = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at"
 """Columns of `_PlanRow`."""
-_PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE :before IS NULL OR seq < :before ORDER BY seq DESC LIMIT :limit"
+_PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE seq < :before ORDER BY seq DESC LIMIT :limit"
 # The same order, but along the index of one agent's plans.
 _PLANS_OF = f"""
-SELECT {_PLAN_COLUMNS} FROM plans WHERE agent_id = :agent_id AND (:before IS NULL OR seq < :before)
+SELECT {_PLAN_COLUMNS} FROM plans WHERE agent_id = :agent_id AND seq < :before
  ORDER BY turn_no DESC, step_no DESC LIMIT :limit
 """
 _CALLS = """
@@ -257,7 +364,8 @@ class _UsageRow(NamedTuple):
 
 def read_runs(db: Connection, page: Page, agent_id: str | None) -> list[PlanRecord]:
     sql = _PLANS if agent_id is None else _PLANS_OF
-    plans = db.execute(sql, {"before": page.before, "limit": page.limit, "agent_id": agent_id}).fetchall()
+    parameters = {"before": page.before or LAST_SEQ, "limit": page.limit, "agent_id": agent_id}
+    plans = db.execute(sql, parameters).fetchall()
     return [_read_plan(db, _PlanRow._make(plan)) for plan in plans]
 
 

@@ -11,7 +11,7 @@ messages of tasks that are not done, what delayed and recurring messages refer t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -223,6 +223,26 @@ class PruneRun:
         positions.model_calls = yield from self._prune_model_calls(before, positions.model_calls)
         yield from self._prune_schedules(before)
         yield Write(partial(_store_positions, positions=positions), Pruned())
+
+    async def execute(
+        self, read: Callable[..., Awaitable[Any]], write: Callable[..., Awaitable[Pruned]]
+    ) -> AsyncIterator[Pruned | None]:
+        """Run the steps with the methods of a store; yield what each transaction deleted, and None for a `Wait`."""
+        steps, result = self.steps(), None
+        while True:
+            try:
+                step = steps.send(result)
+            except StopIteration:
+                return
+            result = None
+            if isinstance(step, Read):
+                result = await read(step.run)
+            elif isinstance(step, Wait):
+                yield None
+            elif self.dry_run:
+                yield step.expected
+            else:
+                yield await write(step.run, touches=step.touches)
 
     def _before(self, age: timedelta) -> int:
         return self.now - age // _MS

@@ -35,6 +35,7 @@ from coterie.store import (
     Snapshot,
     Statistics,
     StoredConfiguration,
+    StoredProfile,
     StoreInfo,
     Usage,
     Worker,
@@ -43,11 +44,12 @@ from coterie.store import (
 from coterie.stores.sql import claims, commands, keys, queries, retention, schedules, task_control, task_queries
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
-from coterie.stores.sql.retention import DatabaseSize, PruneRun, Read, Wait
+from coterie.stores.sql.retention import DatabaseSize, PruneRun
 from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
     ARTIFACT_COLUMNS,
+    IS_BUSY,
     IS_READABLE,
     MESSAGE_COLUMNS,
     SELECT_READABLE_ARTIFACTS,
@@ -76,12 +78,6 @@ _SELECT_AGENTS_BY_ID = f"""
 SELECT {AGENT_COLUMNS} FROM {AGENTS_WITH_CALL} WHERE id IN (SELECT key FROM json_each(:ids))
 """
 _SELECT_MESSAGES_BY_ID = f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE id IN (SELECT key FROM json_each(:ids))"
-_SELECT_MESSAGES = f"""
-SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE (:before IS NULL OR seq < :before) AND (:agent IS NULL OR :agent IN (sender, recipient))
-   AND (:state IS NULL OR state = :state)
- ORDER BY seq DESC LIMIT :limit
-"""
 _SELECT_WAITING = f"""
 SELECT {MESSAGE_COLUMNS} FROM messages WHERE recipient = :recipient AND state = 'pending'
    AND in_seq > (SELECT taken_seq FROM agents WHERE id = :recipient) ORDER BY in_seq LIMIT :limit
@@ -92,7 +88,8 @@ SELECT {MESSAGE_COLUMNS} FROM messages
    AND (:recipient IS NULL OR recipient = :recipient) AND (:sender IS NULL OR sender = :sender)
  ORDER BY deliver_at, seq LIMIT :limit
 """
-_COUNT_DELAYED = "SELECT coalesce(sum(delayed), 0) FROM agents WHERE :recipient IS NULL OR id = :recipient"
+_COUNT_DELAYED = f"SELECT coalesce(sum(delayed), 0) FROM agents WHERE {IS_BUSY}"
+_COUNT_DELAYED_OF = "SELECT coalesce(sum(delayed), 0) FROM agents WHERE id = :recipient"
 _SELECT_ARTIFACTS = f"SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs))"
 _SELECT_READABLE_BY_REF = f"""
 SELECT {ARTIFACT_COLUMNS} FROM artifacts WHERE ref IN (SELECT key FROM json_each(:refs)) AND {IS_READABLE}
@@ -345,6 +342,9 @@ class SqlStore(SqlOverview):
         rows = await self._query(_SELECT_AGENTS_BY_ID, ids=json_keys(ids))
         return {agent.id: agent for agent in map(to_agent, rows)}
 
+    async def agent_profiles(self, ids: Sequence[str] | None = None, *, after: str = "") -> Sequence[StoredProfile]:
+        return await self._read(lambda db: queries.read_profiles(db, ids, after))
+
     # Configuration
 
     async def configuration(self) -> StoredConfiguration:
@@ -442,8 +442,7 @@ class SqlStore(SqlOverview):
         return {message.id: message for message in map(to_message, rows)}
 
     async def messages(self, page: Page, *, agent: str | None = None, state: State | None = None) -> Sequence[Message]:
-        rows = await self._query(_SELECT_MESSAGES, before=page.before, agent=agent, state=state, limit=page.limit)
-        return [to_message(row) for row in rows]
+        return await self._read(lambda db: queries.read_messages(db, page, agent, state))
 
     async def waiting(self, recipient: str, limit: int = 200) -> Sequence[Message]:
         return [to_message(row) for row in await self._query(_SELECT_WAITING, recipient=recipient, limit=limit)]
@@ -458,7 +457,8 @@ class SqlStore(SqlOverview):
         return [to_message(row) for row in rows]
 
     async def delayed_count(self, recipient: str | None = None) -> int:
-        return int((await self._query(_COUNT_DELAYED, recipient=recipient))[0][0])
+        sql = _COUNT_DELAYED if recipient is None else _COUNT_DELAYED_OF
+        return int((await self._query(sql, recipient=recipient))[0][0])
 
     # Turns
 
@@ -594,27 +594,13 @@ class SqlStore(SqlOverview):
     async def statistics(self, after: int) -> Statistics:
         return await self._read(lambda db: queries.read_statistics(db, after))
 
-    # Retention
-
     async def prune(
         self, retention: Retention, *, dry_run: bool = False, full: bool = True
     ) -> AsyncIterator[Pruned | None]:
         run = PruneRun(retention, await self._now_ms(), dry_run=dry_run, full=full)
-        steps, result = run.steps(), None
-        while True:
-            try:
-                step = steps.send(result)
-            except StopIteration:
-                return
-            result = None
-            if isinstance(step, Read):
-                result = await self._read(step.run)
-            elif isinstance(step, Wait):
-                yield None
-            elif dry_run:
-                yield step.expected
-            else:
-                yield await self._transact(step.run, touches=step.touches, alone=True, durable=False)
+        write = partial(self._transact, alone=True, durable=False)
+        async for deleted in run.execute(self._read, write):
+            yield deleted
 
     async def unused_artifacts(self, age: timedelta, after: tuple[int, str] = (0, "")) -> UnusedArtifacts:
         before = await self._now_ms() - age // _MS

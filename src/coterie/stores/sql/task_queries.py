@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -9,7 +10,16 @@ from typing import Any, NamedTuple
 from coterie.clock import from_ms
 from coterie.messages import Message
 from coterie.store import Page
-from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, json_keys, to_answer, to_message, to_payload
+from coterie.stores.sql.rows import (
+    IS_BUSY,
+    LAST_SEQ,
+    MESSAGE_COLUMNS,
+    Connection,
+    json_keys,
+    to_answer,
+    to_message,
+    to_payload,
+)
 from coterie.stores.sql.task_changes import IS_WAITING_TASK
 from coterie.tasks import (
     MAX_EXCERPT,
@@ -26,38 +36,46 @@ from coterie.tasks import (
 )
 
 MAX_ACTIVE_AGENTS = 20
+_WORKING_STATES = ("llm", "tools", "wait_retry")
 _TASK_COLUMNS = """
 tasks.seq, tasks.id, tasks.parent, tasks.sender, tasks.agent, tasks.state, tasks.created_at, tasks.last_at,
 tasks.stopped_at, tasks.messages, tasks.active, tasks.queued, tasks.questions, tasks.turns, tasks.requests,
 tasks.input_tokens, tasks.output_tokens, tasks.cached_tokens, tasks.tool_calls, tasks.model_ms, tasks.cost,
 tasks.unpriced, tasks.budgets, tasks.budget_question,
 (SELECT CAST(payload AS BLOB) FROM messages WHERE messages.id = tasks.id),
-(SELECT count(DISTINCT agent_id) FROM all_turns AS turns WHERE turns.task = tasks.id)
+(SELECT count(DISTINCT agent_id) FROM turns WHERE turns.task = tasks.id)
 """
 """Columns of `_TaskRow`. The text of a cleared or pruned message is gone."""
 _SELECT_TASKS = f"""
-SELECT {_TASK_COLUMNS} FROM tasks
- WHERE (:before IS NULL OR seq < :before) AND (:state IS NULL OR state = :state)
-   AND (:agent IS NULL OR agent = :agent
-        OR EXISTS (SELECT 1 FROM all_turns AS turns WHERE turns.task = tasks.id AND turns.agent_id = :agent))
+SELECT {_TASK_COLUMNS} FROM tasks WHERE seq < :before AND (:state IS NULL OR state = :state)
  ORDER BY seq DESC LIMIT :limit
+"""
+# Each part of the UNION uses an index. The last one is the open turn.
+_TASKS_OF = """
+(SELECT id FROM tasks WHERE agent = :agent
+  UNION SELECT task FROM turns WHERE agent_id = :agent
+  UNION SELECT task FROM agents WHERE id = :agent AND task IS NOT NULL)
+"""
+_SELECT_TASKS_OF = f"""
+SELECT {_TASK_COLUMNS} FROM tasks WHERE seq IN (
+    SELECT seq FROM tasks WHERE id IN {_TASKS_OF} AND seq < :before AND (:state IS NULL OR state = :state)
+     ORDER BY seq DESC LIMIT :limit)
+ ORDER BY seq DESC
 """
 # The same, along the index of states that few tasks have.
 _SELECT_RARE = f"""
 SELECT {_TASK_COLUMNS} FROM tasks
  WHERE state = :state AND (state = 'waiting' OR state = 'failed' OR state = 'stopped')
-   AND (:before IS NULL OR seq < :before)
-   AND (:agent IS NULL OR agent = :agent
-        OR EXISTS (SELECT 1 FROM all_turns AS turns WHERE turns.task = tasks.id AND turns.agent_id = :agent))
+   AND seq < :before
  ORDER BY seq DESC LIMIT :limit
 """
 _SELECT_BY_ID = f"SELECT {_TASK_COLUMNS} FROM tasks WHERE id IN (SELECT key FROM json_each(:ids))"
 # Tasks at work are found by what keeps them at work: agents with a turn, messages in mailboxes, short delays.
-_SELECT_BUSY_IDS = """
-SELECT task, other_tasks FROM agents WHERE task IS NOT NULL
+_SELECT_BUSY_IDS = f"""
+SELECT task, other_tasks FROM agents WHERE task IS NOT NULL AND {IS_BUSY}
  UNION
 SELECT coalesce(messages.task, messages.id), NULL FROM agents CROSS JOIN messages
- WHERE agents.kind = 'agent' AND agents.waiting > 0 AND messages.recipient = agents.id
+ WHERE agents.id <> 'user' AND agents.waiting > 0 AND {IS_BUSY} AND messages.recipient = agents.id
    AND messages.in_seq > agents.taken_seq AND messages.state = 'pending'
  UNION
 SELECT coalesce(task, id), NULL FROM messages
@@ -65,16 +83,18 @@ SELECT coalesce(task, id), NULL FROM messages
 """
 _SELECT_WORKING = f"""
 SELECT {_TASK_COLUMNS} FROM tasks
- WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'working' AND (:before IS NULL OR seq < :before)
-   AND (:agent IS NULL OR agent = :agent
-        OR EXISTS (SELECT 1 FROM all_turns AS turns WHERE turns.task = tasks.id AND turns.agent_id = :agent))
+ WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'working' AND seq < :before
  ORDER BY seq DESC LIMIT :limit
 """
 _COUNT_WORKING = "SELECT count(*) FROM tasks WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'working'"
+# Ordered by +seq: along seq SQLite would read all tasks if few are that new.
 _SELECT_SINCE = f"""
-SELECT {_TASK_COLUMNS} FROM tasks WHERE last_at >= :since AND state = :state ORDER BY seq DESC LIMIT :limit
+SELECT {_TASK_COLUMNS} FROM tasks WHERE seq IN (
+    SELECT seq FROM tasks WHERE last_at >= :since AND state <> 'working' AND state = :state
+     ORDER BY +seq DESC LIMIT :limit)
+ ORDER BY seq DESC
 """
-_COUNT_SINCE = "SELECT state, count(*) FROM tasks WHERE last_at >= :since GROUP BY state"
+_COUNT_SINCE = "SELECT state, count(*) FROM tasks WHERE last_at >= :since AND state <> 'working' GROUP BY state"
 _UNREAD_SINCE = """
 SELECT thread, count(*) FROM messages
  WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending' AND delivered_at >= :since GROUP BY thread
@@ -84,7 +104,7 @@ _COUNT_QUESTIONED = "SELECT count(*) FROM tasks WHERE state = 'waiting'"
 # few have waiting messages, and an index has those of one agent together.
 _FROM_MAILBOXES = f"""
   FROM agents CROSS JOIN messages
- WHERE agents.kind = 'agent' AND agents.waiting > 0 AND messages.recipient = agents.id
+ WHERE agents.id <> 'user' AND agents.waiting > 0 AND {IS_BUSY} AND messages.recipient = agents.id
    AND messages.in_seq > agents.taken_seq AND {IS_WAITING_TASK}
 """
 _WAITING_COLUMNS = """
@@ -103,11 +123,12 @@ _COUNT_WAITING = f"SELECT count(*) {_FROM_MAILBOXES}"
 WAITING_SEQ = 1 << 52
 """Added to the number of the first message of a task without a row: listings have such tasks before all others."""
 _COUNT_BY_STATE = "SELECT state, count(*) FROM tasks GROUP BY state"
-_SELECT_ACTIVE = f"""
-SELECT turns.task, turns.agent_id FROM all_turns AS turns JOIN agents ON agents.id = turns.agent_id
- WHERE turns.task IN (SELECT key FROM json_each(:ids)) AND turns.ended_at IS NULL
-   AND agents.state IN ('llm', 'tools', 'wait_retry') ORDER BY turns.started_at, turns.agent_id
- LIMIT {MAX_ACTIVE_AGENTS * 50}
+# Agents with an open turn for these tasks, and whether they have ended one for the same task.
+_SELECT_OPEN_TURNS = f"""
+SELECT task, id, state,
+       CASE WHEN EXISTS (SELECT 1 FROM turns WHERE turns.task = agents.task AND turns.agent_id = agents.id)
+            THEN 1 ELSE 0 END
+  FROM agents WHERE task IN (SELECT key FROM json_each(:ids)) AND {IS_BUSY} ORDER BY turn_began, id
 """
 _SELECT_MESSAGES = """
 SELECT id, cause, sender, recipient, CAST(payload AS BLOB), state, created_at, delivered_at, taken_at, automatic,
@@ -170,6 +191,7 @@ class _TaskRow(NamedTuple):
     budget_question: str | None
     payload: str | bytes | None
     agents: int
+    """Agents that have ended a turn for it."""
 
 
 def read_tasks(db: Connection, page: Page, state: TaskState | None, agent: str | None) -> list[Task]:
@@ -181,7 +203,10 @@ def read_tasks(db: Connection, page: Page, state: TaskState | None, agent: str |
         tasks = [_to_waiting_task(row) for row in rows]
     if len(tasks) == page.limit:
         return tasks
-    parameters = {"before": page.before, "state": state, "agent": agent, "limit": page.limit - len(tasks)}
+    before = page.before or LAST_SEQ
+    parameters = {"before": before, "state": state, "agent": agent, "limit": page.limit - len(tasks)}
+    if agent is not None:
+        return tasks + _to_tasks(db, db.execute(_SELECT_TASKS_OF, parameters).fetchall())
     match state:
         case "working":
             rows = db.execute(_SELECT_WORKING, parameters | {"ids": _busy_ids(db)})
@@ -354,10 +379,14 @@ def _turn_state(outcome: TurnState | None, agent_state: str | None) -> TurnState
 def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]]) -> list[Task]:
     found = [_TaskRow._make(row) for row in rows]
     active: dict[str, list[str]] = {}
-    working = [row.id for row in found if row.active]
-    if working:
-        for task, agent_id in db.execute(_SELECT_ACTIVE, {"ids": json_keys(working)}):
-            active.setdefault(task, []).append(agent_id)
+    beginners: Counter[str] = Counter()
+    if found:
+        for task, agent_id, state, has_ended_turn in db.execute(
+            _SELECT_OPEN_TURNS, {"ids": json_keys(row.id for row in found)}
+        ):
+            if state in _WORKING_STATES:
+                active.setdefault(task, []).append(agent_id)
+            beginners[task] += not has_ended_turn
     return [
         Task(
             seq=row.seq,
@@ -371,7 +400,7 @@ def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]]) -> list[Task]:
             last_at=from_ms(row.last_at),
             stopped_at=None if row.stopped_at is None else from_ms(row.stopped_at),
             messages=row.messages,
-            agents=row.agents,
+            agents=row.agents + beginners[row.id],
             active_agents=active.get(row.id, [])[:MAX_ACTIVE_AGENTS],
             active=row.active,
             queued=row.queued,

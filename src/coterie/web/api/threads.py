@@ -65,7 +65,7 @@ class Snapshot(Schema):
     agents: Annotated[list[Agent], Meta(description="At most 200, as in the lists below.")]
     agent_count: int
     threads: list[Thread]
-    thread_count: int
+    thread_count: Annotated[int, Meta(description="At most 1,000 are counted.")]
     queues: list[Message]
     queue_count: int
     delayed: list[Message]

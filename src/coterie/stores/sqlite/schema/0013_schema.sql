@@ -66,6 +66,9 @@ CREATE TABLE agents (
 ) STRICT, WITHOUT ROWID;
 
 CREATE INDEX agents_runnable ON agents (runnable_at) WHERE runnable_at IS NOT NULL;
+CREATE INDEX agents_kind ON agents (kind);
+-- The agents with mail or a turn. PostgreSQL reads the whole table instead: there the index would slow down every update.
+CREATE INDEX agents_busy ON agents (id) WHERE waiting > 0 OR delayed > 0 OR task IS NOT NULL;
 
 CREATE TABLE messages (
     seq             INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -134,6 +137,9 @@ CREATE INDEX messages_unread ON messages (thread, delivered_at, seq)
 -- Not "sender = 'user'": SQLite would prepare every query with a sender parameter again for each value.
 CREATE INDEX messages_from_person ON messages (recipient, in_seq) WHERE NOT sender <> 'user' AND state = 'pending';
 
+-- Listings of one agent's messages, newest first.
+CREATE INDEX messages_sender ON messages (sender, seq);
+CREATE INDEX messages_recipient ON messages (recipient, seq);
 CREATE INDEX messages_schedule ON messages (schedule_id) WHERE schedule_id IS NOT NULL;
 CREATE INDEX messages_task ON messages (task, seq) WHERE task IS NOT NULL;
 CREATE INDEX messages_parent_task ON messages (parent_task) WHERE parent_task IS NOT NULL;
@@ -181,6 +187,9 @@ CREATE TABLE tasks (
 
 -- Most tasks are done. Those at work are found by their agents and messages.
 CREATE INDEX tasks_rare ON tasks (state, seq) WHERE state = 'waiting' OR state = 'failed' OR state = 'stopped';
+-- What happened since a time. A task at work changes its time with every step, so it is not in the index.
+CREATE INDEX tasks_ended ON tasks (last_at) WHERE state <> 'working';
+CREATE INDEX tasks_agent ON tasks (agent, seq);
 
 -- Ended turns, each counted for the task of the newest message that it took.
 CREATE TABLE turns (
@@ -198,6 +207,9 @@ CREATE VIEW all_turns AS
 SELECT agent_id, turn_no, task, started_at, ended_at, outcome FROM turns
  UNION ALL
 SELECT id, turn_no, task, turn_began, CAST(NULL AS INTEGER), CAST(NULL AS TEXT) FROM agents WHERE task IS NOT NULL;
+
+-- Tasks that an agent has worked on.
+CREATE INDEX turns_agent ON turns (agent_id, task);
 
 CREATE INDEX agents_other_tasks ON agents (id) WHERE other_tasks IS NOT NULL;
 

@@ -196,3 +196,11 @@ INSERT INTO history_artifacts (agent_id, seq, artifact_ref)
 SELECT DISTINCT history.agent_id, history.seq, json_extract(file.value, '$.artifactRef')
   FROM history, json_each(history.attachments) AS file
  WHERE history.attachments IS NOT NULL AND json_extract(file.value, '$.artifactRef') IS NOT NULL;
+
+CREATE INDEX messages_sender ON messages (sender, seq);
+CREATE INDEX messages_recipient ON messages (recipient, seq);
+CREATE INDEX turns_agent ON turns (agent_id, task);
+CREATE INDEX tasks_ended ON tasks (last_at) WHERE state <> 'working';
+CREATE INDEX tasks_agent ON tasks (agent, seq);
+CREATE INDEX agents_kind ON agents (kind);
+CREATE INDEX agents_busy ON agents (id) WHERE waiting > 0 OR delayed > 0 OR task IS NOT NULL;

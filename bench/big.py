@@ -1,0 +1,136 @@
+"""A big society on SQLite: what people look at, and the start, with two million messages and 100,000 agents.
+
+`BIG_MESSAGES=200000 BIG_AGENTS=10000 python -m bench big` measures a smaller one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+
+from bench.report import Report
+from coterie.clock import SystemClock
+from coterie.society import Society
+from coterie.store import Page
+from coterie.stores.sql.migrations import migrate_sqlite
+from coterie.stores.sqlite.connection import open_writer
+from coterie.stores.sqlite.engine import DATABASE
+
+MESSAGES, AGENTS = int(os.environ.get("BIG_MESSAGES", 2_000_000)), int(os.environ.get("BIG_AGENTS", 100_000))
+TARGET_MS, START_TARGET_MS = 100.0, 2_000.0
+SAMPLES = 20
+TALKER = "a000000"
+"""The agent with the longest conversation: a twentieth of all messages, and a history of all of them."""
+
+_NUMBERS = "WITH RECURSIVE number (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM number WHERE n + 1 < :count) "
+_AGENT_OF = "CASE WHEN n / 2 % 20 = 0 THEN 'a000000' ELSE printf('a%06d', 1 + n / 2 % (:agents - 1)) END"
+_PROFILE = """
+json_object('id', printf('a%06d', n), 'name', 'Agent ' || n, 'service', NULL, 'prompt', 'You are agent ' || n,
+            'description', '', 'tools', json_array('*'), 'made_by', 'bench')
+"""
+FILL = (
+    "INSERT INTO agents (id, kind, name, created_at) VALUES ('user', 'person', 'You', 0) ON CONFLICT DO NOTHING",
+    f"""
+    INSERT INTO agents (id, kind, name, created_at, profile, turn_no)
+    {_NUMBERS} SELECT printf('a%06d', n), 'agent', 'Agent ' || n, 0, {_PROFILE}, 1 FROM number
+    """,
+    # Even numbers: questions of the person. Odd ones: the answers.
+    f"""
+    INSERT INTO messages (seq, id, sender, recipient, state, in_seq, created_at, delivered_at, taken_at, payload,
+                          thread, automatic, in_reply_to, task)
+    {_NUMBERS}
+    SELECT n + 1, printf('m%012d', n), CASE WHEN n % 2 = 0 THEN 'user' ELSE {_AGENT_OF} END,
+           CASE WHEN n % 2 = 0 THEN {_AGENT_OF} ELSE 'user' END, 'taken', n + 1, :start + n * 10, :start + n * 10,
+           :start + n * 10, json_object('text', 'Message ' || n || ' about the harvest of the northern fields'),
+           {_AGENT_OF}, n % 2, CASE WHEN n % 2 = 1 THEN printf('m%012d', n - 1) END,
+           CASE WHEN n % 2 = 1 THEN printf('m%012d', n - 1) END
+      FROM number
+    """,
+    "UPDATE agents SET next_in_seq = :count + 1, taken_seq = :count",
+    """
+    INSERT INTO tasks (id, sender, agent, state, created_at, last_at, messages, turns, requests)
+    SELECT id, 'user', recipient, 'done', created_at, created_at, 2, 1, 1 FROM messages WHERE sender = 'user'
+     ORDER BY seq
+    """,
+    """
+    INSERT INTO turns (agent_id, turn_no, task, started_at, ended_at, outcome)
+    SELECT agent, seq, id, created_at, created_at, 'done' FROM tasks
+    """,
+    """
+    INSERT INTO llm_calls (agent_id, turn_no, step_no, service, input_tokens, output_tokens, outcome, at, task)
+    SELECT agent, seq, 1, 'main', 100, 10, 'used', created_at, id FROM tasks
+    """,
+    """
+    INSERT INTO history (agent_id, seq, turn_no, role, message_id, content)
+    SELECT agent, 2 * row_number() OVER (PARTITION BY agent ORDER BY seq) - 1, seq, 'user', id, NULL FROM tasks
+     UNION ALL
+    SELECT agent, 2 * row_number() OVER (PARTITION BY agent ORDER BY seq), seq, 'assistant', NULL, 'Yes' FROM tasks
+    """,
+    "UPDATE agents SET next_hist_seq = 1 + (SELECT count(*) FROM history WHERE agent_id = agents.id)",
+    f"INSERT INTO events (at, kind, subject) {_NUMBERS} SELECT :start, 'message.created', 'm' FROM number LIMIT 1000",
+    "INSERT INTO meta (key, value) VALUES ('pruned', '1') ON CONFLICT DO NOTHING",
+)
+
+
+def fill(path: Path, messages: int, agents: int) -> None:
+    """Write a society with so many messages, all of them answered and read, into a new database."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    db = open_writer(path, "relaxed")
+    migrate_sqlite(db)
+    db.execute("PRAGMA cache_size = -200000")
+    start = int(time.time() * 1000) - messages * 10 - 86_400_000
+    db.execute("BEGIN")
+    for sql in FILL:
+        count = agents if "INTO agents" in sql else messages
+        db.execute(sql, {"count": count, "agents": agents, "start": start})
+    db.execute("COMMIT")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    db.close()
+
+
+def looks(society: Society) -> dict[str, Callable[[], Awaitable[object]]]:
+    """What people look at, by name."""
+    store, clock = society.store, SystemClock()
+    return {
+        "snapshot": store.snapshot,
+        "history page": lambda: store.history(TALKER, 1_000, 50),
+        "thread page": lambda: store.thread(TALKER, limit=50),
+        "messages of an agent": lambda: store.messages(Page(), agent="a000007"),
+        "tasks of an agent": lambda: store.tasks(Page(), agent="a000007"),
+        "search without a hit": lambda: store.search("zeppelin", Page()),
+        "search with hits": lambda: store.search("northern harvest", Page()),
+        "away": lambda: store.away(clock.now() - timedelta(days=1), 20),
+        "agents page": lambda: store.agents("a000500", 50),
+    }
+
+
+def run() -> None:
+    report = Report("big")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "society"
+        began = time.perf_counter()
+        fill(place / "data" / DATABASE, MESSAGES, AGENTS)
+        report.line(f"fill {MESSAGES:,} messages, {AGENTS:,} agents", time.perf_counter() - began, "s")
+        asyncio.run(_measure(report, place))
+
+
+async def _measure(report: Report, place: Path) -> None:
+    began = time.perf_counter()
+    async with Society.open(place) as society:
+        report.line("start", (time.perf_counter() - began) * 1000, "ms", at_most=START_TARGET_MS)
+        for name, look in looks(society).items():
+            took = []
+            for _ in range(SAMPLES):
+                began = time.perf_counter()
+                await look()
+                took.append((time.perf_counter() - began) * 1000)
+                if sum(took) > 5_000:
+                    break
+            p95 = max(took) if len(took) < SAMPLES else statistics.quantiles(took, n=20)[-1]
+            report.line(f"{name}, p95", p95, "ms", at_most=TARGET_MS)
