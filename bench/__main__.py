@@ -15,6 +15,7 @@ NAMES = (
     "turns",
     "interruption",
     "http",
+    "doors",
     "panel",
     "postgres",
     "big",

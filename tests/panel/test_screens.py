@@ -32,6 +32,33 @@ async def test_open_questions_can_be_answered_in_the_inbox(panel: Panel) -> None
     await expect(cards.first).to_have_attribute("data-message-id", fresh)
 
 
+async def test_a_key_for_a_program_is_made_shown_once_and_revoked(panel: Panel) -> None:
+    page = await panel.open("#/setup")
+    await page.get_by_test_id("add-key").click()
+    await page.get_by_label("Program", exact=True).fill("webui")
+    await page.get_by_label("A2A", exact=True).uncheck()
+    await page.get_by_role("textbox", name="Agents").fill("ada")
+    await page.get_by_test_id("make-key").click()
+    made = page.get_by_test_id("key-made")
+    await expect(made).to_contain_text("claude mcp add")
+    token = (await page.get_by_test_id("key-token").inner_text()).strip()
+    await expect(made).to_contain_text(f'api_key="{token}")  # model="ada"')
+    (key,) = await panel.society.store.keys()
+    assert (key.name, key.agents, key.doors) == ("webui", ("ada",), ("openai", "mcp"))
+
+    await page.reload()
+    row = page.get_by_role("row").filter(has_text="webui")
+    await expect(row).to_contain_text("never")
+    assert token not in await page.content()
+    await page.get_by_role("button", name="Revoke webui").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Revoke", exact=True).click()
+    await expect(row).to_contain_text("revoked")
+
+    await panel.society.bus.send(sender="user", to="ada", payload={"text": "from a program"}, via="webui")
+    await page.goto(page.url.partition("#")[0] + "#/a/ada")
+    await expect(page.get_by_test_id("via")).to_have_text("Through the key webui")
+
+
 async def test_the_timeline_shows_all_messages_and_can_be_filtered(panel: Panel) -> None:
     panel.server.script(Says(calls=(Calls("look", {"name": "the bell"}),)), "Done")
     await panel.send_as_agent("Between agents", by="bob", to="ada")

@@ -6,6 +6,7 @@ import { bytes, count, t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { on, resync, state } from '../state.js';
 import { settings } from './settings.js';
+import { showPrograms } from './programs.js';
 import { CAPABILITIES, outcomeOf, serviceForm, TEST_MS } from './service_form.js';
 import { busy, confirm, failed, section, toggle, when } from './parts.js';
 
@@ -15,6 +16,7 @@ export function render(root) {
   const body = h('div', { class: 'setup' });
   const form = h('div');
   const stored = h('div');
+  const programs = h('div');
   let seen = null;
   let gone = false;
 
@@ -45,12 +47,14 @@ export function render(root) {
       h('section', { class: 'item-foot' }, button({ class: 'primary', text: t('setupAdd'), onclick: () => edit({}, false) }), button({ class: 'plain-btn', text: t('setupReload'), onclick: () => reload(load) }), h('a', { class: 'text-btn', href: '#/dead', text: t('dead') })),
       form,
       tour(seen.items, changed),
+      programs,
       stored,
       settings(),
     );
   fill(root, body);
   load();
   showStorage(stored);
+  showPrograms(programs);
   // The snapshot brings agents' names; do not redraw a form in use.
   const stop = on('snapshot', () => seen && !form.firstChild && draw());
   return () => {
