@@ -13,7 +13,7 @@ from coterie.web.middleware import EVENTS, STREAMS
 
 from .conftest import BASE, TOKEN
 
-PUBLIC = {"/", "/healthz", "/readyz", "/static/{path:path}"}
+PUBLIC = {"/", "/healthz", "/readyz", "/static/{path:path}", "/sw.js"}
 UNKNOWN_HOSTS = [
     "evil.example",
     "127.0.0.1.nip.io:8642",
