@@ -1,6 +1,7 @@
 """Several processes on one PostgreSQL with default settings.
 
-Messages per second compared with a plain table and other queues; latency to another worker and to another server.
+Messages per second compared with a plain table and other queues; latency to another worker and to another server;
+turns per second of one worker and of four.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from bench.report import Report, best, percentile, settle
 
 COUNT, FEW = 10_000, 300
 TURNS, EVENTS = 300, 100
+WORKERS, SLOW_AGENTS, TURNS_PER_WORKER, MODEL_SECONDS = 4, 240, 8, 0.2
+"""Workers that each run few turns at a time, with a model that takes long: they wait for the model, not for a core."""
 TOKEN = "bench-token-0123456789abcdef"
 SIDES = "bench.queue_sides"
 
@@ -36,7 +39,7 @@ def run() -> None:
         dbos = environment(Path(folder, "dbos"), "dbos", "psycopg[binary]")
         procrastinate = environment(Path(folder, "procrastinate"), "procrastinate", "psycopg[binary]")
         ours, raw, *peers = _throughput(report, url, {"dbos": dbos, "procrastinate": procrastinate})
-        report.ratio("messages to raw SKIP LOCKED in batches of 100", ours, raw, at_least=0.1)
+        report.ratio("messages to raw SKIP LOCKED in batches of 100", ours, raw, at_least=0.3)
         for name, rate in zip(("dbos", "procrastinate"), peers, strict=True):
             report.ratio(f"messages to {name}", ours, rate, at_least=5)
         settle()
@@ -47,6 +50,11 @@ def run() -> None:
         tellings = asyncio.run(_two_servers(Path(folder, "servers"), new_database(url)))
         report.line("message at one server seen at another, p50", percentile(tellings, 0.5), "ms")
         report.line("message at one server seen at another, max", max(tellings), "ms", at_most=500)
+        settle()
+        one, many = (_turn_rate(Path(folder, f"turns-{n}"), new_database(url), n) for n in (1, WORKERS))
+        report.line("turns of 1 worker, model 200 ms, 8 at a time", one, "turns/s")
+        report.line(f"turns of {WORKERS} workers, model 200 ms, 8 at a time each", many, "turns/s")
+        report.ratio(f"turns of {WORKERS} workers to those of 1", many, one, at_least=1.6)
 
 
 def _throughput(report: Report, url: str, peers: dict[str, str]) -> list[float]:
@@ -180,12 +188,79 @@ class _Prompt:
         pass
 
 
-def _home(folder: Path, url: str) -> Path:
+def _home(folder: Path, url: str, agents: Sequence[str] = ("ada",)) -> Path:
     folder.mkdir()
-    (folder / "coterie.toml").write_text(f"[agents.ada]\n[store]\nurl = {json.dumps(url)}\n")
-    entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m"}
+    tables = "".join(f"[agents.{agent}]\n" for agent in agents)
+    (folder / "coterie.toml").write_text(f"{tables}[store]\nurl = {json.dumps(url)}\n")
+    entry = {"id": "main", "baseURL": "http://127.0.0.1:9/v1", "model": "m", "maxConcurrentRequests": 256}
     (folder / "llmservices.json").write_text(json.dumps({"services": [entry]}))
     return folder
+
+
+# Turns per second of several workers
+
+
+def _turn_rate(folder: Path, url: str, workers: int) -> float:
+    """One message to each of many agents; turns per second until all have answered. The sender runs no turns."""
+    folder.mkdir()
+    agents = [f"agent-{number}" for number in range(SLOW_AGENTS)]
+    command = [sys.executable, "-m", "bench.postgres", "answer"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(_home(folder / f"worker-{n}", url, agents))], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for n in range(workers)
+    ]
+    try:
+        for process in processes:
+            _line(process)
+        return asyncio.run(_send_to_all(_home(folder / "door", url, agents), agents, url))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+async def _send_to_all(home: Path, agents: list[str], url: str) -> float:
+    import psycopg
+
+    from coterie.society import Society
+
+    async with Society.open(home, run_turns=False) as society:
+        start = time.perf_counter()
+        await asyncio.gather(*(society.send(to=agent, text="hello") for agent in agents))
+        async with await psycopg.AsyncConnection.connect(url, autocommit=True) as db:
+            ended = 0
+            while ended < len(agents):
+                await asyncio.sleep(0.02)
+                row = await (await db.execute("SELECT count(*) FROM turns")).fetchone()
+                ended = int(row[0]) if row else 0
+        return len(agents) / (time.perf_counter() - start)
+
+
+async def _answer(home: str) -> None:
+    """A worker whose model takes as long as a real one."""
+    from unittest.mock import patch
+
+    from coterie.society import Society
+
+    with patch("coterie.agent_runtime.make_service", lambda entry, clock: _Slow()):
+        async with Society.open(home, max_turns=TURNS_PER_WORKER):
+            print("ready", flush=True)
+            await asyncio.sleep(3_600)
+
+
+class _Slow:
+    id = "slow"
+
+    async def generate(self, request: Any) -> AsyncIterator[Any]:
+        from coterie.llm.service import Completion
+
+        await asyncio.sleep(MODEL_SECONDS)
+        yield Completion(text="yes")
+
+    async def close(self) -> None:
+        pass
 
 
 # Latency until another server streams an event
@@ -250,4 +325,4 @@ async def _serve(home: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"work": _work, "serve": _serve}[sys.argv[1]](sys.argv[2]))
+    asyncio.run({"work": _work, "serve": _serve, "answer": _answer}[sys.argv[1]](sys.argv[2]))

@@ -125,7 +125,7 @@ async def _take_all(url: str, count: int, begin: Begin) -> None:
 
     store, rules, taken = await open_store(url), Rules(), 0
     news = asyncio.Event()
-    store.subscribe_changes(news.set)
+    store.subscribe_changes(lambda _: news.set())
     begin()
 
     async def turn(claim: Any) -> int:

@@ -21,7 +21,7 @@ from coterie.stores.sqlite.connection import open_writer
 EMPTY = """
 TRUNCATE agents, messages, artifacts, attachments, events, history, history_artifacts, plans, calls, roles, llm_calls,
          summaries, tasks, turns, schedules, keys, blobs, pieces, processes, places, batches RESTART IDENTITY;
-UPDATE log SET last = 0, last_at = 0, paused = 0; DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')
+UPDATE log SET paused = 0; DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')
 """
 EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"
 
@@ -115,9 +115,30 @@ def postgres_server(folder: Path, *, own: bool = False) -> str | None:
     server = _server(folder)
     if server is None:
         return None
-    # Tests need no durability across a power cut.
-    server.psql("ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off; SELECT pg_reload_conf();")
+    # Tests need no durability across a power cut. Each schema has its own application name.
+    server.psql(
+        "ALTER SYSTEM SET fsync = off; ALTER SYSTEM SET full_page_writes = off;"
+        " ALTER SYSTEM SET log_line_prefix = '%m [%p] %a: '; SELECT pg_reload_conf();"
+    )
     return str(server.get_uri())
+
+
+LOCK_ERRORS = ("deadlock detected", "could not obtain lock")
+
+
+def read_lock_errors(url: str) -> list[str]:
+    """Deadlocks and refused locks that the server's log has of this society. Empty if the log cannot be read."""
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True) as db:
+        name, folder = db.execute(
+            "SELECT current_setting('application_name'), current_setting('data_directory')"
+        ).fetchall()[0]
+    try:
+        lines = Path(folder, "log").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if f" {name}: ERROR:" in line and any(error in line for error in LOCK_ERRORS)]
 
 
 def restart_at_once(folder: Path) -> None:

@@ -21,7 +21,7 @@ from coterie.agent.context_window import estimate_tokens, mail_budget
 from coterie.agent.mcp import McpServers
 from coterie.agent.mcp_connection import secrets_of
 from coterie.agent.runner import LlmHandler
-from coterie.agent.scheduler import Scheduler, ServiceAdmission
+from coterie.agent.scheduler import MAX_TURNS, Scheduler, ServiceAdmission
 from coterie.agent.service import AgentDirectory, AgentService
 from coterie.agent.toolbox import ListedTool, Toolbox
 from coterie.agent.tools import CallTimer, Tool, ToolContext
@@ -82,8 +82,12 @@ class AgentRuntime:
         disk: DiskMonitor,
         clock: Clock,
         leaves_keyless: bool = False,
+        max_turns: int = MAX_TURNS,
     ) -> None:
-        """`leaves_keyless`: agents whose service has no key in this process are left to other processes."""
+        """`leaves_keyless`: agents whose service has no key in this process are left to other processes.
+
+        `max_turns`: turns that run in this process at the same time.
+        """
         self._folder, self._config, self._configuration = folder, (config := settings.config), configuration
         self._store, self._bus, self._artifacts, self._clock = store, bus, artifacts, clock
         self._follow_task: asyncio.Task[None] | None = None
@@ -141,14 +145,22 @@ class AgentRuntime:
             model_metrics=self.model_metrics,
         )
         admission = ServiceAdmission(self._models, self.directory, leaves_keyless=leaves_keyless)
-        self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission)
+        self._scheduler = Scheduler(store, self._handler, clock, rules, new_id(), disk, admission, max_turns)
         self._models.subscribe(self._scheduler.on_service_capacity)
 
-    async def start(self) -> None:
+    async def start(self, *, run_turns: bool = True) -> None:
+        """Load the agents. `run_turns`: run their turns here, too."""
         await self._agents.refresh_directory()
         await self._update_tour_agent()
         for problem in self.problems:
             log.warning("%s", problem)
+        if run_turns:
+            await self._start_turns()
+        if is_shared(self._config):
+            following = supervise("following changes of other processes", self._follow_others, self._clock)
+            self._follow_task = asyncio.create_task(following, name="coterie-follow")
+
+    async def _start_turns(self) -> None:
         connecting = supervise(
             "connecting to MCP servers", self._connect_all, self._clock, first_pause=MCP_RETRY_INTERVAL
         )
@@ -159,15 +171,12 @@ class AgentRuntime:
                 await self._mcp_attempted.wait()
         self._toolbox.watch_loop()
         self._scheduler.start()
-        if is_shared(self._config):
-            following = supervise("following changes of other processes", self._follow_others, self._clock)
-            self._follow_task = asyncio.create_task(following, name="coterie-follow")
 
     async def _follow_others(self) -> None:
         """Apply changes of the configuration and of agents, and pauses, that other processes make."""
         while True:
             try:
-                async with self._bus.watch() as watcher:
+                async with self._bus.watch(about_society=True) as watcher:
                     await self._configuration.follow()
                     await self._agents.refresh_directory()
                     if await self._store.is_paused():

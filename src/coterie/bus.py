@@ -28,15 +28,17 @@ SWEEP_INTERVAL = timedelta(seconds=1)
 """The timer and the log reader check at least this often, even if a wake-up was lost."""
 PROMOTE_BATCH = 1_000
 """Deliveries per transaction; bounds how long other writes wait."""
+PROMOTED_ELSEWHERE_INTERVAL = timedelta(milliseconds=50)
+"""How long to wait for another process that is delivering or changing a due message."""
 WATCHER_QUEUE_SIZE = 256
 
 
 class Watcher:
     """One reader of the event log, with a bounded queue. When the queue is full, the reader gets `Lagged`."""
 
-    def __init__(self, store: Store, seen: int, size: int) -> None:
-        """`seen`: seq of the last event that the reader has seen."""
-        self._store, self._seen, self._size = store, seen, size
+    def __init__(self, store: Store, seen: int, size: int, *, about_society: bool = False) -> None:
+        """`seen`: seq of the last event that the reader has seen. `about_society`: see `MessageBus.watch`."""
+        self._store, self._seen, self._size, self.about_society = store, seen, size, about_society
         self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
         """None ends the iteration."""
         self._lagged = False
@@ -44,7 +46,7 @@ class Watcher:
     async def catch_up(self) -> None:
         """Queue the new events. If the queue is full, mark the watcher as lagged and stop."""
         while not self._lagged:
-            events = await self._store.events(self._seen, self._size)
+            events = await self._store.events(self._seen, self._size, about_society=self.about_society)
             for event in events:
                 if self._queue.qsize() >= self._size:
                     self._lagged = True
@@ -92,6 +94,7 @@ class MessageBus:
         self._timer: asyncio.Task[None] | None = None
         self._watchers: set[Watcher] = set()
         self._has_news = asyncio.Event()
+        self._has_society_news = False
         self._log_reader: asyncio.Task[None] | None = None
 
     # Sending
@@ -156,7 +159,19 @@ class MessageBus:
             self._rearm.set()  # the store knows when it is due
         elif envelope and envelope.delay:
             self._arm(envelope.delay)
-        self._has_news.set()
+        if any(not watcher.about_society for watcher in self._watchers):
+            self._has_news.set()
+
+    def notify_others(self, about_society: bool) -> None:
+        """Wake the log reader after a write of another process.
+
+        `about_society`: one of `SOCIETY_EVENTS` may be among it.
+        """
+        if about_society:
+            self._has_society_news = True
+            self._has_news.set()
+        else:
+            self.notify()
 
     # Delayed messages
 
@@ -212,10 +227,16 @@ class MessageBus:
     # Watching
 
     @contextlib.asynccontextmanager
-    async def watch(self, after: int | None = None, queue: int = WATCHER_QUEUE_SIZE) -> AsyncIterator[Watcher]:
-        """Watch events from now on, or those after event `after`. `queue`: events that may wait for the watcher."""
+    async def watch(
+        self, after: int | None = None, queue: int = WATCHER_QUEUE_SIZE, *, about_society: bool = False
+    ) -> AsyncIterator[Watcher]:
+        """Watch events from now on, or those after event `after`. `queue`: events that may wait for the watcher.
+
+        `about_society`: only those of `SOCIETY_EVENTS`. They are rare: while nobody watches the others, the log is read
+        when another process announces one, and once per second.
+        """
         seen = await self._store.last_event() if after is None else after
-        watcher = Watcher(self._store, seen, queue)
+        watcher = Watcher(self._store, seen, queue, about_society=about_society)
         self._watchers.add(watcher)
         if self._stopping:
             watcher.close()  # a stop closed the others while this one was opened
@@ -256,8 +277,10 @@ class MessageBus:
             return 0
         log.info("stopping: delivering %d delayed messages early", count)
         delivered = 0
-        while (promotion := await self._promote(early=True)).delivered or promotion.dead:
+        while (promotion := await self._promote(early=True)).delivered or promotion.dead or promotion.is_elsewhere:
             delivered += len(promotion.delivered)
+            if promotion.is_elsewhere:
+                await self._clock.sleep(PROMOTED_ELSEWHERE_INTERVAL)
         return delivered
 
     async def abandon(self) -> None:
@@ -307,7 +330,10 @@ class MessageBus:
         next_due = await self._store.until_next_due()
         while next_due is not None and next_due <= timedelta(0) and not self._stopping:
             asked = self._clock.monotonic()
-            next_due = (await self._promote()).next_due
+            promotion = await self._promote()
+            next_due = promotion.next_due
+            if promotion.is_elsewhere:
+                next_due = PROMOTED_ELSEWHERE_INTERVAL
         wait = SWEEP_INTERVAL if next_due is None else min(SWEEP_INTERVAL, next_due)
         # Measured from before the query: its commit takes time, which must not delay the next message.
         self._wakes_at = asked + wait.total_seconds()
@@ -336,11 +362,17 @@ class MessageBus:
     # The event log: one reader task for all watchers
 
     async def _read_log(self) -> None:
+        swept_at = self._clock.monotonic()
         while True:
             await self._clock.wait(self._has_news, SWEEP_INTERVAL)
+            is_sweep = self._clock.monotonic() - swept_at >= SWEEP_INTERVAL.total_seconds()
+            serves_all, self._has_society_news = is_sweep or self._has_society_news, False
+            swept_at = self._clock.monotonic() if serves_all else swept_at
             self._has_news.clear()
             failure: Exception | None = None
             for watcher in tuple(self._watchers):
+                if watcher.about_society and not serves_all:
+                    continue
                 try:
                     await watcher.catch_up()
                 except StoreError:

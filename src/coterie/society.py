@@ -28,7 +28,7 @@ from coterie.configuration import (
     Settings,
     agent_of,
 )
-from coterie.errors import CoterieError, Problem, Refused, StoreBroken
+from coterie.errors import CoterieError, Problem, Refused, StoreBroken, StoreUnusable
 from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt, thread_of
@@ -93,7 +93,7 @@ class Society:
         self.retention = RetentionService(
             store, artifacts, clock, lambda: self.config.store, is_shared=is_shared(self.config)
         )
-        store.subscribe_changes(self.bus.notify)
+        store.subscribe_changes(self.bus.notify_others)
         self.live = LiveReplies()
         self._tasks = TaskService(store, self.bus, clock)
         self._relay = LiveRelay(self.live, store, clock, self._stop_turn_here) if is_shared(self.config) else None
@@ -108,12 +108,22 @@ class Society:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True) -> AsyncIterator[Self]:
+    async def open(
+        cls,
+        folder: str | Path,
+        *,
+        clock: Clock | None = None,
+        work: bool = True,
+        run_turns: bool = True,
+        max_turns: int | None = None,
+    ) -> AsyncIterator[Self]:
         """Run the society in `folder`; create it with templates if it is missing.
 
-        With SQLite one process at a time can. Without `work` messages are delivered, but agents do not run.
+        With SQLite one process at a time can. Without `work` messages are delivered, but agents do not run. Without
+        `run_turns` their turns are left to other processes, which needs PostgreSQL. `max_turns`: the most turns that
+        run in this process at the same time.
         """
-        society = await cls.start(folder, clock=clock, work=work)
+        society = await cls.start(folder, clock=clock, work=work, run_turns=run_turns, max_turns=max_turns)
         try:
             yield society
         finally:
@@ -156,7 +166,14 @@ class Society:
 
     @classmethod
     async def start(
-        cls, folder: str | Path, *, clock: Clock | None = None, work: bool = True, files: FilesRole = "write"
+        cls,
+        folder: str | Path,
+        *,
+        clock: Clock | None = None,
+        work: bool = True,
+        files: FilesRole = "write",
+        run_turns: bool = True,
+        max_turns: int | None = None,
     ) -> Self:
         """Start the society as `open` does. The caller must call `stop`.
 
@@ -164,10 +181,15 @@ class Society:
         """
         society_folder = SocietyFolder(Path(folder))
         society_folder.create()
+        if not run_turns and not is_shared(read_config(society_folder.path)):
+            raise StoreUnusable(
+                "without agents here, other processes must run them, which needs a PostgreSQL: set store.url in"
+                " coterie.toml, or run coterie serve without --no-agents"
+            )
         society = await cls._assemble(society_folder, clock or SystemClock(), files)
         try:
-            runtime = society._make_runtime(leaves_keyless=files == "never") if work else None
-            await society._start(runtime)
+            runtime = society._make_runtime(max_turns, leaves_keyless=files == "never") if work else None
+            await society._start(runtime, run_turns=run_turns)
         except BaseException:
             await society.store.close()
             raise
@@ -192,7 +214,7 @@ class Society:
         society._file_problems = problems
         return society
 
-    def _make_runtime(self, *, leaves_keyless: bool = False) -> AgentRuntime:
+    def _make_runtime(self, max_turns: int | None = None, *, leaves_keyless: bool = False) -> AgentRuntime:
         # Models and tools are slow to import, and a single command does not need them.
         from coterie.agent_definitions import AgentDefinitions, AgentsFile, AgentsInDatabase
         from coterie.agent_runtime import AgentRuntime, make_service
@@ -210,6 +232,7 @@ class Society:
             disk=self.disk,
             clock=self._clock,
             leaves_keyless=leaves_keyless,
+            **({} if max_turns is None else {"max_turns": max_turns}),
         )
         self._setup = Setup(
             self._folder,
@@ -634,7 +657,7 @@ class Society:
         await shutdown.step("close the store", self.store.close)
         shutdown.finish()
 
-    async def _start(self, runtime: AgentRuntime | None) -> None:
+    async def _start(self, runtime: AgentRuntime | None, *, run_turns: bool = True) -> None:
         for warning in self.store.info.warnings:
             log.info("%s", warning)
         if self.store.info.unclean:
@@ -647,7 +670,7 @@ class Society:
         if self._relay:
             self._relay.start()
         if runtime:
-            await runtime.start()
+            await runtime.start(run_turns=run_turns)
         self._runtime = runtime
         self.retention.start()
 

@@ -47,6 +47,8 @@ EventKind = Literal[
     "task.changed",
     "configuration.changed",
 ]
+SOCIETY_EVENTS = ("agent.upsert", "agent.removed", "society.state", "configuration.changed")
+"""Kinds of events that every process of a society follows. They are rare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class Promotion:
     """Messages whose recipient is terminated; their senders were notified."""
     next_due: timedelta | None = None
     """Time until the next due message. None: nothing is delayed. Zero or less: more messages are due."""
+    is_elsewhere: bool = False
+    """Another process is delivering or changing the next due message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +360,11 @@ class Store(RetentionStore, Protocol):
 
     # Event log and maintenance
 
-    async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
-        """The events after number `after`, in order. They are durable: no other event gets their numbers."""
+    async def events(self, after: int, limit: int = 500, *, about_society: bool = False) -> Sequence[Event]:
+        """The events after number `after`, in order. They are durable: no other event gets their numbers.
+
+        `about_society`: only those of `SOCIETY_EVENTS`.
+        """
         ...
 
     async def last_event(self) -> int:

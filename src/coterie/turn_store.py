@@ -148,6 +148,16 @@ class TurnWorker(Protocol):
     worker: str
     rules: Rules
 
+    @property
+    def running_turns(self) -> int:
+        """Turns that run here or for which a slot is reserved. Called from any thread."""
+        ...
+
+    @property
+    def max_turns(self) -> int:
+        """The most turns that can run here at the same time; 0: no more turns start. Called from any thread."""
+        ...
+
     def reserve_slot(self, agent_id: str, for_person: bool) -> bool:
         """Reserve a slot for this agent; False: the worker cannot take it. Called from any thread.
 
@@ -185,6 +195,11 @@ class TurnWorker(Protocol):
 
 
 class TurnStore(Protocol):
+    @property
+    def claims_per_round(self) -> int:
+        """Agents that one call of `claim_ready` should claim at most."""
+        ...
+
     def register_worker(self, worker: TurnWorker) -> None:
         """Claim agents for `worker` in the transaction that delivers their mail, while `worker` has slots."""
         ...

@@ -8,7 +8,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, quote, urlsplit
 
 from psycopg.conninfo import conninfo_to_dict
@@ -33,7 +33,7 @@ class Proxy:
         """Drop all data in both directions."""
         self.seen: Counter[str] = Counter()
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.port = self._server.sockets[0].getsockname()[1]

@@ -22,12 +22,13 @@ from coterie import bus
 from coterie.agent import scheduler
 from coterie.clock import SystemClock
 from coterie.config import Config, read_config
-from coterie.errors import StoreUnavailable
+from coterie.errors import StoreUnavailable, StoreUnusable
 from coterie.files import MIN_SPACE_BYTES
 from coterie.live import CallProgress
 from coterie.llm.service import Completion, ModelRequest, TextDelta
 from coterie.messages import PERSON, Receipt
 from coterie.society import Society
+from coterie.store import SOCIETY_EVENTS
 from coterie.stores.postgres import cluster
 from coterie.stores.sql import unit_of_work
 from coterie.stores.sql.jobs import Job
@@ -471,3 +472,58 @@ async def test_a_message_committed_late_is_ordered_by_its_commit_and_not_missed(
         assert [message.payload["text"] for message in await other.waiting("ada")] == ["late", "behind"]
         numbers = {m.payload["text"]: m.seq for who in ("ada", "bob") for m in await other.waiting(who)}
         assert numbers["late"] < numbers["quick"]
+
+
+# Processes that run no turns, and processes that nobody watches
+
+
+async def test_a_server_without_agents_leaves_all_turns_to_a_worker(
+    shared: Postgres, tmp_path: Path, no_polls: None
+) -> None:
+    url, model = shared.url(tmp_path), ManualModel()
+    async with process(tmp_path / "worker", url, model) as worker:
+        door = await Society.start(home(tmp_path / "door", url), run_turns=False)
+        try:
+            assert [known.id is None for known in await door.shared_workers()].count(True) == 1
+            await door.send(to="ada", text="hello")
+            await soon(model.asked.get())
+            model.words.put_nowait(None)
+            inbox = door.inbox()
+            assert (await soon(anext(inbox))).payload["text"] == "ada answers"
+            await inbox.aclose()
+            profile = await door.create_agent(id="new")  # it has the whole API
+            async with asyncio.timeout(SOON):
+                while profile.id not in [known.id for known in worker.agents.all_profiles()]:
+                    await asyncio.sleep(0.01)
+        finally:
+            await door.stop()
+
+
+async def test_a_server_without_agents_needs_postgresql(tmp_path: Path) -> None:
+    make_home(tmp_path / "home")
+    with pytest.raises(StoreUnusable, match="needs a PostgreSQL"):
+        await Society.start(tmp_path / "home", run_turns=False)
+
+
+async def test_a_process_without_watchers_reads_only_events_about_the_society(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, model = shared.url(tmp_path), ManualModel()
+    async with process(tmp_path / "worker", url, model) as worker, process(tmp_path / "door", url, work=False) as door:
+        read: list[str] = []
+        events = worker.store.events
+
+        async def recorded(*arguments: Any, **options: Any) -> Any:
+            found = await events(*arguments, **options)
+            read.extend(event.kind for event in found)
+            return found
+
+        monkeypatch.setattr(worker.store, "events", recorded)
+        for number in range(5):
+            await door.send(to="ada", text=str(number))
+        await soon(model.asked.get())
+        await door.store.pause_all()
+        async with asyncio.timeout(SOON):
+            while "society.state" not in read:
+                await asyncio.sleep(0.01)
+        assert {*read} <= {*SOCIETY_EVENTS}

@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tests.engines import Postgres, postgres_server, restart_at_once
+from tests.engines import Postgres, postgres_server, read_lock_errors, restart_at_once
 
 from .harness import ForkServer
 from .kill_cycles import MAX_EXTENSION
@@ -45,6 +45,7 @@ def run_cycles(
     urls = [shared.url(folder / str(number)) for number in range(runs * MAX_EXTENSION)]
     asked = {"runs": runs, "cycles": cycles, "at_least": with_spaces(at_least)}
     assert_seen(sound(server.call(what, folder=str(folder), urls=urls, seed=seed, **asked), replay), **at_least)
+    assert [error for url in urls for error in read_lock_errors(url)] == [], replay
 
 
 def test_a_few_kills_of_three_workers_under_load_lose_nothing(
@@ -130,6 +131,7 @@ def at_work(server: ForkServer, folder: Path, url: str, lease: float = 2.0) -> I
     finally:
         report |= server.call("shared_end")
     sound(report, replay)
+    assert read_lock_errors(url) == [], replay
 
 
 def kill_all_sessions(url: str) -> int:

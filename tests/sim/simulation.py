@@ -72,6 +72,8 @@ class EagerWorker:
     worker: str
     start_turns: Callable[[Sequence[Claim]], None]
     rules: Rules = RULES
+    running_turns: int = 0
+    max_turns: int = 1_000
 
     def reserve_slot(self, agent_id: str, for_person: bool) -> bool:
         return True

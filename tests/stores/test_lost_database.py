@@ -72,7 +72,9 @@ async def test_a_lost_commit_is_not_confused_with_another_of_the_same_transactio
     with shared.behind(tmp_path) as db:
         (reused,) = db.execute("SELECT pg_current_xact_id()::text").fetchone()
     write_events = PostgresSession._write_events
-    monkeypatch.setattr(PostgresSession, "_write_events", lambda session: write_events(session) and reused)
+    monkeypatch.setattr(
+        PostgresSession, "_write_events", lambda session, batch: write_events(session, batch) and reused
+    )
     cut = CutConnections(monkeypatch, 1, after=False)
     await store.send(envelope("user", "bob", "once"))
     assert (cut.cuts, await texts(store, "bob")) == (1, ["once"])

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from coterie.errors import StoreError
+from coterie.errors import Refused, StoreError
 from coterie.ids import new_id
 from coterie.store import Limits
 from coterie.stores.postgres import PostgresStore
@@ -55,7 +55,7 @@ async def test_the_same_client_id_sent_by_several_processes_at_once_is_one_messa
     assert await texts(stores[0], "ada") == ["hello"]
 
 
-async def test_event_numbers_have_no_gaps_and_a_follower_misses_none(process: Opener) -> None:
+async def test_a_follower_of_the_event_log_misses_none(process: Opener) -> None:
     stores = [await process() for _ in range(3)]
     ended = asyncio.Event()
 
@@ -71,7 +71,27 @@ async def test_event_numbers_have_no_gaps_and_a_follower_misses_none(process: Op
     await asyncio.gather(*(s.send(envelope("user", "ada", str(n))) for s in stores for n in range(50)))
     ended.set()
     seen = await following
-    assert seen == list(range(1, await stores[0].last_event() + 1))
+    assert len(seen) >= 150
+    assert seen == [event.seq for event in await stores[0].events(0, 10_000)]
+    assert seen[-1] == await stores[0].last_event()
+
+
+async def test_events_are_read_up_to_the_oldest_open_transaction_and_then_all(
+    process: Opener, shared: Postgres, tmp_path: Path
+) -> None:
+    store = await process()
+    start = await store.last_event()
+    with owner_connection(shared.url(tmp_path)) as db:
+        session = PostgresSession(db, [], 30_000, NotifyChannels(store.info.log_id, "slow"))
+        session.append_events([(1, "read", "slow", None)])
+        session.close()
+        await store.send(envelope("user", "ada"))
+        assert await store.events(start) == [] and (await store.statistics(start)).events == {}
+        assert await store.last_event() == (await store.snapshot()).seq == start
+        db.execute_now("COMMIT")
+    events = await store.events(start)
+    assert [event.kind for event in events[:2]] == ["read", "message.created"]
+    assert await store.last_event() == (await store.snapshot()).seq == events[-1].seq
 
 
 async def test_an_agent_is_claimed_by_one_process_only(process: Opener) -> None:
@@ -176,7 +196,7 @@ async def test_an_expired_lease_that_was_not_taken_over_still_allows_writes(
 async def test_a_process_is_notified_of_writes_of_another(process: Opener) -> None:
     speaker, listener = await process(), await process()
     notified = asyncio.Event()
-    listener.subscribe_changes(notified.set)
+    listener.subscribe_changes(lambda _: notified.set())
     async with asyncio.timeout(TIMEOUT_SECONDS):
         while not notified.is_set():  # the listener may start after the first message
             await speaker.send(envelope("ada", "user"))
@@ -186,7 +206,7 @@ async def test_a_process_is_woken_by_unclaimed_work_only(process: Opener) -> Non
     speaker, listener = await process(), await process()
     notices: list[bool] = []
     texts: asyncio.Queue[str] = asyncio.Queue()
-    listener._listener._on_change = notices.append  # type: ignore[union-attr]
+    listener._listener._on_change = lambda change: notices.append(change.has_work)  # type: ignore[union-attr]
     listener.subscribe_broadcasts(texts.put_nowait)
 
     async def notices_of(action: Awaitable[Any]) -> list[bool]:
@@ -211,6 +231,19 @@ async def test_a_process_is_woken_by_unclaimed_work_only(process: Opener) -> Non
 
 
 # Pipelined statements
+
+
+async def test_a_job_that_fails_before_its_first_statement_fails_alone(process: Opener) -> None:
+    store = await process()
+
+    def refuse(*_: object) -> None:
+        raise Refused("unknown_agent", "not this one")
+
+    refused = store._transact(refuse)
+    roles = [store.put_role(f"role {n}", "") for n in range(3)]
+    results = await asyncio.gather(refused, *roles, return_exceptions=True)
+    assert [isinstance(result, Refused) for result in results] == [True, False, False, False]
+    assert len(await store.roles()) == 3
 
 
 async def test_a_wrong_statement_in_a_batch_fails_alone(process: Opener) -> None:
@@ -295,7 +328,10 @@ async def test_a_message_selected_as_due_is_not_delivered_by_another_process(
             _until_done_or_blocked(meanwhile[0], url)
 
     monkeypatch.setattr(commands, "hit", interrupted)
-    delivered = [*(await first.promote_due(3)).delivered, *(await asyncio.wrap_future(meanwhile[0])).delivered]
+    delivered = [*(await first.promote_due(3)).delivered]
+    promotion = await asyncio.wrap_future(meanwhile[0])
+    assert promotion.is_elsewhere and not promotion.delivered, "later messages overtake none that are being delivered"
+    delivered += (await second.promote_due(3)).delivered
     assert len(delivered) == len({one.message_id for one in delivered}) == 6
     assert await texts(first, "ada") == [str(n) for n in range(6)]
 

@@ -25,6 +25,7 @@ class Idle:
     """A worker without slots: only the test claims agents."""
 
     rules = RULES
+    running_turns, max_turns = 0, 1_000
 
     def __init__(self, worker: str) -> None:
         self.worker = worker

@@ -17,6 +17,7 @@ class ManualWorker:
     """A `TurnWorker` without a limit of slots."""
 
     rules = RULES
+    running_turns, max_turns = 0, 1_000
 
     def __init__(self, worker: str) -> None:
         self.worker = worker

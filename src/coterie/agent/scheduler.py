@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 MAX_TURN_SLOTS = 256
 """Turns that start or run tools at the same time."""
-EXTRA_PERSON_SLOTS = 32
+PERSON_SHARE = 8
+"""One turn for the person's messages may start in addition to so many others."""
+EXTRA_PERSON_SLOTS = MAX_TURN_SLOTS // PERSON_SHARE
 """Additional slots for people's messages, so that agents in long tool calls do not delay people."""
 
 
@@ -183,8 +185,8 @@ SWEEP_INTERVAL = timedelta(seconds=5)
 """Longest time that an agent with an inconsistent stored state stays idle while mail waits for it."""
 MAX_RELEASE_ATTEMPTS = 3
 """After these, turns stay claimed until the next start or the end of the lease, and count as crashed."""
-MAX_CLAIMS_PER_ROUND = 128
-"""Agents claimed in one transaction. A round reserves as many slots, which running turns cannot use meanwhile."""
+MAX_TURNS = 10_000
+"""Turns that run here at the same time, those that wait for their model included."""
 
 
 class Scheduler:
@@ -202,8 +204,13 @@ class Scheduler:
         worker: str,
         disk: DiskMonitor,
         admission: ServiceAdmission,
+        max_turns: int = MAX_TURNS,
     ) -> None:
-        self._admission = admission
+        """`max_turns`: turns that run here at the same time, those that wait for their model included."""
+        self._admission, self._max_turns = admission, max_turns
+        self._reserved = 0
+        """Slots that the store has reserved for claims that it has not committed yet."""
+        self._reserved_lock = threading.Lock()
         self._store, self._handler, self._clock, self._disk = store, handler, clock, disk
         self.rules, self.worker = rules, worker
         self._wake = asyncio.Event()
@@ -263,19 +270,44 @@ class Scheduler:
 
     # Called by the store
 
+    @property
+    def running_turns(self) -> int:
+        return len(self._turns) + self._reserved
+
+    @property
+    def max_turns(self) -> int:
+        return 0 if self._is_stopping or self._disk.is_full() else self._max_turns
+
     def reserve_slot(self, agent_id: str, for_person: bool) -> bool:
         if self._has_waiting[for_person] or not self._admission.admits(agent_id, for_person):
             return False
-        return self._slots.try_acquire(1, for_person=for_person) == 1
+        if not self._free_turns(for_person=for_person) or not self._slots.try_acquire(1, for_person=for_person):
+            return False
+        self._count_reserved(1)
+        return True
 
     def release_slots(self, count: int) -> None:
+        self._count_reserved(-count)
         self._slots.release(count)
 
     def start_turns(self, claims: Sequence[Claim]) -> None:
+        self._count_reserved(-len(claims))
+        self._start_turns(claims)
+
+    def _start_turns(self, claims: Sequence[Claim]) -> None:
         if self._is_stopping:
             return  # `finish` releases them
         for claim in claims:
             self._start_turn(claim)
+
+    def _count_reserved(self, count: int) -> None:
+        with self._reserved_lock:
+            self._reserved += count
+
+    def _free_turns(self, *, for_person: bool) -> int:
+        """How many turns may start here. A few more may start for the person."""
+        extra = max(1, self._max_turns // PERSON_SHARE) if for_person else 0
+        return max(0, self._max_turns + extra - self.running_turns)
 
     def abandon_turns(self) -> None:
         self._abandoned |= self._turns.keys()
@@ -326,8 +358,9 @@ class Scheduler:
         # While the disk is full, no turn starts, as if no slot were free.
         full = self._disk.is_full()
         available = 0 if full else self._slots.available(for_person=False)
-        reserved = 0 if full else self._slots.try_acquire(MAX_CLAIMS_PER_ROUND, for_person=True)
-        others = min(reserved, available)
+        limit = 0 if full else min(self._store.claims_per_round, self._free_turns(for_person=True))
+        reserved = self._slots.try_acquire(limit, for_person=True)
+        others = min(reserved, available, self._free_turns(for_person=False))
         claims: Sequence[Claim] = ()
         try:
             if self._has_orphaned_claims or self._abandoned:
@@ -348,7 +381,7 @@ class Scheduler:
         finally:
             self._slots.release(reserved - len(claims))
         self._last_error = None
-        self.start_turns(claims)
+        self._start_turns(claims)
         agents = sum(not claim.for_person for claim in claims)
         self._has_waiting = {False: agents >= others, True: len(claims) == reserved}
         return (0 < others <= agents) or 0 < reserved == len(claims)
@@ -374,6 +407,7 @@ class Scheduler:
     def _on_turn_end(self, turn: asyncio.Task[bool], slot: TurnSlot) -> None:
         agent_id = self._turns.pop(turn)
         slot.release()
+        self._on_release()  # the turn may have ended without a slot
         if turn.cancelled():
             return
         if error := turn.exception():

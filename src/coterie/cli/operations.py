@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from coterie import __version__
-from coterie.cli.options import DEFAULT_FOLDER, Dir, DirArgument, Json, OptionalDir, Token
+from coterie.cli.options import DEFAULT_FOLDER, Dir, DirArgument, Json, OptionalDir, Token, Turns
 from coterie.cli.output import Progress, count_of, print_error, print_json, print_line, run_quietly
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def serve(
         str | None,
         typer.Option(metavar="TOKEN", envvar="COTERIE_TOKEN", help="Who has it may do anything; made when not given."),
     ] = None,
+    no_agents: Annotated[
+        bool, typer.Option("--no-agents", help="Leave all turns to coterie worker. Needs a PostgreSQL as store.url.")
+    ] = False,
+    turns: Turns = None,
 ) -> None:
     """Run a society until Ctrl-C or SIGTERM. A missing folder is made, with commented templates."""
     import asyncio
@@ -69,11 +73,13 @@ def serve(
 
     logs.start()
     folder = (place or dir or DEFAULT_FOLDER).resolve()
-    options = server.ServeOptions(folder=folder, host=host, port=port, token=token or None)
+    options = server.ServeOptions(
+        folder=folder, host=host, port=port, token=token or None, run_turns=not no_agents, max_turns=turns
+    )
     raise typer.Exit(asyncio.run(server.run_server(options)))
 
 
-def worker(place: DirArgument = None, dir: OptionalDir = None) -> None:  # noqa: A002
+def worker(place: DirArgument = None, dir: OptionalDir = None, turns: Turns = None) -> None:  # noqa: A002
     """Let agents of a shared society work here, too, until Ctrl-C or SIGTERM.
 
     The address of its PostgreSQL is store.url, or COTERIE_STORE in the environment: then no folder is needed.
@@ -84,7 +90,7 @@ def worker(place: DirArgument = None, dir: OptionalDir = None) -> None:  # noqa:
 
     logs.start()
     with server.worker_folder((place or dir or DEFAULT_FOLDER).resolve()) as folder:
-        code = asyncio.run(server.run_worker(folder))
+        code = asyncio.run(server.run_worker(folder, turns))
     raise typer.Exit(code)
 
 

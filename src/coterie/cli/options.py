@@ -105,4 +105,14 @@ Token = Annotated[
         envvar="COTERIE_TOKEN", metavar="TOKEN", help="Of the running server; otherwise data/token.", show_default=False
     ),
 ]
+Turns = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        envvar="COTERIE_TURNS",
+        min=1,
+        help="Most turns that run here at once, those that wait for a model included. Claims follow free capacity.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", callback=_remember_json, help="Write JSON, for programs.")]

@@ -65,6 +65,9 @@ class ServeOptions:
     host: str | None = None
     port: int | None = None
     token: str | None = field(default=None, repr=False)
+    run_turns: bool = True
+    """False: other processes run all turns."""
+    max_turns: int | None = None
 
 
 class SocietyServer:
@@ -134,7 +137,7 @@ async def run_server(options: ServeOptions) -> int:
     is_new = not folder.exists
     server = _bind(folder, options)
     try:
-        society = await _start_society(folder.path, signals)
+        society = await _start_society(folder.path, signals, run_turns=options.run_turns, max_turns=options.max_turns)
     except BaseException:
         server.close()
         raise
@@ -197,7 +200,7 @@ def worker_folder(folder: Path) -> Iterator[Path]:
         yield Path(empty)
 
 
-async def run_worker(folder: Path) -> int:
+async def run_worker(folder: Path, max_turns: int | None = None) -> int:
     """Run the agents of a shared society without an HTTP server until a signal, and return the exit code."""
     signals = StopSignals()
     config = read_config(require_society(folder).path)
@@ -206,7 +209,7 @@ async def run_worker(folder: Path) -> int:
             "a worker shares its society with other processes, which needs a PostgreSQL: set store.url in coterie.toml"
             f" or {STORE_VARIABLE} in the environment, or run coterie serve"
         )
-    society = await _start_society(folder, signals, files="never")
+    society = await _start_society(folder, signals, files="never", max_turns=max_turns)
     try:
         if not signals.stop.done():
             info, version = society.store.info, society.configuration.settings.version
@@ -241,8 +244,15 @@ class StopSignals:
             future.set_result(None)
 
 
-async def _start_society(folder: Path, signals: StopSignals, files: FilesRole = "write") -> Society:
-    starting = asyncio.create_task(Society.start(folder, files=files))
+async def _start_society(
+    folder: Path,
+    signals: StopSignals,
+    files: FilesRole = "write",
+    *,
+    run_turns: bool = True,
+    max_turns: int | None = None,
+) -> Society:
+    starting = asyncio.create_task(Society.start(folder, files=files, run_turns=run_turns, max_turns=max_turns))
     await _wait_for_first(starting, signals.exit_now)
     if not starting.done():
         await _force_exit(starting, folder)

@@ -27,7 +27,7 @@ TABLES = (
     "plans", "calls", "roles", "llm_calls", "summaries", "schedules", "tasks", "turns", "keys",
 )  # fmt: skip
 """Tables that both engines have, in foreign-key order."""
-SEQUENCE_TABLES = ("messages", "plans", "tasks")
+SEQUENCE_TABLES = ("messages", "plans", "tasks", "events")
 """Tables whose `seq` values a sequence assigns on PostgreSQL."""
 AUTOINCREMENT_TABLES = ("messages", "plans")
 """Those whose values are never reused, even after their rows are deleted."""

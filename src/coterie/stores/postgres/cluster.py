@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +31,8 @@ from coterie.clock import from_ms
 from coterie.slot_sharing import OtherProcess, SlotGrant, divide_slots
 from coterie.store import Worker, WorkerCounters, worker_name
 from coterie.stores.postgres.connection import CLOCK, SET_TIMEOUTS, PgConnection, connect, to_store_error
-from coterie.turn_store import Interruption
+from coterie.stores.postgres.load_sharing import Load, WorkerLoads
+from coterie.turn_store import Interruption, TurnWorker
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +45,22 @@ RECONNECT_DELAY_SECONDS = 1.0
 KEEPALIVE_SECONDS = 60.0
 """After this time without notifications the listener tests its connection."""
 
+_BEGIN = tuple(f"BEGIN; {SET_TIMEOUTS}".removesuffix(";").split(";"))
 _UPSERT_PROCESS = f"""
-INSERT INTO processes (id, seen_at, began_at, name, worker, heartbeats, fenced, takeovers)
-VALUES (:id, {CLOCK}, {CLOCK}, :name, :worker, :heartbeats, :fenced, :takeovers)
+INSERT INTO processes (id, seen_at, began_at, name, worker, heartbeats, fenced, takeovers, turns, max_turns)
+VALUES (:id, {CLOCK}, {CLOCK}, :name, :worker, :heartbeats, :fenced, :takeovers, :turns, :max_turns)
     ON CONFLICT (id) DO UPDATE SET seen_at = excluded.seen_at, worker = excluded.worker,
-       heartbeats = excluded.heartbeats, fenced = excluded.fenced, takeovers = excluded.takeovers
+       heartbeats = excluded.heartbeats, fenced = excluded.fenced, takeovers = excluded.takeovers,
+       turns = excluded.turns, max_turns = excluded.max_turns
+"""
+_SELECT_LOADS = f"""
+SELECT id, turns, max_turns FROM processes
+ WHERE id <> :id AND worker IS NOT NULL AND seen_at > {CLOCK} - :lease_ms
 """
 # Claims that were released or have expired are not renewed.
 _RENEW_CLAIMS = f"""
 WITH claimed AS (
-    SELECT id FROM agents WHERE worker = ANY (:workers) AND state IN ('llm', 'tools') AND runnable_at > {CLOCK}
+    SELECT id FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') AND runnable_at > {CLOCK}
      ORDER BY id FOR UPDATE)
 UPDATE agents SET runnable_at = {CLOCK} + :lease_ms FROM claimed WHERE agents.id = claimed.id
 """
@@ -73,12 +81,20 @@ class Heartbeat:
     """Registers this process and renews its leases from a thread."""
 
     def __init__(
-        self, url: str, process: str, on_lease_at_risk: Callable[[], None], lease: float, counters: WorkerCounters
+        self,
+        url: str,
+        channels: NotifyChannels,
+        on_lease_at_risk: Callable[[], None],
+        lease: float,
+        counters: WorkerCounters,
+        loads: WorkerLoads,
     ) -> None:
         """`lease` in seconds. `on_lease_at_risk`: called on the event loop when renewal failed for too long."""
         self._url, self._on_lease_at_risk, self.lease, self._counters = url, on_lease_at_risk, lease, counters
-        self.process, self._name = process, worker_name()
-        self._workers: list[str] = []
+        self._channels, self._loads = channels, loads
+        self.process, self._name = channels.process, worker_name()
+        self._worker: TurnWorker | None = None
+        self._has_said_load = False
         self._db: PgConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._renewed_at = time.monotonic()
@@ -88,9 +104,9 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run_thread, name="coterie-leases", daemon=True)
         self._thread.start()
 
-    def add_worker(self, worker: str) -> None:
-        """Renew the worker's claims from now on."""
-        self._workers = [*self._workers, worker]
+    def set_worker(self, worker: TurnWorker) -> None:
+        """Renew the worker's claims from now on, and tell other processes that it takes turns."""
+        self._worker = worker
         self._due.set()
 
     async def is_last_process(self) -> bool:
@@ -121,24 +137,32 @@ class Heartbeat:
         self._deregister()
 
     def _beat(self) -> None:
-        started_at, counters = time.monotonic(), self._counters
-        worker = self._workers[0] if self._workers else None
+        started_at, counters, worker = time.monotonic(), self._counters, self._worker
+        load = Load(worker.running_turns, worker.max_turns) if worker else Load(0, 0)
+        lease_ms = int(self.lease * 1000)
         try:
             db = self._connection()
-            db.execute_now(f"BEGIN; {SET_TIMEOUTS}")
+            db.pipelining = True  # one round trip: a lease may be short
+            for statement in _BEGIN:
+                db.execute(statement)
             db.execute(
                 _UPSERT_PROCESS,
                 {
                     "id": self.process,
                     "name": self._name,
-                    "worker": worker,
+                    "worker": worker.worker if worker else None,
                     "heartbeats": counters.heartbeats + 1,
                     "fenced": counters.fenced,
                     "takeovers": counters.takeovers,
+                    "turns": load.running,
+                    "max_turns": load.limit,
                 },
             )
-            if self._workers:
-                db.execute(_RENEW_CLAIMS, {"workers": self._workers, "lease_ms": int(self.lease * 1000)})
+            if worker:
+                db.execute(_RENEW_CLAIMS, {"worker": worker.worker, "lease_ms": lease_ms})
+                if not self._has_said_load:
+                    self._notify_load(db, load)  # the first change notice of this process may be a long time away
+            others = db.execute(_SELECT_LOADS, {"id": self.process, "lease_ms": lease_ms})
             db.execute_now("COMMIT")
         except psycopg.Error as error:
             log.warning("claims could not be renewed: %s", to_store_error(error))
@@ -146,6 +170,12 @@ class Heartbeat:
             return
         self._renewed_at, self._is_at_risk = started_at, False
         counters.heartbeats += 1
+        self._has_said_load = worker is not None
+        self._loads.replace_all({process: Load(running, limit) for process, running, limit in others})
+
+    def _notify_load(self, db: PgConnection, load: Load) -> None:
+        channel, notice = self._channels.load_notice(load)
+        db.execute(_NOTIFY, {"channel": channel, "notice": notice})
 
     def _check_lease(self) -> None:
         """Drop claims if renewal is overdue. Runs on the event loop, because the thread may hang in a statement."""
@@ -162,6 +192,8 @@ class Heartbeat:
     def _deregister(self) -> None:
         with contextlib.suppress(psycopg.Error, OSError):
             db = self._connection()
+            db.pipelining = False
+            self._notify_load(db, Load(0, 0))
             db.execute(_DELETE_PROCESS, {"id": self.process})
             db.execute(_DELETE_DEAD_PROCESSES, {"age_ms": int(self.lease * 1000 * 10)})
             db.execute(_DELETE_SLOTS, {"process": self.process})
@@ -190,10 +222,19 @@ class Heartbeat:
 
 MAX_INTERRUPTIONS_IN_NOTICE = 50
 """At most 84 bytes each; PostgreSQL limits a notification to 8,000 bytes."""
-_CHANGED, _WORK_AVAILABLE, _SLOTS_CHANGED = "news", "work", "room"
+MAX_CLAIMERS_IN_NOTICE = 32
+"""At most 50 bytes each."""
+_CHANGED, _WORK_AVAILABLE, _SLOTS_CHANGED, _LOAD_CHANGED = "news", "work", "room", "load"
 """Kinds of notices. The values are sent to processes of other versions."""
+_LOAD, _CLAIMER, _ABOUT_SOCIETY = "load=", "claimer=", "society"
+"""Words of a notice: the load of its process, a process that should claim the agents that became ready, and that the
+write has one of `SOCIETY_EVENTS`."""
 _ENDED = "ended-"
 """Before the epoch of an ended turn in a notice."""
+
+
+LOG_LOCK_BITS = 40
+"""Bits of an advisory lock's key that are the number of an event. The others are a hash of the society."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,21 +250,58 @@ class NotifyChannels:
         return f"coterie_{self.society}"
 
     @property
+    def log_lock(self) -> int:
+        """Advisory lock of event number 0. The lock of each other number follows it."""
+        digest = hashlib.sha256(self.society.encode()).digest()
+        return (int.from_bytes(digest[:3]) >> 1 | 1) << LOG_LOCK_BITS
+
+    @property
     def broadcast_channel(self) -> str:
         return f"{self.change_channel}_live"
 
-    def change_notice(self, has_work: bool, interruptions: Sequence[Interruption] = ()) -> tuple[str, str]:
+    def change_notice(
+        self,
+        has_work: bool,
+        interruptions: Sequence[Interruption] = (),
+        *,
+        load: Load | None = None,
+        claimers: Iterable[str] = (),
+        about_society: bool = False,
+    ) -> tuple[str, str]:
         """Channel and payload that announce a write. `has_work`: an agent can be claimed.
 
-        `interruptions` stand before the kind, where processes of older versions ignore them. More than fit are left
-        out.
+        `load`: of this process. `claimers`: the processes that should claim the ready agents; if there are none, all.
+        `about_society`: one of `SOCIETY_EVENTS` is among it. All these words stand before the kind, where processes of
+        older versions ignore them. Interruptions that do not fit are left out.
         """
+        shared = [_ABOUT_SOCIETY] if about_society else []
+        shared += [f"{_LOAD}{load.running}/{load.limit}"] if load else []
+        shared += (f"{_CLAIMER}{process}" for process in [*claimers][:MAX_CLAIMERS_IN_NOTICE])
         words = [
             f"{agent_id}:{position}" if epoch is None else f"{agent_id}:{_ENDED}{epoch}"
             for agent_id, position, epoch in interruptions
         ]
         kind = _WORK_AVAILABLE if has_work else _CHANGED
-        return self.change_channel, " ".join([self.process, *words[:MAX_INTERRUPTIONS_IN_NOTICE], kind])
+        return self.change_channel, " ".join([self.process, *shared, *words[:MAX_INTERRUPTIONS_IN_NOTICE], kind])
+
+    def load_notice(self, load: Load) -> tuple[str, str]:
+        """Channel and payload that tell other processes the load of this one."""
+        return self.change_channel, f"{self.process} {_LOAD}{load.running}/{load.limit} {_LOAD_CHANGED}"
+
+    def read_load(self, notice: str) -> tuple[str, Load] | None:
+        """The process that sent a notice, and its load."""
+        process, _, words = notice.partition(" ")
+        for word in words.split(" "):
+            running, _, limit = word.removeprefix(_LOAD).partition("/")
+            if word.startswith(_LOAD) and running.isdecimal() and limit.isdecimal():
+                return process, Load(int(running), int(limit))
+        return None
+
+    def asks_to_claim(self, notice: str) -> bool:
+        """True if this process should claim agents that became ready."""
+        words = notice.split(" ")
+        claimers = [word.removeprefix(_CLAIMER) for word in words if word.startswith(_CLAIMER)]
+        return words[-1] == _WORK_AVAILABLE and (not claimers or self.process in claimers)
 
     def slot_notice(self) -> tuple[str, str]:
         """Channel and payload that announce a wanted or released slot of a model service."""
@@ -243,6 +321,15 @@ class NotifyChannels:
         return found
 
 
+class ChangeNotice(NamedTuple):
+    """What a write of another process means for this one."""
+
+    has_work: bool
+    """This process should claim agents."""
+    about_society: bool
+    """One of `SOCIETY_EVENTS` may be among it."""
+
+
 class Listener:
     """Receives notifications in a thread and passes them to callbacks on the event loop."""
 
@@ -250,13 +337,14 @@ class Listener:
         self,
         url: str,
         channels: NotifyChannels,
-        on_change: Callable[[bool], None],
+        on_change: Callable[[ChangeNotice], None],
         on_slots_changed: Callable[[None], None],
         on_broadcasts: Callable[[list[str]], None],
         on_interruptions: Callable[[list[Interruption]], None],
+        loads: WorkerLoads,
     ) -> None:
-        """`on_change`: another process has written; the argument is True if an agent can be claimed."""
-        self._on_interruptions = on_interruptions
+        """`on_change`: another process has written."""
+        self._on_interruptions, self._loads = on_interruptions, loads
         self._url, self._channels = url, channels
         self._on_change, self._on_slots_changed, self._on_broadcasts = on_change, on_slots_changed, on_broadcasts
         self._loop = asyncio.get_running_loop()
@@ -287,7 +375,7 @@ class Listener:
         with contextlib.closing(connect(self._url)) as raw:
             for channel in (self._channels.change_channel, self._channels.broadcast_channel):
                 raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-            self._call(self._on_change, True)  # notices may have been missed before LISTEN
+            self._call(self._on_change, ChangeNotice(True, True))  # notices may have been missed before LISTEN
             while not self._closing.is_set():
                 self._receive(raw)
 
@@ -300,10 +388,15 @@ class Listener:
             notices = [notify.payload for notify in notifies if notify.channel == self._channels.change_channel]
             notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
             kinds = {notice.rpartition(" ")[2] for notice in notices}
+            for notice in notices:
+                if said := self._channels.read_load(notice):
+                    self._loads.update(*said)
             if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
                 self._call(self._on_interruptions, interruptions)
-            if kinds - {_SLOTS_CHANGED}:
-                self._call(self._on_change, _WORK_AVAILABLE in kinds)
+            if kinds - {_SLOTS_CHANGED, _LOAD_CHANGED}:
+                has_work = any(map(self._channels.asks_to_claim, notices))
+                about_society = any(_ABOUT_SOCIETY in notice.split(" ")[1:-1] for notice in notices)
+                self._call(self._on_change, ChangeNotice(has_work, about_society))
             if _SLOTS_CHANGED in kinds:
                 self._call(self._on_slots_changed, None)
             if texts := [notify.payload for notify in notifies if notify.channel == self._channels.broadcast_channel]:
@@ -350,7 +443,7 @@ WAITING_TTL = timedelta(seconds=5)
 """Waiting processes repeat their request every second. An older request is ignored: its process may hang."""
 _MS = timedelta(milliseconds=1)
 # Slots have no value after a crash, so the commit need not be durable.
-_BEGIN = tuple(f"BEGIN; {SET_TIMEOUTS} SET LOCAL synchronous_commit = off".split(";"))
+_BEGIN_SLOTS = (*_BEGIN, "SET LOCAL synchronous_commit = off")
 _LOCK_SERVICE = "SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"
 _SELECT_OTHERS = f"""
 SELECT places.kept, CASE WHEN places.asked_at > {CLOCK} - :waiting_ttl_ms THEN places.waiting ELSE 0 END, places.urgent
@@ -382,7 +475,7 @@ def request_slots(
     key = {"service": service, "process": channels.process}
     was_pipelining, db.pipelining = db.pipelining, True
     try:
-        for statement in _BEGIN:
+        for statement in _BEGIN_SLOTS:
             db.execute(statement)
         db.execute(_LOCK_SERVICE, {"name": f"{channels.change_channel} {service}"})
         rows = db.execute(_SELECT_OTHERS, {**key, "waiting_ttl_ms": WAITING_TTL // _MS, "lease_ms": lease // _MS})

@@ -41,9 +41,18 @@ SET_TIMEOUTS = (
     f" SET LOCAL idle_in_transaction_session_timeout = {IDLE_TRANSACTION_TIMEOUT_MS};"
     " SET LOCAL synchronous_commit = on;"  # a commit must be durable, whatever the server's default is
 )
+_SET_SESSION_TIMEOUTS = SET_TIMEOUTS.replace("SET LOCAL", "SET")
+_BEGIN_BEHIND_POOLER = (
+    f"BEGIN; SELECT set_config('statement_timeout', '{STATEMENT_TIMEOUT_MS}', true),"
+    f" set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true),"
+    f" set_config('idle_in_transaction_session_timeout', '{IDLE_TRANSACTION_TIMEOUT_MS}', true),"
+    " set_config('synchronous_commit', 'on', true)"
+)
 MAX_READERS = 4
 POOL_TIMEOUT_SECONDS = 2.0
 """How long a reader waits for a free connection."""
+MAX_SEPARATE_ROWS = 4
+"""Rows of one INSERT whose values are separate literals."""
 MAX_QUEUED_BYTES = 1 << 20
 """Pipelined statements are sent at the latest when they reach this size."""
 _CONNECT_OPTIONS = {
@@ -55,6 +64,7 @@ _CONNECT_OPTIONS = {
     "tcp_user_timeout": 10_000,
     "application_name": "coterie",
 }
+_FIRST_SAVEPOINT = b"SAVEPOINT job"
 _NEXT_SAVEPOINT = b"RELEASE SAVEPOINT job; SAVEPOINT job"
 
 
@@ -183,13 +193,27 @@ class PgConnection:
         self.raw, self._prefix = raw, prefix.encode()
         self.pipelining = False
         """Queue statements until a result is accessed. An error then raises `PipelineFailed`."""
+        self.begin_sql = _BEGIN_BEHIND_POOLER
+        """Begins a transaction with timeouts."""
         self._cursor = psycopg.ClientCursor(raw)
         self._queued: list[tuple[bytes, LazyResult | None]] = []
         self._queued_bytes = 0
+        self._writes: list[bytes] = []
+        """The last writes, which are queued as one statement: none depends on another."""
+
+    @classmethod
+    def for_writes(cls, url: str) -> PgConnection:
+        """Connect for transactions. Without a pooler the timeouts are set once, for the whole session."""
+        db = cls(connect(url))
+        # A pooler tells its clients other process ids than the server's.
+        if db.execute("SELECT pg_backend_pid()").fetchone()[0] == db.raw.info.backend_pid:
+            db.raw.execute(_SET_SESSION_TIMEOUTS.encode())
+            db.begin_sql = "BEGIN"
+        return db
 
     def execute(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = (), /) -> Rows:
         text = translate_sql(sql)
-        if not self.pipelining and not self._queued:
+        if not self.pipelining and not self._queued and not self._writes:
             return _last_result(self.raw.execute(self._prefix + text, parameters))
         result = LazyResult(self)
         self._enqueue(self._render(text, parameters), result)
@@ -203,15 +227,35 @@ class PgConnection:
         for values in parameters:
             self._enqueue(self._render(text, values))
 
-    def insert_rows(self, into: str, rows: Iterable[Sequence[Any]]) -> None:
-        """Insert rows as one JSON parameter: faster than thousands of separate values."""
-        statement, columns = json_insert(into)
-        self.execute(statement, {"rows": encode_rows(columns, rows)})
+    def insert_rows(self, into: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Queue an INSERT. Several in succession, and UPDATEs of `update_row`, become one statement.
+
+        Many rows are one JSON parameter: faster than thousands of separate values.
+        """
+        if len(rows) <= MAX_SEPARATE_ROWS:
+            row = f"({', '.join(['%s'] * len(rows[0]))})"
+            text = f"INSERT INTO {into} VALUES {', '.join([row] * len(rows))}".encode()
+            self._writes.append(self._render(text, [value for values in rows for value in values]))
+        else:
+            statement, columns = json_insert(into)
+            self._writes.append(self._render(translate_sql(statement), {"rows": encode_rows(columns, rows)}))
+        if not self.pipelining:
+            self.flush()
+
+    def update_row(self, sql: str, parameters: Mapping[str, Any]) -> None:
+        """Queue an UPDATE as `insert_rows` does. No other write of the same succession may change its row."""
+        self._writes.append(self._render(translate_sql(sql), parameters))
+        if not self.pipelining:
+            self.flush()
 
     def execute_now(self, sql: str) -> psycopg.Cursor[Any]:
         """Send the queued statements and `sql`, untranslated, in one round trip. Return the last result."""
         self._enqueue(sql.encode())
         return self.flush()
+
+    def begin_savepoints(self) -> None:
+        """Queue the savepoint `job` of the first job."""
+        self._enqueue(_FIRST_SAVEPOINT)
 
     def next_savepoint(self) -> None:
         """Queue a new savepoint `job` in place of the current one."""
@@ -219,6 +263,7 @@ class PgConnection:
 
     def flush(self) -> psycopg.Cursor[Any]:
         """Send the queued statements and return the last result."""
+        self._join_writes()
         if not self._queued:
             return self._cursor
         sent, self._queued, self._queued_bytes = self._queued, [], 0
@@ -237,13 +282,25 @@ class PgConnection:
 
     def discard_job(self) -> None:
         """Drop queued statements of the current job, but keep the statement that sets its savepoint."""
-        savepoints = [index for index, (text, _) in enumerate(self._queued, 1) if text is _NEXT_SAVEPOINT]
+        self._writes.clear()
+        marks = (_FIRST_SAVEPOINT, _NEXT_SAVEPOINT)
+        savepoints = [index for index, (text, _) in enumerate(self._queued, 1) if text in marks]
         del self._queued[savepoints[-1] if savepoints else 0 :]
 
     def discard_queued(self) -> None:
-        self._queued, self._queued_bytes = [], 0
+        self._queued, self._queued_bytes, self._writes = [], 0, []
+
+    def _join_writes(self) -> None:
+        writes, self._writes = self._writes, []
+        if writes:
+            *others, last = writes
+            parts = b", ".join(b"write_%d AS (%b)" % (number, text) for number, text in enumerate(others))
+            text = b"WITH %b %b" % (parts, last) if others else last
+            self._queued.append((text, None))
+            self._queued_bytes += len(text)
 
     def _enqueue(self, text: bytes, result: LazyResult | None = None) -> None:
+        self._join_writes()
         self._queued.append((text, result))
         self._queued_bytes += len(text)
 
@@ -391,12 +448,12 @@ _DISK_FULL_PHRASES = ("No space left on device", "Disk quota exceeded")
 _JOB_ERRORS = (psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError)
 
 
-class AgentLocked(psycopg.OperationalError):
-    """Another transaction holds the agent's row. Retry the batch and lock this agent first."""
+class RowsLocked(psycopg.OperationalError):
+    """Another transaction holds rows that the batch needs. Retry the batch and lock these rows first, in order."""
 
-    def __init__(self, agent_id: str) -> None:
-        super().__init__(f"another transaction is changing {agent_id}")
-        self.agent_id = agent_id
+    def __init__(self, *, agents: Sequence[str] = (), tasks: Sequence[str] = ()) -> None:
+        super().__init__(f"another transaction is changing {', '.join([*agents, *tasks])}")
+        self.agents, self.tasks = agents, tasks
 
 
 class StateChanged(psycopg.OperationalError):
@@ -405,6 +462,10 @@ class StateChanged(psycopg.OperationalError):
 
 class SchemaUpgraded(psycopg.DatabaseError):
     """Another process upgraded the schema beyond what this program may write to. It must end."""
+
+
+class RestartBatch(psycopg.OperationalError):
+    """The only job of a batch asks to be run again."""
 
 
 class PipelineFailed(psycopg.OperationalError):

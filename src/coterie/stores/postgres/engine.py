@@ -27,7 +27,14 @@ from coterie.messages import Message
 from coterie.slot_sharing import SlotGrant
 from coterie.store import Limits, Page, StoreInfo, Worker
 from coterie.stores.blobs import CHUNK_BYTES, DELETE_GRACE
-from coterie.stores.postgres.cluster import Heartbeat, Listener, NotifyChannels, list_workers, request_slots
+from coterie.stores.postgres.cluster import (
+    ChangeNotice,
+    Heartbeat,
+    Listener,
+    NotifyChannels,
+    list_workers,
+    request_slots,
+)
 from coterie.stores.postgres.connection import (
     CLOCK,
     MAX_READERS,
@@ -39,8 +46,9 @@ from coterie.stores.postgres.connection import (
     is_transient,
     to_store_error,
 )
+from coterie.stores.postgres.load_sharing import CLAIM_DELAY, CLAIMS_PER_SHARED_ROUND, Load, WorkerLoads
 from coterie.stores.postgres.server import require_suitable, unusable
-from coterie.stores.postgres.session import PostgresSession
+from coterie.stores.postgres.session import PostgresSession, read_event_horizon
 from coterie.stores.postgres.transfer import PostgresSource
 from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
@@ -53,7 +61,8 @@ from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.transfer import SqliteTarget, transfer_rows
 from coterie.supervision import Shutdown
-from coterie.turn_store import Interruption, TurnWorker
+from coterie.turn import Rest
+from coterie.turn_store import Claim, Interruption, TurnWorker
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +107,13 @@ class PostgresStore(SqlStore):
         self._writer = Writer(url, self._begin_session)
         self._heartbeat: Heartbeat | None = None
         self._listener: Listener | None = None
+        self._loads = WorkerLoads()
+        self._is_asked_to_claim = True
+        """Another process left ready agents to this one, or may have done so."""
         if not read_only:
-            self._heartbeat = Heartbeat(url, process, self._abandon_turns, lease.total_seconds(), self.counters)
+            self._heartbeat = Heartbeat(
+                url, self._channels, self._abandon_turns, lease.total_seconds(), self.counters, self._loads
+            )
             self._listener = Listener(
                 url,
                 self._channels,
@@ -107,6 +121,7 @@ class PostgresStore(SqlStore):
                 self._publish_slots_changed,
                 self._publish_broadcasts,
                 self._publish_interruptions,
+                self._loads,
             )
 
     @classmethod
@@ -140,7 +155,7 @@ class PostgresStore(SqlStore):
     def register_worker(self, worker: TurnWorker) -> None:
         self._worker = worker
         if self._heartbeat:
-            self._heartbeat.add_worker(worker.worker)
+            self._heartbeat.set_worker(worker)
 
     async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
         return await self._read(
@@ -150,11 +165,12 @@ class PostgresStore(SqlStore):
     async def broadcast(self, texts: Sequence[str]) -> None:
         await self._query(_BROADCAST, channel=self._channels.broadcast_channel, texts=list(texts))
 
-    def _publish_change(self, has_work: bool) -> None:
-        if has_work and self._worker:
+    def _publish_change(self, change: ChangeNotice) -> None:
+        if change.has_work and self._worker:
+            self._is_asked_to_claim = True
             self._worker.wake()
         for callback in self._on_change:
-            callback()
+            callback(change.about_society)
 
     def _publish_slots_changed(self, _: None) -> None:
         for callback in self._on_slots_changed:
@@ -200,22 +216,52 @@ class PostgresStore(SqlStore):
     ) -> asyncio.Future[T]:
         if self._heartbeat is None:
             raise StoreError("this society was opened for reading only")
-        claimer = EagerClaimer(self._worker) if self._worker else None
+        claimer = EagerClaimer(self._worker, self._should_claim) if self._worker else None
 
         def work(db: PgConnection, session: PostgresSession) -> Result:
             unit_of_work = UnitOfWork(db, now=session.now, limits=self.limits, session=session)
             value = run(db, unit_of_work)
             claims = claimer.claim_woken(db, unit_of_work) if claimer else None
-            session.has_unclaimed_work = session.has_unclaimed_work or unit_of_work.has_unclaimed_work()
+            session.count_work(
+                unclaimed=len(unit_of_work.newly_runnable()),
+                frees_others=unit_of_work.frees_other_agents,
+                ended=isinstance(value, Claim) and isinstance(value.action, Rest),
+            )
             session.interruptions += unit_of_work.interruption_list()
             unit_of_work.flush()
             return Result(value, claims, needs_flush=durable or unit_of_work.needs_flush)
 
         return self._writer.write(work, claimer.settle if claimer else None, tuple(touches), messages, alone)
 
-    def _begin_session(self, db: PgConnection, touches: Iterable[str], messages: int) -> PostgresSession:
+    def _load(self) -> Load:
+        """Turns that this process runs, or is about to start, and the most that it can run. From any thread."""
+        return Load(self._worker.running_turns, self._worker.max_turns) if self._worker else Load(0, 0)
+
+    def _should_claim(self) -> bool:
+        return self._loads.should_claim(self._load())
+
+    @property
+    def claims_per_round(self) -> int:
+        return CLAIMS_PER_SHARED_ROUND if len(self._loads) else super().claims_per_round
+
+    def _claim_delay_ms(self) -> int:
+        is_asked, self._is_asked_to_claim = self._is_asked_to_claim, False
+        return 0 if is_asked or self._should_claim() else CLAIM_DELAY // _MS
+
+    def _begin_session(
+        self, db: PgConnection, touches: Iterable[str], messages: int, tasks: Iterable[str]
+    ) -> PostgresSession:
         session = PostgresSession(
-            db, touches, self._lease // _MS, self._channels, self._time, messages=messages, secret=self.info.secret
+            db,
+            touches,
+            self._lease // _MS,
+            self._channels,
+            self._time,
+            messages=messages,
+            tasks=tasks,
+            secret=self.info.secret,
+            loads=self._loads,
+            own_load=self._load,
         )
         if session.compatible_from > schema_scripts("postgres").newest:
             message = (
@@ -254,6 +300,9 @@ class PostgresStore(SqlStore):
             raise AssertionError("the last attempt returns or raises")
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+
+    async def _event_horizon(self) -> int:
+        return await self._read(lambda db: read_event_horizon(db, self._channels))
 
     async def _flush_commits(self) -> None:
         await self._read(flush_commits)
@@ -312,7 +361,10 @@ def _open(url: str, *, read_only: bool = False) -> StoreInfo:
                 migrate_postgres(raw)
             db = PgConnection(raw)
             db.execute("INSERT INTO meta VALUES ('log_id', :log_id) ON CONFLICT DO NOTHING", {"log_id": new_id()})
-            log_id, last_at = db.execute("SELECT value, last_at FROM meta, log WHERE key = 'log_id'").fetchone()
+            (log_id,) = db.execute("SELECT value FROM meta WHERE key = 'log_id'").fetchone()
+            (last_at,) = db.execute(
+                "SELECT coalesce(max(at), 0) FROM (SELECT at FROM events ORDER BY seq DESC LIMIT 1) AS newest"
+            ).fetchone()
             secret = read_secret(db) if read_only else make_secret(db)
             version = raw.info.parameter_status("server_version") or ""
     except psycopg.Error as error:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import psycopg
 
 from coterie.ids import new_id
-from coterie.stores.postgres.cluster import NotifyChannels
+from coterie.store import SOCIETY_EVENTS
+from coterie.stores.postgres.cluster import LOG_LOCK_BITS, NotifyChannels
 from coterie.stores.postgres.connection import (
     CLOCK,
-    SET_TIMEOUTS,
-    AgentLocked,
     PgConnection,
+    RowsLocked,
     StateChanged,
     encode_rows,
     translate_sql,
 )
+from coterie.stores.postgres.load_sharing import Load, WorkerLoads
 from coterie.stores.sql.mailbox import MAILBOX_COLUMNS, Mailbox
 from coterie.stores.sql.rows import read_secret
 from coterie.stores.sql.session import SELECT_WAITING, WAITING_COLUMNS, EventRow, MailboxPosition, WaitingRow
@@ -27,25 +27,45 @@ from coterie.stores.sql.task_changes import TaskChange, merge_changes
 from coterie.turn_store import Interruption
 
 _LOCK_AGENTS = f"SELECT id, {MAILBOX_COLUMNS} FROM agents WHERE id = ANY (:ids) ORDER BY id FOR UPDATE"
+# SKIP LOCKED: it never waits, and an agent that another transaction has locked is no error in the server's log.
 _LOCK_AGENT = f"""
-SELECT {CLOCK}, pg_current_xact_id()::text, {MAILBOX_COLUMNS} FROM agents WHERE id = :id FOR UPDATE NOWAIT
+WITH locked AS MATERIALIZED (SELECT {MAILBOX_COLUMNS} FROM agents WHERE id = :id FOR UPDATE SKIP LOCKED)
+SELECT EXISTS (SELECT 1 FROM agents WHERE id = :id), {CLOCK}, pg_current_xact_id()::text, locked.*
+  FROM (SELECT 1) AS always LEFT JOIN locked ON true
 """
-# `:paused_read`: the pause state that jobs of this batch have read, or NULL. `:paused_new`: the new state, or NULL.
-# If the state has changed since, the CASE yields NULL and violates NOT NULL, so the batch fails and is retried.
-# Every writing batch locks this row last anyway, so the check costs nothing and orders batches and pauses.
-_SET_PAUSED = """
-paused = CASE WHEN paused = coalesce(:paused_read::int, paused) THEN coalesce(:paused_new::int, paused) END
-"""
-_UPDATE_PAUSED = f"UPDATE log SET {_SET_PAUSED}"
-# Numbers and writes the events in one round trip. The notification is sent at commit.
+_LOCK_TASKS = "SELECT id FROM tasks WHERE id = ANY (:tasks) ORDER BY id FOR UPDATE"
+_COUNT_TASKS = "SELECT count(*) FROM tasks WHERE id = ANY (:tasks)"
+# A batch that relied on the pause state shares this lock from here to its commit, and reads the state again. A pause
+# needs the lock alone. So a claim is committed before the pause, or sees it. Nothing is waited for after this lock.
+_LOCK_PAUSE_SHARED = "SELECT pg_advisory_xact_lock_shared(hashtextextended(:pause_lock, 0))"
+_LOCK_PAUSE = "SELECT pg_advisory_xact_lock(hashtextextended(:pause_lock, 0))"
+_UPDATE_PAUSED = "UPDATE log SET paused = :paused"
+# Numbers and writes the events, marks the batch and notifies, in one statement. `opened` locks the last number before
+# the batch takes its own: see `read_event_horizon`. `:paused_read`: the pause state that jobs of this batch have read,
+# or NULL. If it has changed since, `at` becomes NULL, which the table refuses: the batch is retried.
 _WRITE_EVENTS = f"""
-WITH numbered AS (
-    UPDATE log SET last = last + :count, last_at = greatest(last_at, :timestamp), {_SET_PAUSED}
-    RETURNING last - :count AS before, pg_notify(:channel, :notice)::text)
+WITH opened AS MATERIALIZED (
+    SELECT pg_advisory_xact_lock_shared(:log_lock + CASE WHEN is_called THEN last_value ELSE 0 END),
+           pg_notify(:channel, :notice)
+      FROM events_seq_seq),
+marked AS (
+    INSERT INTO batches (process, batch, at) VALUES (:process, :batch, {CLOCK})
+        ON CONFLICT (process) DO UPDATE SET batch = excluded.batch, at = excluded.at)
 INSERT INTO events (seq, at, kind, subject, data)
-SELECT before + position, at, kind, subject, data
-  FROM numbered, json_to_recordset(:events) AS event (position BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
+SELECT nextval('events_seq_seq'), CASE WHEN paused = coalesce(:paused_read::int, paused) THEN event.at END,
+       event.kind, event.subject, event.data
+  FROM opened, log,
+       json_to_recordset(:events) AS event (position BIGINT, at BIGINT, kind TEXT, subject TEXT, data TEXT)
+ ORDER BY event.position
 RETURNING pg_current_xact_id()::text
+"""
+_LAST_NUMBER = "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM events_seq_seq"
+# The key of an advisory lock is shown in two halves.
+_OLDEST_OPEN = f"""
+SELECT min(((classid::bigint << 32) | objid::bigint) - :log_lock) FROM pg_locks
+ WHERE locktype = 'advisory' AND objsubid = 1 AND granted
+   AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND ((classid::bigint << 32) | objid::bigint) >> {LOG_LOCK_BITS} = :log_lock >> {LOG_LOCK_BITS}
 """
 _EVENT_COLUMNS = ("position", "at", "kind", "subject", "data")
 MAX_PREFETCHED_MAIL = 100
@@ -60,8 +80,16 @@ SELECT agents.id, mail.*
  WHERE agents.id = ANY (:ids) AND agents.waiting <= {MAX_PREFETCHED_MAIL} ORDER BY agents.id, mail.in_seq
 """
 _SELECT_TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
+# Read under the locks of `:ids`: the time, numbers for messages to these agents, and their open questions.
 _SELECT_LOG = f"""
-SELECT {CLOCK}, last_at, paused, pg_current_xact_id_if_assigned()::text,
+SELECT {CLOCK}, coalesce((SELECT at FROM events ORDER BY seq DESC LIMIT 1), 0), paused,
+       pg_current_xact_id_if_assigned()::text,
+       ARRAY(SELECT nextval('messages_seq_seq') FROM generate_series(1, :count)),
+       (SELECT json_agg(json_build_array(question.sender, question.id, coalesce(question.task, question.id))
+                        ORDER BY question.seq)
+          FROM messages AS question
+         WHERE question.sender = ANY (:ids) AND question.question = 1 AND question.answered_by IS NULL
+           AND question.state IN ('pending', 'taken')),
        coalesce((SELECT value FROM meta WHERE key = 'configuration_version'), '0')::bigint,
        coalesce((SELECT value FROM meta WHERE key = 'compatible_from'), '0')::bigint
   FROM log
@@ -104,11 +132,13 @@ class BatchCheckpoint:
     """State of the session before a job, to roll the job back."""
 
     events: int
-    has_unclaimed_work: bool
+    work: tuple[int, bool, int]
+    """Unclaimed agents, whether other agents became claimable, and ended turns."""
     interruptions: int
     task_changes: int
     pause: tuple[bool, bool | None, bool | None]
     """Current, read and new pause state of the society."""
+    locked_tasks: frozenset[str]
 
 
 class PostgresSession:
@@ -123,17 +153,25 @@ class PostgresSession:
         clock: Callable[[], int] | None = None,
         *,
         messages: int = 0,
+        tasks: Iterable[str] = (),
         secret: bytes = b"",
+        loads: WorkerLoads | None = None,
+        own_load: Callable[[], Load] = lambda: Load(0, 0),
     ) -> None:
         """`touches`: ids of agents to lock. `messages`: how many messages the batch sends to them.
 
+        `tasks`: ids of tasks to lock after them. `loads`, `own_load`: turns of other processes and of this one.
         `clock`: time in ms instead of the database's clock. `secret`: the society's, if already known.
         """
         self._secret = secret
         self._db, self.lease_ms, self._channels, self._clock = db, lease_ms, channels, clock
         self._message_seqs: list[int] = []
         self._reserved_seqs: list[int] = []
-        """Numbers fetched after `touches` were locked: valid for messages to these agents only."""
+        """Numbers fetched after `touches` were locked, descending: valid for messages to these agents only."""
+        self._reserved_for: frozenset[str] = frozenset()
+        self._open_questions: dict[str, dict[str, str]] = {}
+        """Open questions of the agents that were locked first, with their tasks. Valid for the first job."""
+        self._jobs = 0
         self._events: list[EventRow] = []
         self._rows: dict[str, Mailbox] = {}
         self._positions: dict[str, MailboxPosition] = {}
@@ -149,48 +187,72 @@ class PostgresSession:
         """Version of the stored configuration when the transaction began."""
         self.compatible_from = 0
         """The oldest schema version whose programs may write."""
-        self.has_unclaimed_work = False
-        """True if an agent has work and this process did not claim it."""
+        self._loads, self._own_load = loads or WorkerLoads(), own_load
+        self._unclaimed = 0
+        """Agents that became ready and that this process did not claim."""
+        self._frees_others = False
+        """Agents became claimable whose rows the batch did not lock."""
+        self._ended = 0
+        """Turns of this process that end with the batch."""
         self.interruptions: list[Interruption] = []
         """Messages of the person to agents whose model is asked, and ended turns, for the processes that run them."""
         self._task_changes: list[tuple[str, TaskChange, int]] = []
         """Tasks, what is added to them, and when. `close` writes them, in the order of ids: no two batches deadlock."""
+        self._locked_tasks = {*tasks}
+        """Tasks that were locked before `close`."""
         self.now = self.timestamp = 0
         """`now` decides what is due; `timestamp` is stored."""
         self._begin(sorted(set(touches)), messages)
 
     def _begin(self, touches: Sequence[str], messages: int) -> None:
-        """One round trip: locks in order, then numbers and time, which must be read under the locks."""
+        """One round trip: locks in order, then numbers, questions and time, which must be read under the locks."""
         lock = f"{_LOCK_AGENTS};" if touches else ""
-        numbers = f"{_NEXT_MESSAGE_SEQS};" if messages else ""
-        script = f"BEGIN; {SET_TIMEOUTS} {lock} {numbers} {_SELECT_LOG}; SAVEPOINT job"
-        cursor = self._db.raw.execute(translate_sql(script), {"ids": touches, "count": messages})
-        results = []
+        tasks = sorted(self._locked_tasks)
+        if tasks:
+            lock += f"{_LOCK_TASKS};"
+        script = f"{self._db.begin_sql}; {lock} {_SELECT_LOG}"
+        cursor = self._db.raw.execute(translate_sql(script), {"ids": touches, "count": messages, "tasks": tasks})
+        results = [cursor.fetchall() if cursor.description else []]
         while cursor.nextset():
-            if cursor.description:
-                results.append(cursor.fetchall())
-        ((now, last_at, paused, self._transaction, self.configuration_version, self.compatible_from),) = results.pop()
+            results.append(cursor.fetchall() if cursor.description else [])
+        (now, last_at, paused, self._transaction, numbers, questions, *versions), *_ = results.pop()
+        self.configuration_version, self.compatible_from = versions
         self._paused = self.was_paused_at_start = bool(paused)
-        if messages:
-            self._reserved_seqs = sorted((number for (number,) in results.pop()), reverse=True)
-        self._cache_rows(chain.from_iterable(results))
+        self._reserved_seqs = sorted(numbers, reverse=True)
+        self._reserved_for = frozenset(touches)
+        self._open_questions = {agent_id: {} for agent_id in touches}
+        for sender, question, task in questions or ():
+            self._open_questions[sender][question] = task
+        if tasks:
+            results.pop()
+        if touches:
+            self._cache_rows(results.pop())
         self.now = self._clock() if self._clock else now
         self.timestamp = max(self.now, last_at)
 
     def begin_job(self) -> BatchCheckpoint:
         self._message_seqs.clear()  # a number used late would sort behind older messages
+        self._jobs += 1
+        if self._jobs > 1:
+            self._open_questions.clear()
         pause = (self._paused, self._paused_read, self._paused_new)
         return BatchCheckpoint(
-            len(self._events), self.has_unclaimed_work, len(self.interruptions), len(self._task_changes), pause
+            len(self._events),
+            (self._unclaimed, self._frees_others, self._ended),
+            len(self.interruptions),
+            len(self._task_changes),
+            pause,
+            frozenset(self._locked_tasks),
         )
 
     def roll_back_to(self, checkpoint: BatchCheckpoint) -> None:
         """Forget what the session collected since `checkpoint`."""
         del self._events[checkpoint.events :]
-        self.has_unclaimed_work = checkpoint.has_unclaimed_work
+        self._unclaimed, self._frees_others, self._ended = checkpoint.work
         del self.interruptions[checkpoint.interruptions :]
         del self._task_changes[checkpoint.task_changes :]
         self._paused, self._paused_read, self._paused_new = checkpoint.pause
+        self._locked_tasks = {*checkpoint.locked_tasks}
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -206,15 +268,25 @@ class PostgresSession:
     def lock_agent(self, agent_id: str) -> Mailbox | None:
         if (mailbox := self._rows.pop(agent_id, None)) is not None:
             return mailbox
-        try:
-            row = self._db.execute(_LOCK_AGENT, {"id": agent_id}).fetchone()
-        except psycopg.errors.LockNotAvailable as error:
-            raise AgentLocked(agent_id) from error
-        if row is None:
+        exists, now, self._transaction, *columns = self._db.execute(_LOCK_AGENT, {"id": agent_id}).fetchone()
+        if not exists:
             return None
-        now, self._transaction, *columns = row  # the time is read after the lock was granted
+        if columns[0] is None:
+            raise RowsLocked(agents=[agent_id])
         self._advance_timestamp(now)
         return Mailbox(*columns)
+
+    def lock_tasks(self, task_ids: Sequence[str]) -> None:
+        missing = sorted({*task_ids} - self._locked_tasks)
+        if not missing:
+            return
+        ids = {"tasks": missing}
+        locked = self._db.execute(f"{_LOCK_TASKS} SKIP LOCKED", ids)
+        (count,) = self._db.execute(_COUNT_TASKS, ids).fetchone()
+        found = [task_id for (task_id,) in locked]
+        if len(found) < count:
+            raise RowsLocked(tasks=missing)
+        self._locked_tasks.update(found)
 
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         if not agent_ids:
@@ -261,7 +333,12 @@ class PostgresSession:
             if mailbox.state in ("ready", "llm", "tools") and 0 < mailbox.waiting <= MAX_PREFETCHED_MAIL:
                 self._positions[agent_id] = (mailbox.taken_seq, mailbox.next_in_seq, mailbox.waiting)
 
-    def next_message_seq(self) -> int:
+    def open_questions(self, agent_id: str) -> Mapping[str, str] | None:
+        return self._open_questions.get(agent_id)
+
+    def next_message_seq(self, recipient: str) -> int:
+        if not self._message_seqs and self._reserved_seqs and recipient in self._reserved_for:
+            return self._reserved_seqs.pop()
         if not self._message_seqs:
             self._message_seqs = self._fetch_seqs(1)
         return self._message_seqs.pop()
@@ -271,12 +348,22 @@ class PostgresSession:
             first = len(self._reserved_seqs) - count
             self._message_seqs, self._reserved_seqs = self._reserved_seqs[first:], self._reserved_seqs[:first]
             return
+        self._reserved_seqs = []  # they would sort before those that are used now
         self._message_seqs = self._fetch_seqs(count)
 
     def _fetch_seqs(self, count: int) -> list[int]:
         """`count` message numbers, descending: the next one is popped from the end."""
         rows = self._db.execute(_NEXT_MESSAGE_SEQS, {"count": count})
         return sorted((number for (number,) in rows), reverse=True)
+
+    def count_work(self, *, unclaimed: int, frees_others: bool, ended: bool) -> None:
+        """Count what a job leaves to the workers. `unclaimed`: agents that became ready and were not claimed.
+
+        `frees_others`: others became claimable, too. `ended`: a turn of this process ended.
+        """
+        self._unclaimed += unclaimed
+        self._frees_others = self._frees_others or frees_others
+        self._ended += ended
 
     def append_events(self, events: Sequence[EventRow]) -> None:
         self._events += events
@@ -298,46 +385,83 @@ class PostgresSession:
         return self._paused
 
     def set_society_paused(self, paused: bool) -> None:
-        # `close` writes it last: a transaction that holds the log row must not wait for an agent's row.
+        # `close` writes it last: a transaction that holds the lock of the pause must not wait for an agent's row.
         self._paused = self._paused_new = paused
 
     def close(self) -> BatchCommit | None:
         """Write tasks and events, as the last statements before COMMIT. None if the transaction wrote nothing."""
         try:
-            for sql, parameters in merge_changes(self._task_changes):
+            updates = merge_changes(self._task_changes)
+            if self._locked_tasks:  # the order of ids is broken already, so no lock is waited for
+                self.lock_tasks([str(parameters["id"]) for _, parameters in updates])
+            for sql, parameters in updates:
                 self._db.executemany(sql, [parameters])
-            transaction = self._write_events() if self._events else self._close_without_events()
+            batch = new_id()
+            transaction = self._write_events(batch) if self._events else self._close_without_events()
         except psycopg.errors.NotNullViolation as error:
             raise StateChanged from error
         if transaction is None:
             return None
-        commit = BatchCommit(transaction, self._channels.process, new_id())
-        self._db.execute(_MARK_BATCH, {"process": commit.process, "batch": commit.batch})
-        return commit
+        if not self._events:
+            self._db.execute(_MARK_BATCH, {"process": self._channels.process, "batch": batch})
+        return BatchCommit(transaction, self._channels.process, batch)
 
-    def _write_events(self) -> str:
+    def _write_events(self, batch: str) -> str:
+        """Write the events and mark the batch; return the id of the transaction."""
+        if self._paused_read is not None or self._paused_new is not None:
+            lock = _LOCK_PAUSE_SHARED if self._paused_new is None else _LOCK_PAUSE
+            self._db.execute(lock, {"pause_lock": f"{self._channels.change_channel} pause"})
         events = encode_rows(_EVENT_COLUMNS, ((position, *event) for position, event in enumerate(self._events, 1)))
-        channel, notice = self._channels.change_notice(self.has_unclaimed_work, self.interruptions)
+        channel, notice = self._notice()
         result = self._db.execute(
             _WRITE_EVENTS,
             {
-                "count": len(self._events),
-                "timestamp": self.timestamp,
                 "paused_read": self._paused_read,
-                "paused_new": self._paused_new,
+                "log_lock": self._channels.log_lock,
                 "channel": channel,
                 "notice": notice,
                 "events": events,
+                "process": self._channels.process,
+                "batch": batch,
             },
         )
+        if self._paused_new is not None:
+            self._db.executemany(_UPDATE_PAUSED, [{"paused": self._paused_new}])
         return self._transaction or str(result.fetchone()[0])
 
+    def _notice(self) -> tuple[str, str]:
+        """Channel and payload of the notice that other processes get when the batch is committed."""
+        running, limit = self._own_load()
+        return self._channels.change_notice(
+            self._unclaimed > 0 or self._frees_others,
+            self.interruptions,
+            load=Load(max(0, running - self._ended), limit) if limit else None,
+            claimers=() if self._frees_others else self._loads.assign(self._unclaimed),
+            about_society=any(kind in SOCIETY_EVENTS for _, kind, _, _ in self._events),
+        )
+
     def _close_without_events(self) -> str | None:
-        if self._paused_read is not None or self._paused_new is not None:
-            self._db.execute(_UPDATE_PAUSED, {"paused_read": self._paused_read, "paused_new": self._paused_new})
-        if self.has_unclaimed_work:
-            channel, notice = self._channels.change_notice(self.has_unclaimed_work)
+        # Every claim and every pause has an event, so nothing was decided by the pause state.
+        if self._unclaimed or self._frees_others:
+            channel, notice = self._notice()
             self._db.execute(_NOTIFY, {"channel": channel, "notice": notice})
         if self._transaction is None:
             (self._transaction,) = self._db.execute(_SELECT_TRANSACTION).fetchone()
         return self._transaction
+
+
+def read_event_horizon(db: PgConnection, channels: NotifyChannels) -> int:
+    """Return the number up to which all events are visible or will never be.
+
+    Numbers of a sequence become visible out of order. A transaction locks the last number before it takes its own, and
+    until it ends. So every number up to the oldest lock is of a transaction that has ended. The order of the two
+    statements matters: a number up to the last one was taken before the locks are read. Read events afterwards.
+    """
+    was_pipelining, db.pipelining = db.pipelining, True
+    try:
+        last = db.execute(_LAST_NUMBER)
+        (oldest,) = db.execute(_OLDEST_OPEN, {"log_lock": channels.log_lock}).fetchone()
+    finally:
+        db.pipelining = was_pipelining
+    (number,) = last.fetchone()
+    return int(number) if oldest is None else min(int(number), int(oldest))

@@ -25,7 +25,6 @@ _COUNT_PROCESSES = f"SELECT count(*) FROM processes WHERE seen_at > {CLOCK} - :l
 _READ_CHUNK = "SELECT bytes FROM pieces WHERE sha256 = :sha256 AND start >= :start ORDER BY start LIMIT 1"
 _INSERT_BLOB = f"INSERT INTO blobs (sha256, size, at) VALUES (:sha256, :size, {CLOCK})"
 _INSERT_CHUNK = "INSERT INTO pieces (sha256, start, bytes) VALUES (:sha256, :start, :bytes)"
-_RESET_LOG = "UPDATE log SET (last, last_at) = (SELECT coalesce(max(seq), 0), coalesce(max(at), 0) FROM events)"
 # SQLite releases claims at the next start. Here no start does, so release them now.
 _RELEASE_CLAIMS = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools') AND runnable_at IS NULL"
 
@@ -126,7 +125,6 @@ class PostgresTarget:
             path.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        self.db.execute(_RESET_LOG)
         self.db.execute(_RELEASE_CLAIMS)
         self.db.execute_now(_ANALYZE)
 

@@ -21,10 +21,10 @@ from coterie.errors import CoterieError, StoreUnavailable
 from coterie.failpoints import FailpointHit, hit
 from coterie.stores.postgres.connection import (
     CONFLICT_CODES,
-    AgentLocked,
     PgConnection,
     PipelineFailed,
-    connect,
+    RestartBatch,
+    RowsLocked,
     error_code,
     is_job_error,
     is_transient,
@@ -41,8 +41,8 @@ RETRY_BUDGET_SECONDS = 5.0
 MAX_RETRY_DELAY_SECONDS = 1.0
 # Nobody outside depends on it yet, and the next commit that is flushed makes it durable too.
 _COMMIT_WITHOUT_FLUSH = "SET LOCAL synchronous_commit = off; COMMIT"
-BeginSession = Callable[[PgConnection, set[str], int], PostgresSession]
-"""Begins a transaction. Arguments: connection, ids of the agents to lock, number of messages to them."""
+BeginSession = Callable[[PgConnection, set[str], int, set[str]], PostgresSession]
+"""Begins a transaction. Arguments: connection, agents to lock, number of messages to them, tasks to lock."""
 
 
 class CommitUncertain(Exception):
@@ -103,17 +103,21 @@ class Writer:
 
     def _commit(self, batch: list[Job]) -> None:
         """Retry the batch until it is written or the retry budget is spent."""
-        touches = {agent_id for job in batch for agent_id in job.touches}
+        touches, tasks = {agent_id for job in batch for agent_id in job.touches}, set[str]()
         deadline, delay, pipelining, is_first_error = time.monotonic() + RETRY_BUDGET_SECONDS, 0.01, True, True
         while True:
             for job in batch:
                 job.reset()
             try:
-                self._try(batch, touches, pipelining)
+                self._try(batch, touches, tasks, pipelining)
                 self.is_healthy = True
                 return
-            except AgentLocked as locked:
-                touches.add(locked.agent_id)
+            except RowsLocked as locked:
+                touches.update(locked.agents)
+                tasks.update(locked.tasks)
+                self._roll_back_batch()
+                continue
+            except RestartBatch:
                 self._roll_back_batch()
                 continue
             except PipelineFailed:
@@ -136,15 +140,19 @@ class Writer:
             time.sleep(delay * random.uniform(0.5, 1))
             delay = min(MAX_RETRY_DELAY_SECONDS, delay * 2)
 
-    def _try(self, batch: list[Job], touches: set[str], pipelining: bool) -> None:
+    def _try(self, batch: list[Job], touches: set[str], tasks: set[str], pipelining: bool) -> None:
         """Run and commit the batch once. Without pipelining, each error can be attributed to its job."""
         db = self._connection()
         db.pipelining = pipelining
-        session = self._begin_session(db, touches, sum(job.message_count for job in batch))
+        session = self._begin_session(db, touches, sum(job.message_count for job in batch), tasks)
+        # The only job of a batch needs no savepoint: if it fails, the whole transaction is rolled back.
+        has_savepoints = len(batch) > 1
+        if has_savepoints:
+            db.begin_savepoints()
         for index, job in enumerate(batch):
             if index:
                 db.next_savepoint()
-            self._run(db, session, job)
+            self._run(db, session, job, has_savepoints)
         if all(job.error for job in batch):
             db.execute_now("ROLLBACK")
             return
@@ -160,26 +168,32 @@ class Writer:
             raise psycopg.OperationalError("the transaction was rolled back")
         hit("commit.after")
 
-    def _run(self, db: PgConnection, session: PostgresSession, job: Job) -> None:
+    def _run(self, db: PgConnection, session: PostgresSession, job: Job, has_savepoint: bool) -> None:
         checkpoint = session.begin_job()
         try:
-            job.result = self._run_with_retry(db, session, job, checkpoint)
+            job.result = self._run_with_retry(db, session, job, checkpoint if has_savepoint else None)
         except Exception as error:
             if isinstance(error, FailpointHit) or (isinstance(error, psycopg.Error) and not is_job_error(error)):
                 raise  # a database error: the whole batch is rolled back
             job.error = to_store_error(error) if isinstance(error, psycopg.Error) else error
             if not isinstance(error, CoterieError):
                 log.exception("a transaction failed and was rolled back")
-            _roll_back_job(db, session, checkpoint)
+            if has_savepoint:
+                _roll_back_job(db, session, checkpoint)
+            else:
+                db.discard_queued()
         if not job.touches:  # it may have changed any row
             session.invalidate()
 
     def _run_with_retry(
-        self, db: PgConnection, session: PostgresSession, job: Job, checkpoint: BatchCheckpoint
+        self, db: PgConnection, session: PostgresSession, job: Job, checkpoint: BatchCheckpoint | None
     ) -> Result:
+        """`checkpoint`: None if the job is the only one of its batch."""
         try:
             result = job.run(db, session)
         except RetryTransaction:
+            if checkpoint is None:
+                raise RestartBatch from None
             _roll_back_job(db, session, checkpoint)
             result = job.run(db, session)
         if not db.pipelining:
@@ -207,7 +221,7 @@ class Writer:
 
     def _connection(self) -> PgConnection:
         if self._db is None or self._db.closed:
-            self._db = PgConnection(connect(self._url))
+            self._db = PgConnection.for_writes(self._url)
         return self._db
 
     def _roll_back_batch(self) -> None:

@@ -7,7 +7,7 @@ its turn cost one disk flush instead of two.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,7 +47,10 @@ _WAITS_TOO_LONG = (
 )
 # A paused agent finishes the step that runs; otherwise it stays as it is.
 _IS_HELD = "hold = 1 AND state NOT IN ('llm', 'tools')"
-_IS_CLAIMABLE = f"runnable_at <= :now AND NOT ({_SUSPECT}) AND NOT ({_IS_HELD})"
+# `:ready_at`: agents that became ready later are left to other processes.
+_IS_CLAIMABLE = (
+    f"runnable_at <= :now AND (state <> 'ready' OR runnable_at <= :ready_at) AND NOT ({_SUSPECT}) AND NOT ({_IS_HELD})"
+)
 _SELECT_CLAIMABLE = f"SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} ORDER BY person DESC, runnable_at"
 _LOCK_CLAIMABLE = f"""
 SELECT id, person FROM agents WHERE {_IS_CLAIMABLE} ORDER BY person DESC, runnable_at LIMIT :limit
@@ -98,14 +101,16 @@ def claim_agents(
     *,
     others: int | None = None,
     admission: Admission | None = None,
+    delay_ms: int = 0,
 ) -> list[Claim]:
+    """`delay_ms`: how long agents are ready before they are claimed here."""
     if uow.is_society_paused:
         return []
-    others = limit if others is None else others
+    others, ready_at = limit if others is None else others, uow.now - delay_ms
     if admits := admission.begin_round() if admission else None:
-        claimable = _lock_admitted(db, uow.now, limit, others, admits)
+        claimable = _lock_admitted(db, uow.now, ready_at, limit, others, admits)
     else:
-        claimable = db.execute(_LOCK_CLAIMABLE, {"now": uow.now, "limit": limit})
+        claimable = db.execute(_LOCK_CLAIMABLE, {"now": uow.now, "ready_at": ready_at, "limit": limit})
     suspects = db.execute(_LOCK_SUSPECT, {"now": uow.now})
     too_long = db.execute(_LOCK_WAITING_TOO_LONG, {"now": uow.now})
     # Results are read after all three queries were sent: PostgreSQL answers them in one round trip.
@@ -139,16 +144,16 @@ def _shorten_wait(uow: UnitOfWork, agent_id: str) -> None:
 
 
 def _lock_admitted(
-    db: Connection, now: int, limit: int, others: int, admits: AdmitFunction
+    db: Connection, now: int, ready_at: int, limit: int, others: int, admits: AdmitFunction
 ) -> Iterable[tuple[str, int]]:
     """Lock the claimable agents that `admits` accepts. The others may be many and are not locked."""
-    runnable = db.execute(_SELECT_CLAIMABLE, {"now": now})
+    runnable = db.execute(_SELECT_CLAIMABLE, {"now": now, "ready_at": ready_at})
     admitted = _limit_agents(
         ((agent_id, person) for agent_id, person in runnable if admits(agent_id, person == 1)), limit, others
     )
     if not admitted:
         return ()
-    return db.execute(_LOCK_ADMITTED, {"now": now, "ids": json_keys(admitted)})
+    return db.execute(_LOCK_ADMITTED, {"now": now, "ready_at": ready_at, "ids": json_keys(admitted)})
 
 
 def _limit_agents(agents: Iterable[tuple[str, int]], limit: int, others: int) -> list[str]:
@@ -289,8 +294,9 @@ class EagerClaimer:
     committed run.
     """
 
-    def __init__(self, worker: TurnWorker) -> None:
-        self._worker = worker
+    def __init__(self, worker: TurnWorker, should_claim: Callable[[], bool] = lambda: True) -> None:
+        """`should_claim`: False while new turns are left to other processes. Called from any thread."""
+        self._worker, self._should_claim = worker, should_claim
         self._reserved: set[str] = set()
         """Agents with a reserved slot. A run that is rolled back leaves its slots to the next run."""
         self._has_failed = False
@@ -302,11 +308,16 @@ class EagerClaimer:
         ready = [agent_id for agent_id, state in woken if state == "ready"]
         if ready and (self._has_failed or uow.is_society_paused):
             ready = []
-        ready = [agent_id for agent_id in ready if self._reserve(agent_id, uow)]
-        has_unclaimed = uow.frees_other_agents or len(ready) < len(woken)
+        own, left_to_others = list[str](), 0
+        for agent_id in ready:
+            if agent_id not in self._reserved and not self._should_claim():
+                left_to_others += 1
+            elif self._reserve(agent_id, uow):
+                own.append(agent_id)
+        has_unclaimed = uow.frees_other_agents or len(own) + left_to_others < len(woken)
         try:
             return EagerClaims(
-                [claim_woken_agent(db, uow, agent_id, self._worker) for agent_id in ready],
+                [claim_woken_agent(db, uow, agent_id, self._worker) for agent_id in own],
                 has_unclaimed,
                 uow.interruption_list(),
             )

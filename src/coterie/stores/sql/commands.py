@@ -56,11 +56,11 @@ SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE recipient = :recipient AND s
 """
 _SELECT_DUE = f"""
 SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND deliver_at <= :now
- ORDER BY deliver_at, seq LIMIT :limit /*+ FOR UPDATE */
+ ORDER BY deliver_at, seq LIMIT :limit
 """
 _SELECT_DELAYED = f"""
 SELECT {STORED_MESSAGE_COLUMNS} FROM messages WHERE state = 'delayed' AND schedule_id IS NULL
- ORDER BY deliver_at, seq LIMIT :limit /*+ FOR UPDATE */
+ ORDER BY deliver_at, seq LIMIT :limit
 """
 _DELIVER = """
 UPDATE messages SET state = 'pending', in_seq = :in_seq, delivered_at = :delivered_at, early = :early, missed = :missed
@@ -88,10 +88,11 @@ DELETE FROM messages
 RETURNING recipient, state, length(payload), coalesce(task, id),
           CASE WHEN question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') THEN 1 ELSE 0 END
 """
-_CLEAR_BUDGET_QUESTIONS = """
-UPDATE tasks SET budget_question = NULL
+_SELECT_CLEARED_BUDGETS = """
+SELECT id FROM tasks
  WHERE budget_question IS NOT NULL AND NOT EXISTS (SELECT 1 FROM messages WHERE messages.id = budget_question)
 """
+_CLEAR_BUDGET_QUESTION = "UPDATE tasks SET budget_question = NULL WHERE id = :id"
 _DELETE_HISTORY = (
     "DELETE FROM summaries WHERE agent_id = :agent_id",
     "DELETE FROM history WHERE agent_id = :agent_id",
@@ -233,19 +234,33 @@ def _active_mailbox(uow: UnitOfWork, agent_id: str) -> Mailbox:
 
 
 def promote_due(db: Connection, uow: UnitOfWork, limit: int, early: bool) -> Promotion:
-    if early:
-        rows = db.execute(_SELECT_DELAYED, {"limit": limit}).fetchall()
-    else:
-        rows = db.execute(_SELECT_DUE, {"now": uow.now, "limit": limit}).fetchall()
+    rows, is_cut = _lock_delayed(db, uow, limit, early)
     hit("promote.selected")
-    delivered, dead = _deliver(db, uow, map(StoredMessage._make, rows), early=early)
+    delivered, dead = _deliver(db, uow, rows, early=early)
     uow.flush_messages()  # the next occurrences of recurring messages count for the next due time
     hit("promote.moved")
     next_row = db.execute(
         "SELECT deliver_at FROM messages WHERE state = 'delayed' ORDER BY deliver_at LIMIT 1"
     ).fetchone()
     next_due = from_ms(next_row[0]) - from_ms(uow.now) if next_row else None
-    return Promotion(delivered=delivered, dead=dead, next_due=next_due)
+    return Promotion(delivered=delivered, dead=dead, next_due=next_due, is_elsewhere=is_cut)
+
+
+def _lock_delayed(db: Connection, uow: UnitOfWork, limit: int, early: bool) -> tuple[list[StoredMessage], bool]:
+    """Return the due messages in order, and True if it stops at one that another transaction is changing now.
+
+    It does not wait for that transaction, which may wait for one of the messages before. Messages behind it are left,
+    so that they do not overtake it.
+    """
+    bounds = {"limit": limit} if early else {"now": uow.now, "limit": limit}
+    locked = db.execute(f"{_SELECT_DELAYED if early else _SELECT_DUE} /*+ FOR UPDATE SKIP LOCKED */", bounds)
+    if not uow.has_other_writers:
+        return [StoredMessage._make(row) for row in locked], False
+    visible = db.execute(_SELECT_DELAYED if early else _SELECT_DUE, bounds)
+    by_seq = {row.seq: row for row in map(StoredMessage._make, locked)}
+    rows = [by_seq.get(row.seq) for row in map(StoredMessage._make, visible)]
+    count = rows.index(None) if None in rows else len(rows)
+    return [row for row in rows[:count] if row], count < len(rows)
 
 
 def _deliver(
@@ -321,6 +336,8 @@ def withdraw(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Messa
         uow.tasks.of(message.task).questions -= 1
     if message.state == "delayed" and message.schedule_id:
         schedules.skip_occurrence(db, uow, message.schedule_id)
+    if message.sender == PERSON:
+        uow.lock_questions()
     reopened = reopen_questions(db, uow.tasks, message.id) if message.sender == PERSON else []
     for question, _ in reopened:
         if approval == "void":
@@ -356,6 +373,7 @@ def _move_to_task(db: Connection, uow: UnitOfWork, before: StoredMessage, after:
         change.queued += 1
         return
     if before.task is None:  # nothing else can belong to a task whose first message was not delivered
+        uow.lock_tasks([before.id])
         db.execute("DELETE FROM tasks WHERE id = :id", {"id": before.id})
         uow.record_event("task.changed", before.id)
         return
@@ -459,7 +477,7 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
         if is_open:
             uow.tasks.of(task).questions -= 1
     if any(is_open for *_, is_open in deleted):
-        db.execute(_CLEAR_BUDGET_QUESTIONS)
+        _clear_budget_questions(db, uow)
     for sql in _DELETE_HISTORY:
         db.execute(sql, {"agent_id": agent_id})
     db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = :id", {"id": agent_id})
@@ -475,6 +493,13 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
         set_meta(db, "pruned", "1")
     uow.record_event("thread.cleared", agent_id)
     return len(deleted)
+
+
+def _clear_budget_questions(db: Connection, uow: UnitOfWork) -> None:
+    """Close the budget questions whose messages were deleted."""
+    task_ids = [task_id for (task_id,) in db.execute(_SELECT_CLEARED_BUDGETS).fetchall()]
+    uow.lock_tasks(task_ids)
+    db.executemany(_CLEAR_BUDGET_QUESTION, [{"id": task_id} for task_id in task_ids])
 
 
 def _lock_message(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Message:

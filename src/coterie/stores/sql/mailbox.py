@@ -179,8 +179,13 @@ class Mailboxes:
             row["id"] = agent_id
             changed.setdefault(columns, []).append(row)
             self._session.cache_agent(agent_id, mailbox)
+        # A connection that joins writes has a method for it.
+        update_row = getattr(self._db, "update_row", None)
         for columns, rows in changed.items():
-            if len(rows) == 1:
+            if update_row:
+                for row in rows:
+                    update_row(_update_sql(columns), row)
+            elif len(rows) == 1:
                 self._db.execute(_update_sql(columns), rows[0])
             else:
                 self._db.executemany(_update_sql(columns), rows)
@@ -191,8 +196,12 @@ class Mailboxes:
         """Set the time of a state change and the end of the lease."""
         if mailbox.state != before.state:
             mailbox.since = self._session.timestamp
-        if self._session.lease_ms is not None and mailbox.is_leased():
-            mailbox.runnable_at = now + self._session.lease_ms
+        lease_ms = self._session.lease_ms
+        if lease_ms is not None and mailbox.is_leased():
+            end = before.runnable_at if before.state in ("llm", "tools") and before.epoch == mailbox.epoch else None
+            # An index has this column, so a change of it is expensive. Heartbeats renew the lease in any case.
+            is_long = end is not None and now + lease_ms * 2 // 3 < end <= now + lease_ms
+            mailbox.runnable_at = end if is_long else now + lease_ms
 
     def _count_work(self, mailbox: Mailbox, before: Mailbox) -> None:
         """Count the agents at work of the tasks that the row has left or joined."""
@@ -246,8 +255,8 @@ class _QuestionRow(NamedTuple):
 class Questions:
     """Open questions to the person, and the messages that answer them."""
 
-    def __init__(self, db: Connection, tasks: TaskChanges) -> None:
-        self._db, self._tasks = db, tasks
+    def __init__(self, db: Connection, session: Session, tasks: TaskChanges) -> None:
+        self._db, self._session, self._tasks = db, session, tasks
         self._buffered: dict[str, NewMessageRow] = {}
         """Questions that are not written yet, by id."""
         self._open: dict[str, dict[str, str]] = {}
@@ -335,7 +344,10 @@ class Questions:
 
     def _open_questions(self, agent_id: str) -> dict[str, str]:
         if agent_id not in self._open:
-            questions = dict(self._db.execute(_SELECT_OPEN, {"sender": agent_id}).fetchall())
+            known = self._session.open_questions(agent_id)
+            if known is None:
+                known = dict(self._db.execute(_SELECT_OPEN, {"sender": agent_id}).fetchall())
+            questions = dict(known)
             for row in self._buffered.values():
                 if row.sender == agent_id and row.state != "delayed" and row.answered_by is None:
                     questions[row.id] = row.task or row.id
@@ -344,7 +356,10 @@ class Questions:
 
 
 def reopen_questions(db: Connection, tasks: TaskChanges, answer_id: str) -> list[tuple[str, str]]:
-    """Reopen the questions that the withdrawn message `answer_id` answered; return their ids and tasks."""
+    """Reopen the questions that the withdrawn message `answer_id` answered; return their ids and tasks.
+
+    The caller has locked the person's mailbox.
+    """
     reopened = sorted(db.execute(_REOPEN, {"answer": answer_id}))
     for _, _, task in reopened:
         tasks.of(task).questions += 1

@@ -240,9 +240,14 @@ class _ThreadRow(MessageRow):
     first_unread: str | None
 
 
-def read_snapshot(db: Connection) -> Snapshot:
-    """Read everything that the panel shows first. Call it in a snapshot transaction."""
+def read_snapshot(db: Connection, upto: int | None = None) -> Snapshot | None:
+    """Read everything that the panel shows first. Call it in a snapshot transaction.
+
+    None: an event after `upto` is visible.
+    """
     (seq,) = db.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
+    if upto is not None and seq > upto:
+        return None
     (agent_count,) = db.execute(_COUNT_AGENTS).fetchone()
     queue_count, delayed_count = db.execute(_COUNTS).fetchone()
     threads = [thread for (thread,) in db.execute(_SELECT_THREADS, {"limit": MAX_COUNTED_THREADS})]
@@ -436,7 +441,7 @@ def _to_call(row: _CallRow) -> CallRecord:
     )
 
 
-_EVENT_COUNTS = "SELECT kind, count(*), max(seq) FROM events WHERE seq > :after GROUP BY kind"
+_EVENT_COUNTS = "SELECT kind, count(*), max(seq) FROM events WHERE seq > :after AND seq <= :upto GROUP BY kind"
 _AGENT_SUMS = """
 SELECT coalesce(sum(turn_no), 0), coalesce(sum(waiting), 0), coalesce(max(waiting), 0), coalesce(sum(delayed), 0)
   FROM agents WHERE kind = 'agent'
@@ -444,8 +449,9 @@ SELECT coalesce(sum(turn_no), 0), coalesce(sum(waiting), 0), coalesce(max(waitin
 _STATE_COUNTS = f"SELECT {SHOWN_STATE}, count(*) FROM agents WHERE kind = 'agent' GROUP BY 1"
 
 
-def read_statistics(db: Connection, after: int) -> Statistics:
-    events = db.execute(_EVENT_COUNTS, {"after": after}).fetchall()
+def read_statistics(db: Connection, after: int, upto: int) -> Statistics:
+    """`after`, `upto`: numbers of the events that are counted."""
+    events = db.execute(_EVENT_COUNTS, {"after": after, "upto": upto}).fetchall()
     turns, waiting, largest_mailbox, delayed = db.execute(_AGENT_SUMS).fetchone()
     (withdrawn,) = db.execute("SELECT count(*) FROM plans WHERE outcome = 'withdrawn'").fetchone()
     return Statistics(

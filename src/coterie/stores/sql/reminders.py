@@ -76,10 +76,10 @@ def restore_reminders(db: Connection, uow: UnitOfWork, answer_id: str, reopened:
         row = uow.read_stored(seq)
         if any(task and is_stopped(db, task) for task in (row.task, row.parent_task)):
             continue
-        db.execute("UPDATE messages SET state = 'delayed', withdrawn_by = NULL WHERE seq = :seq", {"seq": seq})
-        row = row._replace(state="delayed")
         uow.mailbox(row.recipient).delayed += 1
         uow.mailbox(row.sender).reminders += 1
+        db.execute("UPDATE messages SET state = 'delayed', withdrawn_by = NULL WHERE seq = :seq", {"seq": seq})
+        row = row._replace(state="delayed")
         if row.is_queued:
             uow.tasks.of(row.task_id).queued += 1
         uow.record_event("delayed.scheduled", row.id)

@@ -25,7 +25,7 @@ from coterie.agents import CLAIMED_STATES, Agent, AgentState
 from coterie.artifacts import Artifact, ArtifactType
 from coterie.clock import from_ms
 from coterie.ids import new_secret
-from coterie.messages import NEW_CHAIN_DELAY, PERSON, CutOff, Message, Payload, QuestionAnswer, State
+from coterie.messages import NEW_CHAIN_DELAY, PERSON, CutOff, Message, Payload, QuestionAnswer, Receipt, State
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +84,11 @@ def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
     statement with `?`: SQLite looks named parameters up one by one. A connection with a faster way has a method
     `insert_rows`.
     """
-    if len(rows) == 1:
-        db.execute(_statement(into, len(rows[0]), 1), rows[0])
-        return
     if rows and (insert_rows := getattr(db, "insert_rows", None)):
         insert_rows(into, rows)
+        return
+    if len(rows) == 1:
+        db.execute(_statement(into, len(rows[0]), 1), rows[0])
         return
     done = 0
     for size in ROWS_PER_INSERT if rows else ():
@@ -477,3 +477,26 @@ def to_artifact(values: Sequence[Any]) -> Artifact:
         sha256=row.sha256,
         created_at=from_ms(row.created_at),
     )
+
+
+def make_receipt(
+    message_id: str,
+    queued: bool,
+    deliver_at: int | None,
+    schedule_id: str | None,
+    task: str,
+    *,
+    is_withdrawn: bool = False,
+) -> Receipt:
+    """Return the receipt of a stored message."""
+    if is_withdrawn:
+        return Receipt(message_id=message_id, state="withdrawn", task=task)
+    if deliver_at is not None:
+        return Receipt(
+            message_id=message_id,
+            state="delayed",
+            scheduled_delivery_time=from_ms(deliver_at),
+            schedule_id=schedule_id,
+            task=task,
+        )
+    return Receipt(message_id=message_id, state="queued" if queued else "pending", task=task)

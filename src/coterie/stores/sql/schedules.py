@@ -146,10 +146,10 @@ class Repetition(NamedTuple):
 
 
 def read_repetition(db: Connection, row: StoredMessage, now: int) -> Repetition | None:
-    """What the due message `row` means for its schedule; None if it has none."""
+    """What the due message `row` means for its schedule; None if it has none. Its recipient's mailbox is locked."""
     if row.schedule_id is None:
         return None
-    found = db.execute(f"{SELECT_SCHEDULE} /*+ FOR UPDATE */", {"id": row.schedule_id}).fetchone()
+    found = db.execute(SELECT_SCHEDULE, {"id": row.schedule_id}).fetchone()
     if found is None:
         return None
     schedule = ScheduleRow._make(found)

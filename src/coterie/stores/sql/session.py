@@ -68,6 +68,10 @@ class Session(Protocol):
         """Return the agent's row and lock it until the transaction ends. Do not change it. None: no such agent."""
         ...
 
+    def lock_tasks(self, task_ids: Sequence[str]) -> None:
+        """Lock tasks whose rows are changed before the end of the transaction. Those that do not exist are skipped."""
+        ...
+
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         """Read the rows of agents that are locked already and are used next."""
         ...
@@ -86,7 +90,13 @@ class Session(Protocol):
         """Return the first `limit` waiting messages between two positions, in order. The caller owns the rows."""
         ...
 
-    def next_message_seq(self) -> int: ...
+    def open_questions(self, agent_id: str) -> Mapping[str, str] | None:
+        """Return the agent's open questions to the person, in order, with their tasks. None: they must be read."""
+        ...
+
+    def next_message_seq(self, recipient: str) -> int:
+        """Return the number of a new message to `recipient`, whose mailbox is locked."""
+        ...
 
     def reserve_message_seqs(self, count: int) -> None:
         """Fetch `count` message numbers ahead."""
@@ -151,6 +161,9 @@ class SqliteSession:
         self.cache_agent(agent_id, mailbox)
         return mailbox
 
+    def lock_tasks(self, task_ids: Sequence[str]) -> None:
+        pass
+
     def prefetch(self, agent_ids: Sequence[str]) -> None:
         pass
 
@@ -185,7 +198,10 @@ class SqliteSession:
         bounds = {"recipient": agent_id, "after": after, "upto": upto, "limit": limit}
         return [WaitingRow(*row) for row in self._db.execute(SELECT_WAITING, bounds)]
 
-    def next_message_seq(self) -> int:
+    def open_questions(self, agent_id: str) -> Mapping[str, str] | None:
+        return None
+
+    def next_message_seq(self, recipient: str) -> int:
         # Attachments need the number before the message row is written.
         if self._last_seq is None:
             row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'messages'").fetchone()

@@ -1,15 +1,15 @@
-"""The store ports for both engines.
+"""The store ports for both engines: `SqlOverview` and `SqlStore`, on what `SqlDatabase` provides.
 
-`SqlDatabase` is what an engine provides: write transactions and reads. `SqlOverview` and `SqlStore` implement the
-ports on top of it, with `commands`, `claims` and `queries`.
+They use `commands`, `claims` and `queries`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,16 @@ from typing import Any, TypeVar
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
-from coterie.clock import Clock, from_ms, to_ms
-from coterie.errors import Refused, StoreBroken, StoreError
+from coterie.clock import from_ms, to_ms
+from coterie.errors import Refused, StoreError
 from coterie.keys import Key, NewKey
 from coterie.llm.service import Completion, TokenUsage
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
 from coterie.retention_store import Pruned, Retention, StorageFigures, UnusedArtifacts
-from coterie.slot_sharing import SlotGrant, divide_slots
 from coterie.store import (
     MAX_LISTED,
+    SOCIETY_EVENTS,
     Event,
-    Limits,
     Page,
     PlanRecord,
     Promotion,
@@ -36,12 +35,11 @@ from coterie.store import (
     Statistics,
     StoredConfiguration,
     StoredProfile,
-    StoreInfo,
     Usage,
     Worker,
-    WorkerCounters,
-)  # fmt: skip
+)
 from coterie.stores.sql import claims, commands, keys, queries, retention, schedules, task_control, task_queries
+from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
 from coterie.stores.sql.retention import DatabaseSize, PruneRun
@@ -64,8 +62,8 @@ from coterie.stores.sql.session import SELECT_PAUSED
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
 from coterie.turn import Event as TurnEvent
-from coterie.turn import Rules
-from coterie.turn_store import Admission, Claim, HistoryRow, HistoryView, StaleClaim, TurnWorker
+from coterie.turn import ModelAnswered, Rules
+from coterie.turn_store import Admission, Claim, HistoryRow, HistoryView, StaleClaim
 
 log = logging.getLogger(__name__)
 
@@ -98,110 +96,15 @@ _SELECT_BLOBS = """
 SELECT DISTINCT sha256, size FROM artifacts WHERE (sha256, size) > (:sha256, :size) ORDER BY sha256, size LIMIT :limit
 """
 _SELECT_CONFIGURATION = "SELECT key, value FROM meta WHERE key IN ('configuration', 'configuration_version')"
-_SELECT_EVENTS = "SELECT seq, at, kind, subject, data FROM events WHERE seq > :after ORDER BY seq LIMIT :limit"
-
-
-class SqlDatabase(ABC):
-    info: StoreInfo
-    limits: Limits
-    broken: asyncio.Future[StoreBroken]
-    """Set when writes can no longer be trusted: the process must stop."""
-    seen_paused: bool = False
-    """Whether the society was paused when this process last read it. A hint: decisions read it in their transaction."""
-    seen_configuration: int = 0
-    """Version of the stored configuration when the last transaction of this process began. Only with PostgreSQL."""
-    counters: WorkerCounters
-    _clock: Clock
-    _worker: TurnWorker | None = None
-
-    def __init__(self) -> None:
-        self.counters = WorkerCounters()
-        self._on_slots_changed: list[Callable[[], None]] = []
-        self._on_change: list[Callable[[], None]] = []
-        self._on_broadcast: list[Callable[[str], None]] = []
-
-    @property
-    @abstractmethod
-    def is_healthy(self) -> bool: ...
-
-    @property
-    def write_error(self) -> str | None:
-        """Why writes do not get through, in one sentence, as far as it is known without trying."""
-        return None
-
-    async def is_only_process(self) -> bool:
-        """Whether no other process runs this society."""
-        return True
-
-    def set_limits(self, limits: Limits) -> None:
-        """Change the limits for transactions that start from now on."""
-        self.limits = limits
-
-    def subscribe_changes(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the event loop when another process has written something."""
-        self._on_change.append(callback)
-
-    def subscribe_broadcasts(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` on the event loop with each text that a process broadcasts, this one included."""
-        self._on_broadcast.append(callback)
-
-    async def broadcast(self, texts: Sequence[str]) -> None:  # noqa: B027 - one process has nobody to notify
-        """Send texts to every process that runs this society. Best effort; nothing is stored.
-
-        A text must not be empty and must have fewer than 8,000 bytes.
-        """
-
-    def subscribe_slots(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the event loop when another process wants or releases a slot of a model service."""
-        self._on_slots_changed.append(callback)
-
-    async def request_slots(self, service: str, limit: int, held: int, waiting: int, urgent: int = 0) -> SlotGrant:
-        """Divide the slots of a model service. This implementation knows no other process."""
-        return divide_slots(limit, held, waiting, (), urgent=urgent)
-
-    def register_worker(self, worker: TurnWorker) -> None:
-        self._worker = worker
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-    @abstractmethod
-    def _transact(
-        self,
-        run: Callable[[Connection, UnitOfWork], T],
-        *,
-        touches: Sequence[str] = (),
-        messages: int = 0,
-        small: bool = False,
-        durable: bool = True,
-        alone: bool = False,
-    ) -> asyncio.Future[T]:
-        """Run `run` in a write transaction; the future is done when it is committed. Agents that it wakes are claimed.
-
-        `touches`: agents whose rows it changes, which are locked first and in order. `messages`: number of messages
-        that it sends to them. `small`: it is short enough to run on the event loop. `durable`: the commit is flushed
-        to disk first. If false, that happens only if somebody outside depends on it (`UnitOfWork.needs_flush`).
-        `alone`: no other change is in its transaction.
-        """
-        ...
-
-    @abstractmethod
-    async def _read(self, run: Callable[[Connection], T], *, in_snapshot: bool = False) -> T:
-        """Run `run` on a reader. `in_snapshot`: all its statements see the same state."""
-        ...
-
-    @abstractmethod
-    async def _flush_commits(self) -> None:
-        """Make everything durable that a read before may have seen."""
-        ...
-
-    @abstractmethod
-    async def _now_ms(self) -> int:
-        """Time that due times are compared with."""
-        ...
-
-    async def _query(self, sql: str, **parameters: Any) -> list[Any]:
-        return await self._read(lambda db: db.execute(sql, parameters).fetchall())
+_SELECT_EVENTS = """
+SELECT seq, at, kind, subject, data FROM events WHERE seq > :after AND seq <= :upto ORDER BY seq LIMIT :limit
+"""
+# The kinds are those of a partial index.
+_SELECT_SOCIETY_EVENTS = f"""
+SELECT seq, at, kind, subject, data FROM events
+ WHERE seq > :after AND seq <= :upto AND kind IN ({", ".join(f"'{kind}'" for kind in SOCIETY_EVENTS)})
+ ORDER BY seq LIMIT :limit
+"""
 
 
 class SqlOverview(SqlDatabase):
@@ -209,9 +112,14 @@ class SqlOverview(SqlDatabase):
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
 
     async def snapshot(self) -> Snapshot:
-        snapshot = await self._read(queries.read_snapshot, in_snapshot=True)
+        # The position is read before the snapshot, which then has the changes of all events up to it.
+        last, attempts_left, snapshot = await self._event_horizon(), SNAPSHOT_ATTEMPTS, None
+        while snapshot is None:
+            upto, attempts_left = last if attempts_left else None, attempts_left - 1
+            snapshot = await self._read(partial(queries.read_snapshot, upto=upto), in_snapshot=True)
+            last = last if snapshot else await self._event_horizon()
         await self._flush_commits()  # see `events`
-        return snapshot
+        return snapshot if last is None else replace(snapshot, seq=last)
 
     async def thread(
         self,
@@ -275,6 +183,10 @@ class SqlOverview(SqlDatabase):
         )
 
 
+SNAPSHOT_ATTEMPTS = 50
+"""A snapshot that has changes of events after its position is taken again. Clients would count these twice."""
+ALL_EVENTS = 1 << 62
+"""Number of an event that is never reached."""
 MAX_SMALL_BATCH = 16
 """Messages of one batch that may be written on the event loop, if commits do not flush."""
 
@@ -465,8 +377,11 @@ class SqlStore(SqlOverview):
     async def claim_ready(
         self, worker: str, rules: Rules, limit: int, *, others: int | None = None, admission: Admission | None = None
     ) -> Sequence[Claim]:
+        delay_ms = self._claim_delay_ms()
         claimed = await self._transact_or_quarantine(
-            lambda db, uow: claims.claim_agents(db, uow, worker, rules, limit, others=others, admission=admission)
+            lambda db, uow: claims.claim_agents(
+                db, uow, worker, rules, limit, others=others, admission=admission, delay_ms=delay_ms
+            )
         )
         self.counters.takeovers += sum(claim.was_taken_over for claim in claimed)
         return claimed
@@ -487,8 +402,14 @@ class SqlStore(SqlOverview):
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
+        # A text without calls is sent to the asker.
+        if isinstance(event, ModelAnswered) and not event.calls and claim.reply_target:
+            touches.append(claim.reply_target.sender)
         return await self._transact_or_quarantine(
-            lambda db, uow: claims.advance(db, uow, claim, event, rules, sends), touches=touches, small=True
+            lambda db, uow: claims.advance(db, uow, claim, event, rules, sends),
+            touches=touches,
+            messages=len(touches) - 1,
+            small=True,
         )
 
     async def history(self, agent_id: str, after: int = 0, limit: int | None = None) -> Sequence[HistoryRow]:
@@ -522,12 +443,17 @@ class SqlStore(SqlOverview):
         return await self._read(lambda db: queries.count_tokens_since(db, to_ms(start)))
 
     async def _transact_or_quarantine(
-        self, run: Callable[[Connection, UnitOfWork], T], *, touches: Sequence[str] = (), small: bool = False
+        self,
+        run: Callable[[Connection, UnitOfWork], T],
+        *,
+        touches: Sequence[str] = (),
+        messages: int = 0,
+        small: bool = False,
     ) -> T:
         """Run a step of a turn. Quarantine each poison row that it meets, in a transaction of its own, and retry."""
         while True:
             try:
-                return await self._transact(run, touches=touches, small=small, durable=False)
+                return await self._transact(run, touches=touches, messages=messages, small=small, durable=False)
             except (UnreadableMessage, UnclaimableAgent) as error:
                 await self._transact(partial(quarantine, error=error), durable=False)
             except StaleClaim:
@@ -578,8 +504,10 @@ class SqlStore(SqlOverview):
 
     # Event log and maintenance
 
-    async def events(self, after: int, limit: int = 500) -> Sequence[Event]:
-        rows = await self._query(_SELECT_EVENTS, after=after, limit=limit)
+    async def events(self, after: int, limit: int = 500, *, about_society: bool = False) -> Sequence[Event]:
+        upto = await self._event_horizon()
+        sql = _SELECT_SOCIETY_EVENTS if about_society else _SELECT_EVENTS
+        rows = await self._query(sql, after=after, upto=ALL_EVENTS if upto is None else upto, limit=limit)
         if rows:
             # The number of an event that a crash takes back is given to another event. A client that has the number
             # would never get that one.
@@ -587,12 +515,15 @@ class SqlStore(SqlOverview):
         return [Event(seq, from_ms(at), kind, subject, data) for seq, at, kind, subject, data in rows]
 
     async def last_event(self) -> int:
-        rows = await self._query("SELECT max(seq) FROM events")
+        last = await self._event_horizon()
+        if last is None:
+            last = int((await self._query("SELECT coalesce(max(seq), 0) FROM events"))[0][0])
         await self._flush_commits()  # see `events`
-        return int(rows[0][0] or 0)
+        return last
 
     async def statistics(self, after: int) -> Statistics:
-        return await self._read(lambda db: queries.read_statistics(db, after))
+        upto = await self._event_horizon()
+        return await self._read(lambda db: queries.read_statistics(db, after, ALL_EVENTS if upto is None else upto))
 
     async def prune(
         self, retention: Retention, *, dry_run: bool = False, full: bool = True

@@ -13,8 +13,7 @@ from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import StoppedTask
 from coterie.turn import Rules
 
-# Locked before its messages are read: a transaction that adds one waits here, and then finds the task stopped.
-_LOCK_TASK = "SELECT stopped_at FROM tasks WHERE id = :id /*+ FOR UPDATE */"
+_SELECT_STOPPED = "SELECT stopped_at FROM tasks WHERE id = :id"
 _SELECT_WAITING = f"SELECT seq FROM messages WHERE id = :id AND {IS_WAITING_TASK}"
 _STOP_TASK = "UPDATE tasks SET stopped_at = :at, state = 'stopped', budget_question = NULL WHERE id = :id"
 SELECT_INVOLVED = """
@@ -48,7 +47,9 @@ def stop_task(db: Connection, uow: UnitOfWork, task_id: str) -> StoppedTask:
     uow.write_tasks()  # one that this transaction started must be in the database
     if _stop_waiting(db, uow, task_id):
         return StoppedTask(messages=1)
-    row = db.execute(_LOCK_TASK, {"id": task_id}).fetchone()
+    # Locked before its messages are read: a transaction that adds one waits, and then finds the task stopped.
+    uow.lock_tasks([task_id])
+    row = db.execute(_SELECT_STOPPED, {"id": task_id}).fetchone()
     if row is None:
         raise unknown_task(task_id)
     if row[0] is not None:
@@ -110,6 +111,8 @@ def _withdraw_messages(db: Connection, uow: UnitOfWork, task_id: str) -> int:
 
 def _undo_answer(db: Connection, uow: UnitOfWork, withdrawn: StoredMessage, task_id: str) -> None:
     """Reopen questions of other tasks that the withdrawn message answered."""
+    if withdrawn.sender == PERSON:
+        uow.lock_questions()
     reopened = reopen_questions(db, uow.tasks, withdrawn.id) if withdrawn.sender == PERSON else []
     for question, task in reopened:
         if task == task_id:

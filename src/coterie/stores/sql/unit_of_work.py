@@ -14,7 +14,6 @@ import msgspec
 from msgspec.structs import astuple
 
 from coterie.agents import ACTIVE_STATES
-from coterie.clock import from_ms
 from coterie.errors import Refused
 from coterie.failpoints import hit
 from coterie.ids import keyed_id
@@ -42,6 +41,7 @@ from coterie.stores.sql.rows import (
     NewMessageRow,
     StoredMessage,
     insert,
+    make_receipt,
 )
 from coterie.stores.sql.session import ALL_WAITING, MailboxPosition, Session, WaitingRow
 from coterie.stores.sql.task_changes import (
@@ -81,6 +81,7 @@ SELECT messages.hops, coalesce(messages.task, messages.id), tasks.state
   FROM messages LEFT JOIN tasks ON tasks.id = coalesce(messages.task, messages.id) WHERE messages.id = :id
 """
 
+_SELECT_RECIPIENT = f"SELECT recipient FROM messages WHERE id = :id AND {IS_WAITING_TASK}"
 # From now on the message has its own id as its task: the row of the task exists.
 _SET_OWN_TASK = f"""
 UPDATE messages SET task = id WHERE id = :id AND {IS_WAITING_TASK} RETURNING parent_task, sender, recipient, created_at
@@ -118,7 +119,7 @@ class UnitOfWork:
         """Per sender and reason: ids and recipients of new dead letters."""
         self._task_of_dead: dict[tuple[str, str], str] = {}
         """The task of one of them, to which the notice belongs."""
-        self._questions = Questions(db, self.tasks)
+        self._questions = Questions(db, session, self.tasks)
         self.interruptions: dict[str, int] = {}
         """Positions of new messages that may cut a model's answer, by id of the agent whose model is asked."""
         self.ended_epochs: dict[str, int] = {}
@@ -132,6 +133,11 @@ class UnitOfWork:
     @property
     def secret(self) -> bytes:
         return self._session.secret
+
+    @property
+    def has_other_writers(self) -> bool:
+        """True if other processes may write at the same time."""
+        return self._session.lease_ms is not None
 
     @property
     def is_society_paused(self) -> bool:
@@ -189,7 +195,7 @@ class UnitOfWork:
         for ref in envelope.attachments:
             # The person may resend a dead letter whose sender was allowed to attach the file.
             self._check_artifact(ref, PERSON if "replay_of" in runtime_columns else envelope.sender)
-        seq = self._session.next_message_seq()
+        seq = self._session.next_message_seq(envelope.to)
         if envelope.every:
             runtime_columns["schedule_id"] = schedules.start_schedule(self._db, self, envelope)
         receipt = self._buffer_message(
@@ -197,6 +203,7 @@ class UnitOfWork:
         )
         self._attachments += ((ref, seq) for ref in dict.fromkeys(envelope.attachments))
         if questions:
+            self.lock_questions()
             self._questions.record_answer(questions, envelope)
             for question in questions:
                 self.record_event("quick_replies.changed", question)
@@ -274,7 +281,7 @@ class UnitOfWork:
             self.record_event("delayed.withdrawn" if is_withdrawn else "delayed.scheduled", envelope.id)
         else:
             self.record_event("message.created", envelope.id)
-        return _receipt(envelope.id, queued, deliver_at, schedule_id, task_id, is_withdrawn=is_withdrawn)
+        return make_receipt(envelope.id, queued, deliver_at, schedule_id, task_id, is_withdrawn=is_withdrawn)
 
     def _count_message(self, row: NewMessageRow, envelope: Envelope) -> None:
         """Count a new message for its task, unless it starts one when it is due or taken: then it is counted then."""
@@ -301,7 +308,10 @@ class UnitOfWork:
 
     def _write_waiting_task(self, message_id: str) -> None:
         """Write the row of a task whose first message still waits, because another message joins it."""
-        row = self._db.execute(_SET_OWN_TASK, {"id": message_id}).fetchone()
+        waiting = self._db.execute(_SELECT_RECIPIENT, {"id": message_id}).fetchone()
+        if waiting:
+            self.mailbox(waiting[0])  # locked: no other process takes the message now
+        row = waiting and self._db.execute(_SET_OWN_TASK, {"id": message_id}).fetchone()
         if row:
             parent, sender, recipient, created_at = row
             self.tasks.start(message_id, parent, sender, recipient, created_at)
@@ -375,7 +385,7 @@ class UnitOfWork:
 
     def accept_occurrence(self, envelope: Envelope, schedule_id: str) -> None:
         """Buffer the next message of a schedule. It starts a new causal chain."""
-        seq = self._session.next_message_seq()
+        seq = self._session.next_message_seq(envelope.to)
         cause = self._read_cause(envelope.cause)
         self._buffer_message(
             seq,
@@ -405,6 +415,7 @@ class UnitOfWork:
 
     def close_question(self, question: str, *, stopped: bool = False) -> bool:
         """Close an open question without an answer. An answered question keeps its answer. False: it is not open."""
+        self.lock_questions()
         if not self._questions.close(question, STOPPED_OPTION if stopped else None):
             return False
         self.record_event("quick_replies.changed", question)
@@ -424,7 +435,7 @@ class UnitOfWork:
         """Store a refused reply as a dead letter, and notify its sender. Skip it if the recipient never existed."""
         if self._mailboxes.get(envelope.to) is None:
             return
-        seq = self._session.next_message_seq()
+        seq = self._session.next_message_seq(envelope.to)
         # A dead letter keeps its files, because it can be sent again.
         for ref in dict.fromkeys(envelope.attachments):
             if self._db.execute(_SELECT_ARTIFACT, {"ref": ref}).fetchone():
@@ -456,6 +467,14 @@ class UnitOfWork:
         """Read the mailboxes of agents that are locked already and are used next."""
         self._session.prefetch(agent_ids)
 
+    def lock_questions(self) -> None:
+        """Lock the person's mailbox, which has all questions: no other process changes one of them now."""
+        self._mailboxes.get(PERSON)
+
+    def lock_tasks(self, task_ids: Sequence[str]) -> None:
+        """Lock tasks whose rows SQL changes directly, before `flush`."""
+        self._session.lock_tasks(task_ids)
+
     def invalidate(self) -> None:
         """Drop cached agent rows, because SQL changed them directly."""
         self._session.invalidate()
@@ -479,10 +498,6 @@ class UnitOfWork:
     def newly_runnable(self) -> list[tuple[str, str]]:
         """Ids and states of agents that became runnable in this transaction."""
         return self._mailboxes.newly_runnable(self.now)
-
-    def has_unclaimed_work(self) -> bool:
-        """True if an agent is runnable and not claimed."""
-        return self.frees_other_agents or bool(self.newly_runnable())
 
     def read_waiting(
         self, agent_id: str, *, after: int | None = None, upto: int = ALL_WAITING, limit: int | None = None
@@ -556,7 +571,7 @@ class UnitOfWork:
             task = self._task_of_dead.get((sender, reason))
             if task and not self.tasks.is_new(task) and is_stopped(self._db, task):
                 task = None
-            self._buffer_message(self._session.next_message_seq(), envelope, mailbox, hops, task=task)
+            self._buffer_message(self._session.next_message_seq(sender), envelope, mailbox, hops, task=task)
         self._dead.clear()
         self._task_of_dead.clear()
 
@@ -574,7 +589,7 @@ class UnitOfWork:
         if row is None:
             return None
         message_id, queued, deliver_at, schedule_id, task, is_withdrawn = row
-        return _receipt(message_id, bool(queued), deliver_at, schedule_id, task, is_withdrawn=bool(is_withdrawn))
+        return make_receipt(message_id, bool(queued), deliver_at, schedule_id, task, is_withdrawn=bool(is_withdrawn))
 
     def _check_recipient(self, envelope: Envelope) -> Mailbox:
         mailbox, limits = self._mailboxes.get(envelope.to), self._limits
@@ -626,25 +641,3 @@ def _unblocks(envelope: Envelope, mailbox: Mailbox) -> bool:
     """True if the message makes a blocked agent try again. Only the first one does: it sets `runnable_at`."""
     is_immediate = envelope.sender == PERSON and not envelope.delay
     return is_immediate and mailbox.state == "blocked" and mailbox.runnable_at is None
-
-
-def _receipt(
-    message_id: str,
-    queued: bool,
-    deliver_at: int | None,
-    schedule_id: str | None,
-    task: str,
-    *,
-    is_withdrawn: bool = False,
-) -> Receipt:
-    if is_withdrawn:
-        return Receipt(message_id=message_id, state="withdrawn", task=task)
-    if deliver_at is not None:
-        return Receipt(
-            message_id=message_id,
-            state="delayed",
-            scheduled_delivery_time=from_ms(deliver_at),
-            schedule_id=schedule_id,
-            task=task,
-        )
-    return Receipt(message_id=message_id, state="queued" if queued else "pending", task=task)
