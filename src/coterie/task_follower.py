@@ -108,6 +108,8 @@ class TaskFollower:
         until = None if timeout is None else self._clock.monotonic() + timeout.total_seconds()
         shown, next_progress = "", self._clock.monotonic()
         unsubscribe = self._live.subscribe(self._on_live)
+        for reply in self._live.replies:  # it may have begun before
+            self._on_live(reply)
         try:
             async with self._watching():
                 while True:

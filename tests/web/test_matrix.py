@@ -48,6 +48,7 @@ def test_the_routes_of_the_application_are_found(app: FastAPI) -> None:
         "/api/v1/artifacts",
         "/metrics",
         "/mcp",
+        "/a2a/{path:path}",
         "/openapi.json",
     }
 

@@ -12,6 +12,7 @@ from coterie.clock import Clock, SystemClock
 from coterie.society import Society
 from coterie.task_stream import TaskStreams
 from coterie.web import auth, metrics, openai, static_files
+from coterie.web.a2a import door as a2a_door
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
 from coterie.web.api import ROUTERS
 from coterie.web.api.artifacts import Uploads
@@ -67,6 +68,9 @@ def build_app(
     for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
     app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS], include_in_schema=False))
+    a2a = a2a_door.A2aDoor(society, state.clock, state.where.url)
+    for path, methods in a2a_door.PATHS.items():
+        app.router.routes.append(Route(path, a2a, methods=[*methods], include_in_schema=False))
     app.add_middleware(
         SecurityMiddleware,
         access=access,

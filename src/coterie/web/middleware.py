@@ -62,6 +62,8 @@ DOOR_PATHS: dict[Door, tuple[str, ...]] = {
     "a2a": ("/a2a", "/.well-known/agent-card.json"),
 }
 """The addresses of each door, and all below them."""
+A2A_JSON = b"application/a2a+json"
+"""The media type of A2A's HTTP binding."""
 MAX_BODY_BYTES = 2 << 20
 MAX_DOOR_BODY_BYTES = 32 << 20
 """Through a door files come inside the JSON."""
@@ -272,7 +274,8 @@ def _check_body(headers: dict[bytes, bytes], path: str, method: str, receive: Re
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     is_upload = path == UPLOADS and method == "POST"
     expected = b"multipart/form-data" if is_upload else b"application/json"
-    if media_type != expected:
+    is_a2a = media_type == A2A_JSON and door_of(path) == "a2a"
+    if media_type != expected and not is_a2a:
         raise RequestRejected(415, "unsupported_media_type", f"the body must be {expected.decode()}")
     if is_upload:
         return receive  # `Uploads` has its own limit

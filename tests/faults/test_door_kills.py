@@ -1,4 +1,4 @@
-"""The server is killed while an agent answers an MCP client: the client's retry gets the answer, asked once."""
+"""The server is killed while an agent answers a client of a door: its retry gets the answer, asked once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import httpx2
 import pytest
+from a2a.client import A2ACardResolver, ClientConfig, ClientFactory
+from a2a.client.errors import A2AClientError
+from a2a.types import a2a_pb2 as a2a
+from a2a.utils.errors import A2AError
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from mcp.types import CallToolResult
 
 from coterie.testing import ModelServer
 from tests.agent.held_answer import HeldAnswer
@@ -24,7 +28,8 @@ from tests.agent.held_answer import HeldAnswer
 from .harness import scaled_timeout
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
-CLIENTS = ("legacy", "2026-07-28", "stdio")
+CLIENTS = ("2026-07-28", "a2a", "stdio", "legacy")
+"""MCP over HTTP in the current revision, A2A, MCP over stdio, and MCP in the previous revision."""
 
 
 class Served:
@@ -72,7 +77,26 @@ class Served:
                 yield client
 
 
-async def ask(served: Served, kind: str, text: str, is_writing: asyncio.Event) -> CallToolResult:
+async def ask_a2a(served: Served, text: str, is_writing: asyncio.Event) -> str:
+    """Send the message, with the same id, again until its task has ended."""
+    message = a2a.Message(message_id=text, role=a2a.ROLE_USER, parts=[a2a.Part(text=text)])
+    while True:
+        try:
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as http:
+                card = await A2ACardResolver(http, f"{served.url}/a2a/ada").get_agent_card()
+                client = ClientFactory(ClientConfig(httpx_client=http)).create(card)
+                async for event in client.send_message(a2a.SendMessageRequest(message=message)):
+                    said = [part.text for part in event.status_update.status.message.parts]
+                    if any("The answer" in one for one in said):
+                        is_writing.set()
+                    artifact = event.artifact_update.artifact if event.HasField("artifact_update") else None
+                    for answer in [artifact] if artifact else event.task.artifacts:
+                        return str(answer.parts[0].text)
+        except (A2AError, A2AClientError, httpx.TransportError):
+            await asyncio.sleep(0.1)
+
+
+async def ask_mcp(served: Served, kind: str, text: str, is_writing: asyncio.Event) -> str:
     """Call `send` again until it has an answer. Over stdio one call must be enough: the relay repeats it."""
 
     async def on_progress(progress: float, total: float | None, message: str | None) -> None:
@@ -85,7 +109,7 @@ async def ask(served: Served, kind: str, text: str, is_writing: asyncio.Event) -
                 arguments = {"agent": "ada", "text": text, "waitSeconds": 60}
                 result = await client.call_tool("send", arguments, progress_callback=on_progress)
                 if not result.is_error:
-                    return result
+                    return str(result.structured_content["answer"])
         except* (MCPError, httpx2.TransportError, OSError, ConnectionError) as group:
             if kind == "stdio":
                 raise group.exceptions[0] from None
@@ -105,13 +129,16 @@ async def survive(folder: Path, kills: int) -> None:
                 for number in range(kills):
                     held, is_writing = HeldAnswer("The answer", f" to {number}"), asyncio.Event()
                     model.default = held
-                    asking = asyncio.create_task(ask(served, CLIENTS[number % 3], f"Question {number}", is_writing))
+                    kind, text = CLIENTS[number % len(CLIENTS)], f"Question {number}"
+                    work = (
+                        ask_a2a(served, text, is_writing) if kind == "a2a" else ask_mcp(served, kind, text, is_writing)
+                    )
+                    asking = asyncio.create_task(work)
                     await is_writing.wait()
                     await served.kill()
                     held.may_end.set()
                     await served.start()
-                    result = await asking
-                    assert result.structured_content["answer"] == f"The answer to {number}"
+                    assert await asking == f"The answer to {number}"
         finally:
             await served.kill()
     with contextlib.closing(sqlite3.connect(folder / "data" / "coterie.db")) as db:
@@ -124,5 +151,5 @@ async def test_after_a_kill_the_retry_gets_the_answer_of_the_one_message(tmp_pat
 
 
 @pytest.mark.full
-async def test_after_fifty_kills_every_message_was_sent_once(tmp_path: Path) -> None:
-    await survive(tmp_path / "home", 50)
+async def test_after_two_hundred_kills_every_message_was_sent_once(tmp_path: Path) -> None:
+    await survive(tmp_path / "home", 50 * len(CLIENTS))

@@ -1,0 +1,89 @@
+"""The addresses of A2A: hands requests to the routes of the SDK, which it builds with the first one.
+
+The SDK is an extra, and slow to import. Without it the addresses say how to install it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import Receive, Scope, Send
+
+from coterie.clock import Clock
+from coterie.society import Society
+from coterie.web.auth import caller_of
+from coterie.web.caller_scope import CallerScope
+from coterie.web.errors import RequestRejected
+
+if TYPE_CHECKING:
+    from a2a.server.context import ServerCallContext
+
+CARD = "/.well-known/agent-card.json"
+PATHS = {"/a2a/{path:path}": ("GET", "POST", "DELETE"), CARD: ("GET",)}
+"""Its addresses, with their methods."""
+AGENT = "/a2a/{agent}"
+
+
+class A2aDoor:
+    """An ASGI application. Behind the security middleware, so that host, token, origin and limits are checked."""
+
+    def __init__(self, society: Society, clock: Clock, url: str) -> None:
+        """`url`: the address of the server that other programs use."""
+        self._society, self._clock, self._url = society, clock, url
+        self._router: Router | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._router is None:
+            try:
+                # In a thread: the import takes half a second, in which other requests must be answered.
+                await asyncio.to_thread(importlib.import_module, "coterie.web.a2a.handler")
+                self._router = self._make_router()
+            except ImportError as error:
+                detail = "A2A needs a package that is not installed: pip install 'coterie[a2a]'"
+                raise RequestRejected(501, "not_installed", detail) from error
+        # A route of its own application: the path is matched again, from its beginning.
+        await self._router({**scope, "path_params": {}}, receive, send)
+
+    def _make_router(self) -> Router:
+        from a2a.server.routes.common import DefaultServerCallContextBuilder
+        from a2a.server.routes.jsonrpc_routes import create_jsonrpc_routes
+        from a2a.server.routes.rest_routes import create_rest_routes
+
+        from coterie.web.a2a.cards import Cards
+        from coterie.web.a2a.handler import SocietyRequestHandler
+
+        society = self._society
+
+        class ContextBuilder(DefaultServerCallContextBuilder):
+            def build(self, request: Any) -> ServerCallContext:
+                context = super().build(request)
+                context.state["scope"] = CallerScope(society, caller_of(request))
+                context.state["agent"] = request.path_params["agent"]
+                return context
+
+        cards = Cards(society, self._url)
+        handler = SocietyRequestHandler(society, self._clock, cards)
+        routes: list[BaseRoute] = [
+            Route(CARD, _card(cards.of_society, society)),
+            Route(f"{AGENT}{CARD}", _card(cards.of_agent, society)),
+            *create_jsonrpc_routes(handler, AGENT, context_builder=ContextBuilder()),
+        ]
+        rest = create_rest_routes(handler, context_builder=ContextBuilder(), path_prefix=AGENT)
+        # The SDK also adds them below a tenant, which a society does not have.
+        routes += [route for route in rest if isinstance(route, Route)]
+        return Router(routes)
+
+
+def _card(make: Any, society: Society) -> Any:
+    async def respond(request: Request) -> Any:
+        from a2a.server.request_handlers.response_helpers import agent_card_to_dict
+        from starlette.responses import JSONResponse
+
+        scope = CallerScope(society, caller_of(request))
+        return JSONResponse(agent_card_to_dict(await make(scope, request.path_params.get("agent"))))
+
+    return respond

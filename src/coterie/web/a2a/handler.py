@@ -1,0 +1,389 @@
+"""Requests of A2A clients as messages and tasks of the society. Nothing is kept here: all state is in the store.
+
+The states of both are the same: working, waiting (input required), done (completed), failed, stopped (canceled).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from a2a.server.context import ServerCallContext
+from a2a.server.request_handlers.request_handler import RequestHandler, validate_request_params
+from a2a.types import a2a_pb2 as a2a
+from a2a.utils.errors import (
+    InvalidParamsError,
+    PushNotificationNotSupportedError,
+    TaskNotCancelableError,
+    TaskNotFoundError,
+    UnsupportedOperationError,
+)
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.struct_pb2 import Value
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from coterie.clock import Clock
+from coterie.errors import Refused
+from coterie.ids import new_id
+from coterie.messages import PERSON, Message, Receipt
+from coterie.society import Society
+from coterie.task_follower import TaskFollower, TaskProgress, is_open_question
+from coterie.tasks import MessageNode, Task, TaskState, TaskTree
+from coterie.web.a2a.cards import Cards
+from coterie.web.caller_scope import CallerScope
+
+STATES: dict[TaskState, a2a.TaskState] = {
+    "working": a2a.TASK_STATE_WORKING,
+    "waiting": a2a.TASK_STATE_INPUT_REQUIRED,
+    "done": a2a.TASK_STATE_COMPLETED,
+    "failed": a2a.TASK_STATE_FAILED,
+    "stopped": a2a.TASK_STATE_CANCELED,
+}
+TERMINAL = ("done", "failed", "stopped")
+DEFAULT_PAGE, MAX_PAGE = 50, 100
+MAX_RAW_BYTES = 4_000_000
+"""The largest file that is part of a message. Larger ones are named by their address."""
+MAX_TASKS = 1_000
+
+Event = a2a.Task | a2a.TaskStatusUpdateEvent | a2a.TaskArtifactUpdateEvent | a2a.Message
+
+
+class SocietyRequestHandler(RequestHandler):
+    def __init__(self, society: Society, clock: Clock, cards: Cards) -> None:
+        self._society, self._clock, self._cards = society, clock, cards
+
+    # Sending
+
+    @validate_request_params
+    async def on_message_send(self, params: a2a.SendMessageRequest, context: ServerCallContext) -> a2a.Task:
+        message = await self._send(params, context)
+        if not params.configuration.return_immediately:
+            async with aclosing(self._follower(message).follow(None)) as updates:
+                async for _ in updates:
+                    pass
+        return await self._read(_scope(context), message.task or message.id, _history_length(params.configuration))
+
+    @validate_request_params
+    async def on_message_send_stream(
+        self, params: a2a.SendMessageRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        message = await self._send(params, context)
+        async for event in self._stream(_scope(context), message):
+            yield event
+
+    @validate_request_params
+    async def on_subscribe_to_task(
+        self, params: a2a.SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        scope = _scope(context)
+        tree = await self._tree(scope, params.id, context)
+        if tree.task.state in TERMINAL:
+            raise UnsupportedOperationError(f"the task has ended ({tree.task.state}): get it instead")
+        async for event in self._stream(scope, await self._first(tree)):
+            yield event
+
+    async def _stream(self, scope: CallerScope, message: Message) -> AsyncGenerator[Event, None]:
+        """The task, then its progress, its answers as artifacts, and its last status."""
+        task_id = message.task or message.id
+        first = await self._read(scope, task_id, None)
+        yield first
+        sent = {artifact.artifact_id for artifact in first.artifacts}
+        if first.status.state not in (a2a.TASK_STATE_WORKING, a2a.TASK_STATE_SUBMITTED):
+            return
+        async with aclosing(self._follower(message).follow(None)) as updates:
+            async for update in updates:
+                if isinstance(update, TaskProgress):
+                    said = _said(task_id, message.to, [a2a.Part(text=update.text)], new_id())
+                    status = a2a.TaskStatus(state=a2a.TASK_STATE_WORKING, message=said, timestamp=self._now())
+                    yield a2a.TaskStatusUpdateEvent(task_id=task_id, context_id=message.to, status=status)
+        last = await self._read(scope, task_id, None)
+        for artifact in last.artifacts:
+            if artifact.artifact_id not in sent:
+                yield a2a.TaskArtifactUpdateEvent(
+                    task_id=task_id, context_id=last.context_id, artifact=artifact, last_chunk=True
+                )
+        yield a2a.TaskStatusUpdateEvent(task_id=task_id, context_id=last.context_id, status=last.status)
+
+    async def _send(self, params: a2a.SendMessageRequest, context: ServerCallContext) -> Message:
+        scope, given = _scope(context), params.message
+        if params.configuration.HasField("task_push_notification_config"):
+            raise PushNotificationNotSupportedError("push notifications are not offered: subscribe to the task")
+        try:
+            agent = await scope.agent(context.state["agent"])
+            payload = await self._payload(scope, given)
+            receipt = await self._deliver(scope, agent.id, given, payload)
+        except Refused as refused:
+            raise InvalidParamsError(refused.message, {"code": refused.code}) from refused
+        message = await self._society.store.message(receipt.message_id)
+        if message is None:
+            raise TaskNotFoundError("the conversation was cleared meanwhile")
+        return message
+
+    async def _deliver(
+        self, scope: CallerScope, agent_id: str, given: a2a.Message, payload: dict[str, Any]
+    ) -> Receipt:  # fmt: skip
+        question: Message | None = None
+        if given.task_id:
+            tree = await scope.task(given.task_id)
+            question = await self._open_question(tree)
+            if question is None and tree.task.state in TERMINAL:
+                ended = f"the task has ended ({tree.task.state}): send the message without taskId"
+                raise UnsupportedOperationError(ended)
+        caller = scope.caller.key
+        options: Sequence[str] = (question.payload.get("quickReplies") or ()) if question else ()
+        return await self._society.bus.send(
+            sender=PERSON,
+            to=question.sender if question else agent_id,
+            payload=payload,
+            # The name of the key first: programs do not share ids of messages.
+            client_id=f"a2a {caller or ''} {agent_id} {given.message_id}",
+            in_reply_to=question.id if question else None,
+            option=options.index(payload["text"]) if payload["text"] in options else None,
+            via=caller,
+        )
+
+    async def _open_question(self, tree: TaskTree) -> Message | None:
+        """The newest question of the task that the client may answer."""
+        found = await self._society.store.messages_by_id(
+            [node.id for node in tree.nodes if isinstance(node, MessageNode) and node.to == PERSON and node.question]
+        )
+        open_ones = [message for message in found.values() if is_open_question(message)]
+        return max(open_ones, key=lambda message: message.seq, default=None)
+
+    async def _payload(self, scope: CallerScope, given: a2a.Message) -> dict[str, Any]:
+        texts, refs = [], []
+        for number, part in enumerate(given.parts):
+            match part.WhichOneof("content"):
+                case "text":
+                    texts.append(part.text)
+                case "raw":
+                    key = f"a2a {scope.caller.key or ''} {given.message_id} {number}"
+                    stored = await self._society.artifacts.put(part.raw, part.filename or None, key)
+                    refs.append(stored.ref)
+                case "url":
+                    texts.append(f"{part.filename or 'File'}: {part.url}")
+                case "data":
+                    texts.append(json.dumps(_plain(MessageToDict(part.data)), ensure_ascii=False, sort_keys=True))
+        if not texts and not refs:
+            raise Refused("payload_invalid", "the message has no part with content")
+        payload: dict[str, Any] = {"text": "\n\n".join(texts)}
+        return payload | ({"attachments": [{"artifactRef": ref} for ref in refs]} if refs else {})
+
+    # Tasks
+
+    @validate_request_params
+    async def on_get_task(self, params: a2a.GetTaskRequest, context: ServerCallContext) -> a2a.Task:
+        tree = await self._tree(_scope(context), params.id, context)
+        return await self._render(tree, params.history_length if params.HasField("history_length") else None)
+
+    @validate_request_params
+    async def on_list_tasks(self, params: a2a.ListTasksRequest, context: ServerCallContext) -> a2a.ListTasksResponse:
+        agent_id = context.state["agent"]
+        size = params.page_size if params.HasField("page_size") else DEFAULT_PAGE
+        if not 1 <= size <= MAX_PAGE:
+            raise InvalidParamsError(f"pageSize must be from 1 to {MAX_PAGE}, got {size}")
+        if params.page_token and not params.page_token.isdecimal():
+            raise InvalidParamsError("pageToken is not one of this list")
+        states = {number: name for name, number in STATES.items()}
+        if (params.status and params.status not in states) or params.context_id not in ("", agent_id):
+            return a2a.ListTasksResponse(page_size=size)
+        found = await _scope(context).tasks(state=states.get(params.status), agent=agent_id, limit=MAX_TASKS)
+        found = [task for task in found if _is_of(task, agent_id)]
+        if params.HasField("status_timestamp_after"):
+            after = params.status_timestamp_after.ToMilliseconds()
+            found = [task for task in found if task.last_at.timestamp() * 1000 >= after]
+        rest = [task for task in found if not params.page_token or task.seq < int(params.page_token)]
+        length = params.history_length if params.HasField("history_length") else None
+        shown = [await self._read(_scope(context), task.id, length) for task in rest[:size]]
+        return a2a.ListTasksResponse(
+            tasks=shown,
+            next_page_token=str(rest[size - 1].seq) if len(rest) > size else "",
+            page_size=size,
+            total_size=len(found),
+        )
+
+    @validate_request_params
+    async def on_cancel_task(self, params: a2a.CancelTaskRequest, context: ServerCallContext) -> a2a.Task:
+        scope = _scope(context)
+        tree = await self._tree(scope, params.id, context)
+        if tree.task.state in TERMINAL:
+            raise TaskNotCancelableError(f"the task has ended already ({tree.task.state})")
+        await self._society.stop_task(tree.task.id)
+        return await self._read(scope, tree.task.id, None)
+
+    async def on_get_extended_agent_card(
+        self, params: a2a.GetExtendedAgentCardRequest, context: ServerCallContext
+    ) -> a2a.AgentCard:
+        try:
+            return await self._cards.of_agent(_scope(context), context.state["agent"])
+        except Refused as refused:
+            raise InvalidParamsError(refused.message) from refused
+
+    async def _tree(self, scope: CallerScope, task_id: str, context: ServerCallContext) -> TaskTree:
+        try:
+            tree = await scope.task(task_id)
+        except Refused as refused:
+            raise TaskNotFoundError(refused.message) from refused
+        if not _is_of(tree.task, context.state["agent"]):
+            raise TaskNotFoundError(f"{context.state['agent']} has no such task")
+        return tree
+
+    async def _first(self, tree: TaskTree) -> Message:
+        first = await self._society.store.message(tree.task.id)
+        if first is None:
+            raise TaskNotFoundError("the first message of the task was deleted")
+        return first
+
+    async def _read(self, scope: CallerScope, task_id: str, history_length: int | None) -> a2a.Task:
+        try:
+            return await self._render(await scope.task(task_id), history_length)
+        except Refused as refused:
+            raise TaskNotFoundError(refused.message) from refused
+
+    # Rendering
+
+    async def _render(self, tree: TaskTree, history_length: int | None) -> a2a.Task:
+        """The task with what was said between the client and agents, as history, and answers as artifacts."""
+        task = tree.task
+        ids = [
+            node.id for node in tree.nodes if isinstance(node, MessageNode) and PERSON in (node.sender, node.to)
+        ]  # fmt: skip
+        found = await self._society.store.messages_by_id(ids)
+        said = sorted(
+            (one for one in found.values() if one.state not in ("withdrawn", "dead")), key=lambda one: one.seq
+        )  # fmt: skip
+        history = [await self._message(task, one) for one in said]
+        answers = [one for one in said if one.to == PERSON and not is_open_question(one)]
+        status = a2a.TaskStatus(state=STATES[task.state], timestamp=_timestamp(task))
+        last = next((one for one in reversed(said) if one.to == PERSON), None)
+        if last is not None and task.state in ("waiting", "failed"):
+            status.message.CopyFrom(await self._message(task, last))
+        elif task.state == "working" and (problem := (await self._follower_of(tree)).problem):
+            status.message.CopyFrom(_said(task.id, _context_id(task), [a2a.Part(text=problem)], new_id()))
+        if history_length is not None:
+            history = history[-history_length:] if history_length else []
+        artifacts = [
+            a2a.Artifact(artifact_id=one.id, name="answer", parts=await self._parts(one))
+            for one in answers
+            if task.state != "failed" or one is not last
+        ]
+        return a2a.Task(id=task.id, context_id=_context_id(task), status=status, artifacts=artifacts, history=history)
+
+    async def _message(self, task: Task, message: Message) -> a2a.Message:
+        is_user = message.sender == PERSON
+        rendered = a2a.Message(
+            message_id=message.id,
+            context_id=_context_id(task),
+            task_id=task.id,
+            role=a2a.ROLE_USER if is_user else a2a.ROLE_AGENT,
+            parts=await self._parts(message),
+        )
+        if not is_user:
+            rendered.metadata["from"] = message.sender
+        if options := message.payload.get("quickReplies"):
+            rendered.metadata["quickReplies"] = list(options)
+        return rendered
+
+    async def _parts(self, message: Message) -> list[a2a.Part]:
+        """The text, as data too if it is a JSON object, and the files."""
+        text = str(message.payload.get("text", ""))
+        parts = [a2a.Part(text=text, media_type="text/plain")] if text else []
+        if (data := _json_object(text)) is not None:
+            parts.append(a2a.Part(data=ParseDict(data, Value()), media_type="application/json"))
+        for file in message.payload.get("attachments") or ():
+            part = a2a.Part(filename=str(file.get("filename", "")), media_type=str(file.get("mimeType", "")))
+            if file.get("size", 0) > MAX_RAW_BYTES:
+                part.url = self._cards.artifact_url(file["artifactRef"])
+            else:
+                part.raw = await self._society.artifacts.read(file["artifactRef"])
+            parts.append(part)
+        return parts
+
+    async def _follower_of(self, tree: TaskTree) -> Any:
+        return await self._follower(await self._first(tree)).outcome()
+
+    def _follower(self, message: Message) -> TaskFollower:
+        society = self._society
+        return TaskFollower(message, store=society.store, bus=society.bus, live=society.live, clock=self._clock)
+
+    def _now(self) -> Timestamp:
+        stamp = Timestamp()
+        stamp.FromDatetime(self._clock.now())
+        return stamp
+
+    # Push notifications are not offered: the card says so
+
+    async def on_create_task_push_notification_config(
+        self, params: a2a.TaskPushNotificationConfig, context: ServerCallContext
+    ) -> a2a.TaskPushNotificationConfig:
+        raise PushNotificationNotSupportedError
+
+    async def on_get_task_push_notification_config(
+        self, params: a2a.GetTaskPushNotificationConfigRequest, context: ServerCallContext
+    ) -> a2a.TaskPushNotificationConfig:
+        raise PushNotificationNotSupportedError
+
+    async def on_list_task_push_notification_configs(
+        self, params: a2a.ListTaskPushNotificationConfigsRequest, context: ServerCallContext
+    ) -> a2a.ListTaskPushNotificationConfigsResponse:
+        raise PushNotificationNotSupportedError
+
+    async def on_delete_task_push_notification_config(
+        self, params: a2a.DeleteTaskPushNotificationConfigRequest, context: ServerCallContext
+    ) -> None:
+        raise PushNotificationNotSupportedError
+
+
+def _scope(context: ServerCallContext) -> CallerScope:
+    scope: CallerScope = context.state["scope"]
+    return scope
+
+
+def _history_length(configuration: a2a.SendMessageConfiguration) -> int | None:
+    return configuration.history_length if configuration.HasField("history_length") else None
+
+
+def _said(task_id: str, agent_id: str, parts: list[a2a.Part], message_id: str) -> a2a.Message:
+    return a2a.Message(
+        message_id=message_id, context_id=agent_id, task_id=task_id, role=a2a.ROLE_AGENT, parts=parts
+    )  # fmt: skip
+
+
+def _timestamp(task: Task) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromDatetime(task.last_at)
+    return stamp
+
+
+def _is_of(task: Task, agent_id: str) -> bool:
+    """Whether a task is between the client and this agent: either may have sent its first message."""
+    return agent_id in (task.agent, task.sender)
+
+
+def _context_id(task: Task) -> str:
+    """An agent has one memory, so all its tasks have one context."""
+    return task.sender if task.agent == PERSON else task.agent
+
+
+def _plain(value: Any) -> Any:
+    """The JSON value with whole numbers as such: in A2A every number is a floating-point one."""
+    match value:
+        case dict():
+            return {key: _plain(item) for key, item in value.items()}
+        case list():
+            return [_plain(item) for item in value]
+        case float() if value.is_integer():
+            return int(value)
+    return value
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    if not text.startswith("{"):
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
