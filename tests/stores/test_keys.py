@@ -147,3 +147,14 @@ async def test_the_message_of_a_program_to_an_agent_that_waits_for_an_approval_e
     other = await send(store, text="hello", via="webui")
     await step(store, await claim(store), said("hi"))
     assert ("hi", other.message_id, other.task) in await replies(store)
+
+
+async def test_the_messages_of_a_task_with_the_person_are_read_in_order_and_from_a_position(store: Any) -> None:
+    asked = await send(store, via="webui")
+    claimed = await step(store, await claim(store), says("", message_to("bob"), message_to("user", "one moment")))
+    await step(store, await run_send(store, await run_send(store, claimed)), said("done"))
+    await send(store, "bob", "another task")
+    first, *rest = await store.task_messages(asked.task)
+    assert [(one.sender, one.payload["text"]) for one in (first, *rest)] == [("ada", "one moment"), ("ada", "done")]
+    assert await store.task_messages(asked.task, after=first.seq) == rest
+    assert await store.task_messages("nothing") == []
