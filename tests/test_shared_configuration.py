@@ -148,6 +148,11 @@ async def test_a_service_that_is_set_up_at_one_server_is_in_the_database_without
         await second.configuration.follow()
         assert [view.entry.id for view in second.setup.list()] == ["main", "other"]
         assert second.services.get("other").missing_key == "OTHER_API_KEY"
+        # Which services are in use is read, too: the agent may have been created a moment ago.
+        await first.create_agent(id="zoe", service="other")
+        with pytest.raises(Refused) as refusal:
+            await second.setup.delete("other")
+        assert refusal.value.code == "service_in_use"
         # A server that has not heard of the change yet refuses nothing: it reads it first.
         await first.setup.delete("main")
         await second.setup.put("third", {"baseURL": model.base_url, "model": "m"})

@@ -221,6 +221,10 @@ class AgentRuntime:
             id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent, description=description
         )
 
+    async def refresh_agents(self) -> None:
+        """Add the agents that other processes created, and remove those that they terminated."""
+        await self._agents.refresh_directory()
+
     async def terminate_agent(self, agent_id: str) -> Sequence[str]:
         terminated = await self._agents.terminate(agent_id, by=PERSON)
         for terminated_id in terminated:

@@ -234,12 +234,17 @@ class Society:
             leaves_keyless=leaves_keyless,
             **({} if max_turns is None else {"max_turns": max_turns}),
         )
+
+        async def follow() -> None:
+            await self.configuration.follow()
+            await runtime.refresh_agents()
+
         self._setup = Setup(
             self._folder,
             configuration=self._configuration,
             services=runtime.services,
             directory=runtime.directory,
-            follow=self.configuration.follow,
+            follow=follow,
             reload=self.configuration.reload_services,
             make_service=lambda entry: make_service(entry, self._clock),
             clock=self._clock,

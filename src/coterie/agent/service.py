@@ -92,6 +92,9 @@ class AgentDirectory:
         if service is not None:
             self._services.get(service)
 
+    def has(self, agent_id: str) -> bool:
+        return agent_id in self._agents
+
     def profile(self, agent_id: str) -> Profile:
         if agent_id in self._terminated:
             raise Refused("recipient_terminated", f'"{one_line(agent_id)}" was terminated')
@@ -316,7 +319,8 @@ class AgentService:
         """
         self._directory.check_service(service)
         parent = None if parent == PERSON else parent
-        if parent is not None:
+        if parent is not None and not self._directory.has(parent):
+            await self.refresh_directory()  # another process may have created it a moment ago
             self._directory.profile(parent)
         key = new_id()
         agent_id = id or f"agent-{id_for('agent', key)[:6]}"
@@ -349,6 +353,7 @@ class AgentService:
         """Terminate the agent and its descendants; return their ids. `by`: the agent's parent or a person."""
         if by not in (PERSON, await self._parent(agent_id)):
             raise Refused("not_yours", f"only its parent or the person may terminate {agent_id}")
+        await self.refresh_directory()  # other processes may have created descendants a moment ago
         terminated = [*self._descendants(agent_id), agent_id]
         for terminated_id in terminated:
             await self._store.terminate(terminated_id)
