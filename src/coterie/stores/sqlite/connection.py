@@ -60,8 +60,9 @@ def open_writer(path: Path, durability: Durability) -> sqlite3.Connection:
     try:
         sqlite_version(db)
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # Of a new file: it can give free pages back. For an older one it takes effect when the file is rewritten.
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        if not db.execute("PRAGMA page_count").fetchone()[0]:
+            # A new file can give free pages back. In an older one the statement would write, before any check.
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA wal_autocheckpoint = 0")  # the writer thread checkpoints
         # With full durability the first commit flushes WAL and folder. From then on the writer flushes the WAL itself.
