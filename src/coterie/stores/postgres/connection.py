@@ -41,7 +41,10 @@ SET_TIMEOUTS = (
     f" SET LOCAL idle_in_transaction_session_timeout = {IDLE_TRANSACTION_TIMEOUT_MS};"
     " SET LOCAL synchronous_commit = on;"  # a commit must be durable, whatever the server's default is
 )
-_SET_SESSION_TIMEOUTS = SET_TIMEOUTS.replace("SET LOCAL", "SET")
+_SET_SESSION_TIMEOUTS = (
+    f"SET statement_timeout = {STATEMENT_TIMEOUT_MS}; SET lock_timeout = {LOCK_TIMEOUT_MS};"
+    f" SET idle_in_transaction_session_timeout = {IDLE_TRANSACTION_TIMEOUT_MS}; SET synchronous_commit = on"
+)
 _BEGIN_BEHIND_POOLER = (
     f"BEGIN; SELECT set_config('statement_timeout', '{STATEMENT_TIMEOUT_MS}', true),"
     f" set_config('lock_timeout', '{LOCK_TIMEOUT_MS}', true),"
@@ -233,8 +236,7 @@ class PgConnection:
         Many rows are one JSON parameter: faster than thousands of separate values.
         """
         if len(rows) <= MAX_SEPARATE_ROWS:
-            row = f"({', '.join(['%s'] * len(rows[0]))})"
-            text = f"INSERT INTO {into} VALUES {', '.join([row] * len(rows))}".encode()
+            text = literal_insert(into, len(rows[0]), len(rows))
             self._writes.append(self._render(text, [value for values in rows for value in values]))
         else:
             statement, columns = json_insert(into)
@@ -360,6 +362,13 @@ def _translate_token(token: re.Match[str]) -> str:
             return text.replace("%", "%%")
         case _:
             return text
+
+
+@cache
+def literal_insert(into: str, width: int, size: int) -> bytes:
+    """Statement that inserts `size` rows of `width` values. `into`: `table (column, ...)`."""
+    row = f"({', '.join(['%s'] * width)})"
+    return f"INSERT INTO {into} VALUES {', '.join([row] * size)}".encode()
 
 
 @cache

@@ -100,10 +100,10 @@ _SELECT_EVENTS = """
 SELECT seq, at, kind, subject, data FROM events WHERE seq > :after AND seq <= :upto ORDER BY seq LIMIT :limit
 """
 # The kinds are those of a partial index.
+_SOCIETY_KINDS = ", ".join(f"'{kind}'" for kind in SOCIETY_EVENTS)
 _SELECT_SOCIETY_EVENTS = f"""
 SELECT seq, at, kind, subject, data FROM events
- WHERE seq > :after AND seq <= :upto AND kind IN ({", ".join(f"'{kind}'" for kind in SOCIETY_EVENTS)})
- ORDER BY seq LIMIT :limit
+ WHERE seq > :after AND seq <= :upto AND kind IN ({_SOCIETY_KINDS}) ORDER BY seq LIMIT :limit
 """
 
 
