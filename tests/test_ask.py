@@ -17,6 +17,7 @@ import pytest
 from coterie import Answer, AnswerDelta, NoAnswer, Refused, Society
 from coterie.testing import Calls, ModelServer, Says, Status
 from coterie.testing.model_server import CustomReply, ServerConnection
+from tests.agent.held_answer import HeldAnswer
 
 ROOT = Path(__file__).parents[1]
 AGENTS = '[agents.assistant]\nname = "Assistant"\n[agents.bob]\n'
@@ -126,6 +127,17 @@ async def test_no_answer_in_time_leaves_the_message_to_be_answered(society: Soci
     with pytest.raises(NoAnswer, match="has not answered within"):
         await society.ask("assistant", "Hello", timeout=0.2)
     released.set()
+
+
+async def test_no_answer_of_an_agent_that_was_stopped_before_its_first_word(
+    society: Society, model: ModelServer
+) -> None:
+    model.script(HeldAnswer(""))
+    asking = asyncio.create_task(society.ask("assistant", "Hello"))
+    await model.wait_for_request()
+    society.stop_turn("assistant")
+    with pytest.raises(NoAnswer, match="was stopped before it answered"):
+        await asking
 
 
 async def test_no_answer_when_the_society_stops(folder: Path, model: ModelServer) -> None:

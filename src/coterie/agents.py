@@ -46,6 +46,8 @@ class Agent:
     """When it entered this state."""
     state_reason: str | None = None
     """What a blocked or waiting agent waits for, for people."""
+    problem: str = ""
+    """The same as JSON: category, facts such as `service` and `status`, and `retryAt`."""
     tool: str | None = None
     """The tool that runs or waits for approval."""
     tool_position: tuple[int, int] | None = None

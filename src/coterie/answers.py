@@ -221,6 +221,8 @@ class AnswerFollower:
             return None
         if answer.sender == SYSTEM and "problem" in answer.payload:
             raise NoAnswer(f"{self._agent_id} could not answer: {answer.payload.get('text', '')}")
+        if answer.stopped and not answer.payload.get("text"):
+            raise NoAnswer(f"{self._agent_id} was stopped before it answered: send the message again")
         return Answer(message=answer, messages=tuple(received[: received.index(answer) + 1]))
 
     async def _require_progress(self, question: Message, agent: Agent) -> None:

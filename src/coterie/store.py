@@ -510,6 +510,8 @@ class PlanRecord:
     interrupted_by: str | None
     """The message that withdrew or shortened it."""
     at: datetime
+    task: str | None
+    """The task that it was made for."""
     calls: Sequence[CallRecord]
 
 

@@ -175,7 +175,9 @@ class ModelFailed(Struct, frozen=True, kw_only=True):
     recovery: Literal["retry", "block", "give_up"]
     delay: timedelta = timedelta(0)
     category: str = "server"
-    """Error category in the event stream."""
+    """Kind of the failure. Clients say it in their own language."""
+    facts: dict[str, Any] = {}
+    """What belongs to the category, such as `service` and `status`."""
     usage: TokenUsage = TokenUsage()
     """Estimated cost of the failed request; zero if it was rejected or never sent."""
     service: str = ""
@@ -276,6 +278,8 @@ class SendReply(Struct, frozen=True):
     is_partial: bool = False
     is_error: bool = False
     """The text reports a failure; the runtime is its author."""
+    problem: dict[str, Any] = {}
+    """Of an error: its category and facts."""
     attachments: tuple[dict[str, Any], ...] = ()
     cut_off: CutOff | None = None
 
@@ -296,6 +300,7 @@ class SetState(Struct, frozen=True, kw_only=True):
     delay: timedelta | None = None
     reason: str = ""
     category: str = ""
+    facts: dict[str, Any] = {}
     is_suspended: bool = False
     """No worker may claim the turn until the society is resumed."""
 
@@ -595,7 +600,7 @@ def _stop(turn: Turn, stopped: Stopped) -> Step:
         return _finish(turn, AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)))
     if text := stopped.partial_text:
         return _finish(turn, AppendText(text), SendReply(text, is_partial=True, attachments=stopped.attachments))
-    return _finish(turn)
+    return _finish(turn, SendReply("", is_partial=True))  # the person sees that nothing will come
 
 
 def _drop_task(turn: Turn) -> Step:
@@ -606,26 +611,29 @@ def _drop_task(turn: Turn) -> Step:
 
 def _abort(turn: Turn, reason: str) -> Step:
     group = (AppendCallGroup(turn.plan.close_remaining(INTERRUPTED_RESULT)),) if turn.plan else ()
-    return _finish(
-        turn, *group, AppendText(f"[turn aborted: {reason}]"), Quarantine(), SendReply(reason, is_error=True)
-    )
+    return _finish(turn, *group, AppendText(f"[turn aborted: {reason}]"), Quarantine(), _error_reply(reason, "crash"))
 
 
 def _terminate(turn: Turn) -> Step:
     """Close the open plan and send an error reply. Waiting mail is not taken."""
     group = (AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)),) if turn.plan else ()
-    reply = SendReply("It was terminated before it could answer.", is_error=True)
+    reply = _error_reply("It was terminated before it could answer.", "terminated")
     return Step((*group, reply, SetState(state="terminated")), Rest())
 
 
 def _fail(turn: Turn, failure: ModelFailed) -> Step:
-    message, category = failure.message, failure.category
+    message, category, facts = failure.message, failure.category, failure.facts
     match failure.recovery:
         case "retry":
-            state = SetState(state="wait_retry", delay=failure.delay, reason=message, category=category)
+            state = SetState(state="wait_retry", delay=failure.delay, reason=message, category=category, facts=facts)
             return Step((state,), Rest())
         case "block":
-            state = SetState(state="blocked", reason=message, category=category)
-            return Step((SendReply(message, is_error=True), state), Rest())
+            state = SetState(state="blocked", reason=message, category=category, facts=facts)
+            return Step((_error_reply(message, category, facts), state), Rest())
         case "give_up":
-            return _finish(turn, AppendText(f"[no answer: {message}]"), SendReply(message, is_error=True))
+            reply = _error_reply(message, category, facts)
+            return _finish(turn, AppendText(f"[no answer: {message}]"), reply)
+
+
+def _error_reply(message: str, category: str, facts: dict[str, Any] | None = None) -> SendReply:
+    return SendReply(message, is_error=True, problem={"category": category, **(facts or {})})

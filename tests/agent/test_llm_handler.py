@@ -165,7 +165,7 @@ async def test_after_a_stop_the_waiting_message_begins_the_next_turn(tmp_path: P
         await here.server.wait_for_request(1)
         await here.say("and then?")
         assert here.society.stop_turn("ada") is True
-        assert await here.texts() == ["next"]
+        assert await here.texts(2) == ["", "next"]  # the first marks the stop
         gate.set()
         await here.state("ada", "idle")
         await wait_until(lambda: here.society.stop_turn("ada") is False)  # its task ends after its last write
@@ -381,7 +381,7 @@ async def test_a_turn_that_waits_for_a_retry_can_be_stopped(tmp_path: Path) -> N
         assert await here.society.stop_waiting("ada") is False
 
         await here.say("two")
-        assert await here.texts() == ["answered at once"]
+        assert await here.texts(2) == ["", "answered at once"]
         assert await here.history() == [("user", "one"), ("user", "two"), ("assistant", "answered at once")]
 
 
@@ -393,7 +393,7 @@ async def test_a_message_that_waits_during_a_retry_begins_a_turn_after_a_stop(tm
         second = await here.say("two")
         await here.society.stop_waiting("ada")
 
-        (answer,) = await here.heard()
+        _, answer = await here.heard(2)
         assert (answer.payload["text"], answer.in_reply_to) == ("answered at once", second)
         assert await here.history() == [("user", "one"), ("user", "two"), ("assistant", "answered at once")]
 

@@ -315,8 +315,8 @@ def test_a_stop_during_an_answer_keeps_the_partial_text() -> None:
     )
 
 
-def test_a_stop_before_any_text_ends_the_turn() -> None:
-    assert reduce(Turn(), Stopped()) == Step((SetState(state="idle"),), Rest())
+def test_a_stop_before_any_text_ends_the_turn_with_a_mark() -> None:
+    assert reduce(Turn(), Stopped()) == Step((SendReply("", is_partial=True), SetState(state="idle")), Rest())
 
 
 def test_mail_that_waits_begins_the_next_turn_at_once_after_a_stop() -> None:
@@ -326,6 +326,10 @@ def test_mail_that_waits_begins_the_next_turn_at_once_after_a_stop() -> None:
 
 
 # Model failures
+
+
+def error(text: str, category: str) -> SendReply:
+    return SendReply(text, is_error=True, problem={"category": category})
 
 
 def test_a_transient_failure_waits_for_a_retry_and_leaves_the_mail() -> None:
@@ -338,13 +342,13 @@ def test_a_transient_failure_waits_for_a_retry_and_leaves_the_mail() -> None:
 def test_a_permanent_failure_blocks_the_agent_and_notifies_the_asker() -> None:
     step = reduce(Turn(), ModelFailed(message="no key", recovery="block"))
     assert step == Step(
-        (SendReply("no key", is_error=True), SetState(state="blocked", reason="no key", category="server")), Rest()
+        (error("no key", "server"), SetState(state="blocked", reason="no key", category="server")), Rest()
     )
 
 
 def test_a_failure_without_retry_ends_the_turn_with_an_error_reply() -> None:
     step = reduce(Turn(mail=(FROM_AGENT,)), ModelFailed(message="refused", recovery="give_up"))
-    assert only(step, SendReply) == SendReply("refused", is_error=True)
+    assert only(step, SendReply) == error("refused", "server")
     assert "refused" in only(step, AppendText).text
     assert has(step, BeginNextTurn) and step.action == AskModel()
 
@@ -436,7 +440,7 @@ def test_a_poisoned_turn_is_quarantined_and_the_asker_is_notified() -> None:
     assert [state for state, _ in results(only(step, AppendCallGroup).plan)] == ["done", "unknown", "cancelled"]
     assert only(step, AppendText).text == "[turn aborted: three crashes]"
     assert has(step, Quarantine)
-    assert only(step, SendReply) == SendReply("three crashes", is_error=True)
+    assert only(step, SendReply) == error("three crashes", "crash")
     assert (only(step, SetState).state, step.action) == ("idle", Rest())
 
 

@@ -38,7 +38,8 @@ def test_serve_creates_a_missing_folder(tmp_path: Path) -> None:
     with ServeProcess(tmp_path / "new") as society:
         assert society.stop() == 0
 
-    assert "commented templates" in society.banner[0]
+    assert "Open this link in your browser" in society.banner[0]
+    assert "commented templates" in "".join(society.banner)
     assert (tmp_path / "new" / "llmservices.json").is_file()
 
 
@@ -216,7 +217,7 @@ def _url(society: ServeProcess) -> str:
 def test_the_printed_login_link_works_once(folder: Path) -> None:
     with ServeProcess(folder) as society:
         (line,) = [line for line in society.banner if "?code=" in line]
-        link, url = line.split()[1], _url(society)
+        link, url = line.strip(), _url(society)
         token = (folder / "data" / "token").read_text().strip()
 
         assert _fetch(f"{url}/readyz")[0] == 200

@@ -95,7 +95,7 @@ async def stuck(panel: Panel, page: Page) -> None:
     panel.server.script(Status(401, "Incorrect API key provided", code="invalid_api_key"))
     await ui.send(page, "Hello")
     await panel.stage.state("ada", "blocked")
-    await expect(page.get_by_text("did not accept the key").first).to_be_visible()
+    await expect(page.get_by_text("rejected the key").first).to_be_visible()
 
 
 def at(place: str, ready: str) -> Scene:
@@ -117,7 +117,7 @@ async def task(panel: Panel, page: Page) -> None:
     ask = Says(calls=(Calls("send_message", {"to": "bob", "payload": {"text": "Ring"}}), Calls("ring", {"name": "a"})))
     panel.server.default = each(ada=[ask, "Asked", "Done"], bob=[ring, "Rang"])
     await ui.send(page, "Ring both")
-    await expect(page.locator('[data-testid="task-line"]')).to_contain_text("2 agents at work")
+    await expect(page.locator('[data-testid="task-line"]')).to_contain_text("2 agents working")
     await page.locator('[data-testid="task-link"]').click()
     await expect(page.locator('[data-testid="task-turn"]').first).to_be_visible()
 

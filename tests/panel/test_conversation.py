@@ -79,8 +79,8 @@ async def test_messages_to_a_working_agent_wait_in_the_strip_and_are_read_togeth
     await expect(mine).to_have_text(["First", "Second"])
     await expect(page.locator('[data-testid="break"]:visible')).to_contain_text("2 tool calls")
     await expect(page.locator(ui.FEED)).to_contain_text("Both read")
-    await page.locator(ui.FEED).get_by_text("Ran 3 tools").click()
-    await expect(page.locator(ui.FEED)).to_contain_text("not run: cancelled by an interjection")
+    await page.locator(ui.FEED).get_by_text("Ran 1 of 3 tools").click()
+    await expect(page.locator(ui.FEED)).to_contain_text("not run: cancelled by a new message")
 
 
 async def test_scrolling_up_in_a_short_thread_keeps_following_the_end(panel: Panel) -> None:
@@ -148,9 +148,9 @@ async def test_a_late_withdrawal_is_reported_and_changes_nothing(panel: Panel) -
         await route.continue_()
 
     await page.route("**/api/v1/messages/*", hold)
-    await page.locator(ui.WAITING).get_by_role("button", name="Withdraw").click()
+    await page.locator(ui.WAITING).get_by_role("button", name="Unsend").click()
     await asyncio.wait_for(sent.wait(), 5)
-    await expect(page.get_by_text("Already processed; it cannot be withdrawn").first).to_be_visible()
+    await expect(page.get_by_text("Already seen; it cannot be unsent").first).to_be_visible()
     assert "Too late" in await panel.texts()
 
 
@@ -160,7 +160,7 @@ async def test_the_composer_accepts_text_in_every_state_but_terminated(panel: Pa
     composer = page.locator(ui.COMPOSER)
     await at_work(panel, "Read")
     await expect(composer).to_be_enabled()
-    await expect(composer).to_have_attribute("placeholder", re.compile("interjection"))
+    await expect(composer).to_have_attribute("placeholder", re.compile("queued"))
     await ui.send(page, "while at work")
     Bell.may_end.set()
     await panel.stage.state("ada", "idle")
@@ -173,7 +173,7 @@ async def test_the_composer_accepts_text_in_every_state_but_terminated(panel: Pa
     await panel.society.terminate_agent("seer")
     await ui.row(page, "seer").click()
     await expect(composer).to_be_disabled()
-    await expect(page.get_by_text("has been terminated").first).to_be_visible()
+    await expect(page.get_by_text("is retired").first).to_be_visible()
 
 
 @pytest.mark.check(15)
@@ -260,7 +260,7 @@ async def test_cancelling_a_delayed_message_removes_it_in_every_tab(panel: Panel
     tabs = [await panel.open("#/delayed", context=context), await panel.open("#/delayed", context=context)]
     for tab in tabs:
         await expect(_delayed(tab, sent.message_id)).to_have_count(1)
-    await _delayed(tabs[0], sent.message_id).get_by_role("button").click()
+    await _delayed(tabs[0], sent.message_id).get_by_role("button").first.click()
     for tab in tabs:
         await expect(_delayed(tab, sent.message_id)).to_have_count(0)
     assert await panel.society.bus.delayed_count() == 0
@@ -286,7 +286,7 @@ async def test_a_file_becomes_a_chip_by_picker_paste_and_drop(panel: Panel, way:
         )
     chip = page.locator(ui.CHIP)
     await expect(chip).to_contain_text("a.png")
-    await expect(chip).to_contain_text("as a description (Ada does not accept images)")
+    await expect(chip).to_contain_text("as a description (Ada cannot read images)")
     await ui.send(page, "Look at this")
     await eventually(lambda: _said(panel, "Look at this"))
     (said,) = await panel.sent()
@@ -327,7 +327,7 @@ async def test_the_options_of_a_terminated_agent_show_why_they_are_closed(panel:
     page = await panel.open("#/a/seer")
     await expect(options_of(page, message_id)).to_have_count(1)
     await panel.society.terminate_agent("seer")
-    await expect(ui.state_line(page, message_id)).to_contain_text("terminated")
+    await expect(ui.state_line(page, message_id)).to_contain_text("retired")
     await expect(options_of(page, message_id)).to_have_attribute("aria-disabled", "true")
 
 
@@ -358,11 +358,11 @@ async def test_the_delivery_hint_of_a_file_follows_the_recipient(panel: Panel) -
     await expect(ui.row(page, "eyes")).to_be_visible()
     await page.set_input_files("input[type=file]", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
     chip = page.locator(ui.CHIP)
-    await expect(chip.locator('[data-testid="how"]')).to_contain_text("Ada does not accept images")
+    await expect(chip.locator('[data-testid="how"]')).to_contain_text("Ada cannot read images")
     await chip.locator('[data-testid="send-instead"]').click()
     await expect(page.locator('[data-testid="title"]')).to_have_text("Eyes")
     await expect(chip).to_contain_text("a.png")
-    await expect(chip.locator('[data-testid="how"]')).to_contain_text("unchanged")
+    await expect(chip.locator('[data-testid="how"]')).to_contain_text("sent as it is")
 
 
 @pytest.mark.check(18)
@@ -402,13 +402,13 @@ async def test_a_broken_off_reply_and_the_reason_of_the_retry_are_shown(
         await ui.send(page, "Tell me much")
         await expect(page.locator(ui.DRAFT)).to_contain_text("Hello")
         card = page.locator('[data-testid="problem"]')
-        await expect(card).to_contain_text("The model service took too long.")
+        await expect(card).to_contain_text("The model service took too long to answer.")
         await expect(card).to_contain_text("Retry in")
         await expect(page.locator(ui.DRAFT)).to_contain_text("Hello")
-        await expect(page.locator('[data-testid="stopped"]')).to_have_text("Broken off before its end")
+        await expect(page.locator('[data-testid="stopped"]')).to_have_text("This answer was cut short")
         await page.reload()
         await expect(card).to_contain_text("fell silent for 0.4 s")
-        await expect(card).to_contain_text("Waiting to retry")
+        await expect(card).to_contain_text("Retry in")
         assert await panel.errors() == []
 
 

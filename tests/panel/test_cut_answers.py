@@ -26,7 +26,7 @@ async def test_a_cut_answer_is_shown_as_withdrawn_before_the_message_that_ended_
         for _ in ("live", "after a reload"):
             withdrawn = page.get_by_test_id("withdrawn")
             await expect(withdrawn).to_contain_text("Once upon <b>a</b> time")
-            await expect(withdrawn).to_contain_text("Withdrawn: a new message ended this answer")
+            await expect(withdrawn).to_contain_text("Stopped by a newer message")
             await expect(page.get_by_test_id("draft")).to_have_count(0)
             shown = await page.locator(".feed article").all_inner_texts()
             order = [next(n for n, text in enumerate(shown) if part in text) for part in
@@ -35,5 +35,5 @@ async def test_a_cut_answer_is_shown_as_withdrawn_before_the_message_that_ended_
             await page.reload()
             await page.wait_for_selector("[data-ready]")
         timeline = await panel.open("#/timeline", locale="zh-CN")
-        await expect(timeline.get_by_text("已撤回的回答")).to_be_visible()
+        await expect(timeline.get_by_text("中断的回答")).to_be_visible()
         assert await panel.errors() == []

@@ -163,7 +163,7 @@ async def test_hostile_tool_runs_are_shown_as_text(panel: Panel) -> None:
 async def test_hostile_errors_are_shown_as_text(panel: Panel) -> None:
     page = await panel.open(context=await careful(panel))
     problems: list[dict[str, Any]] = [
-        {"agent": "ada", "category": "server", "message": one, "retryable": True} for one in corpus()
+        {"id": "ada", "state": "blocked", "why": one, "problem": {"category": "server"}} for one in corpus()
     ]
     shown = await page.evaluate(
         """async problems => {
@@ -171,8 +171,8 @@ async def test_hostile_errors_are_shown_as_text(panel: Panel) -> None:
             const { toast } = await import('/static/notices.js');
             const shown = [];
             for (const problem of problems) {
-                apply('problem', problem);
-                toast({kind: 'error', text: problem.message});
+                apply('agent.state', problem);
+                toast({kind: 'error', text: problem.why});
                 await new Promise(requestAnimationFrame);
                 shown.push(['.problem-why', '.toast-text'].map(place => document.querySelector(place)?.textContent));
                 document.querySelectorAll('.toast button').forEach(one => one.click());

@@ -23,10 +23,11 @@ RING = (
     + """
   const el = document.activeElement;
   if (el === document.body) return ['BODY', 0, 0, true];
-  const style = getComputedStyle(el);
+  const boxed = el.matches('.composer-text') ? el.parentElement : el; // the ring is around the whole box
+  const style = getComputedStyle(boxed);
   const width = style.outlineStyle === 'none' ? 0 : parseFloat(style.outlineWidth);
   // A ring drawn inside lies on the element itself, one outside on what is behind it.
-  const ground = groundOf(parseFloat(style.outlineOffset) < 0 ? el : el.parentElement);
+  const ground = groundOf(parseFloat(style.outlineOffset) < 0 ? boxed : boxed.parentElement);
   const box = el.getBoundingClientRect();
   const hit = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
   return [el.outerHTML.slice(0, 160), width, ratio(rgb(style.outlineColor), ground), el.contains(hit)];
@@ -57,7 +58,7 @@ async def test_every_focus_stop_has_a_visible_ring(panel: Panel, figure: Figure,
     for size in (WIDE, PHONE):
         page = await panel.open(f"#/{place}", color_scheme=scheme, viewport=size)
         await page.wait_for_selector(f'[data-testid="screen-{place.split("/")[0]}"] > *')
-        await page.evaluate("() => document.activeElement.blur()")
+        await page.locator(".skip").focus()
         seen: set[str] = set()
         for _ in range(60):
             await page.keyboard.press("Tab")
@@ -69,7 +70,7 @@ async def test_every_focus_stop_has_a_visible_ring(panel: Panel, figure: Figure,
             seen.add(stop[0])
             lowest = min(lowest, stop[2])
         count += len(seen)
-        assert len(seen) >= 4
+        assert len(seen) >= 3
     figure(f"{count} stops, weakest ring {lowest:.1f}:1")
 
 
@@ -145,7 +146,7 @@ async def test_all_tasks_can_be_done_by_keyboard(panel: Panel) -> None:
     await keys.press("Enter")
     await expect(page.locator(ui.WAITING)).to_have_count(1)
     await keys.press("Shift+F6")
-    await expect(page.locator(ui.WAITING).get_by_role("button", name="Withdraw")).to_be_focused()
+    await expect(page.locator(ui.WAITING).get_by_role("button", name="Unsend")).to_be_focused()
     await ringed(page)
     await keys.press("Enter")
     await expect(page.locator(ui.WAITING)).to_have_count(0)
@@ -165,7 +166,7 @@ async def test_all_tasks_can_be_done_by_keyboard(panel: Panel) -> None:
     # Cancels what is delayed
     await keys.press("Control+k")
     await ringed(page)
-    await keys.type("delayed")
+    await keys.type("scheduled")
     await keys.press("Enter")
     await expect(page.locator('[data-testid="screen-delayed"] .delayed-item')).to_have_count(1)
     await tab_to(page, ".screen .delayed-item button")
@@ -208,7 +209,7 @@ async def test_text_typed_before_the_palette_opens_is_not_sent(panel: Panel) -> 
     await page.locator(ui.COMPOSER).press("Control+k")
     await ringed(page)
     await page.keyboard.press("Control+k")
-    await page.keyboard.type("delayed")
+    await page.keyboard.type("scheduled")
     await page.keyboard.press("Enter")
     held.set()
     await expect(page.locator('[data-testid="screen-delayed"]')).to_be_visible()
@@ -241,7 +242,7 @@ async def test_the_focus_survives_a_repaint_of_its_element(panel: Panel) -> None
     for place, change in (
         (page.locator('[data-testid="link-timeline"]'), "unread"),
         (page.locator(ui.WAITING).nth(1).get_by_role("button"), "waiting"),
-        (page.locator('[data-testid="tab-delayed"]'), "delayed"),
+        (page.locator('[data-testid="link-delayed"]'), "delayed"),
         (ui.row(page, "seer"), "agent"),
     ):
         await place.focus()

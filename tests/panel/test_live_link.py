@@ -104,12 +104,12 @@ async def test_a_lost_and_a_restored_connection_are_shown(panel: Panel) -> None:
     panel.allow("Failed to load resource|ERR_|net::|dynamically imported")  # a late script may fail to load, too
     await page.context.set_offline(True)
     panel.drop_streams()
-    await expect(page.locator(ui.CONNECTION)).to_have_text("Offline, you can go on writing", timeout=6000)
+    await expect(page.locator(ui.CONNECTION)).to_have_text("Offline. You can keep writing.", timeout=6000)
     await expect(page.locator(ui.COMPOSER)).to_be_editable()
     message_id = await panel.send_as_agent("You missed this")
     await page.context.set_offline(False)
     await expect(ui.message(page, message_id)).to_be_visible()
-    await expect(page.locator(ui.CONNECTION)).to_have_text("Connected again")
+    await expect(page.locator(ui.CONNECTION)).to_have_text("Back online")
 
 
 async def test_a_stop_of_the_server_is_shown(panel: Panel) -> None:
@@ -117,7 +117,7 @@ async def test_a_stop_of_the_server_is_shown(panel: Panel) -> None:
     await eventually(lambda: _is_live(panel))
     panel.allow("Failed to load resource|ERR_|net::")
     await panel.app.state.hub.shut_down(2)
-    await expect(page.get_by_text("2 delayed messages were delivered early")).to_be_visible()
+    await expect(page.get_by_text("2 scheduled messages were delivered early")).to_be_visible()
 
 
 async def _wait_for_message(tab: Page, message_id: str) -> None:

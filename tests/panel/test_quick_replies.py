@@ -11,7 +11,7 @@ from playwright.async_api import Page, Route, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import PHONE, WIDE, Held, Panel, eventually, fail_requests, options_of, record_bodies
+from tests.panel.harness import PHONE, WIDE, Held, Panel, eventually, fail_requests, options_of, record_bodies, texts_of
 
 TEN = [f"Option {n}" for n in range(1, 11)]
 LONG = "Sort the notes of yesterday by who has to do what, " * 4
@@ -105,7 +105,8 @@ async def test_a_double_click_sends_one_message(panel: Panel) -> None:
     page = await panel.open()
     sent = record_bodies(page)
     await options_of(page, message_id).nth(1).dblclick()
-    await expect(ui.state_line(page, message_id)).to_contain_text("2")
+    await expect(ui.state_line(page, message_id)).to_have_text("Your answer")
+    assert await texts_of(options_of(page, message_id).locator("visible=true")) == ["two"]  # the others are folded away
     assert await panel.texts() == ["two"]
     assert len(sent) == 1
 
@@ -253,7 +254,7 @@ async def test_options_stay_open_while_the_agent_works_and_reopen_after_a_withdr
     await options_of(page, message_id).nth(1).click()
     waiting = page.locator(ui.WAITING).filter(has_text="two")
     await expect(waiting).to_be_visible()
-    await waiting.get_by_role("button", name="Withdraw").click()
+    await waiting.get_by_role("button", name="Unsend").click()
     await eventually(lambda: is_open(page, message_id))
     await expect(waiting).to_have_count(0)
     await options_of(page, message_id).nth(1).click()
@@ -338,7 +339,7 @@ async def test_an_unconfirmed_answer_is_retried_with_the_same_client_id(panel: P
     await options_of(page, message_id).nth(1).click()
     await asyncio.wait_for(held.arrived.wait(), 5)
     await page.clock.run_for(10_100)
-    await expect(ui.state_line(page, message_id)).to_have_text("Not confirmed yet, trying again")
+    await expect(ui.state_line(page, message_id)).to_have_text("Not confirmed yet. Trying again…")
     assert await is_closed(page, message_id)
 
     async def asked_twice() -> bool:

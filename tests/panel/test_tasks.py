@@ -66,7 +66,7 @@ async def test_the_line_tells_who_is_at_work_and_then_how_long_it_took_and_what_
         panel.server.default = two_at_work()
         sent = await started(page, panel, "How many bells?")
         await expect(line(page, sent)).to_contain_text(
-            re.compile(r"^2 agents at work · \d messages · \$\d+\.\d\dStop$")
+            re.compile(r"^2 agents working · \d messages · \$\d+\.\d\dStop$")
         )
         await expect(page.get_by_test_id("link-tasks").locator(".badge")).to_have_text("1")
         Bell.may_end.set()
@@ -140,12 +140,12 @@ async def test_stop_asks_first_and_then_ends_everything_of_the_task(panel: Panel
     Bell.may_end.clear()
     panel.server.default = two_at_work()
     sent = await started(page, panel, "How many bells?")
-    await expect(line(page, sent)).to_contain_text("2 agents at work")
+    await expect(line(page, sent)).to_contain_text("2 agents working")
     stop = line(page, sent).get_by_test_id("task-stop")
     await stop.click()
     await expect(page.locator(DIALOG)).to_contain_text("How many bells?")
     await page.locator(DIALOG).get_by_role("button", name="Cancel").click()
-    await expect(line(page, sent)).to_contain_text("2 agents at work")
+    await expect(line(page, sent)).to_contain_text("2 agents working")
     await stop.click()
     await page.locator(DIALOG).get_by_role("button", name="Stop", exact=True).click()
     await expect(line(page, sent)).to_contain_text("stopped after")
@@ -272,7 +272,7 @@ async def test_an_open_task_is_drawn_live(panel: Panel) -> None:
     panel.server.default = two_at_work()
     sent = await panel.stage.say("How many bells?")
     page = await panel.open(f"#/tasks/{sent}?as=time")
-    await expect(page.get_by_test_id("task-words")).to_contain_text("2 agents at work")
+    await expect(page.get_by_test_id("task-words")).to_contain_text("2 agents working")
     await expect(page.locator("rect.bar-tool")).not_to_have_count(0)
     await page.get_by_text("Show as a table").click()
     Bell.may_end.set()
@@ -294,7 +294,7 @@ async def test_the_screen_groups_tasks_filters_them_in_its_address_and_pages_bac
     await expect(page.get_by_role("heading", name="Waiting for you (1)")).to_be_visible()
     await page.get_by_role("button", name="Show older").click()
     await expect(rows).to_have_count(61)
-    await expect(page.get_by_role("heading", name="Ended (60)")).to_be_visible()
+    await expect(page.get_by_role("heading", name="Finished (60)")).to_be_visible()
     await page.get_by_label("Agent", exact=True).select_option("bob")
     await expect(rows).to_have_count(30)
     await page.get_by_label("State").select_option("done")
@@ -303,20 +303,20 @@ async def test_the_screen_groups_tasks_filters_them_in_its_address_and_pages_bac
     await expect(rows).to_have_count(30)
     assert "Number 59" in await rows.first.inner_text()
     await page.get_by_label("State").select_option("failed")
-    await expect(page.get_by_text("Nothing matches the filter.")).to_be_visible()
+    await expect(page.get_by_text("Nothing matches these filters.")).to_be_visible()
 
 
 async def test_a_task_moves_between_the_groups_while_the_screen_is_open(panel: Panel) -> None:
     page = await panel.open("#/tasks")
-    await expect(page.get_by_text("There are no tasks yet")).to_be_visible()
+    await expect(page.get_by_text("No tasks yet")).to_be_visible()
     Bell.may_end.clear()
     panel.server.script(Says(calls=(Calls("ring", {"name": "bell"}),)), "Done")
     await panel.stage.say("Ring it")
-    await expect(page.get_by_role("heading", name="At work (1)")).to_be_visible()
-    await expect(page.get_by_test_id("task")).to_contain_text("Ada at work")
+    await expect(page.get_by_role("heading", name="Working (1)")).to_be_visible()
+    await expect(page.get_by_test_id("task")).to_contain_text("Ada is working")
     Bell.may_end.set()
-    await expect(page.get_by_role("heading", name="Ended (1)")).to_be_visible()
-    await expect(page.get_by_role("heading", name="At work (1)")).to_have_count(0)
+    await expect(page.get_by_role("heading", name="Finished (1)")).to_be_visible()
+    await expect(page.get_by_role("heading", name="Working (1)")).to_have_count(0)
 
 
 async def test_tasks_can_be_reached_by_a_shortcut_and_the_palette(panel: Panel) -> None:
@@ -335,7 +335,7 @@ async def test_an_unknown_task_is_called_so(panel: Panel) -> None:
     page = await panel.browser()
     panel.allow("404")
     shown = await panel.open("#/tasks/nothing-of-the-kind", context=page)
-    await expect(shown.get_by_text("There is no such task.")).to_be_visible()
+    await expect(shown.get_by_text("This task does not exist.")).to_be_visible()
 
 
 # Usage
@@ -359,7 +359,7 @@ async def test_cost_and_tokens_are_plotted_by_day_and_are_in_tables(browser: Bro
             task.output_tokens,
         ]
         assert cells[4] == f"${task.cost / 1e9:.2f}"
-        await page.get_by_label("By", exact=True).select_option("service")
+        await page.get_by_label("Group by", exact=True).select_option("service")
         await expect(page.locator("rect.usage-bar")).to_have_count(1)
         await page.get_by_label("Show", exact=True).select_option("cost")
         await expect(page.get_by_role("img", name=re.compile("Cost by day"))).to_be_visible()
@@ -427,7 +427,7 @@ async def test_the_budget_question_tells_what_it_is_about_and_continues_the_task
 
 
 BUDGET_WORDS: dict[bool, dict[str, Any]] = {
-    False: {"asks": "May the task “Go” go on?", "limit": "budget of 4 turns", "options": ["Continue", "Stop"]},
+    False: {"asks": "Continue the task “Go”?", "limit": "budget of 4 turns", "options": ["Continue", "Stop"]},
     True: {"asks": "任务“Go”要继续吗？", "limit": "4 个回合的预算", "options": ["继续", "停止"]},
 }
 

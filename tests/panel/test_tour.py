@@ -20,7 +20,7 @@ DROP = """bytes => {
     carried.items.add(new File([new Uint8Array(bytes)], 'chart.png', {type: 'image/png'}));
     const event = new DragEvent('drop', {dataTransfer: carried, bubbles: true, cancelable: true});
     document.querySelector('#composer').dispatchEvent(event); }"""
-AT_WORK = {False: "at work", True: "在工作"}
+AT_WORK = {False: "is working", True: "在工作"}
 SECONDS_2 = 2_000
 THE_COUNT = 15_000
 """Milliseconds. The guide counts for seven seconds, and the plan is withdrawn when it has ended."""

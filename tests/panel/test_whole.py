@@ -22,6 +22,7 @@ from tests.panel.conftest import Figure
 from tests.panel.harness import PHONE, WIDE, Panel, open_panel
 
 STATIC = Path(coterie.__file__).parent / "web" / "static"
+INDEX = (STATIC / "index.html").read_text()
 PLACES = ("a/ada", "inbox", "tasks", "tasks?view=usage", "timeline", "org", "delayed", "artifacts", "agents", "setup")
 
 
@@ -40,14 +41,26 @@ async def test_the_scripts_and_styles_stay_under_the_size_limit(panel: Panel, fi
         assert answer.headers["content-encoding"] == "gzip"
         return len(gzip.compress(await answer.body(), 9))
 
-    scripts, styles = [sum([await sent(path) for path in STATIC.glob(name)]) for name in ("*.*js", "*.css")]
-    screens = [await sent(path) for path in (STATIC / "screens").iterdir()]
-    first, everything = scripts + styles, scripts + styles + sum(screens)
-    figure(f"first {first / 1000:.1f} KB, {styles / 1000:.1f} of them styles; all {everything / 1000:.1f} KB")
-    assert first <= 60_000
+    page = {STATIC / name for name in re.findall(r'rel="stylesheet" href="/static/([^"]+)', INDEX)}
+    first = _imported(STATIC / "app.js") | page
+    later = {path for kind in ("js", "css") for path in STATIC.rglob(f"*.{kind}")} - first
+    sizes = {path: await sent(path) for path in first | later}
+    needed, styles = sum(sizes[path] for path in first), sum(sizes[path] for path in page)
+    figure(f"{needed / 1000:.1f} KB first, {styles / 1000:.1f} of them styles; {sum(sizes.values()) / 1000:.1f} in all")
+    assert needed <= 60_000
     assert styles <= 12_000
-    assert max(screens) <= 20_000
-    assert everything <= 160_000
+    assert max(sizes[path] for path in later) <= 20_000
+    assert sum(sizes.values()) <= 160_000
+
+
+def _imported(script: Path, found: set[Path] | None = None) -> set[Path]:
+    """The script and all that it imports before it runs; `import()` loads later."""
+    found = set() if found is None else found
+    if script not in found:
+        found.add(script)
+        for name in re.findall(r"^(?:import|\}) .*?'(\.[^']+)';", script.read_text(), re.M):
+            _imported((script.parent / name).resolve(), found)
+    return found
 
 
 def test_scripts_use_no_function_that_parses_html() -> None:
@@ -167,7 +180,7 @@ async def test_a_first_start_without_keys_shows_the_tour(browser: Browser, tmp_p
         await form.get_by_label("Base URL").fill("http://127.0.0.1:9/v1")
         await form.get_by_label("Model").fill("m")
         await form.get_by_role("button", name="Test").click()
-        await expect(form.locator(".outcome")).to_contain_text("No server answers at this address")
+        await expect(form.locator(".outcome")).to_contain_text("No server responds at this address")
         assert await panel.errors() == []
 
 
@@ -237,8 +250,8 @@ async def test_there_is_no_motion_with_reduced_motion_and_no_long_animation(pane
     if motion == "reduce":
         assert moved == []
     else:
-        assert {name for name, _ in moved} >= {"pulse"}
-        assert [one for one in moved if one[1] > 5000] == []
+        assert moved
+        assert [one for one in moved if one[1] > 150] == []
 
 
 SPACED = """() => { const sheet = new CSSStyleSheet();

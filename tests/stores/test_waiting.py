@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from coterie.clock import to_ms
+from coterie.clock import to_ms, to_rfc3339
 from coterie.errors import Refused
 from coterie.llm.service import Completion, TokenUsage
 from coterie.plan import STOPPED_RESULT, UNKNOWN_RESULT
@@ -80,6 +81,44 @@ async def test_a_blocked_agent_notifies_its_askers_and_retries_once_with_the_per
     await advance(store, claim, ModelFailed(message="still no key", recovery="block"))
     assert await state(store) == "blocked"
     assert [other.agent_id for other in await store.claim_ready("w", RULES, 5)] == ["bob"]  # bob gets the notice
+
+
+async def test_a_problem_is_stored_with_its_category_and_facts_until_the_agent_goes_on(store: Society) -> None:
+    await ask(store)
+    facts = {"service": "main", "status": 401}
+    failure = ModelFailed(message="no key", recovery="block", category="auth", facts=facts)
+    await advance(store, await claim_agent(store), failure)
+    ada = await store.agent("ada")
+    assert ada is not None
+    assert json.loads(ada.problem) == {"category": "auth", **facts}
+    [notice] = await store.waiting("user")
+    assert notice.payload["problem"] == {"agent": "ada", "category": "auth", **facts}
+    await ask(store, text="mended")
+    await advance(store, await claim_agent(store), says("I am back"))
+    ada = await store.agent("ada")
+    assert ada is not None
+    assert ada.problem == ""
+
+
+async def test_a_stop_before_the_first_word_is_told_to_the_person_and_to_no_agent(store: Society) -> None:
+    asked = await ask(store)
+    await ask(store, text="you there?", sender="bob")
+    await advance(store, await claim_agent(store), Stopped())
+    [mark] = await store.waiting("user")
+    assert (mark.payload, mark.stopped, mark.in_reply_to) == ({"text": ""}, True, asked)
+    assert await store.waiting("bob") == []
+
+
+async def test_the_event_of_a_taken_message_tells_when_it_was_taken(store: Society, clock: FakeClock) -> None:
+    asked = await ask(store)
+    await clock.advance(seconds=2)
+    await claim_agent(store)
+    taken = await store.message(asked)
+    events = [
+        json.loads(event.data) for event in await store.events(0, 100) if event.kind == "queue.changed" and event.data
+    ]
+    assert taken is not None
+    assert [(event["taken"], event["takenAt"]) for event in events] == [([asked], to_rfc3339(taken.taken_at))]
 
 
 async def test_unblocking_affects_only_blocked_agents_that_are_not_paused(store: Society) -> None:

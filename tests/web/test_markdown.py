@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.web.markdown import MAX_TEXT, render_json
+from coterie.web.markdown import MAX_TEXT, render_growing, render_json
+from coterie.web.markdown import render as render_nodes
 
 KNOWN = {
     "p", "h", "quote", "ul", "ol", "li", "code", "table", "hr", "em", "strong", "s", "tt", "a", "br",
@@ -119,3 +120,16 @@ def test_any_text_gives_only_allowed_nodes_and_links(text: str) -> None:
     for node in nodes(render(text)):
         assert node["t"] in KNOWN
         assert node["t"] != "a" or node["href"].lower().startswith(("http://", "https://", "mailto:"))
+
+
+def test_a_growing_text_is_rendered_at_every_length_and_its_final_blocks_stay() -> None:
+    text = "# Plan\n\nIt is **bold** and `code`.\n\n- one\n- two\n\n```py\nx = 1\n```\n\n| a |\n|---|\n| 1 |\n\n> end"
+    final = render_nodes(text)
+    for length in range(len(text) + 1):
+        blocks, line = render_growing(text[:length])
+        settled = "\n".join(text[:length].split("\n")[:line])
+        assert render_nodes(settled) == final[: len(blocks) - 1] if line else len(blocks) <= 1
+    assert render_growing(text)[0] == final
+    assert render_growing("Now **bold")[0] == render_nodes("Now **bold**")
+    assert render_growing("Now `code")[0] == render_nodes("Now `code`")
+    assert render_growing("")[0] == []

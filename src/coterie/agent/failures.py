@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from coterie.llm.service import (
     CircuitOpen,
@@ -12,6 +13,7 @@ from coterie.llm.service import (
     ServiceError,
     TransientError,
     UnknownService,
+    UnsupportedCapability,
 )
 from coterie.turn import ModelFailed
 
@@ -20,24 +22,36 @@ MAX_MALFORMED_RETRIES = 2
 FIRST_RETRY_DELAY = timedelta(seconds=1)
 MAX_RETRY_DELAY = timedelta(seconds=60)
 
+SILENT = ModelFailed(
+    message="the model reached its length limit before it said anything: raise maxTokens of its service in"
+    " llmservices.json, or ask for less at once",
+    recovery="give_up",
+    category="silent",
+)
+
 
 def classify_failure(error: ServiceError, retries: int, jitter: float) -> ModelFailed:
     """Decide whether to retry, block or give up. `retries`: failures in a row before; `jitter`: random, 0 to 1."""
+    category, facts = _category(error), _facts(error)
     match error:
         case TransientError() | CircuitOpen() if retries < MAX_RETRIES:
             wait = error.retry_after if error.retry_after is not None else _backoff(retries, jitter)
-            return ModelFailed(message=str(error), recovery="retry", delay=wait, category=_category(error))
+            return ModelFailed(message=str(error), recovery="retry", delay=wait, category=category, facts=facts)
         case MalformedResponse() if retries < MAX_MALFORMED_RETRIES:
-            return ModelFailed(message=str(error), recovery="retry", delay=_backoff(retries, jitter), category="server")
+            wait = _backoff(retries, jitter)
+            return ModelFailed(message=str(error), recovery="retry", delay=wait, category=category, facts=facts)
         case PermanentError(category="content"):
-            return ModelFailed(message=str(error), recovery="give_up")
+            return ModelFailed(message=str(error), recovery="give_up", category=category, facts=facts)
         case ContextTooLong():
-            return ModelFailed(
-                message=f"{error}. Clear the conversation, or use a model with a larger window.",
-                recovery="block",
-                category="context_length",
-            )
-    return ModelFailed(message=f"{error}. Fix it, then write to me again.", recovery="block", category=_category(error))
+            advice = "Clear the conversation, or use a model with a larger window."
+            return ModelFailed(message=f"{error}. {advice}", recovery="block", category=category, facts=facts)
+    message = f"{error}. Fix it, then write to me again."
+    return ModelFailed(message=message, recovery="block", category=category, facts=facts)
+
+
+def _facts(error: ServiceError) -> dict[str, Any]:
+    service = {"service": error.service} if error.service else {}
+    return service | ({"status": error.status} if error.status is not None else {})
 
 
 def may_have_cost(error: ServiceError | None, *, has_text: bool) -> bool:
@@ -49,26 +63,31 @@ def may_have_cost(error: ServiceError | None, *, has_text: bool) -> bool:
 
 
 def _category(error: ServiceError) -> str:
-    """Return the error category of the event stream."""
+    """Return the kind of the failure for clients, which say it in their own language."""
     match error:
-        case PermanentError(category="auth"):
-            return "auth"
-        case PermanentError(category="quota"):
-            return "rate_limit"
-        case TransientError(retry_after=after, reason="busy") if after is not None:
+        case PermanentError(category=category):  # auth, quota, daily_limit, model, content, request
+            return category
+        case ContextTooLong():
+            return "context_length"
+        case MalformedResponse() | TransientError(reason="truncated"):
+            return "malformed"
+        case TransientError(status=429):
             return "rate_limit"
         case TransientError(reason="unreachable"):
             return "network"
         case TransientError(reason="timeout"):
             return "timeout"
+        case UnsupportedCapability():
+            return "request"
     return "server"
 
 
 def missing_service_failure(error: UnknownService, *, is_fixed: bool) -> ModelFailed:
     """`is_fixed`: the agent has a service now; the configuration changed during the request."""
     if is_fixed:
-        return ModelFailed(message=str(error), recovery="retry", delay=timedelta(0))
-    return ModelFailed(message=f"{error}. Fix it, then write to me again.", recovery="block")
+        return ModelFailed(message=str(error), recovery="retry", delay=timedelta(0), category="no_service")
+    message = f"{error}. Fix it, then write to me again."
+    return ModelFailed(message=message, recovery="block", category="no_service")
 
 
 def _backoff(retries: int, jitter: float) -> timedelta:

@@ -21,7 +21,7 @@ from coterie.agent.builtins import SEND_MESSAGE, build_envelope
 from coterie.agent.compaction import accept_summary, build_digest, find_cut, summary_request
 from coterie.agent.context import HistoryCache, RequestBuilder, TurnPrompt
 from coterie.agent.context_window import ContextWindows, estimate_tokens, estimate_usage, fill_usage, summary_limit
-from coterie.agent.failures import classify_failure, may_have_cost, missing_service_failure
+from coterie.agent.failures import SILENT, classify_failure, may_have_cost, missing_service_failure
 from coterie.agent.running_call import STORE_RETRY_DELAY, STRICTNESS, RunningCalls, is_as_strict, store_arguments
 from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
@@ -72,10 +72,6 @@ from coterie.turn_store import Claim, StaleClaim, TurnStore
 
 log = logging.getLogger(__name__)
 
-SAID_NOTHING = (
-    "the model reached its length limit before it said anything: raise maxTokens of its service in llmservices.json,"
-    " or ask for less at once"
-)
 _CUT_OFF: dict[str, CutOff] = {"length": "length", "content_filter": "content_filter"}
 """By finish reason."""
 MAX_REFUSALS = 12
@@ -357,7 +353,7 @@ class LlmHandler:
             profile = await self._profile(claim.agent_id)
         except Refused:
             message = "I am no longer described in coterie.toml: put me back there, then resume me"
-            return ActionResult(event=ModelFailed(message=message, recovery="block"))
+            return ActionResult(event=ModelFailed(message=message, recovery="block", category="no_agent"))
         if turn.slot:
             if isinstance(claim.action, AskModel):
                 turn.slot.release()
@@ -409,10 +405,10 @@ class LlmHandler:
             log.exception("%s cannot ask its model", claim.agent_id)
             service, usage = self._estimate_unanswered(turn)
             message = "something went wrong inside the runtime; the log has the details"
-            return ModelFailed(message=message, recovery="give_up", usage=usage, service=service)
+            return ModelFailed(message=message, recovery="give_up", category="runtime", usage=usage, service=service)
         if answer.finish_reason == "length" and not answer.text.strip() and not answer.calls:
             # A turn that is asked something must not end in silence.
-            return ModelFailed(message=SAID_NOTHING, recovery="give_up", usage=answer.usage, service=answer.service)
+            return msgspec.structs.replace(SILENT, usage=answer.usage, service=answer.service)
         if profile.answer_schema and not answer.calls:
             try:
                 answer = msgspec.structs.replace(answer, text=check_answer(answer.text, profile.answer_schema))
@@ -558,7 +554,7 @@ class LlmHandler:
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
         if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=self._tokens_per_day):
             limit = f"{self._tokens_per_day:,} tokens"
-            raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
+            raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="daily_limit")
 
     # The tools
 

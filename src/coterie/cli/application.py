@@ -123,7 +123,7 @@ def _describe_error(error: Exception) -> tuple[str, list[str]]:
             reason = f"{os.fsdecode(error.filename)} cannot be used ({error.strerror})"
             return "os_error", [f"{reason}: check its name and its permissions"]
         case OSError():
-            return "os_error", [f"the operating system refused ({error.strerror}): mend that, then try again"]
+            return "os_error", [f"the operating system refused ({error.strerror}): fix that, then try again"]
     return "unexpected", [_describe_unexpected(error)]
 
 

@@ -130,7 +130,7 @@ def chat(
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     token: Token = None,
 ) -> None:
-    """Talk to an agent: replies as they come, numbered quick replies, interjections. /help lists what you can type."""
+    """Talk to an agent: replies as they come, numbered quick replies, queued mail. /help lists what you can type."""
     from coterie.cli.chat import run_chat
 
     all_answered = run_quietly(run_chat(dir, agent or _first_agent(dir), token))

@@ -272,7 +272,8 @@ async def greet(society: Society, environ: Mapping[str, str] = os.environ) -> No
     language = next(filter(None, map(environ.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
     chinese = language.lower().startswith("zh")
     options = [scene.option.text(chinese) for scene in (*script.SCENES, script.LANGUAGE)]
-    payload = {"text": script.WELCOME.then.text(chinese)}
+    # A page shows the text in the language of its browser, which is not known before the page is opened.
+    payload = {"text": script.WELCOME.then.text(chinese), "translations": script.welcome_translations()}
     guide = society.config.agents[0].id
     await society.bus.send(sender=guide, to=PERSON, payload=payload, quick_replies=options, client_id=GREETING_ID)
 
@@ -280,17 +281,22 @@ async def greet(society: Society, environ: Mapping[str, str] = os.environ) -> No
 async def _announce(society: Society, folder: Path, is_new: bool, server: SocietyServer) -> None:
     info, delayed = society.store.info, await society.bus.delayed_count()
     kept = society.config.shutdown.delayed == "keep"
-    if is_new:
-        print_line(f"Made {folder} with commented templates: coterie.toml, llmservices.json and tools.py.")
     lines = [
+        "Coterie is ready. Open this link in your browser:",
+        "",
+        f"  {server.login_link()}",
+        "",
+        "The link works once, within ten minutes. For another one: coterie open",
+        f"To stop Coterie, press Ctrl-C here, or run: kill {os.getpid()}",
+        "",
+        *([f"Created {folder} with commented templates: coterie.toml, llmservices.json, tools.py."] if is_new else []),
         f"Coterie {__version__} runs the society in {folder}",
         f"  store    {info.engine} {info.version}, durability {society.config.store.durability}",
         f"  agents   {_list_agents(society)}",
         f"  models   {_list_models(society)}",
         f"  delayed  {count_of(delayed, 'message')} ({'kept' if kept else 'delivered early'} on a stop)",
         f"  listens  {server.addresses.url}",
-        f"  open     {server.login_link()}  (good once, for ten minutes; coterie open makes another)",
-        f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}",
+        "Ready.",
     ]
     typer.echo("\n".join(map(escape_controls, lines)))
     sys.stdout.flush()

@@ -170,8 +170,7 @@ class ModelGateway:
                         yield piece
                 return
             except ServiceError as error:
-                if isinstance(error, ContextTooLong):
-                    error.service = entry.id
+                error.service = entry.id
                 if has_output or len(entries) == 1 or not _fallback_may_help(error):
                     raise
                 failures.append(error)
@@ -388,6 +387,14 @@ def _combine(failures: Sequence[ServiceError]) -> ServiceError:
     """Return one error that names all services. It is transient if any of them may recover."""
     if len(failures) == 1:
         return failures[0]
+    combined = _joined(failures)
+    combined.service = ", ".join(failure.service for failure in failures)
+    statuses = {failure.status for failure in failures}
+    combined.status = statuses.pop() if len(statuses) == 1 else None
+    return combined
+
+
+def _joined(failures: Sequence[ServiceError]) -> ServiceError:
     message = "; ".join(str(failure).rstrip(".") for failure in failures)
     recoverable = [failure for failure in failures if isinstance(failure, TransientError | CircuitOpen)]
     if recoverable:

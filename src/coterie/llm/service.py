@@ -241,6 +241,11 @@ class ServiceNotAllowed(UnknownService):
 class ServiceError(CoterieError):
     """A failed request. The message is one sentence with the cause and the remedy; it never contains a key."""
 
+    service: str = ""
+    """Id of the service that failed; may be a fallback. The gateway sets it."""
+    status: int | None = None
+    """HTTP status of the answer. None: there was none."""
+
 
 TransientReason = Literal["unreachable", "timeout", "busy", "truncated"]
 
@@ -258,8 +263,6 @@ class ContextTooLong(ServiceError):
     def __init__(self, message: str, *, limit: int | None = None, sent: int | None = None) -> None:
         """`limit`, `sent`: tokens of the context window and of the request, if the service named them."""
         self.limit, self.sent = limit, sent
-        self.service = ""
-        """Id of the service that refused; may be a fallback. The gateway sets it."""
         super().__init__(message)
 
 
@@ -270,8 +273,11 @@ class UnsupportedCapability(ServiceError):
         super().__init__(message)
 
 
+PermanentCategory = Literal["auth", "model", "quota", "daily_limit", "content", "request"]
+
+
 class PermanentError(ServiceError):
-    def __init__(self, message: str, *, category: Literal["auth", "model", "quota", "content", "request"]) -> None:
+    def __init__(self, message: str, *, category: PermanentCategory) -> None:
         self.category = category
         super().__init__(message)
 

@@ -150,6 +150,19 @@ SETUP = Scene(
 )
 SCENES = (DELAY, TOOL, ASK, INTERJECTION, ATTACHMENT, SETUP)
 
+
+def welcome_translations() -> dict[str, Any]:
+    """The greeting and its quick replies by language."""
+    languages = {"en": False, "zh": True}
+    return {
+        code: {
+            "text": WELCOME.then.text(chinese),
+            "quickReplies": [scene.option.text(chinese) for scene in (*SCENES, LANGUAGE)],
+        }
+        for code, chinese in languages.items()
+    }
+
+
 ASKED = Translated(
     "I asked. Look at the line under your message: it shows who is at work for you.",
     "问过了。看你消息下方的那一行：它写着谁在为你工作。",

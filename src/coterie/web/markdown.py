@@ -35,6 +35,7 @@ MAX_CACHED_TEXT = 4_000
 
 _LINK = re.compile(r"(?:https?://|mailto:)[^\x00-\x20]+", re.IGNORECASE)
 _TASK = re.compile(r"\[([ xX])\](?:\s+|$)")
+_NEWLINE = re.compile(r"\r\n?|\n")
 _ALIGN = re.compile(r"text-align:(\w+)")
 
 
@@ -162,6 +163,31 @@ def render(text: str) -> list[Node]:
         return _Renderer().blocks(SyntaxTreeNode(tokens).children, 0)
     except _TooDeep:
         return [text]
+
+
+def render_growing(text: str) -> tuple[list[Node], int]:
+    """Blocks of a text whose end is still missing, and the line at which the last block begins.
+
+    Bold text and code at the end are closed, so that they do not change their form when their end arrives.
+    """
+    blocks, line = _render_blocks(text)
+    if not blocks or isinstance(blocks[-1], str | CodeBlock | Table):
+        return blocks, line
+    last = "\n".join(_NEWLINE.split(text)[line:]).rstrip()
+    mark = "`" if last.count("`") % 2 else "**" if last.count("**") % 2 else ""
+    if not mark:
+        return blocks, line
+    whole = text.rstrip()
+    closed, again = _render_blocks(whole.removesuffix(mark) if whole.endswith(mark) else whole + mark)
+    return (closed, again) if again == line and closed else (blocks, line)
+
+
+def _render_blocks(text: str) -> tuple[list[Node], int]:
+    from markdown_it.tree import SyntaxTreeNode
+
+    nodes = render(text)
+    starts = [one.map[0] for one in SyntaxTreeNode(_parser().parse(text)).children if one.map] if len(nodes) > 1 else []
+    return nodes, starts[-1] if starts and len(starts) == len(nodes) else 0
 
 
 def render_json(text: str) -> msgspec.Raw:

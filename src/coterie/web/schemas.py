@@ -184,7 +184,7 @@ class Receipt(Schema):
     state: Annotated[
         Literal["pending", "queued", "delayed", "withdrawn"],
         Meta(
-            description="`queued`: the recipient is working and gets the message as an interjection. `withdrawn`:"
+            description="`queued`: the recipient is working and reads the message at its next step. `withdrawn`:"
             " nobody reads it: the question of `unlessAnswered` is answered, or it stopped its task."
         ),
     ]
@@ -195,6 +195,15 @@ class Receipt(Schema):
     @classmethod
     def of(cls, receipt: messages.Receipt) -> Self:
         return msgspec.convert(receipt.to_dict(), cls)
+
+
+Rendered = Annotated[
+    msgspec.Raw,
+    Meta(
+        description="The Markdown of the text as a tree of nodes.",
+        extra_json_schema={"type": "array", "items": {"$ref": REFERENCE.format(name="MarkdownNode")}},
+    ),
+]
 
 
 class Message(Schema, kw_only=True):
@@ -232,18 +241,12 @@ class Message(Schema, kw_only=True):
     missed: (
         Annotated[int, Meta(description="Due times that passed without a delivery; it stands for them.")] | UnsetType
     ) = UNSET
-    rendered: Annotated[
-        msgspec.Raw,
-        Meta(
-            description="The Markdown of `payload.text` as a tree of nodes.",
-            extra_json_schema={"type": "array", "items": {"$ref": REFERENCE.format(name="MarkdownNode")}},
-        ),
-    ]
+    rendered: Rendered
 
     @classmethod
     def of(cls, message: messages.Message) -> Self:
         text = message.payload.get("text")
-        rendered = markdown.render_json(text) if isinstance(text, str) and text else _EMPTY_LIST
+        rendered = markdown.render_json(text) if isinstance(text, str) and text else EMPTY_LIST
         return msgspec.convert(message.to_dict() | {"rendered": rendered}, cls)
 
     @classmethod
@@ -251,7 +254,7 @@ class Message(Schema, kw_only=True):
         return [cls.of(message) for message in many]
 
 
-_EMPTY_LIST = msgspec.Raw(b"[]")
+EMPTY_LIST = msgspec.Raw(b"[]")
 
 
 class MessagePage(Schema):
@@ -313,6 +316,24 @@ _PHASES: dict[agents.AgentState, Phase] = {
 }
 
 
+class AgentProblem(Schema):
+    """Why an agent is blocked or waits for a retry, for clients with a language of their own."""
+
+    category: Annotated[
+        str,
+        Meta(
+            description="auth, quota, daily_limit, rate_limit, network, timeout, server, malformed, model, request,"
+            " context_length, content, no_service, no_agent, silent, runtime, budget, damaged"
+        ),
+    ]
+    service: str | UnsetType = UNSET
+    status: Annotated[int, Meta(description="HTTP status of the model service.")] | UnsetType = UNSET
+    retry_at: Time | UnsetType = UNSET
+
+
+_decode_problem = msgspec.json.Decoder(AgentProblem).decode
+
+
 class AgentStatus(Schema, kw_only=True):
     """What an agent does now. The store's states of a running turn are one state here, with a phase."""
 
@@ -322,6 +343,7 @@ class AgentStatus(Schema, kw_only=True):
     tool: str | UnsetType = UNSET
     step: Annotated[list[int], Meta(description="Number of the call, from 1, and calls in all.")] | UnsetType = UNSET
     why: str | UnsetType = UNSET
+    problem: AgentProblem | UnsetType = UNSET
 
     @classmethod
     def of(cls, agent: agents.Agent) -> Self:
@@ -337,6 +359,7 @@ def _status(agent: agents.Agent) -> dict[str, Any]:
         "tool": _or_unset(agent.tool),
         "step": list(agent.tool_position) if agent.tool_position else UNSET,
         "why": _or_unset(agent.state_reason),
+        "problem": _decode_problem(agent.problem) if agent.problem and agent.state_reason else UNSET,
     }
 
 
@@ -358,6 +381,7 @@ class Agent(AgentStatus, kw_only=True):
     colour: Annotated[agents.AgentColour | None, Meta(description="Of its initials; null: chosen by the id.")]
     initials: Annotated[str, Meta(description="Empty: the first letters of its name.")]
     retired: Annotated[bool, Meta(description="The configuration no longer describes it: it keeps its mail.")]
+    position: Annotated[int, Meta(description="Place in coterie.toml, from 0.")] | UnsetType = UNSET
     waiting: int
     delayed: int
     unread: int | UnsetType = UNSET
@@ -399,6 +423,7 @@ class Agent(AgentStatus, kw_only=True):
             colour=profile.colour if profile else None,
             initials=profile.initials if profile else "",
             retired=retired,
+            position=next((at for at, one in enumerate(society.config.agents) if one.id == agent.id), UNSET),
             waiting=agent.waiting,
             delayed=agent.delayed,
             unread=_or_unset(unread),
@@ -502,7 +527,7 @@ class HistoryPage(Schema):
     next: str | None
 
 
-# Threads, runs
+# Threads
 
 
 class Thread(Schema):
@@ -549,61 +574,6 @@ class ThreadExport(Schema):
     agent: Agent
     exported_at: Time
     messages: list[Message]
-
-
-class ToolCall(Schema):
-    call_id: str
-    name: str
-    arguments: str
-    state: str
-    result: str
-    started_at: Time | None
-    ended_at: Time | None
-
-
-class Run(Schema):
-    """One plan of an agent: what its model wanted to do at one step, and the tool calls.
-
-    A withdrawn plan without calls is an answer that a message of the person ended.
-    """
-
-    agent: str
-    turn: int
-    step: int
-    text: str
-    outcome: Literal["open", "closed", "withdrawn"]
-    interrupted_by: str | None
-    at: Time
-    calls: list[ToolCall]
-
-    @classmethod
-    def of(cls, plan: store.PlanRecord) -> Self:
-        return cls(
-            agent=plan.agent_id,
-            turn=plan.turn_no,
-            step=plan.step_no,
-            text=plan.text,
-            outcome=plan.outcome,
-            interrupted_by=plan.interrupted_by,
-            at=to_rfc3339(plan.at) or "",
-            calls=[
-                ToolCall(
-                    call_id=call.call_id,
-                    name=call.name,
-                    arguments=call.arguments,
-                    state=call.state,
-                    result=call.result,
-                    started_at=to_rfc3339(call.started_at),
-                    ended_at=to_rfc3339(call.ended_at),
-                )
-                for call in plan.calls
-            ],
-        )
-
-
-class RunPage(Schema):
-    items: list[Run]
-    next: str | None
 
 
 # Artifacts

@@ -55,11 +55,23 @@ async def get_panel(
     access: AccessDep,
     code: Annotated[str | None, Query(max_length=200)] = None,
     if_none_match: Annotated[str | None, Header()] = None,
+    accept: Annotated[str, Header()] = "",
     accept_encoding: Annotated[str, Header()] = "",
 ) -> Response:
-    if code is not None:
-        return exchange_code(request, access, code)
-    return _respond("index.html", if_none_match, accept_encoding)
+    """The page. With `code`: a redirect that signs the browser in.
+
+    A link that was used already shows people the page all the same: it opens if the browser is signed in, and otherwise
+    tells how to sign in. Programs get the problem as JSON.
+    """
+    if code is None:
+        return _respond("index.html", if_none_match, accept_encoding)
+    answer = exchange_code(request, access, code)
+    if answer.status_code == 303 or "text/html" not in accept:
+        return answer
+    page = _respond("index.html", None, accept_encoding)
+    page.status_code = answer.status_code
+    page.headers["Cache-Control"] = "no-store"
+    return page
 
 
 @router.get("/sw.js")

@@ -151,7 +151,14 @@ def parse_error_in_stream(error: object) -> ErrorResponse:
 
 
 def classify(context: RequestContext, response: ErrorResponse, now: datetime) -> ServiceError:
-    """Return the `ServiceError` for an error response. The order matters: one status has many meanings."""
+    """Return the `ServiceError` for an error response."""
+    error = _classify(context, response, now)
+    error.status = response.status
+    return error
+
+
+def _classify(context: RequestContext, response: ErrorResponse, now: datetime) -> ServiceError:
+    """The order matters: one status has many meanings."""
     status, text, quote = response.status, response.text, _quote(response.message, (context.key, *context.secrets))
     if status in (401, 407) or (status == 403 and not _CONTENT.search(text)):
         problem = f"refused the key ({status})" if context.key else f"wants a key ({status})"

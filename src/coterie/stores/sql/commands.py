@@ -481,7 +481,7 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
     for sql in _DELETE_HISTORY:
         db.execute(sql, {"agent_id": agent_id})
     db.execute("UPDATE agents SET cleared_seq = taken_seq WHERE id = :id", {"id": agent_id})
-    mailbox.epoch, mailbox.next_hist_seq, mailbox.why = mailbox.epoch + 1, 1, None
+    mailbox.epoch, mailbox.next_hist_seq, mailbox.why, mailbox.problem = mailbox.epoch + 1, 1, None, None
     mailbox.history_version += 1
     if mailbox.state == "blocked":
         TurnTransaction(db, uow, agent_id, Rules()).end_cleared()

@@ -49,6 +49,7 @@ class Mailbox(Struct):
     retries: int
     hold: int
     why: str | None
+    problem: str | None
     worker: str | None
     crash_step: int
     crashes: int
@@ -393,13 +394,23 @@ def answered_approval_status(db: Connection, answer: Message) -> ApprovalStatus 
     return approval_status(db, answer.in_reply_to or "", question.sender, question.payload) if question else None
 
 
+def _translated_options(payload: Mapping[str, Any], option: int) -> list[Any]:
+    """The texts of a quick reply in the languages of `payload.translations`, which only the tour's greeting has."""
+    languages = payload.get("translations")
+    found = languages.values() if isinstance(languages, dict) else ()
+    lists = [one.get("quickReplies") for one in found if isinstance(one, dict)]
+    return [one[option] for one in lists if isinstance(one, list) and len(one) > option]
+
+
 def _check_option(envelope: Envelope, option: int, message_id: str, question: _QuestionRow) -> None:
-    options = to_payload(message_id, question.payload).get("quickReplies")
+    payload = to_payload(message_id, question.payload)
+    options = payload.get("quickReplies")
     if not isinstance(options, list):
         options = []
     if option >= len(options):
         raise Refused("option_invalid", f"that message offers {len(options)} quick replies, not {option + 1}")
-    if _decode(envelope.payload_json).get("text") != options[option]:
+    text = _decode(envelope.payload_json).get("text")
+    if text != options[option] and text not in _translated_options(payload, option):
         raise Refused("option_invalid", "payload.text must be the text of the chosen quick reply, unchanged")
     if envelope.sender == PERSON and question.question and envelope.to != question.sender:
         raise Refused("option_invalid", f"a quick reply must go to the agent that offered it: {question.sender!r}")

@@ -100,5 +100,7 @@ def _block_agent(uow: UnitOfWork, error: UnclaimableAgent) -> None:
     log.error("%s: the agent is blocked", error, exc_info=error)
     mailbox = uow.mailbox(agent_id)
     mailbox.state, mailbox.runnable_at, mailbox.why = "blocked", None, BLOCKED_TEXT
+    mailbox.problem = '{"category":"damaged"}'
     uow.record_event("agent.state", agent_id)
-    uow.accept(make_envelope(sender=SYSTEM, to=PERSON, payload={"text": BLOCKED_TEXT, "problem": {"agent": agent_id}}))
+    problem = {"agent": agent_id, "category": "damaged"}
+    uow.accept(make_envelope(sender=SYSTEM, to=PERSON, payload={"text": BLOCKED_TEXT, "problem": problem}))

@@ -301,7 +301,7 @@ def _messages(db: Connection, sql: str) -> list[Message]:
     return [to_message(row) for row in db.execute(sql, {"limit": MAX_LISTED})]
 
 
-_PLAN_COLUMNS = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at"
+_PLAN_COLUMNS = "seq, agent_id, turn_no, step_no, text, outcome, interrupted_by, at, task"
 """Columns of `_PlanRow`."""
 _PLANS = f"SELECT {_PLAN_COLUMNS} FROM plans WHERE seq < :before ORDER BY seq DESC LIMIT :limit"
 # The same order, but along the index of one agent's plans.
@@ -337,6 +337,7 @@ class _PlanRow(NamedTuple):
     outcome: Literal["open", "closed", "withdrawn"]
     interrupted_by: str | None
     at: int
+    task: str | None
 
 
 class _CallRow(NamedTuple):
@@ -425,6 +426,7 @@ def _read_plan(db: Connection, plan: _PlanRow) -> PlanRecord:
         outcome=plan.outcome,
         interrupted_by=plan.interrupted_by,
         at=from_ms(plan.at),
+        task=plan.task,
         calls=[_to_call(_CallRow._make(call)) for call in calls],
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from coterie.errors import Refused
-from coterie.messages import SYSTEM, make_envelope, shorten
+from coterie.messages import PERSON, SYSTEM, make_envelope, shorten
 from coterie.stores.sql.rows import Connection, ending_code, to_payload
 from coterie.stores.sql.task_changes import is_stopped
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -65,17 +65,23 @@ def send_replies(
 ) -> tuple[str, ...]:
     """Send `reply` once to each asker, as the answer to its newest unanswered message; return the message ids.
 
+    The mark of a stop before the first word, a partial reply without text, is sent to the person only.
+
     Each reply belongs to the task of the message that it answers. A stopped task gets none. `only`: the only asker, if
     it is known. `may_have_sent`: the turn may have sent the same text with a tool. `open_tasks`: not stopped.
     """
-    if not reply.text.strip():
+    is_mark = reply.is_partial and not reply.text.strip()
+    if not reply.text.strip() and not is_mark:
         return ()
     sent = []
     for target in (only,) if only else find_askers(db, agent_id, turn_no).values():
+        if is_mark and target.sender != PERSON:
+            continue  # agents are told nothing: they would answer it
         if target.task not in open_tasks and is_stopped(db, target.task):
             continue
         if reply.is_error:
-            sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": {"agent": agent_id}}))
+            problem = {"agent": agent_id, **reply.problem}
+            sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": problem}))
         elif not (may_have_sent and _was_sent(db, agent_id, target.sender, turn_no, reply.text)):
             files = {"attachments": [*reply.attachments]} if reply.attachments else {}
             code = ending_code(stopped=reply.is_partial, cut_off=reply.cut_off)

@@ -381,7 +381,8 @@ CASE WHEN (SELECT paused FROM log) = 1 AND kind = 'agent'
 """
 """State of an agent as people see it. While the society is paused, agents that no worker runs are `paused`."""
 AGENT_COLUMNS = (
-    f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, tool, call_no, call_count, worker"
+    f"id, name, kind, {SHOWN_STATE}, waiting, delayed, parent, profile, since, why, problem, tool, call_no,"
+    " call_count, worker"
 )
 """Columns of `AgentRow`, from `AGENTS_WITH_CALL`."""
 AGENTS_WITH_CALL = """
@@ -409,6 +410,7 @@ class AgentRow(NamedTuple):
     profile: str
     since: int | None
     why: str | None
+    problem: str | None
     tool: str | None
     call_no: int
     call_count: int
@@ -429,6 +431,7 @@ def to_agent(values: Sequence[Any]) -> Agent:
         profile=row.profile,
         state_since=None if row.since is None else from_ms(row.since),
         state_reason=row.why,
+        problem=row.problem or "",
         tool=row.tool,
         tool_position=None if row.tool is None else (row.call_no, row.call_count),
         worker=row.worker if row.state in CLAIMED_STATES else None,

@@ -327,7 +327,9 @@ class TurnTransaction:
             newest = tasks[-1]
             self._set_task(newest, [task for task in dict.fromkeys(tasks) if task != newest])
         ids = [message.id for message in taken[:MAX_IDS_IN_EVENT]]
-        data = {"taken": ids, "takenCount": len(taken), "withdrawnCalls": self._withdrawn_calls}
+        data: dict[str, Any] = {"taken": ids, "takenCount": len(taken), "withdrawnCalls": self._withdrawn_calls}
+        if taken:
+            data["takenAt"] = to_rfc3339(from_ms(self._uow.timestamp))
         self._uow.record_event("queue.changed", self._agent_id, data)
 
     # Tasks
@@ -494,14 +496,16 @@ class TurnTransaction:
             row.retries += 1
             row.retry_ms = change.delay // _MS if change.delay is not None else None
         row.why = change.reason or None
+        row.problem = _encode(self._describe_problem(change)).decode() if change.reason else None
         self._uow.record_event("agent.state", self._agent_id)
         if change.reason:
-            self._uow.record_event("problem", self._agent_id, self._describe_problem(change))
+            retryable = self.mailbox.runnable_at is not None
+            problem = {**self._describe_problem(change), "message": change.reason, "retryable": retryable}
+            self._uow.record_event("problem", self._agent_id, problem)
 
     def _describe_problem(self, change: SetState) -> dict[str, Any]:
         retry_at = to_rfc3339(from_ms(self.mailbox.runnable_at)) if self.mailbox.runnable_at is not None else None
-        problem = {"category": change.category, "message": change.reason, "retryable": retry_at is not None}
-        return problem | ({"retryAt": retry_at} if retry_at else {})
+        return {"category": change.category, **change.facts} | ({"retryAt": retry_at} if retry_at else {})
 
     def _send(self, ended: CallEnded, envelope: Envelope) -> CallEnded:
         """Send the call's message in the transaction of its result, and return the event with that result."""

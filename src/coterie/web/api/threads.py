@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Annotated, Literal, Self
 
+import msgspec
 from fastapi import Header, Query
 from msgspec import Meta
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from coterie.clock import to_rfc3339
 from coterie.messages import SYSTEM
 from coterie.society import Society
 from coterie.store import Page
+from coterie.web import markdown
 from coterie.web.api.agents import find_agent
 from coterie.web.api.messages import message_page, message_position
 from coterie.web.routing import (
@@ -32,14 +34,14 @@ from coterie.web.routing import (
     problems,
 )  # fmt: skip
 from coterie.web.schemas import (
+    EMPTY_LIST,
     Agent,
     ClearedThread,
     Message,
     MessagePage,
     ReadCount,
     ReadMark,
-    Run,
-    RunPage,
+    Rendered,
     Schema,
     Thread,
     ThreadExport,
@@ -114,6 +116,76 @@ class Usage(Schema, kw_only=True):
 class UsagePage(Schema):
     items: list[Usage]
     next: None
+
+
+class ToolCall(Schema):
+    call_id: str
+    name: str
+    arguments: str
+    state: str
+    result: str
+    started_at: Time | None
+    ended_at: Time | None
+
+
+class Run(Schema):
+    """One plan of an agent: what its model said and wanted to do at one step, and the tool calls.
+
+    `text` was said before the calls. A withdrawn plan without calls is an answer that a message of the person ended.
+    """
+
+    agent: str
+    turn: int
+    step: int
+    text: str
+    rendered: Rendered
+    outcome: Literal["open", "closed", "withdrawn"]
+    interrupted_by: str | None
+    at: Time
+    task: str | None
+    calls: list[ToolCall]
+
+    @classmethod
+    def of(cls, plan: store.PlanRecord) -> Self:
+        return cls(
+            agent=plan.agent_id,
+            turn=plan.turn_no,
+            step=plan.step_no,
+            text=plan.text,
+            rendered=markdown.render_json(plan.text) if plan.text else EMPTY_LIST,
+            outcome=plan.outcome,
+            interrupted_by=plan.interrupted_by,
+            at=to_rfc3339(plan.at) or "",
+            task=plan.task,
+            calls=[
+                ToolCall(
+                    call_id=call.call_id,
+                    name=call.name,
+                    arguments=call.arguments,
+                    state=call.state,
+                    result=call.result,
+                    started_at=to_rfc3339(call.started_at),
+                    ended_at=to_rfc3339(call.ended_at),
+                )
+                for call in plan.calls
+            ],
+        )
+
+
+class RunPage(Schema):
+    items: list[Run]
+    next: str | None
+
+
+class GrowingText(Schema):
+    text: Annotated[str, Meta(max_length=markdown.MAX_TEXT)]
+
+
+class RenderedBlocks(Schema):
+    blocks: Rendered
+    line: Annotated[
+        int, Meta(description="The line, from 0, at which the last block begins. Earlier blocks are final.")
+    ]
 
 
 @router.get("/snapshot", tags=["overview"], summary="Get the state of the society")
@@ -265,6 +337,13 @@ async def list_runs(
 ) -> RunPage:
     plans = await society.store.runs(Page(before=position(before), limit=limit), agent)
     return RunPage(items=[Run.of(plan) for plan in plans], next=str(plans[-1].seq) if len(plans) == limit else None)
+
+
+@router.post("/markdown", tags=["overview"], summary="Render the Markdown of a text that is still being written")
+async def render_markdown_blocks(body: GrowingText) -> RenderedBlocks:
+    """Unfinished bold text and code at the end are rendered as if they were finished."""
+    blocks, line = markdown.render_growing(body.text)
+    return RenderedBlocks(blocks=msgspec.Raw(msgspec.json.encode(blocks)), line=line)
 
 
 @router.get("/usage", tags=["overview"], summary="Get requests and tokens by day, agent and service")

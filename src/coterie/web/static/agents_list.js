@@ -1,11 +1,11 @@
 // The list of agents: a tree by parent, with state, unread count and the end of each reply in progress.
 
 import { post } from './api.js';
-import { fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
+import { avatar, fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
 import { agentPath, go, place } from './router.js';
-import { addressed, called, glance, on, openQuestions, openTasks, progressOf, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
+import { addressed, called, plainText, on, openQuestions, openTasks, PERSON, progressOf, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
 
 const TAIL_MS = 250;
 const TAIL = 15; // full-width characters
@@ -46,7 +46,7 @@ export const dot = (agent) => h('span', { class: `dot dot-${agent.state}`, 'aria
 /** Agents grouped by parent; an agent whose parent is unknown is a root. */
 export function family() {
   const gone = (one) => Number(one.state === 'terminated' || Boolean(one.retired));
-  const order = (a, b) => gone(a) - gone(b) || a.name.localeCompare(b.name, undefined, { numeric: true });
+  const order = (a, b) => gone(a) - gone(b) || (a.position ?? Infinity) - (b.position ?? Infinity) || a.name.localeCompare(b.name, undefined, { numeric: true });
   const all = [...state.agents.values()].filter((one) => one.kind !== 'person').sort(order);
   const nodes = new Map(all.map((agent) => [agent.id, { agent, kids: [] }]));
   const roots = [];
@@ -64,8 +64,9 @@ export const treeItem = ({ agent, kids, level, at, of }, shut) => ({ role: 'tree
 
 let typed = '';
 let typedAt = 0;
+let moving = null; // the item that an arrow key or a letter has reached
 
-/** Keyboard control: Tab reaches one item, arrows move, letters search. Uses `focus(id)` and `toggle(id)`. */
+/** Keyboard control: Tab reaches one item, arrows move; then letters search. Uses `focus(id)` and `toggle(id)`. */
 export function treeKeys(event, focus, toggle) {
   const { key } = event;
   const el = event.target.closest('[role=treeitem]');
@@ -79,9 +80,10 @@ export function treeKeys(event, focus, toggle) {
   else if (key === (open ? 'ArrowLeft' : 'ArrowRight') && open !== undefined) toggle(id);
   else {
     const to = { ArrowDown: all[at + 1], ArrowUp: all[at - 1], Home: all[0], End: all.at(-1), ArrowRight: open && all[at + 1], ArrowLeft: above() }[key]
-      ?? (key.length === 1 ? seek(key, all, at) : null);
+      ?? (key.length === 1 && moving === id ? seek(key, all, at) : null);
     if (!to && !key.startsWith('Arrow')) return;
     if (to) focus(to.dataset.agent);
+    moving = (to || el).dataset.agent;
   }
   event.preventDefault();
   event.stopPropagation();
@@ -139,7 +141,8 @@ export function mountAgents(root) {
       event.stopPropagation();
       toggle(one.id);
     } }, node.kids.length > 0 && '▾');
-    const el = h('li', { ...treeItem(node, folded), 'data-testid': `agent-${one.id}` }, h('span', { class: 'row-line' }, fold, dots, name, word, mark, stopper), sub);
+    const el = h('li', { ...treeItem(node, folded), 'data-testid': `agent-${one.id}` }, fold, dots,
+      h('span', { class: 'row-words' }, h('span', { class: 'row-line' }, name, word, mark, stopper), sub));
     let painted = '';
 
     function paint() {
@@ -156,7 +159,7 @@ export function mountAgents(root) {
       painted = key;
       setText(name, agent.name || agent.id);
       setText(word, says);
-      fill(dots, dot(agent));
+      fill(dots, avatar(agent, { sign: dot(agent) }));
       el.className = `row level-${Math.min(node.level, 6)} is-${agent.retired ? 'terminated' : agent.state}`;
       setAttr(el, 'aria-selected', String(current));
       setAttr(el, 'title', agent.description || null);
@@ -169,7 +172,7 @@ export function mountAgents(root) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
       if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
       else if (agent.state !== 'idle') setText(sub, [doing(agent), progressOf(one.id)].filter(Boolean).join(' · '));
-      else setText(sub, known?.last ? glance(known.last).slice(0, 80) : t('idle'));
+      else setText(sub, lastLine(known?.last) || agent.role || agent.description || t('idle'));
     }
 
     let late = null;
@@ -212,14 +215,14 @@ export function mountAgents(root) {
       h('li', { class: where }, h('a', { class: 'side-link', href: `#/${name}${part}`, 'aria-current': place().name === name && !part ? 'page' : null, 'data-testid': `link-${name}${part && '-asks'}` },
         icon(sign), h('span', { class: 'row-name' }, label), count > 0 && h('span', { class: `badge num ${name === 'inbox' && !part ? '' : 'badge-soft'}` }, upTo99(count))));
     fill(links,
-      asks > 0 && link('inbox', 'star', asks, null, '?only=questions', t('waitingForYou')),
+      link('inbox', 'star', asks, null, '?only=questions', t('waitingForYou')), // always there, so that nothing moves
       link('inbox', 'inbox', unreadTotal()),
       link('tasks', 'tasks', (shownCount = openCount())),
       link('timeline', 'list'),
       link('agents', 'people'),
-      link('delayed', 'clock', state.delayed.size, 'only-small'),
-      link('artifacts', 'box', 0, 'only-small'),
-      link('org', 'tree', 0, 'only-small'));
+      link('delayed', 'clock', state.delayed.size),
+      link('artifacts', 'box'),
+      link('org', 'tree'));
   }
 
   const watch = (kind, data) => {
@@ -249,6 +252,13 @@ export function mountAgents(root) {
     document.removeEventListener('screen', onScreen);
     ends.forEach((end) => end());
   };
+}
+
+/** The newest message in one line, as in "You: yes". */
+function lastLine(last) {
+  if (!last) return '';
+  const text = plainText(last).slice(0, 80) || (last.stopped ? t('replyStoppedEarly') : t('attachments'));
+  return last.from === PERSON ? t('said', { name: t('you'), text }) : text;
 }
 
 /** The end of a text that fits one row. */

@@ -17,11 +17,13 @@ for (const name of ['inbox', 'tasks', 'timeline', 'org', 'delayed', 'artifacts',
 }
 
 async function boot() {
+  const isUsedLink = new URLSearchParams(location.search).has('code');
+  if (isUsedLink) history.replaceState(null, '', location.pathname + location.hash);
   applyTheme();
   buildShell();
   let isLocked = false;
   whenLocked(() => {
-    if (!isLocked) locked();
+    if (!isLocked) locked(isUsedLink);
     isLocked = true;
   });
   await start(frame);

@@ -88,6 +88,7 @@ export function mountTray(root, agent, changed, moveTo) {
       }
       paint();
     },
+    drop: (file) => chips.filter((one) => one.file === file).forEach(drop),
     any: () => chips.some((one) => one.status === 'ready' || one.status === 'uploading'),
     busy: () => chips.some((one) => one.status === 'uploading'),
     ready: () => chips.filter((one) => one.status === 'ready').map((one) => one.artifact),

@@ -5,12 +5,14 @@ import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
 import { dayAndTime, t } from './i18n.js';
 import { toast } from './notices.js';
-import { confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
+import { approvalOf, confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
 import { agentPath, go } from './router.js';
 import { small, takeEarly } from './shell.js';
 import { mountStrip, waitingFor, withdraw } from './waiting.js';
 
 const LONGEST = 200_000;
+const LONG_PASTE = 20_000; // characters; a longer text is attached instead of inserted
+const MOST_LINES = 2_000; // a text with more lines would freeze the page while it is laid out
 let handedTo = null; // the agent that gets moved files
 const kept = (agent) => `coterie.draft.${agent}`;
 
@@ -69,10 +71,25 @@ export function mountComposer(root, agent) {
   });
   text.addEventListener('paste', (event) => {
     const files = [...(event.clipboardData?.files ?? [])];
-    if (!files.length) return;
+    const words = files.length ? '' : event.clipboardData?.getData('text/plain') ?? '';
+    if (!files.length && words.length <= LONG_PASTE) return;
     event.preventDefault();
-    attach(files);
+    if (files.length) attach(files);
+    else attachText(words);
   });
+
+  /** A text that is too long to read in the box becomes a file. Short enough ones can still be inserted. */
+  async function attachText(words) {
+    const file = new File([words], t('pastedName'), { type: 'text/plain' });
+    await attach([file]);
+    const insert = words.length <= LONGEST && words.split('\n', MOST_LINES + 1).length <= MOST_LINES && (() => {
+      tray.drop(file);
+      text.setRangeText(words, text.selectionStart, text.selectionEnd, 'end');
+      changed();
+      text.focus();
+    });
+    toast({ text: t('pastedLong'), retry: insert || undefined, label: t('pasteAsText') });
+  }
 
   function changed() {
     draft.text = text.value;
@@ -105,7 +122,7 @@ export function mountComposer(root, agent) {
     setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(agent) : !gone && sendable()) ? null : 'true');
     setAttr(clock, 'aria-disabled', !gone && sendable() ? null : 'true');
     paintSender(name);
-    setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : one?.state === 'active' ? t('hintActive', { name }) : '');
+    setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : asksApproval(agent) ? t('hintApproval', { name, tool: asksApproval(agent).tool }) : one?.state === 'active' ? t('hintActive', { name }) : '');
     hint.classList.toggle('bad', over > 0);
     const to = draft.replyTo && state.messages.get(draft.replyTo);
     fill(note, to ? [h('span', { class: 'note-text' }, t('replyingTo', { text: plainText(to).slice(0, 100) })), iconButton('close', t('cancel'), { onclick: () => replyTo(null) })] : []);
@@ -221,7 +238,7 @@ export function mountComposer(root, agent) {
   handedTo = null;
   size();
   paint();
-  const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot'], paint), drop];
+  const ends = [mountStrip(strip, agent), on([`agent:${agent}`, 'agents', 'snapshot', 'questions'], paint), drop];
   return {
     replyTo,
     refill,
@@ -240,6 +257,9 @@ export function mountComposer(root, agent) {
     },
   };
 }
+
+/** The call of an agent that waits for the person's approval. A message cancels it, and the composer says so. */
+const asksApproval = (agent) => openQuestions(agent).filter(isOpen).map(approvalOf).find(Boolean);
 
 /** Sends the message; shows the questions it answers as closed unless the server refuses it. */
 async function deliver({ agent, text, files, replyTo, refill, plan = null, clientId = newId() }) {

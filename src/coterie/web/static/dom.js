@@ -68,9 +68,9 @@ function initialsOf(name) {
   return (/\p{Lu}|\p{Ll}/u.test(words[0]) ? words.slice(0, 2).join('') : words[0]).toUpperCase();
 }
 
-/** An agent's initials in its colour. */
-export const avatar = ({ id = '', name = '', colour, initials }) =>
-  h('span', { class: `avatar tint-${colour ?? TINTS[[...(id || name)].reduce((sum, sign) => sum + sign.codePointAt(0), 0) % TINTS.length]}`, 'aria-hidden': 'true' }, initials || initialsOf(name || id) || '·');
+/** An agent's initials in its colour. `size`: small, row or large; `sign`: an element in its corner. */
+export const avatar = ({ id = '', name = '', colour, initials }, { size = 'row', sign = null } = {}) =>
+  h('span', { class: `avatar avatar-${size} tint-${colour ?? TINTS[[...(id || name)].reduce((sum, sign) => sum + sign.codePointAt(0), 0) % TINTS.length]}`, 'aria-hidden': 'true' }, initials || initialsOf(name || id) || '·', sign);
 
 /** Placeholder of an empty list. */
 export const empty = (text, ...more) => h('div', { class: 'empty' }, h('p', { text }), more);

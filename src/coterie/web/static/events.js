@@ -20,7 +20,6 @@ const TOLD = {
   'schedule.changed': scheduled,
   'artifact.created': () => touch('artifacts'),
   read,
-  problem,
   'thread.cleared': cleared,
   'society.state': ({ paused }) => {
     state.allPaused = paused;
@@ -62,6 +61,7 @@ function created(data) {
     one.firstUnread ??= message.id;
     touch('unread', `agent:${threadOf(message)}`);
   }
+  if (message.payload?.approval && known(message.from)) loadPlans(message.from); // no other event tells that its call waits
   touch(`message:${message.id}`);
 }
 
@@ -99,16 +99,17 @@ function answered({ messageId, answer }) {
   if (answer) message.answer = answer;
   else delete message.answer;
   setOpen(message);
+  if (message.payload?.approval && known(message.from)) loadPlans(message.from);
   touch(`message:${messageId}`, `agent:${message.from}`, 'questions');
 }
 
-function queued({ agent, items, taken, withdrawnCalls }) {
+function queued({ agent, items, taken, takenAt, withdrawnCalls }) {
   for (const item of items) settle(keep(item));
   state.queues.set(agent, items.map((item) => item.id));
   const mine = taken.filter((id) => state.messages.has(id));
   for (const id of mine) {
     const message = state.messages.get(id);
-    message.state = 'taken';
+    Object.assign(message, { state: 'taken', takenAt: takenAt ?? message.takenAt });
     settle(message);
     touch(`message:${id}`);
   }
@@ -125,9 +126,8 @@ function upserted(data) {
   const before = state.agents.get(data.id);
   const after = { ...before, ...data };
   delete after.prev;
-  if (data.state) for (const key of ['phase', 'tool', 'step', 'why']) if (!(key in data)) delete after[key];
+  if (data.state) for (const key of ['phase', 'tool', 'step', 'why', 'problem']) if (!(key in data)) delete after[key];
   state.agents.set(data.id, after);
-  if (data.state && data.state !== 'blocked' && state.problems.delete(data.id)) touch(`thread:${data.id}`);
   touch(`agent:${data.id}`);
   if (!before || ['parent', 'name', 'retired', 'colour', 'initials', 'role'].some((key) => before[key] !== after[key])) touch('agents');
   if (before && (before.state === 'terminated') !== (after.state === 'terminated')) touch('agents', 'questions');
@@ -202,11 +202,6 @@ function read({ thread: id, upto }) {
   touch('unread', `agent:${id}`);
 }
 
-function problem(data) {
-  state.problems.set(data.agent, { ...data, at: now() });
-  touch(`thread:${data.agent}`, `agent:${data.agent}`);
-}
-
 function cleared({ thread: id }) {
   const one = thread(id);
   Object.assign(one, { ids: [], older: null, last: null, unread: 0, firstUnread: null });
@@ -250,7 +245,12 @@ function draftEnded({ draftId, outcome, messages = [] }) {
   const draft = state.drafts.get(draftId);
   if (!draft) return;
   if (outcome === 'withdrawn' && known(draft.agent)) loadPlans(draft.agent); // they have the text
-  if (outcome !== 'stored' && outcome !== 'withdrawn' && !messages.length && draft.text) {
+  const isPlan = outcome === 'stored' && !messages.length && draft.text.trim() && known(draft.agent);
+  if (isPlan) {
+    // It was said before a tool call. It stays until the plan that has the text is loaded.
+    Object.assign(draft, { ended: true, plannedAt: performance.now() });
+    loadPlans(draft.agent);
+  } else if (outcome !== 'stored' && outcome !== 'withdrawn' && !messages.length && draft.text) {
     Object.assign(draft, { stopped: true, outcome });
     touch(`draft:${draftId}`);
   } else if (!messages.length || messages.every((id) => state.messages.has(id))) endDraft(draftId);

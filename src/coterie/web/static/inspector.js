@@ -1,13 +1,12 @@
-// The right column: delayed messages, files and organisation as compact screens, and the agents' capabilities.
+// The right column: what the agent of the conversation is, and its scheduled messages.
 
-import { fill, h } from './dom.js';
+import { avatar, fill, h } from './dom.js';
 import { t } from './i18n.js';
-import { missed, screenNamed } from './router.js';
-import { on, state, takes } from './state.js';
+import { doing } from './agents_list.js';
+import { agentPath, missed, place, screenNamed } from './router.js';
+import { addressed, nameOf, on, state, takes } from './state.js';
 import { region, small } from './shell.js';
 
-const PANELS = ['delayed', 'artifacts', 'org'];
-const KEPT = 'coterie.panel';
 let ends = [];
 
 export function start() {
@@ -18,57 +17,44 @@ export function start() {
 function mount() {
   ends.splice(0).forEach((end) => end());
   const root = region('inspector');
-  let shown = PANELS.find((name) => name === localStorage.getItem(KEPT)) ?? PANELS[0];
+  const about = h('section', { class: 'about', 'data-testid': 'inspector-about' });
+  const facts = h('dl', { class: 'about-facts' });
+  const links = h('p', { class: 'about-links' });
+  const panel = h('div', { class: 'panel' });
+  const later = h('section', { 'aria-labelledby': 'inspector-later' }, h('h2', { id: 'inspector-later' }, t('delayed')), panel);
+  fill(root, h('div', { class: 'inspector-body', tabindex: '0', role: 'group', 'aria-label': t('regionInspector') }, about, facts, later, links));
+  let shown = null; // the agent of the list
   let leave = null;
   let turn = 0;
-  const tabs = h('div', { class: 'tabs', role: 'tablist', 'aria-label': t('tabs'), onkeydown: keys });
-  const panel = h('div', { class: 'panel', role: 'tabpanel', id: 'panel', tabindex: '0' });
-  const caps = h('section', { class: 'caps', 'aria-label': t('takesIn') });
-  fill(root, tabs, panel, caps);
 
-  function paintTabs() {
-    fill(tabs, PANELS.map((name) => h('button', { type: 'button', class: 'tab', role: 'tab', id: `tab-${name}`, 'aria-selected': String(name === shown), 'aria-controls': 'panel',
-      tabindex: name === shown ? '0' : '-1', 'data-testid': `tab-${name}`, onclick: () => open(name) }, t(name), name === 'delayed' && state.delayed.size ? ` ${state.delayed.size}` : null)));
-    panel.setAttribute('aria-labelledby', `tab-${shown}`);
+  function paint() {
+    const one = state.agents.get(addressed());
+    root.classList.toggle('is-empty', !one);
+    if (!one) return;
+    fill(about, avatar(one, { size: 'large' }), h('h2', { dir: 'auto' }, one.name || one.id), one.role && h('p', { class: 'meta', dir: 'auto' }, one.role), one.description && h('p', { dir: 'auto' }, one.description));
+    const kinds = takes(one).map((kind) => t(`cap_${kind}`)).join(', ');
+    const rows = [[t('tasksState'), doing(one)], [t('model'), one.service], [t('takesIn'), kinds], [t('createdBy'), one.parent && h('a', { href: agentPath(one.parent) }, nameOf(one.parent))]];
+    fill(facts, rows.filter(([, value]) => value).map(([name, value]) => [h('dt', {}, name), h('dd', { dir: 'auto' }, value)]));
+    fill(links, h('a', { href: `#/agents/${encodeURIComponent(one.id)}` }, t('details')), h('a', { href: `#/timeline?agent=${encodeURIComponent(one.id)}` }, t('timeline')), h('a', { href: '#/artifacts' }, t('artifacts')), h('a', { href: '#/org' }, t('org')));
+    if (!small.matches && shown !== one.id) open(one.id);
   }
 
-  async function open(name) {
+  async function open(id) {
     const mine = (turn += 1);
-    shown = name;
-    localStorage.setItem(KEPT, name);
-    paintTabs();
+    shown = id;
     try {
-      const module = await screenNamed(name).load();
+      const module = await screenNamed('delayed').load();
       if (mine !== turn) return;
       leave?.();
-      fill(panel);
-      panel.scrollTop = 0;
-      leave = module.render(panel, { args: [], query: new URLSearchParams(), compact: true }) ?? null;
+      leave = module.render(fill(panel), { args: [], query: new URLSearchParams({ agent: id }), compact: true }) ?? null;
     } catch {
-      if (mine === turn) missed(panel, screenNamed(name), () => open(name));
+      if (mine === turn) missed(panel, screenNamed('delayed'), () => open(id));
     }
   }
 
-  function keys(event) {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    open(PANELS[(PANELS.indexOf(shown) + by + PANELS.length) % PANELS.length]);
-    tabs.querySelector('[aria-selected="true"]').focus();
-  }
-
-  function paintCaps() {
-    const agents = [...state.agents.values()].filter((one) => one.kind !== 'person' && one.state !== 'terminated');
-    const words = (one) => takes(one).map((kind) => t(`cap_${kind}`)).join(' · ');
-    fill(caps, h('h2', {}, t('takesIn')), h('dl', {}, agents.slice(0, 40).map((one) => [h('dt', { title: one.name }, one.name), h('dd', {}, words(one))])));
-    caps.tabIndex = caps.scrollHeight > caps.clientHeight ? 0 : -1;
-  }
-
-  // On a phone these are separate screens. A slide-over is filled when it is first opened.
-  const begin = () => !small.matches && !leave && turn === 0 && open(shown);
-  small.addEventListener('change', begin);
-  paintTabs();
-  paintCaps();
-  begin();
-  ends = [on(['delayed', 'snapshot'], paintTabs), on(['agents', 'snapshot'], paintCaps), () => leave?.(), () => small.removeEventListener('change', begin)];
+  const onScreen = () => ['a', ''].includes(place().name) && paint();
+  document.addEventListener('screen', onScreen);
+  small.addEventListener('change', onScreen);
+  paint();
+  ends = [on(['agents', 'snapshot', 'agent:*'], onScreen), () => leave?.(), () => document.removeEventListener('screen', onScreen), () => small.removeEventListener('change', onScreen)];
 }

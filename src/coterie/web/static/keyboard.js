@@ -2,7 +2,7 @@
 
 import { flag, h } from './dom.js';
 import { onMac, t } from './i18n.js';
-import { agentPath, go, place } from './router.js';
+import { agentPath, go, place, show } from './router.js';
 import { missed } from './notices.js';
 import { addressed, isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
@@ -44,7 +44,7 @@ export const openPalette = () => typeInto(t('paletteWhat'), () => import('./scre
 
 export const showSheet = () => import('./screens/shortcuts.js').then((sheet) => sheet.openShortcuts());
 
-const typing = (el) => el.matches?.('input, textarea, select');
+const typing = (el) => el.matches?.('input, textarea, select, [contenteditable]');
 
 function pressed(event) {
   if (event.defaultPrevented || event.isComposing || document.querySelector('dialog[open]')) return;
@@ -63,8 +63,17 @@ function handle(event) {
   if (key === 'F6') return cycle(shiftKey ? -1 : 1);
   if (altKey && !mod) return alt(event);
   if (key === 'Escape') return escape(event);
-  if (key === '?' && !mod && !typing(event.target) && !flag('noSingleKeys')) return yes(showSheet());
+  if (mod || typing(event.target)) return false;
+  if (key === '?' && !flag('noSingleKeys')) return yes(showSheet());
+  if (key.length === 1 && key !== ' ') write();
   return false;
+}
+
+/** Moves the focus to the composer of the agent in the address, before the browser inserts the typed character. */
+function write() {
+  if (!['a', ''].includes(place().name)) return;
+  if (openAgent() !== addressed()) show(); // the address has changed just now
+  openComposer()?.focus();
 }
 
 const yes = () => true;
@@ -113,7 +122,7 @@ function cycle(by) {
     document.querySelector('.thread') ?? region('screen').querySelector('a, button, input, [tabindex="0"]'),
     document.querySelector('.strip:not([hidden]) button'),
     document.getElementById('composer'),
-    region('inspector').querySelector('[role="tab"][aria-selected="true"]'),
+    region('inspector').querySelector('.inspector-body'),
   ].filter((el) => el && el.offsetParent !== null && !el.closest('[inert]'));
   const at = stops.findIndex((el) => el.parentElement.contains(document.activeElement) || regionOf(el).contains(document.activeElement));
   stops[(at + by + stops.length) % stops.length]?.focus();

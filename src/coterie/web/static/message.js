@@ -1,17 +1,19 @@
 // One message: sender, time, content and delivery state.
 
-import { button, fileIcon, fill, h, icon, setText } from './dom.js';
+import { avatar, button, fileIcon, fill, h, icon, setText } from './dom.js';
 import { artifactUrl, post } from './api.js';
 import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
-import { nodes } from './markdown.js';
+import { growing, nodes } from './markdown.js';
 import { copyText, oops } from './notices.js';
-import { budgetOf, everySecond, nameOf, now, on, openQuestions, PERSON, state, SYSTEM, textOf, thread, threadOf, untilNext, usedWords } from './state.js';
+import { approvalOf, budgetOf, everySecond, nameOf, now, on, openQuestions, PERSON, plainText, problemText, state, SYSTEM, textOf, thread, threadOf, unmarked, untilNext, usedWords } from './state.js';
 import { quickReplies } from './quick_replies.js';
 
 const DEEPEST = 3; // levels of nested keys that are shown
 const ENDED_EARLY = { failed: 'replyBroken', withdrawn: 'replyWithdrawn' };
-const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval', 'budget']);
+const NEEDS_SETUP = new Set(['auth', 'quota', 'model', 'request', 'malformed', 'network', 'no_service', 'no_agent']);
+const KNOWN = new Set(['text', 'attachments', 'quickReplies', 'problem', 'approval', 'budget', 'translations']);
 
+const face = (id) => state.agents.has(id) && avatar(state.agents.get(id), { size: 'small' });
 export const who = (id) => (id === PERSON ? t('you') : id === SYSTEM ? t('system') : nameOf(id));
 
 /** A stored message, or an unconfirmed one (`item.local`). `acts`: replyTo(id), goOn(), taskLine(message); retry, edit, drop for a local one. */
@@ -60,7 +62,7 @@ export function messageView(item, acts) {
     const time = message.deliveredAt ?? message.createdAt ?? message.at;
     el.classList.toggle('is-joined', Boolean(next.joined));
     el.setAttribute('aria-label', `${name} ${time ? clockTime(time) : ''}`);
-    if (!head.firstChild) fill(head, h('span', { class: 'msg-name' }, name), message.to !== PERSON && !mine ? h('span', { class: 'meta' }, `→ ${who(message.to)}`) : null, h('time', { class: 'meta', datetime: time }, time ? clockTime(time) : ''));
+    if (!head.firstChild) fill(head, !mine && face(message.from), h('span', { class: 'msg-name' }, name), message.to !== PERSON && !mine ? h('span', { class: 'meta' }, `→ ${who(message.to)}`) : null, h('time', { class: 'meta', datetime: time }, time ? clockTime(time) : ''));
     const text = JSON.stringify(message.payload);
     if (shown !== text) {
       shown = text;
@@ -87,7 +89,7 @@ export function messageView(item, acts) {
           button({ class: 'text-btn danger', onclick: () => acts.drop(message) }, t('remove')));
       } else parts.push(t(message.unsure ? 'unsure' : status === 'sending' ? 'sending' : 'delivered'));
     } else if (mine) parts.push(message.state === 'taken' ? t('taken') : message.state === 'delayed' ? t('scheduled', { time: dayAndTime(message.deliverAt) }) : t('delivered'));
-    if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t('replyStopped')));
+    if (message.stopped) parts.push(h('span', { class: 'warn', 'data-testid': 'stopped' }, t(message.payload.text ? 'replyStopped' : 'replyStoppedEarly')));
     if (message.cutOff) {
       parts.push(h('span', { class: 'warn', 'data-testid': 'cut-off' }, t(`cutOff_${message.cutOff}`)));
       if (acts?.goOn && isLast(message)) parts.push(button({ class: 'text-btn', 'data-testid': 'continue', onclick: () => acts.goOn() }, t('continue')));
@@ -135,13 +137,24 @@ function content(message) {
     const tree = text === payload.text && message.rendered;
     parts.push(h('div', { class: 'md' }, tree?.length ? nodes(tree) : h('p', { class: 'as-typed' }, text)));
   }
+  if (message.from === SYSTEM && text !== payload.text) parts.push(h('details', { class: 'problem-more' }, h('summary', {}, t('details')), h('p', { class: 'problem-why' }, String(payload.text ?? ''))));
   if (budgetOf(message)) parts.push(budgetFacts(message));
-  const files = Array.isArray(payload.attachments) ? payload.attachments : [];
-  if (files.length) parts.push(h('ul', { class: 'files' }, files.map(file)));
-  if (payload.approval) parts.push(fields(payload.approval.arguments ?? {}));
+  parts.push(fileList(message));
+  if (approvalOf(message)) parts.push(approvalFacts(message));
   const more = Object.fromEntries(Object.entries(payload).filter(([key]) => !KNOWN.has(key)));
   if (Object.keys(more).length) parts.push(structured(more));
   return parts.filter(Boolean);
+}
+
+// Arguments that decide whether a person agrees come first: how much, to whom, what is run or deleted.
+const WEIGHTY = [/amount|sum|total|price|cost|value|quantity|金额|数量/i, /currency|币/i, /^to$|recipient|payee|receiver|beneficiary|account|iban|e-?mail|address|customer|user|收款|收件/i, /command|code|query|sql|url|path|file|name|subject|id$/i];
+const weight = (key) => (WEIGHTY.findIndex((one) => one.test(key)) + WEIGHTY.length + 1) % (WEIGHTY.length + 1);
+
+/** What a tool call that waits for approval would do: its arguments, the weightiest first. */
+export function approvalFacts(message) {
+  const { given } = approvalOf(message);
+  const sorted = Object.fromEntries(Object.entries(given).map((one, n) => [one, n]).sort(([[a], m], [[b], n]) => weight(a) - weight(b) || m - n).map(([one]) => one));
+  return h('div', { class: 'facts', 'data-testid': 'approval' }, Object.keys(sorted).length ? fields(sorted) : h('p', { class: 'meta' }, t('noArguments')));
 }
 
 /** Who worked on a task that has used its budget, and what it used. */
@@ -154,8 +167,14 @@ export function budgetFacts(message) {
 
 function quoted(id) {
   const original = state.messages.get(id);
-  const text = original && String(original.payload?.text ?? '').slice(0, 120);
+  const text = original && plainText(original).slice(0, 120);
   return text ? h('p', { class: 'quoted' }, text) : null;
+}
+
+/** The files of a message, or null. */
+export function fileList({ payload }) {
+  const files = Array.isArray(payload?.attachments) ? payload.attachments : [];
+  return files.length ? h('ul', { class: 'files' }, files.map(file)) : null;
 }
 
 function file(one) {
@@ -186,23 +205,24 @@ function fields(value, depth = 0) {
   return h('dl', { class: 'pairs' }, Object.entries(value).map(([key, one]) => [h('dt', {}, key), h('dd', { dir: 'auto' }, shown(one))]));
 }
 
-/** A reply in progress, as plain text. Repainted every `pace()` milliseconds; shows the last `most` characters. */
+/** A reply in progress. Repainted every `pace()` milliseconds. With `most`: the last characters of it as plain text. */
 export function draftView(item, pace, most = Infinity) {
   const draft = () => state.drafts.get(item.id);
   const text = document.createTextNode('');
+  const words = most === Infinity ? growing() : null;
   const foot = h('div', { class: 'msg-foot meta' });
+  const body = words ? words.el : h('p', { class: 'as-typed' }, text, h('span', { class: 'caret', 'aria-hidden': 'true' }));
   const el = h('article', { class: 'msg msg-theirs msg-draft', tabindex: '-1', 'data-testid': 'draft', 'aria-label': `${nameOf(draft().agent)} ${t('streaming')}` },
-    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, h('span', { class: 'msg-name' }, nameOf(draft().agent)), h('span', { class: 'tag tag-live' }, t('streaming'))),
-      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('p', { class: 'as-typed' }, text, h('span', { class: 'caret', 'aria-hidden': 'true' })))), foot));
+    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, face(draft().agent), h('span', { class: 'msg-name' }, nameOf(draft().agent)), h('span', { class: 'tag tag-live' }, t('streaming'))),
+      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, body)), foot));
   let timer = null;
 
   function paint() {
     timer = null;
     const now = draft();
     if (!now) return;
-    const all = now.text.length > most ? `…${now.text.slice(-most)}` : now.text;
-    if (all.startsWith(text.data)) text.appendData(all.slice(text.data.length));
-    else text.data = all;
+    if (words) words.push(now.text);
+    else text.data = now.text.length > most ? `…${unmarked(now.text.slice(-most))}` : unmarked(now.text);
     el.classList.toggle('is-stopped', Boolean(now.stopped));
     if (now.stopped && !foot.firstChild) {
       foot.append(h('span', { class: 'warn', 'data-testid': 'stopped' }, t(ENDED_EARLY[now.outcome] ?? 'replyStopped')));
@@ -220,36 +240,39 @@ export function draftView(item, pace, most = Infinity) {
     update() {},
     leave() {
       end();
+      words?.end();
       clearTimeout(timer);
     },
   };
 }
 
-/** What an agent said before a message of the person ended its answer. Its model does not see it again. */
-export function withdrawnView(item) {
+/** What an agent said before a tool call (`item.nodes`), or before a message of the person ended its answer (`item.text`). */
+export function spokenView(item) {
   const day = h('div', { class: 'day', hidden: true });
-  const el = h('article', { class: 'msg msg-theirs msg-withdrawn', tabindex: '-1', 'data-testid': 'withdrawn', 'aria-label': `${nameOf(item.from)} ${clockTime(item.at)} ${t('replyWithdrawn')}` }, day,
-    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, h('span', { class: 'msg-name' }, nameOf(item.from)), h('time', { class: 'meta', datetime: item.at }, clockTime(item.at))),
-      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('p', { class: 'as-typed' }, item.text))),
-      h('div', { class: 'msg-foot meta' }, h('span', {}, t('replyWithdrawn')))));
+  const gone = item.kind === 'withdrawn';
+  const name = `${nameOf(item.from)} ${clockTime(item.at)}`;
+  const el = h('article', { class: `msg msg-theirs ${gone ? 'msg-withdrawn' : 'msg-said'}`, tabindex: '-1', 'data-testid': item.kind, 'aria-label': gone ? `${name} ${t('replyWithdrawn')}` : name }, day,
+    h('div', { class: 'msg-box' }, h('div', { class: 'msg-head' }, face(item.from), h('span', { class: 'msg-name' }, nameOf(item.from)), h('time', { class: 'meta', datetime: item.at }, clockTime(item.at))),
+      h('div', { class: 'bubble-row' }, h('div', { class: 'bubble', dir: 'auto' }, h('div', { class: 'md' }, item.nodes?.length ? nodes(item.nodes) : h('p', { class: 'as-typed' }, item.text)))),
+      gone && h('div', { class: 'msg-foot meta' }, h('span', {}, t('replyWithdrawn')))));
 
   function update(next) {
     day.hidden = !next.day;
     if (next.day) setText(day, dayName(next.day));
+    el.classList.toggle('is-joined', Boolean(next.joined));
   }
   update(item);
   return { el, update, leave() {} };
 }
 
-// Only the event has a category. A page that was opened later knows only the reason.
-const isOverBudget = (id) => (state.problems.get(id)?.category ?? (/ used its budget/.test(state.agents.get(id)?.why) && 'budget')) === 'budget';
+const isOverBudget = (id) => state.agents.get(id)?.problem?.category === 'budget';
 
 /** True if the problem of an agent is that a task has used its budget, and the question about it is in the same conversation. */
 export const asksAboutBudget = (id) => isOverBudget(id) && openQuestions(id).some(budgetOf);
 
 /** Why an agent is blocked or waits for a retry, and what to do. */
 export function problemView(id) {
-  const words = h('p', { class: 'problem-what' });
+  const words = h('p', { class: 'problem-what', dir: 'auto' });
   const detail = h('p', { class: 'problem-why', dir: 'auto' });
   const when = h('p', { class: 'meta num' });
   const again = button({ class: 'plain-btn', 'data-testid': 'problem-retry', onclick: () => post(`/agents/${encodeURIComponent(id)}/resume`).catch((error) => oops(error)) }, t('retry'));
@@ -261,23 +284,20 @@ export function problemView(id) {
     h('div', { class: 'problem' }, words, more, when, h('div', { class: 'problem-acts' }, again, setup, tasks)));
 
   function update() {
-    const told = state.problems.get(id);
-    const one = state.agents.get(id);
+    const { problem, why = '' } = state.agents.get(id) ?? {};
     const over = isOverBudget(id);
-    const key = `problem_${over ? 'budget' : told?.category}`;
-    const why = told?.message ?? one?.why;
-    setText(detail, why ?? '');
-    setText(words, t(key) !== key ? t(key) : why || t('problem_other'));
-    more.hidden = words.textContent === why;
-    setup.hidden = over || (told && told.category !== 'auth');
+    setText(detail, why);
+    setText(words, problem ? problemText(problem) : why || t('problem_other'));
+    more.hidden = !why || words.textContent === why;
+    setup.hidden = over || (problem && !NEEDS_SETUP.has(problem.category));
     again.hidden = over;
     tasks.hidden = !over;
     tick();
   }
   function tick() {
-    const at = state.problems.get(id)?.retryAt;
-    const retries = state.agents.get(id)?.phase === 'retry';
-    setText(when, isOverBudget(id) ? '' : at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t(retries ? 'phase_retry' : 'problemHow'));
+    const { problem, phase } = state.agents.get(id) ?? {};
+    const at = problem?.retryAt;
+    setText(when, isOverBudget(id) ? '' : at ? t('problemRetryIn', { time: elapsed(Date.parse(at) - now()) }) : t(phase === 'retry' ? 'phase_retry' : 'problemHow'));
   }
   update();
   return { el, update, leave: everySecond(tick) };

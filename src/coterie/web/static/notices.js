@@ -2,7 +2,7 @@
 
 import { button, h, iconButton, toComposer } from './dom.js';
 import { t } from './i18n.js';
-import { addressed, nameOf, glance, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
+import { addressed, nameOf, plainText, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
 
 const STAYS_MS = 1_000;
@@ -44,7 +44,7 @@ function told(message) {
   const name = message.from === SYSTEM ? t('system') : nameOf(agent);
   if (addressed() === agent) {
     const options = optionsOf(message);
-    const text = glance(message).slice(0, LONGEST);
+    const text = plainText(message).slice(0, LONGEST);
     announce(t('said', { name, text }) + (options ? ` ${t('qrArrived', { n: options.length })}` : ''));
   } else if (performance.now() - othersAt >= OTHERS_MS) {
     othersAt = performance.now();
@@ -54,8 +54,8 @@ function told(message) {
 
 // Notices above the composer: information disappears by itself, an error stays until it is closed
 
-/** `kind`: info or error. `retry` adds a button. Returns a function that closes the notice. */
-export function toast({ kind = 'info', text, retry }) {
+/** `kind`: info or error. `retry` adds a button, with the text `label`. Returns a function that closes the notice. */
+export function toast({ kind = 'info', text, retry, label = t('retry') }) {
   const root = region('toasts');
   const el = h('div', { class: `toast toast-${kind}`, 'data-testid': 'toast', data: { kind } }, h('span', { class: 'toast-text', dir: 'auto' }, text));
   let left = INFO_MS;
@@ -78,7 +78,7 @@ export function toast({ kind = 'info', text, retry }) {
   if (retry) el.append(button({ class: 'text-btn', 'data-testid': 'toast-retry', onclick: () => {
     close();
     retry();
-  } }, t('retry')));
+  } }, label));
   el.append(iconButton('close', t('close'), { 'data-testid': 'toast-close', onclick: close }));
   if (kind === 'error') put(alerts, text);
   else {

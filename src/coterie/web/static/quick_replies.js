@@ -5,7 +5,7 @@ import { newId, send } from './api.js';
 import { t } from './i18n.js';
 import { toast } from './notices.js';
 import { small } from './shell.js';
-import { isOpen, keep, on, openQuestions, optionsOf, optionWords, PERSON, state, touch } from './state.js';
+import { approvalOf, isOpen, keep, on, openQuestions, optionSent, optionsOf, optionWords, PERSON, state, touch } from './state.js';
 
 const SHORT = 8; // full-width characters that fit half the width of a phone
 
@@ -21,8 +21,9 @@ export function quickReplies(message) {
 
 function toolbar(message, options) {
   const lineId = `qr-${message.id}`;
+  const approval = approvalOf(message);
   const buttons = options.map((text, index) =>
-    button({ class: 'quick-reply-btn', dir: 'auto', tabindex: '-1', 'aria-label': text, data: { index } }, h('span', { class: 'qr-text' }, text)));
+    button({ class: `quick-reply-btn ${approval ? ['qr-approve', 'qr-deny'][index] : ''}`, dir: 'auto', tabindex: '-1', 'aria-label': text, data: { index } }, h('span', { class: 'qr-text' }, text)));
   const short = options.every((one) => width(one) <= SHORT);
   const bar = h('div', { class: `quick-replies ${short ? 'qr-short' : ''}`, role: 'toolbar', 'aria-label': t('quickReplies'), 'aria-describedby': lineId,
     data: { messageId: message.id }, onclick: clicked, onkeydown: keys, onfocusin: (event) => rove(index(event.target)), onfocusout: () => queueMicrotask(update) }, buttons);
@@ -50,6 +51,7 @@ function toolbar(message, options) {
       each.tabIndex = (open || focused) && at === current ? 0 : -1;
     });
     bar.classList.toggle('is-open', open);
+    bar.classList.toggle('is-answered', Boolean(one.answer) && !one.answer.closed); // only the chosen option stays
     setAttr(bar, 'aria-orientation', small.matches && !short ? 'vertical' : 'horizontal');
     setText(line, said(one, onWay, open));
   }
@@ -58,6 +60,7 @@ function toolbar(message, options) {
     if (onWay?.unsure) return t('unsure');
     if (onWay) return t('qrSending');
     if (one.answer?.closed) return t('qrClosed');
+    if (one.answer && approval) return t(['approved', 'denied'][one.answer.option] ?? 'approvalWithdrawn');
     if (one.answer) return one.answer.option === null || one.answer.option === undefined ? t('qrCustom') : t('qrChosen', { n: one.answer.option + 1 });
     return open || !gone() ? '' : t('qrTerminated');
   }
@@ -136,7 +139,7 @@ function nameFor(id, option) {
 async function choose(question, option) {
   if (!isOpen(question)) return;
   const clientId = nameFor(question.id, option);
-  const text = optionsOf(question)[option];
+  const text = optionSent(question, option);
   const mine = { option, clientId };
   state.sending.set(question.id, mine);
   touch(`message:${question.id}`);

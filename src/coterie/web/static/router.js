@@ -24,9 +24,15 @@ export function place(hash = location.hash) {
   return { name, args, query: new URLSearchParams(search) };
 }
 
+let own = 0; // changes of the address whose event is still to come
+
+/** Opens a screen at once, so that the next key press is already for it. */
 export function go(path) {
-  if (location.hash === path) show();
-  else location.hash = path;
+  if (location.hash !== path) {
+    own += 1;
+    location.hash = path;
+  }
+  return show();
 }
 
 /** The path of a conversation, optionally at one message. */
@@ -35,7 +41,10 @@ export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}` + (mes
 /** `frame(place, what)` returns the element to show the screen in. */
 export function start(frame) {
   shown = frame;
-  addEventListener('hashchange', show);
+  addEventListener('hashchange', () => {
+    if (own) own -= 1;
+    else show();
+  });
   return show();
 }
 

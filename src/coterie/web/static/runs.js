@@ -1,6 +1,6 @@
 // Tool runs in the thread, and plans that an interjection withdrew.
 
-import { h, icon, setText } from './dom.js';
+import { fileIcon, h, icon, setText } from './dom.js';
 import { dayName, elapsed, seconds, t } from './i18n.js';
 import { everySecond, nameOf, now, on, PERSON, progressOf, state } from './state.js';
 
@@ -22,6 +22,18 @@ function target(call) {
   }
 }
 
+/** Files that calls have made, as their results name them. */
+function filesOf(calls) {
+  const found = calls.filter((call) => call.state === 'done' && call.result.startsWith('{')).map((call) => {
+    try {
+      return JSON.parse(call.result);
+    } catch {
+      return {};
+    }
+  });
+  return found.filter(({ artifactRef, filename }) => typeof artifactRef === 'string' && typeof filename === 'string');
+}
+
 const stateWord = (call) => t(`run_${call.withdrawn ? 'withdrawn' : SIGNS[call.state] ? call.state : 'unknown'}`);
 const took = (call) => (call.startedAt && call.endedAt ? Date.parse(call.endedAt) - Date.parse(call.startedAt) : null);
 
@@ -33,7 +45,8 @@ export function runsView(item) {
   const progress = h('span', { class: 'meta runs-progress', dir: 'auto', 'data-testid': 'progress' });
   const list = h('ol', { class: 'runs-list' });
   const box = h('details', { class: 'runs' }, h('summary', {}, icon('tool'), title, progress, time, signs), list);
-  const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box);
+  const made = h('ul', { class: 'files runs-files', 'aria-label': t('artifacts'), hidden: true });
+  const el = h('article', { class: 'msg msg-runs', tabindex: '-1', 'data-testid': 'runs' }, day, box, made);
   const row = callRows();
   let last = item;
   let shown = '';
@@ -47,11 +60,14 @@ export function runsView(item) {
     if (key === shown) return;
     shown = key;
     const running = calls.find((call) => call.state === 'started' && !call.withdrawn);
-    setText(title, running ? t('runningTool', { name: running.name }) : calls.length === 1 ? (calls[0].withdrawn ? `${calls[0].name} · ${stateWord(calls[0])}` : title1(calls[0])) : t('ranTools', { n: calls.length }));
+    setText(title, titleOf(calls, running));
     signs.replaceChildren(...calls.map((call) => h('span', { class: `sign sign-${call.withdrawn ? 'withdrawn' : call.state}` }, call.withdrawn ? '⊘' : SIGNS[call.state] ?? '?')));
     box.classList.toggle('has-withdrawn', calls.some((call) => call.withdrawn));
     el.setAttribute('aria-label', [title.textContent, ...calls.map((call) => `${call.name} ${stateWord(call)}`)].join(', '));
     list.replaceChildren(...calls.map(row));
+    const files = filesOf(calls);
+    made.hidden = !files.length;
+    made.replaceChildren(...files.map(({ artifactRef, filename, type }) => h('li', { class: 'file' }, fileIcon(type), h('a', { class: 'file-name', href: `#/artifacts/${encodeURIComponent(artifactRef)}` }, filename))));
     tick();
   }
 
@@ -67,7 +83,17 @@ export function runsView(item) {
   return { el, update, leave: () => ends.forEach((end) => end()) };
 }
 
-function title1(call) {
+const RAN = new Set(['done', 'failed', 'unknown']);
+
+/** What the calls of one line did. A call that has not run is never said to have run. */
+function titleOf(calls, running) {
+  if (running) return t('runningTool', { name: running.name });
+  const gated = calls.find((call) => call.state === 'gated' && !call.withdrawn);
+  if (gated) return t('awaitsApproval', { name: gated.name });
+  const ran = calls.filter((call) => RAN.has(call.state) && !call.withdrawn).length;
+  if (calls.length > 1) return ran === calls.length ? t('ranTools', { n: ran }) : t('ranSome', { n: ran, m: calls.length });
+  const [call] = calls;
+  if (!ran) return `${call.name} · ${stateWord(call)}`;
   return call.name === 'send_message' && target(call) ? t('sentTo', { name: nameOf(target(call)) }) : t('ranTool', { name: call.name });
 }
 

@@ -5,7 +5,7 @@ import { button, fill, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { elapsed, keyNames, lang, otherLang, switchLang, t, wordsOf } from './i18n.js';
 import { oops } from './notices.js';
 import { show } from './router.js';
-import { everySecond, now, on, state, unreadTotal, upTo99 } from './state.js';
+import { everySecond, isScripted, now, on, state, unreadTotal, upTo99 } from './state.js';
 import { doing, dot, mountAgents, stop, stopping } from './agents_list.js';
 
 const THEME = 'coterie.theme';
@@ -52,7 +52,7 @@ export function buildShell() {
   parts.top = h('header', { class: 'top', 'data-testid': 'header' });
   parts.list = h('div', { class: 'agents' });
   parts.footer = footer();
-  parts.side = h('nav', { class: 'side', id: 'side', 'aria-label': t('regionAgents') }, parts.list, parts.footer);
+  parts.side = h('nav', { class: 'side', id: 'side', 'aria-label': t('regionAgents') }, h('div', { class: 'brand', 'data-testid': 'brand' }, h('img', { src: '/static/icon.svg', alt: '', width: 24, height: 24 }), 'Coterie'), parts.list, parts.footer);
   parts.screen = h('div', { class: 'screen' });
   parts.toasts = h('div', { class: 'toasts', role: 'region', 'aria-label': t('notices'), 'data-testid': 'toasts' });
   parts.dock = h('div', { class: 'dock' });
@@ -94,6 +94,7 @@ export function frame(at, what) {
   closeSlides(false);
   parts.at = at;
   parts.screenTitle = what.title();
+  document.getElementById('app').classList.toggle('is-wide', at.name !== 'a' && at.name !== '');
   const fresh = h('div', { class: `screen screen-${at.name || 'a'}`, 'data-testid': `screen-${at.name || 'a'}` });
   parts.screen.replaceWith(fresh);
   parts.screen = fresh;
@@ -109,8 +110,6 @@ function documentTitle() {
   const n = unreadTotal();
   document.title = (n ? `(${upTo99(n)}) ` : '') + [parts.heading, 'Coterie'].filter(Boolean).join(' · ');
 }
-
-const isScripted = (agent) => ['tour', 'tour-sees'].includes(agent?.service);
 
 function banners() {
   const told = [];
@@ -239,10 +238,11 @@ const steps = (one) => (one.phase === 'tool' && one.step ? ` ${t('stepOf', { n: 
 
 // Not authenticated
 
-export async function locked() {
+/** `isUsedLink`: the person has opened a one-time link a second time. */
+export async function locked(isUsedLink) {
   const say = async (code) => {
-    const { lockedTitle, lockedHow } = await wordsOf(code);
-    return h('section', { lang: code }, h('h2', {}, lockedTitle), h('p', {}, lockedHow), h('p', {}, h('code', {}, 'coterie open')));
+    const { lockedTitle, lockedUsed, lockedHow } = await wordsOf(code);
+    return h('section', { lang: code }, h('h2', {}, lockedTitle), isUsedLink && h('p', {}, lockedUsed), h('p', {}, lockedHow), h('p', {}, h('code', {}, 'coterie open')));
   };
   const card = h('main', { class: 'locked', 'data-testid': 'locked' }, h('h1', {}, 'Coterie'), await say(lang()), await say(otherLang()),
     button({ class: 'primary', onclick: () => location.reload() }, t('lockedAgain')));

@@ -1,7 +1,7 @@
 // A cache of the server's state, merged by id. It can be discarded at any time.
 
 import { get, query } from './api.js';
-import { count, duration, many, money, t } from './i18n.js';
+import { count, duration, lang, many, money, t } from './i18n.js';
 import { place } from './router.js';
 
 export const PERSON = 'user';
@@ -24,7 +24,6 @@ export const state = {
   progress: new Map(), // agent -> {callId, name, progress, total, message} of its running tool call
   plans: new Map(), // agent -> plans, oldest first
   breaks: new Map(), // first message id -> {withdrawn}: interjections that were taken together
-  problems: new Map(), // agent -> last problem event
   sending: new Map(), // question id -> {option, clientId, unsure}: answer being sent
   locals: new Map(), // clientId -> sent message that the server has not confirmed
   tasks: new Map(), // id -> task; all open ones of the snapshot, and others that were looked up
@@ -131,7 +130,6 @@ export const called = ({ name, id, role, description }) => `${name} ${id} ${role
 /** Input capabilities of an agent's model that the page can name. */
 export const takes = (agent) => ['text', 'vision', 'audio', 'file'].filter((kind) => agent?.capabilities?.input?.includes(kind));
 
-export const plainText = (message) => textOf(message).replace(/\s+/g, ' ').trim();
 
 // Tasks
 
@@ -153,23 +151,59 @@ export function usedWords({ turns, inputTokens = 0, outputTokens = 0, cost, mode
     modelMs >= 50 && t('modelTime', { time: duration(modelMs) })].filter(Boolean).join(' · ');
 }
 
-/** The text of a message in the page's language: of a budget question and its answer, otherwise as it was written. */
+/** A problem in the page's language: the server stores its category, and facts such as the service and its HTTP status. */
+export function problemText(problem) {
+  const facts = [problem.service, problem.status && `HTTP ${problem.status}`].filter(Boolean).join(', ');
+  return t(isKnownProblem(problem) ? `problem_${problem.category}` : 'problem_other') + (facts && ` (${facts})`);
+}
+const isKnownProblem = (problem) => typeof problem?.category === 'string' && t(`problem_${problem.category}`) !== `problem_${problem.category}`;
+
+/** The text of a message in the page's language: of a problem, a budget question and its answer; otherwise as it was written. */
 export function textOf(message) {
   const budget = budgetOf(message);
   if (budget) {
     const { reason, limit, about, currency } = budget;
     return t(`budgetOf_${reason}`, { text: about, n: reason === 'cost' ? money(limit, currency) : count(limit) });
   }
+  const translated = translationOf(message);
+  if (translated) return translated.text;
+  if (message.from === SYSTEM && isKnownProblem(message.payload?.problem)) return problemText(message.payload.problem);
+  const approval = approvalOf(message);
+  if (approval) return t('approvalAsk', { tool: approval.tool });
   const answered = message.option !== undefined && message.inReplyTo && state.messages.get(message.inReplyTo);
-  return (answered && budgetOf(answered) && optionWords(answered)[message.option]) || String(message.payload?.text ?? '');
+  return (answered && (budgetOf(answered) || approvalOf(answered)) && optionWords(answered)[message.option]) || String(message.payload?.text ?? '');
 }
 
-/** The options of a question as they are shown. */
-export const optionWords = (message) => (budgetOf(message) ? [t('continue'), t('stop')] : optionsOf(message));
+/** The facts of a question whether a tool call may run, or null. */
+export function approvalOf(message) {
+  const { tool, arguments: given } = message?.payload?.approval ?? {};
+  if (typeof tool !== 'string' || optionsOf(message)?.length !== 2) return null;
+  return { tool, given: given !== null && typeof given === 'object' ? given : {} };
+}
 
-/** A message's text without Markdown syntax, for previews and screen readers. */
-export const glance = (message) => textOf(message).replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
+/** The greeting of the tour in the page's language; undefined for any other message. */
+function translationOf({ from, payload }) {
+  if (!isScripted(state.agents.get(from))) return undefined;
+  const { text, quickReplies } = payload?.translations?.[lang()] ?? {};
+  const has = typeof text === 'string' && Array.isArray(quickReplies) && quickReplies.length === payload.quickReplies?.length;
+  return has ? { text, quickReplies: quickReplies.map(String) } : undefined;
+}
+
+/** True for an agent that the script of the tour answers for. */
+export const isScripted = (agent) => ['tour', 'tour-sees'].includes(agent?.service);
+
+/** The options of a question as they are shown. */
+export const optionWords = (message) => (budgetOf(message) ? [t('continue'), t('stop')] : approvalOf(message) ? [t('approve'), t('deny')] : translationOf(message)?.quickReplies ?? optionsOf(message));
+
+/** What is sent if an option is chosen: the guide of the tour answers in the language of the option. */
+export const optionSent = (message, option) => (translationOf(message)?.quickReplies ?? optionsOf(message))[option];
+
+/** A text without Markdown syntax. */
+export const unmarked = (text) => text.replace(/```\w*|^[-|: ]+$|^[ >#]*(- \[.\]|[-*+>#]+) |(?<!\w)[*_`~]+|[*_`~]+(?!\w)/gm, '')
   .replace(/\[([^\]]*)\]\([^)]*\)/g, '$1').replace(/[\s|]+/g, ' ').trim();
+
+/** A message's text in one line without Markdown syntax, for previews and screen readers. */
+export const plainText = (message) => unmarked(textOf(message));
 
 // Messages
 
@@ -236,6 +270,7 @@ export async function loadOlder(agent) {
   joinPage(one, page.items, 'older');
   one.older = page.next;
   touch(`thread:${agent}`);
+  readOlderPlans(agent).catch(() => {});
 }
 
 /** Loads a message and all later ones. */
@@ -264,12 +299,42 @@ export function loadPlans(agent) {
   }, 120);
 }
 
+const olderPlans = new Map(); // agent -> cursor of the page before the loaded ones, null at the beginning
+const MOST_PAGES = 20;
+
 async function readPlans(agent) {
+  const began = performance.now();
   const page = await query('/runs', { agent, limit: 50 });
-  const known = new Map((state.plans.get(agent) ?? []).map((plan) => [`${plan.turn}.${plan.step}.${plan.at}`, plan]));
-  for (const plan of page.items) known.set(`${plan.turn}.${plan.step}.${plan.at}`, plan);
-  state.plans.set(agent, [...known.values()].sort((a, b) => (a.at < b.at ? -1 : 1)));
+  const last = state.plans.get(agent)?.at(-1)?.at;
+  if (!last || !page.items.some((plan) => plan.at <= last)) {
+    state.plans.delete(agent); // what is between is not known
+    olderPlans.set(agent, page.next);
+  }
+  joinPlans(agent, page.items);
+  // The text of a reply that became a plan is in the plan now.
+  for (const draft of [...state.drafts.values()]) if (draft.agent === agent && draft.plannedAt < began) state.drafts.delete(draft.id);
   touch(`plans:${agent}`);
+  await readOlderPlans(agent);
+}
+
+function joinPlans(agent, plans) {
+  const known = new Map((state.plans.get(agent) ?? []).map((plan) => [`${plan.turn}.${plan.step}.${plan.at}`, plan]));
+  for (const plan of plans) known.set(`${plan.turn}.${plan.step}.${plan.at}`, plan);
+  state.plans.set(agent, [...known.values()].sort((a, b) => (a.at < b.at ? -1 : a.at > b.at ? 1 : a.turn - b.turn || a.step - b.step)));
+}
+
+/** Loads plans as far back as messages are loaded. */
+async function readOlderPlans(agent) {
+  const first = state.messages.get(thread(agent).ids[0])?.deliveredAt;
+  for (let pages = 0; pages < MOST_PAGES; pages += 1) {
+    const before = olderPlans.get(agent);
+    if (!first || !before || state.plans.get(agent)?.[0]?.at < first) return;
+    const page = await query('/runs', { agent, before, limit: 100 });
+    if (olderPlans.get(agent) !== before) return; // loaded by another call meanwhile
+    olderPlans.set(agent, page.next);
+    joinPlans(agent, page.items);
+    touch(`plans:${agent}`);
+  }
 }
 
 // The snapshot

@@ -10,7 +10,10 @@ const NAME = 'panel-stream';
 const DEAD_MS = 35_000;
 const RELAY_MS = 40_000;
 const AWAY_MS = 30_000;
-const SLOWEST_MS = 30_000;
+const QUICK_MS = [50, 150, 250, 400, 600]; // first pauses between attempts
+const SEEN_MS = 1_000; // later pauses while somebody may look at the page
+const HIDDEN_MS = 15_000;
+const ANSWER_MS = 5_000; // until the answer to an attempt begins
 const SHOW_MS = 2_000;
 const RESTORED_MS = 3_000;
 
@@ -21,6 +24,7 @@ let wake = () => {};
 let heardAt = performance.now();
 let hiddenAt = null;
 let tries = 0;
+let connected = false;
 let waiting = Promise.resolve(); // events are handled one after the other, after a running snapshot
 
 export function start() {
@@ -32,12 +36,22 @@ export function start() {
     channel.postMessage({ ask: 'drafts' });
   } else lead();
   addEventListener('online', () => again());
+  addEventListener('focus', retryNow);
   addEventListener('offline', () => state.connection !== 'stopped' && trouble());
   document.addEventListener('visibilitychange', seen);
   setInterval(() => leading && performance.now() - heardAt > DEAD_MS && again(), 5_000);
 }
 
+/** Tries again at once if there is no connection. */
+function retryNow() {
+  if (!connected && leading) {
+    tries = Math.min(tries, 1);
+    wake();
+  }
+}
+
 function seen() {
+  if (!document.hidden) retryNow();
   if (document.hidden) hiddenAt = performance.now();
   else if (hiddenAt !== null && performance.now() - hiddenAt > AWAY_MS && performance.now() - heardAt > AWAY_MS / 2) again();
 }
@@ -62,12 +76,13 @@ async function lead() {
     } catch {
       // the connection state shows it; retried below
     }
+    connected = false;
     trouble();
+    const pause = (QUICK_MS[tries] ?? (document.hidden ? HIDDEN_MS : SEEN_MS)) * (0.75 + Math.random() / 2);
     tries += 1;
-    const pause = Math.min(SLOWEST_MS, 1000 * 2 ** (tries - 1)) * (0.75 + Math.random() / 2);
     await new Promise((resolve) => {
       wake = resolve;
-      setTimeout(resolve, tries === 1 ? 50 + Math.random() * 100 : pause);
+      setTimeout(resolve, pause);
     });
   }
 }
@@ -75,7 +90,8 @@ async function lead() {
 async function connect(signal) {
   heardAt = performance.now();
   const from = encodeURIComponent(`${state.epoch}.${state.seq}`);
-  const response = await fetch(`/api/v1/events?lastEventId=${from}`, { signal });
+  const late = setTimeout(() => abort.abort(), ANSWER_MS);
+  const response = await fetch(`/api/v1/events?lastEventId=${from}`, { signal }).finally(() => clearTimeout(late));
   if (response.status === 401) await resync();
   if (!response.ok) throw new Error(String(response.status));
   const reader = response.body.getReader();
@@ -163,11 +179,17 @@ async function inOrder({ kind, id, data }) {
 
 async function fromSnapshot() {
   dropDrafts();
-  await resync();
+  try {
+    await resync();
+  } catch (error) {
+    abort?.abort(); // connects again, and then tries again
+    throw error;
+  }
   if (!leading) channel?.postMessage({ ask: 'drafts' });
 }
 
 function hello({ serverTime }) {
+  connected = true;
   tries = 0;
   state.skew = Date.parse(serverTime) - Date.now();
   state.shutdown = null;

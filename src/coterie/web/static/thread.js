@@ -4,9 +4,9 @@ import { button, empty, fill, h, icon, setText, toComposer } from './dom.js';
 import { post } from './api.js';
 import { dayKey, t } from './i18n.js';
 import { Feed } from './feed.js';
-import { asksAboutBudget, draftView, messageView, problemView, withdrawnView } from './message.js';
+import { asksAboutBudget, draftView, messageView, problemView, spokenView } from './message.js';
 import { agentPath } from './router.js';
-import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, takes, thread, threadOf } from './state.js';
+import { dropLocal, loadAround, loadOlder, loadPlans, loadThread, nameOf, now, on, PERSON, state, SYSTEM, takes, thread, threadOf } from './state.js';
 import { dock } from './shell.js';
 import { mountComposer, retryLocal, sendText } from './composer.js';
 import { isQueued, isWaiting, waited } from './waiting.js';
@@ -43,6 +43,7 @@ function waitForAgents(root) {
   };
   fill(root, bones());
   const composer = mountComposer(dock(), '');
+  toWrite(composer);
   say();
   const end = on(['agents', 'snapshot'], say);
   return () => {
@@ -54,10 +55,28 @@ function waitForAgents(root) {
 /** An answer that a message of the person ended. */
 const isCutAnswer = (plan) => plan.outcome === 'withdrawn' && !plan.calls.length && plan.text;
 
+/** When a message happened to the agent: its own when it sent them, the person's when it read them. */
+const happened = (message) => (message.from === PERSON ? message.takenAt ?? message.deliveredAt : message.deliveredAt);
+
+/** In one transaction an answer is sent before the agent reads on, unless it is the answer to what it reads. */
+function byTime(a, b) {
+  if (a.at !== b.at) return a.at < b.at ? -1 : 1;
+  const [mine, theirs] = a.from === PERSON ? [a, b] : [b, a];
+  if (mine.from !== PERSON || theirs.from === PERSON) return a.n - b.n;
+  return (theirs.answers === mine.id) === (mine === a) ? -1 : 1;
+}
+
 const bones = () => h('div', { class: 'skeleton screen-fill', 'aria-hidden': 'true' }, ['', 'bone-mine', ''].map((more) => h('span', { class: `bone bone-bubble ${more}` })));
 
 function missing(root, id) {
   fill(root, empty(t('noSuchAgent', { name: id }), h('a', { href: '#/org' }, t('org'))));
+}
+
+const touched = matchMedia('(pointer: coarse)');
+
+/** What is typed next goes to the composer. Not with touch: the keyboard on the screen would cover the conversation. */
+function toWrite(composer) {
+  if (!touched.matches && !document.querySelector('dialog[open]')) composer.focus();
 }
 
 /** Scrolls to a message of the open conversation; false if it is not in it. */
@@ -98,53 +117,64 @@ function conversation(root, id, wanted) {
   const make = (item) => {
     if (item.kind === 'draft') return draftView(item, () => (feed.isSeen(item.key) ? SEEN_MS : UNSEEN_MS));
     if (item.kind === 'runs') return runs.runsView(item);
-    if (item.kind === 'withdrawn') return withdrawnView(item);
+    if (item.kind === 'withdrawn' || item.kind === 'said') return spokenView(item);
     if (item.kind === 'problem') return problemView(id);
     return messageView(item, acts);
   };
   const feed = new Feed(scroller, list, make, moved);
   const composer = mountComposer(dock(), id);
   current = { id, composer, show, feed };
+  toWrite(composer);
 
   // Items of the feed
 
   function items() {
     const all = [];
+    const told = hasProblem() && state.messages.get(one.ids.at(-1));
+    const said = told?.from === SYSTEM && told.payload.problem ? told.id : null; // the card says the same
     for (const message of one.ids.map((each) => state.messages.get(each))) {
-      if (isWaiting(message, id)) continue;
-      message.dayKey ??= dayKey(message.deliveredAt);
-      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at: message.deliveredAt, from: message.from, dayKey: message.dayKey });
+      if (isWaiting(message, id) || message.id === said) continue;
+      const at = happened(message);
+      if (message.day?.at !== at) message.day = { at, key: dayKey(at) };
+      all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at, from: message.from, dayKey: message.day.key, answers: message.inReplyTo, n: all.length });
     }
+    all.sort(byTime);
     const oldest = one.older ? all[0]?.at ?? '' : '';
-    return finish(groups(all, oldest));
+    return finish(groups(all, oldest), said);
   }
 
-  /** Puts tool runs and withdrawn answers between the messages, by time; an answer before the message that ended it. */
+  function hasProblem() {
+    const agent = state.agents.get(id);
+    return (agent?.state === 'blocked' || agent?.phase === 'retry') && !asksAboutBudget(id);
+  }
+
+  /** Puts what the agent said before tool calls, the calls, and withdrawn answers between the messages, by time. */
   function groups(all, oldest) {
     const plans = runs ? (state.plans.get(id) ?? []).filter((plan) => plan.at >= oldest) : [];
     let at = 0;
     const out = [];
     for (const plan of [...plans, null]) {
-      while (at < all.length && (!plan || (all[at].at <= plan.at && !(isCutAnswer(plan) && all[at].id === plan.interruptedBy)))) out.push(all[at++]);
-      const last = out.at(-1);
+      // A plan is withdrawn before the messages that ended it are read.
+      while (at < all.length && (!plan || all[at].at < plan.at || (all[at].at === plan.at && !plan.interruptedBy))) out.push(all[at++]);
       if (!plan) continue;
-      if (isCutAnswer(plan)) out.push({ key: `w:${plan.turn}.${plan.step}.${plan.at}`, kind: 'withdrawn', text: plan.text, at: plan.at, from: id });
-      else if (last?.kind === 'runs') last.plans.push(plan);
-      else if (runs.callsOf([plan]).length) out.push({ key: `r:${plan.turn}.${plan.step}.${plan.at}`, kind: 'runs', plans: [plan], at: plan.at, agent: id });
+      const key = `${plan.turn}.${plan.step}.${plan.at}`;
+      if (plan.text.trim()) out.push({ key: `s:${key}`, kind: plan.outcome === 'withdrawn' ? 'withdrawn' : 'said', text: plan.text, nodes: plan.rendered, at: plan.at, from: id });
+      const last = out.at(-1);
+      if (last?.kind === 'runs') last.plans.push(plan);
+      else if (runs.callsOf([plan]).length) out.push({ key: `r:${key}`, kind: 'runs', plans: [plan], at: plan.at, agent: id });
     }
     for (const item of out) if (item.kind === 'runs') item.calls = runs.callsOf(item.plans);
     return out;
   }
 
-  function finish(all) {
+  function finish(all, said) {
     for (const local of state.locals.values()) {
       if (local.to === id && !isQueued(local) && local.status !== 'delayed') all.push({ key: `l:${local.clientId}`, kind: 'local', local, at: local.createdAt, from: PERSON });
     }
     for (const draft of state.drafts.values()) {
       if (draft.agent === id && draft.text) all.push({ key: `d:${draft.id}`, kind: 'draft', id: draft.id, at: new Date(draft.at).toISOString() });
     }
-    const agent = state.agents.get(id);
-    if ((agent?.state === 'blocked' || agent?.phase === 'retry' || state.problems.has(id)) && !asksAboutBudget(id)) all.push({ key: 'problem', kind: 'problem', at: new Date(now()).toISOString() });
+    if (hasProblem()) all.push({ key: 'problem', kind: 'problem', id: said, at: new Date(now()).toISOString() });
     decorate(all);
     return all;
   }

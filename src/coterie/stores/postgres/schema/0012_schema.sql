@@ -29,6 +29,7 @@ CREATE TABLE agents (
     withdrawals   BIGINT NOT NULL DEFAULT 0,
     retries       BIGINT NOT NULL DEFAULT 0,
     why           TEXT COLLATE "C",
+    problem       TEXT COLLATE "C",
     hold          INTEGER NOT NULL DEFAULT 0,
     profile       TEXT COLLATE "C" NOT NULL DEFAULT '',
     parent        TEXT COLLATE "C",

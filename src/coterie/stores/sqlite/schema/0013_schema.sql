@@ -36,6 +36,8 @@ CREATE TABLE agents (
     retries         INTEGER NOT NULL DEFAULT 0,
     -- Reason of the state, for people.
     why             TEXT,
+    -- The same as JSON: category, facts, time of the retry. Clients say it in their own language.
+    problem         TEXT,
     -- 1: pause after the current turn.
     hold            INTEGER NOT NULL DEFAULT 0,
     -- Profile and parent of an agent that was created while the society ran.

@@ -1,13 +1,16 @@
 // Files: a list and a preview. Active content is shown as text or not at all.
 
-import { artifactUrl, get, query } from '../api.js';
+import { artifactUrl, get, post, query } from '../api.js';
 import { button, empty, fileIcon, fill, h } from '../dom.js';
 import { bytes, dayAndTime, t } from '../i18n.js';
+import { lineStart, nodes } from '../markdown.js';
 import { on } from '../state.js';
 import { failed, openImage } from './parts.js';
 
 const TEXT = /^text\/|[/+](json|xml|yaml|toml|javascript|x-sh|svg)|^application\/(sql|x-ndjson)/;
 const SHOWN = 256 << 10;
+const MARKDOWN = /^text\/markdown|\.(md|markdown)$/i;
+const PART = 16_000; // characters of Markdown per request
 
 export function render(root, { args, compact }) {
   return args[0] ? viewer(root, args[0]) : listing(root, compact);
@@ -74,6 +77,19 @@ const about = (file) =>
     h('a', { class: 'plain-btn link-btn', href: artifactUrl(file.artifactRef), download: file.filename, text: t('downloadFile') }),
   );
 
+/** Elements of a Markdown text, rendered in parts; a part ends before its last block, which may go on. */
+async function blocks(text) {
+  const made = [];
+  for (let at = 0; at < text.length; ) {
+    const part = text.slice(at, at + PART);
+    const { blocks: found, line } = await post('/markdown', { text: part });
+    const isLast = at + PART >= text.length;
+    made.push(...nodes(isLast || !line ? found : found.slice(0, -1)));
+    at += isLast || !line ? part.length : lineStart(part, line);
+  }
+  return made;
+}
+
 async function contents(file) {
   if (file.type === 'image') {
     const open = button({ class: 'picture-btn', 'aria-label': t('enlarge', { name: file.filename }), onclick: () => openImage(file) });
@@ -83,8 +99,9 @@ async function contents(file) {
   if (!TEXT.test(file.mimeType)) return h('p', { class: 'meta', text: t('artifactNoView') });
   const response = await fetch(artifactUrl(file.artifactRef), { headers: { range: `bytes=0-${SHOWN - 1}` } });
   const text = file.size ? await response.text() : '';
+  const formatted = MARKDOWN.test(`${file.mimeType} ${file.filename}`) && text.trim() && (await blocks(text).catch(() => null));
   return [
-    h('pre', { class: 'file-text', tabindex: '0', role: 'region', 'aria-label': file.filename, dir: 'auto', text }),
+    formatted ? h('div', { class: 'md file-text file-md', dir: 'auto', 'data-testid': 'formatted' }, formatted) : h('pre', { class: 'file-text', tabindex: '0', role: 'region', 'aria-label': file.filename, dir: 'auto', text }),
     file.size > SHOWN && h('p', { class: 'meta', text: t('artifactCut', { size: bytes(SHOWN) }) }),
   ];
 }

@@ -9,22 +9,25 @@ import { everySecond, keep, now, on, PERSON, plainText, state, touch } from '../
 import { tooLate } from '../waiting.js';
 import { busy, toggle, when } from './parts.js';
 
-export function render(root, { compact }) {
+/** In the inspector (`compact`): only those from or to the agent in `query`. */
+export function render(root, { compact, query: asked }) {
+  const agent = asked?.get('agent');
+  const isShown = (one) => !agent || one.from === agent || one.to === agent;
   const list = h('ul', { class: 'items', 'aria-label': t('delayed') });
   const rows = new Map();
   let onlyTimes = flag('onlyTimes');
   const more = h('div');
 
   const draw = () => {
-    const due = [...state.delayed.values()].sort((a, b) => (a.deliverAt < b.deliverAt ? -1 : 1));
+    const due = [...state.delayed.values()].filter(isShown).sort((a, b) => (a.deliverAt < b.deliverAt ? -1 : 1));
     for (const id of rows.keys()) if (!state.delayed.has(id)) rows.delete(id);
     for (const message of due) if (rows.get(message.id)?.every !== (message.every ?? '')) rows.set(message.id, row(message));
     const focused = list.contains(document.activeElement);
-    const resting = [...state.paused.values()].map(pausedRow);
+    const resting = [...state.paused.values()].filter(isShown).map(pausedRow);
     fill(list, due.map((message) => rows.get(message.id).el), resting);
     const none = !due.length && !resting.length;
     if (focused && none) root.focus();
-    fill(more, none ? empty(t('delayedNone')) : null);
+    fill(more, none ? (compact ? h('p', { class: 'meta' }, t('delayedNone')) : empty(t('delayedNone'))) : null);
     tick();
   };
   const tick = () => {

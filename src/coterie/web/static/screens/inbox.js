@@ -3,10 +3,10 @@
 import { query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
 import { t } from '../i18n.js';
-import { budgetFacts, draftView, who } from '../message.js';
+import { approvalFacts, budgetFacts, draftView, fileList, who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { agentPath } from '../router.js';
-import { PERSON, budgetOf, glance, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
+import { PERSON, approvalOf, budgetOf, plainText, keep, on, openQuestions, state, textOf, threadOf } from '../state.js';
 import { failed, section, when } from './parts.js';
 
 const TAIL = 280; // characters shown of a reply in progress; below: how often it is repainted
@@ -111,6 +111,8 @@ function card(message) {
     h('p', { class: 'item-head' }, h('a', { href: agentPath(message.from), text: who(message.from), dir: 'auto' }), ' ', when(message.deliveredAt)),
     h('p', { class: 'item-text', dir: 'auto', text: textOf(message) }),
     budgetOf(message) && budgetFacts(message),
+    approvalOf(message) && approvalFacts(message),
+    fileList(message),
     set?.el,
   );
   const stop = on([`message:${message.id}`, 'questions'], () => set?.update());
@@ -133,7 +135,7 @@ function line(message) {
       'a',
       { class: 'item-link', href: agentPath(threadOf(message), message.id) },
       h('span', { class: 'item-head' }, h('span', { dir: 'auto', text: who(message.from) }), unread && h('span', { class: 'tag', text: t('new') }), when(message.deliveredAt)),
-      h('span', { class: 'item-text clamp', dir: 'auto', text: glance(message) || t('noText') }),
+      h('span', { class: 'item-text clamp', dir: 'auto', text: plainText(message) || t('noText') }),
     ),
   );
 }

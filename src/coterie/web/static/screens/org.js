@@ -89,49 +89,156 @@ function capabilities(agent) {
   return h('span', { class: 'org-caps', role: 'img', 'aria-label': label, title: label }, reads.map(icon));
 }
 
-// The drawing: parents above, leaves side by side. Every node is a link to its conversation.
+// The drawing: a parent above its children. Children without children of their own stand in a grid, so that a hundred fit.
 
-const [WIDE, HIGH, GAP] = [148, 120, 24];
+const [WIDE, HIGH, GAP_X, GAP_Y] = [148, 52, 28, 36];
+const STEP_X = WIDE + GAP_X;
+const STEP_Y = HIGH + GAP_Y;
+const CLOSEST = 2.5; // zoom
 
-function drawGraph(stage, roots) {
-  const placed = [];
-  const lines = [];
-  let column = 0;
-  const place = (node, depth) => {
-    const below = node.kids.map((child) => place(child, depth + 1));
-    const x = below.length ? (below[0].x + below.at(-1).x) / 2 : (column += 1) - 1;
-    const here = { node, x, depth };
-    placed.push(here);
-    for (const child of below) lines.push([here, child]);
-    return here;
-  };
-  const [first] = roots.map((root) => place(root, 0));
-  const depth = Math.max(...placed.map((one) => one.depth)) + 1;
-  const [width, height] = [column * WIDE + GAP * 2, depth * HIGH + GAP];
-  const at = ({ x, depth: row }) => [GAP + x * WIDE + WIDE / 2, GAP + row * HIGH + 16];
-
-  const svg = s('svg', { viewBox: `0 0 ${width} ${height}`, width, height, class: 'graph', role: 'group', 'aria-label': t('org') });
-  for (const [parent, child] of lines) {
-    const [x1, y1] = at(parent);
-    const [x2, y2] = at(child);
-    svg.append(s('path', { class: 'edge', d: `M${x1} ${y1 + 58}C${x1} ${y1 + 80} ${x2} ${y2 - 40} ${x2} ${y2 - 18}` }));
-  }
-  for (const one of placed) svg.append(nodeOf(one, at(one)));
-  // The first drawing shows the root; a redraw keeps the scroll position.
-  const scrolled = stage.querySelector('.graph-frame')?.scrollLeft;
-  const frame = h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);
-  fill(stage, frame);
-  frame.scrollLeft = scrolled ?? at(first)[0] - frame.clientWidth / 2;
+/** Places a list of siblings below `y`, beginning at `x`. Returns the width they take. */
+function placeAll(nodes, x, y, out) {
+  const leaves = nodes.filter((one) => !one.kids.length);
+  let right = x;
+  for (const node of nodes.filter((one) => one.kids.length)) right += place(node, right, y, out);
+  const columns = Math.max(1, Math.min(leaves.length, Math.max(4, Math.ceil(Math.sqrt(leaves.length * 1.8)))));
+  leaves.forEach((node, n) => out.boxes.set(node.agent.id, { node, x: right + (n % columns) * STEP_X, y: y + Math.floor(n / columns) * STEP_Y }));
+  if (leaves.length) right += columns * STEP_X;
+  return right - x;
 }
 
-function nodeOf({ node: { agent } }, [x, y]) {
+function place(node, x, y, out) {
+  const width = placeAll(node.kids, x, y + STEP_Y, out);
+  const box = { node, x: x + (width - STEP_X) / 2, y };
+  out.boxes.set(node.agent.id, box);
+  for (const { agent } of node.kids) out.lines.push([box, out.boxes.get(agent.id)]);
+  return width;
+}
+
+/** From the parent down, then beside the column of the child, so that no line crosses a box. */
+function lineTo(from, to) {
+  const start = [from.x + WIDE / 2, from.y + HIGH];
+  const bus = start[1] + GAP_Y / 2;
+  const isNext = to.y - from.y <= STEP_Y;
+  if (isNext) return `M${start}V${bus}H${to.x + WIDE / 2}V${to.y}`;
+  return `M${start}V${bus}H${to.x - GAP_X / 2}V${to.y + HIGH / 2}H${to.x}`;
+}
+
+let view = null; // what is seen of the drawing, kept while the person looks at it
+
+function drawGraph(stage, roots) {
+  const out = { boxes: new Map(), lines: [] };
+  placeAll(roots, 0, 0, out);
+  const boxes = [...out.boxes.values()];
+  const all = { w: Math.max(...boxes.map((one) => one.x)) + WIDE, h: Math.max(...boxes.map((one) => one.y)) + HIGH };
+  const svg = s('svg', { class: 'graph', role: 'group', 'aria-label': t('org') });
+  for (const [parent, child] of out.lines) svg.append(s('path', { class: 'edge', d: lineTo(parent, child) }));
+  for (const one of boxes) svg.append(nodeOf(one));
+  const before = stage.querySelector('.graph-frame');
+  if (before) {
+    before.frame.again(svg, all);
+    return;
+  }
+  view = null;
+  fill(stage, frameOf(svg, all));
+}
+
+/** A frame that shows the drawing: fitted at first; wheel, drag, keys and buttons zoom and move it. */
+function frameOf(first, firstSize) {
+  let svg = first;
+  let all = firstSize;
+  const zoomBy = (name, factor, label) => button({ class: 'plain-btn', 'data-testid': `zoom-${name}`, onclick: () => zoom(factor) }, label);
+  const tools = h('div', { class: 'graph-tools', role: 'group', 'aria-label': t('zoom') }, zoomBy('out', 1.25, t('zoomOut')), zoomBy('in', 0.8, t('zoomIn')),
+    button({ class: 'plain-btn', 'data-testid': 'zoom-fit', onclick: () => fit() }, t('zoomFit')));
+  const box = h('div', { class: 'graph-frame', tabindex: '0', role: 'region', 'aria-label': t('org') }, svg);
+  const el = h('div', { class: 'graph-stage' }, tools, box);
+  const pixels = () => [Math.max(1, box.clientWidth), Math.max(1, box.clientHeight)];
+
+  const put = () => svg.setAttribute('viewBox', [view.x, view.y, view.w, view.h].map((n) => Math.round(n * 10) / 10).join(' '));
+  function fit() {
+    const [width, height] = pixels();
+    const scale = Math.max((all.w + GAP_X * 2) / width, (all.h + GAP_Y) / height, 1);
+    view = { w: width * scale, h: height * scale };
+    Object.assign(view, { x: (all.w - view.w) / 2, y: scale > 1 ? (all.h - view.h) / 2 : -GAP_Y / 2, fitted: true });
+    put();
+  }
+  function zoom(factor, at = [0.5, 0.5]) {
+    const [width] = pixels();
+    const w = Math.min(Math.max(view.w * factor, width / CLOSEST), Math.max(all.w * 2, width * 2));
+    const by = w / view.w;
+    view = { x: view.x + view.w * (1 - by) * at[0], y: view.y + view.h * (1 - by) * at[1], w, h: view.h * by };
+    put();
+  }
+  function move(x, y) {
+    view = { ...view, x: view.x + x, y: view.y + y, fitted: false };
+    put();
+  }
+
+  box.addEventListener('wheel', (event) => {
+    event.preventDefault();
+    const { left, top } = box.getBoundingClientRect();
+    const [width, height] = pixels();
+    if (event.ctrlKey || event.metaKey) zoom(event.deltaY > 0 ? 1.1 : 0.9, [(event.clientX - left) / width, (event.clientY - top) / height]);
+    else move((event.deltaX * view.w) / width, (event.deltaY * view.w) / width);
+  }, { passive: false });
+  box.addEventListener('pointerdown', (event) => {
+    if (event.button || event.pointerType === 'touch') return;
+    let [x, y] = [event.clientX, event.clientY];
+    let far = 0;
+    const drag = (next) => {
+      far += Math.abs(next.clientX - x) + Math.abs(next.clientY - y);
+      move(((x - next.clientX) * view.w) / pixels()[0], ((y - next.clientY) * view.w) / pixels()[0]);
+      [x, y] = [next.clientX, next.clientY];
+    };
+    const off = new AbortController();
+    addEventListener('pointermove', drag, off);
+    addEventListener('pointerup', () => off.abort(), off);
+    box.addEventListener('click', (click) => far > 6 && click.preventDefault(), { capture: true, once: true });
+    event.preventDefault(); // a link is not dragged away
+    box.focus({ preventScroll: true });
+  });
+  box.addEventListener('keydown', (event) => {
+    const step = view.w / 10;
+    const moves = { ArrowLeft: [-step, 0], ArrowRight: [step, 0], ArrowUp: [0, -step], ArrowDown: [0, step] }[event.key];
+    const factor = { '+': 0.8, '=': 0.8, '-': 1.25 }[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey || (!moves && !factor && event.key !== '0')) return;
+    if (moves) move(...moves);
+    else if (factor) zoom(factor);
+    else fit();
+    event.preventDefault();
+  });
+  const sizes = new ResizeObserver(() => {
+    if (!view || view.fitted) return fit();
+    const [width, height] = pixels();
+    view.h = (view.w * height) / width;
+    put();
+  });
+  sizes.observe(box);
+  el.querySelector('.graph-frame').frame = {
+    again(next, size) {
+      const grew = size.w !== all.w || size.h !== all.h;
+      const had = box.contains(document.activeElement) && document.activeElement.getAttribute('href');
+      [svg, all] = [next, size];
+      box.replaceChildren(svg);
+      if (had) svg.querySelector(`[href="${CSS.escape(had)}"]`)?.focus({ preventScroll: true });
+      if (grew && view.fitted) fit();
+      else put();
+    },
+  };
+  return el;
+}
+
+const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+function nodeOf({ node: { agent }, x, y }) {
   const link = s('a', { href: agentPath(agent.id), class: `node node-${agent.state}` });
-  const name = s('text', { x, y: y + 32, class: 'node-name' });
-  name.textContent = agent.name.length > 16 ? `${agent.name.slice(0, 15)}…` : agent.name;
-  const state = s('text', { x, y: y + 50, class: 'node-state' });
-  state.textContent = doing(agent).slice(0, 20);
+  const wide = (text) => (/[\u2e80-\uffff]/.test(text) ? 8 : 16); // characters that fit
+  const name = s('text', { x: x + 12, y: y + 22, class: 'node-name' });
+  name.textContent = short(agent.name, wide(agent.name));
+  const state = s('text', { x: x + 12, y: y + 40, class: 'node-state' });
+  state.textContent = short(doing(agent), wide(doing(agent)) + 2);
   const title = s('title', {});
   title.textContent = [`${agent.name}: ${doing(agent)}`, agent.description].filter(Boolean).join('\n');
-  link.append(title, s('circle', { cx: x, cy: y, r: 14 }), name, state);
+  link.append(title, s('rect', { x, y, width: WIDE, height: HIGH, rx: 12 }), name, state);
   return link;
 }

@@ -2,11 +2,11 @@
 
 import { query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
-import { t } from '../i18n.js';
+import { many, t } from '../i18n.js';
 import { who } from '../message.js';
 import { quickReplies } from '../quick_replies.js';
 import { callRows, callsOf } from '../runs.js';
-import { PERSON, SYSTEM, glance, keep, on, state, watchers } from '../state.js';
+import { PERSON, SYSTEM, plainText, keep, on, state, watchers } from '../state.js';
 import { choice, failed, field, when } from './parts.js';
 
 const HOURS = { hour: 1, day: 24, week: 168 };
@@ -68,7 +68,8 @@ export function render(root, { query: asked }) {
     const edge = open.reduce((latest, one) => (one.oldest > latest ? one.oldest : latest), '');
     const since = filters.time ? new Date(Date.now() + state.skew - HOURS[filters.time] * 3_600_000).toISOString() : '';
     const shown = [...items.values()].filter((one) => one.at >= edge && one.at >= since).sort(newestFirst);
-    fill(list, shown.map((one) => (one.run ? runRow(one.run, callRow) : messageRow(one.message))));
+    const wanted = shown.filter((one) => one.message || runCalls(one.run).length || one.run.text.trim());
+    fill(list, groupsOf(wanted).map((group) => groupRow(group, callRow)));
     const more = open.length && edge >= since;
     fill(foot, more ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : shown.length ? null : empty(t('timelineNone')));
   };
@@ -113,6 +114,30 @@ export function render(root, { query: asked }) {
   };
 }
 
+/** Items of one task together, the task with the newest item first. */
+function groupsOf(items) {
+  const groups = new Map();
+  for (const one of items) {
+    const task = (one.message ?? one.run).task ?? null;
+    const key = task ?? one.id;
+    if (!groups.has(key)) groups.set(key, { task, items: [] });
+    groups.get(key).items.push(one);
+  }
+  return [...groups.values()];
+}
+
+function groupRow({ task, items }, callRow) {
+  const rows = items.map((one) => (one.run ? runRow(one.run, callRow) : messageRow(one.message)));
+  const first = task && (state.messages.get(task) ?? items.at(-1).message);
+  const text = state.tasks.get(task)?.text || (first && plainText(first)) || t('noText');
+  return h('li', { class: 'timeline-group', 'data-testid': 'timeline-group' },
+    task && items.length > 1 && h('p', { class: 'timeline-head' }, h('a', { href: `#/tasks/${encodeURIComponent(task)}`, dir: 'auto' }, text.slice(0, 120)), h('span', { class: 'meta' }, many('messages', items.filter((one) => one.message).length))),
+    h('ol', { class: items.length > 1 ? 'items items-of-task' : 'items' }, rows));
+}
+
+/** The calls of a run without sent messages, which are entries of their own. */
+const runCalls = (run) => callsOf([run], true).filter((call) => call.withdrawn || call.name !== 'send_message' || call.state !== 'done');
+
 const newestFirst = (a, b) => (a.at < b.at ? 1 : a.at > b.at ? -1 : 0);
 
 function messageRow(message) {
@@ -130,7 +155,7 @@ function messageRow(message) {
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
       when(message.createdAt),
     ),
-    h('p', { class: 'item-text', dir: 'auto', text: glance(message) || t('noText') }),
+    h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
     // A question to another recipient: its options are shown but not clickable.
     !mine && quickReplies(message)?.el,
   );
@@ -148,6 +173,6 @@ function runRow(run, callRow) {
       when(run.at),
     ),
     run.text && h('p', { class: 'item-text', dir: 'auto', text: run.text }),
-    h('ol', { class: 'runs runs-list' }, callsOf([run], true).map(callRow)),
+    h('ol', { class: 'runs runs-list' }, runCalls(run).map(callRow)),
   );
 }
