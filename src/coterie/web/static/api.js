@@ -58,7 +58,7 @@ export const query = (path, values) => {
  * Sends a message. After ten seconds without an answer it retries with the same clientId, so there is only one message.
  * `unsure` is called before each new attempt.
  */
-export async function send(message, unsure = () => {}) {
+export async function send(message, unsure = (_attempt) => {}) {
   for (let attempt = 1; ; attempt += 1) {
     try {
       return await post('/messages', message, SURE_MS);

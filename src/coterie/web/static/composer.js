@@ -262,7 +262,7 @@ export function mountComposer(root, agent) {
 const asksApproval = (agent) => openQuestions(agent).filter(isOpen).map(approvalOf).find(Boolean);
 
 /** Sends the message; shows the questions it answers as closed unless the server refuses it. */
-async function deliver({ agent, text, files, replyTo, refill, plan = null, clientId = newId() }) {
+async function deliver({ agent, text, files, replyTo = null, refill = null, plan = null, clientId = newId() }) {
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));

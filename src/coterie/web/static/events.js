@@ -35,7 +35,7 @@ const TOLD = {
 
 const known = (agent) => state.threads.get(agent)?.loaded;
 /** Requests the full text of a reply in progress. Set by stream.js. */
-export const asks = { draft: () => {} };
+export const asks = { draft: (_id) => {} };
 
 export function apply(kind, data) {
   TOLD[kind]?.(data);

@@ -17,8 +17,11 @@ const whenIdle = window.requestIdleCallback ?? ((work) => setTimeout(work, 30, {
 
 export class Feed {
   /** `make(item)` returns `{el, update(item), leave()}`. `moved` is called with the viewport's position. */
-  constructor(scroller, list, make, moved = () => {}) {
-    Object.assign(this, { scroller, list, make, moved });
+  constructor(scroller, list, make, moved = (_place) => {}) {
+    this.scroller = scroller;
+    this.list = list;
+    this.make = make;
+    this.moved = moved;
     this.items = [];
     this.at = new Map(); // key -> index
     this.heights = new Map();

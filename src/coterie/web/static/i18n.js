@@ -68,7 +68,7 @@ export const seconds = (ms) => (ms < 950 ? `${Math.round(ms)} ms` : `${(ms / 100
 export function duration(ms) {
   const whole = Math.round(Math.max(0, ms) / 1000);
   if (whole < 10) return t('lasted_s', { n: (Math.max(0, ms) / 1000).toFixed(1) });
-  const all = [['d', 86_400], ['h', 3_600], ['m', 60], ['s', 1]].map(([unit, size], at, sizes) => [unit, Math.floor((at ? whole % sizes[at - 1][1] : whole) / size)]);
+  const all = /** @type {[string, number][]} */ ([['d', 86_400], ['h', 3_600], ['m', 60], ['s', 1]]).map(([unit, size], at, sizes) => [unit, Math.floor((at ? whole % sizes[at - 1][1] : whole) / size)]);
   const first = all.findIndex(([, n]) => n);
   return all.slice(first, first + 2).filter(([, n]) => n).map(([unit, n]) => t(`lasted_${unit}`, { n })).join(' ');
 }

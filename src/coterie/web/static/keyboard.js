@@ -76,7 +76,7 @@ function write() {
   openComposer()?.focus();
 }
 
-const yes = () => true;
+const yes = (_done) => true;
 
 function alt({ key, code, shiftKey }) {
   if (key === 'ArrowUp' || key === 'ArrowDown') return step(key === 'ArrowUp' ? -1 : 1, shiftKey);

@@ -58,7 +58,7 @@ const plain = (list) => (list ?? []).map((one) => (typeof one === 'string' ? one
 
 function code({ lang, tokens }) {
   const runs = (tokens ?? []).map(([kind, text]) => {
-    const colour = COLOURS.find(([pattern]) => pattern.test(kind))?.[1];
+    const colour = COLOURS.find(([pattern]) => /** @type {RegExp} */ (pattern).test(kind))?.[1];
     return colour ? h('span', { class: `tok-${colour}` }, text) : document.createTextNode(text);
   });
   const text = (tokens ?? []).map(([, piece]) => piece).join('');

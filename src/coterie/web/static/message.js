@@ -153,7 +153,7 @@ const weight = (key) => (WEIGHTY.findIndex((one) => one.test(key)) + WEIGHTY.len
 /** What a tool call that waits for approval would do: its arguments, the weightiest first. */
 export function approvalFacts(message) {
   const { given } = approvalOf(message);
-  const sorted = Object.fromEntries(Object.entries(given).map((one, n) => [one, n]).sort(([[a], m], [[b], n]) => weight(a) - weight(b) || m - n).map(([one]) => one));
+  const sorted = Object.fromEntries(Object.entries(given).sort(([a], [b]) => weight(a) - weight(b)));
   return h('div', { class: 'facts', 'data-testid': 'approval' }, Object.keys(sorted).length ? fields(sorted) : h('p', { class: 'meta' }, t('noArguments')));
 }
 

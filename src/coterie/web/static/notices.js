@@ -55,7 +55,7 @@ function told(message) {
 // Notices above the composer: information disappears by itself, an error stays until it is closed
 
 /** `kind`: info or error. `retry` adds a button, with the text `label`. Returns a function that closes the notice. */
-export function toast({ kind = 'info', text, retry, label = t('retry') }) {
+export function toast({ kind = 'info', text, retry = null, label = t('retry') }) {
   const root = region('toasts');
   const el = h('div', { class: `toast toast-${kind}`, 'data-testid': 'toast', data: { kind } }, h('span', { class: 'toast-text', dir: 'auto' }, text));
   let left = INFO_MS;

@@ -11,7 +11,7 @@ import { button, empty, fill } from './dom.js';
 import { t } from './i18n.js';
 
 const screens = new Map();
-let shown = () => {};
+let shown = (_place, _screen) => null;
 let leave = null;
 let turn = 0;
 

@@ -46,7 +46,7 @@ export async function switchLanguage() {
 
 export function buildShell() {
   clean.splice(0).forEach((end) => end());
-  const early = document.getElementById('early');
+  const early = /** @type {HTMLTextAreaElement} */ (document.getElementById('early'));
   const kept = early && { text: early.value, focused: document.activeElement === early };
   const app = document.getElementById('app');
   parts.top = h('header', { class: 'top', 'data-testid': 'header' });

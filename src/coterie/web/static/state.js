@@ -146,7 +146,7 @@ export function budgetOf(message) {
 }
 
 /** What a task has used, in words. An unknown cost is left out. */
-export function usedWords({ turns, inputTokens = 0, outputTokens = 0, cost, modelMs }, currency) {
+export function usedWords({ turns = undefined, inputTokens = 0, outputTokens = 0, cost = null, modelMs = 0 }, currency) {
   return [turns !== undefined && many('turns', turns), many('tokens', inputTokens + outputTokens), cost > 0 && money(cost, currency),
     modelMs >= 50 && t('modelTime', { time: duration(modelMs) })].filter(Boolean).join(' · ');
 }

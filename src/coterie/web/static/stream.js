@@ -20,7 +20,7 @@ const RESTORED_MS = 3_000;
 const channel = 'BroadcastChannel' in globalThis ? new BroadcastChannel(NAME) : null;
 let leading = false;
 let abort = null;
-let wake = () => {};
+let wake = (_done) => {};
 let heardAt = performance.now();
 let hiddenAt = null;
 let tries = 0;

@@ -48,7 +48,7 @@ export async function agentPage(root, id) {
         h('a', { class: 'plain-btn link-btn', href: agentPath(id), text: t('talk') }),
         definition && h('a', { class: 'plain-btn link-btn', href: editPath(id), 'data-testid': 'page-edit', text: t('edit') }),
         definition && button({ class: 'text-btn danger', text: t('retire'), 'aria-label': t('retireThis', { name: one.name }), onclick: () => retireAgent(definition, defined.version, load) }))),
-      h('dl', { class: 'pairs facts' }, facts.map(([name, value]) => [h('dt', { text: name }), h('dd', { dir: 'auto', text: value })])),
+      h('dl', { class: 'pairs agent-facts' }, facts.map(([name, value]) => [h('dt', { text: name }), h('dd', { dir: 'auto', text: value })])),
       section('page-cost', t('pageCost', { n: DAYS }), cost(usage)),
       section('page-tools', t('agentField_tools'), tools.length ? h('ul', { class: 'tool-list' }, tools.map(tool)) : h('p', { class: 'meta', text: t('tools_none') })),
       definition?.prompt && section('page-prompt', t('agentField_prompt'), h('p', { class: 'card as-typed', dir: 'auto', text: definition.prompt })),

@@ -113,7 +113,7 @@ function rangesIn(root, words) {
   const ranges = [];
   const walk = root && document.createTreeWalker(root, NodeFilter.SHOW_TEXT);
   while (walk?.nextNode()) {
-    const node = walk.currentNode;
+    const node = /** @type {Text} */ (walk.currentNode);
     const text = node.data.toLowerCase();
     for (const word of words) {
       for (let from = text.indexOf(word); from >= 0; from = text.indexOf(word, from + word.length)) {

@@ -43,7 +43,7 @@ export function openPalette({ actions, find, entered }) {
     found = groups.flatMap(([, items]) => items);
     at = Math.min(at, Math.max(0, found.length - 1));
     let n = 0;
-    fill(list, groups.map(([title, items]) => h('div', { role: 'group', 'aria-label': t(title) }, h('p', { class: 'palette-head', 'aria-hidden': 'true', text: t(title) }), items.map((item) => option(item, n++)))));
+    fill(list, groups.map((/** @type {any[]} */ [title, items]) => h('div', { role: 'group', 'aria-label': t(title) }, h('p', { class: 'palette-head', 'aria-hidden': 'true', text: t(title) }), items.map((item) => option(item, n++)))));
     status.textContent = found.length || !words ? '' : t('searchNone');
     mark();
   };

@@ -23,7 +23,7 @@ export async function showPrograms(place) {
   try {
     const { items } = await get('/keys');
     draw(place, items);
-  } catch (error) {
+  } catch {
     fill(place, failed(t('notLoaded'), () => showPrograms(place)));
   }
 }

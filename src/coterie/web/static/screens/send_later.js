@@ -43,7 +43,7 @@ function recurrences(date) {
  * Resolves to `{at, every, timeZone, text}`, or null. `text`: what is sent; with `edits` it can be changed.
  * `from`: the present time and recurrence of a scheduled message. `save(plan)` may throw to keep the dialog open.
  */
-export function askWhen({ title, text, edits = false, from = {}, save = null }) {
+export function askWhen({ title, text, edits = false, from = { at: null, every: null }, save = null }) {
   return new Promise((resolve) => {
     let said = null;
     const start = from.at ? new Date(from.at) : at(1, 9);

@@ -34,7 +34,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     fill(
       abilities,
       h('legend', { text: t('setupCapabilities') }),
-      [['input', INPUT], ['output', OUTPUT]].map(([way, all]) =>
+      [['input', INPUT], ['output', OUTPUT]].map((/** @type {any[]} */ [way, all]) =>
         h('div', { class: 'checks', role: 'group', 'aria-label': t(`way_${way}`) }, h('span', { class: 'meta', text: t(`way_${way}`) }), all.map((one) => toggle(t(`can_${one}`), can[way].has(one), (on) => {
           declared = true;
           can[way][on ? 'add' : 'delete'](one);

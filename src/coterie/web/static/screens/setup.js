@@ -26,7 +26,7 @@ export function render(root) {
       seen = found;
       for (const one of seen.items) one.answered = usage.items.filter((row) => row.service === one.id).reduce((sum, row) => sum + row.requests, 0);
       if (!gone) draw();
-    } catch (error) {
+    } catch {
       if (!gone) fill(body, failed(t('notLoaded'), () => load(probe)));
     }
   };
@@ -182,7 +182,7 @@ function tour(items, changed) {
 async function showStorage(place) {
   try {
     fill(place, storage(await get('/storage')));
-  } catch (error) {
+  } catch {
     fill(place, failed(t('notLoaded'), () => showStorage(place)));
   }
 }

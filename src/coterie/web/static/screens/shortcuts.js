@@ -34,7 +34,7 @@ export function openShortcuts() {
   const content = h(
     'div',
     { class: 'keys' },
-    KEYS.map(([title, rows]) =>
+    KEYS.map((/** @type {any[]} */ [title, rows]) =>
       h('section', {}, h('h3', { text: t(title) }), h('dl', {}, rows.map(([keys, what]) => h('div', {}, h('dt', {}, h('kbd', { text: keyNames(keys) })), h('dd', { text: t(what) }))))),
     ),
     // Single-key shortcuts can disturb people who use speech input.

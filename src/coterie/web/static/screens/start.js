@@ -23,7 +23,7 @@ export function start() {
   let card = null;
   const paint = () => {
     const wanted = state.booted && isUnconnected() && !localStorage.getItem(LATER) && !location.hash.startsWith('#/start');
-    if (!wanted) card = void card?.remove() ?? null;
+    if (!wanted) card?.remove();
     else if (!card?.isConnected) {
       card = h('section', { class: 'start-card', 'aria-label': t('startConnect'), 'data-testid': 'start-card' },
         h('div', { class: 'start-words' }, h('strong', { text: t('startConnect') }), h('span', { class: 'meta', text: t('startAbout') })),

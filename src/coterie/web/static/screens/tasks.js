@@ -97,7 +97,7 @@ function listing(root, asked) {
     const all = current();
     const group = (name) => all.filter((one) => (name === 'ended' ? !isOpenTask(one) : one.state === name));
     fill(body, GROUPS.map(([name, title]) => [title, name, group(name)]).filter(([, , items]) => items.length)
-      .map(([title, name, items]) => section(`tasks-${name}`, t(title, { n: items.length }), h('ul', { class: 'items', 'aria-labelledby': `tasks-${name}` }, items.map((task) => row(task, stopOf(task)))))));
+      .map((/** @type {any[]} */ [title, name, items]) => section(`tasks-${name}`, t(title, { n: items.length }), h('ul', { class: 'items', 'aria-labelledby': `tasks-${name}` }, items.map((task) => row(task, stopOf(task)))))));
     fill(foot, next ? button({ class: 'plain-btn', text: t('older'), onclick: load }) : next === null && !all.length && empty(t(filters.state || filters.agent ? 'timelineNone' : 'tasksNone')));
   };
 

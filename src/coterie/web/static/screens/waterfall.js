@@ -77,7 +77,7 @@ function scaleOf(bars, width) {
   const room = width - 2 * SIDE - CUT * (parts.length - 1);
   const total = Math.max(1, parts.reduce((sum, one) => sum + one.to - one.from, 0));
   let x = SIDE;
-  for (const part of parts) {
+  for (const part of /** @type {any[]} */ (parts)) {
     part.x = x;
     part.width = Math.max(LEAST, ((part.to - part.from) / total) * room);
     x += part.width + CUT;
