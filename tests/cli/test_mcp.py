@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -65,3 +66,8 @@ def test_a_wrong_token_is_an_error_that_says_so(env: Environment) -> None:
             return str(error)
 
     assert "needs the token" in run(refused())
+
+
+def test_it_ends_when_its_client_closes_the_input(env: Environment) -> None:
+    relay = [sys.executable, "-m", "coterie", "mcp", "--dir", str(env.folder)]
+    assert subprocess.run(relay, input=b"", timeout=2 * TIMEOUT_SECONDS).returncode == 0

@@ -61,8 +61,8 @@ async def _serve(folder: Path, url: str | None, token: str | None) -> None:
 
             await outgoing.send(SessionMessage(message))
 
-        relay = Relay(find, write)
-        await relay.run(incoming)
+        async with outgoing:  # the SDK's writer ends with it
+            await Relay(find, write).run(incoming)
 
 
 @asynccontextmanager
