@@ -201,10 +201,10 @@ async def test_watchers_get_events_again_after_an_unexpected_error(
     async with Society.open(home, clock=clock, work=False) as society:
         events, failures = type(society.store).events, [RuntimeError("a bug")]
 
-        async def once(self: SqlStore, *args: Any) -> Any:
+        async def once(self: SqlStore, *args: Any, **options: Any) -> Any:
             if failures:
                 raise failures.pop()
-            return await events(self, *args)
+            return await events(self, *args, **options)
 
         async with society.bus.watch() as watcher:
             monkeypatch.setattr(type(society.store), "events", once)

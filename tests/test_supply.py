@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKED = {".css", ".html", ".js", ".json", ".py", ".sql", ".svg", ".toml", ".typed"}
+PACKED = {".css", ".html", ".js", ".json", ".png", ".py", ".sql", ".svg", ".toml", ".typed", ".webmanifest"}
 """File types in the package: no .pth files, no machine code."""
 
 

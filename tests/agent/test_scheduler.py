@@ -18,14 +18,14 @@ from tests.agent.tool_calls import HANG_SECONDS
 
 Moment = Literal["claimed", "started", "requested", "streaming", "answered", "written"]
 ANSWERS: dict[Moment, list[str]] = {
-    "claimed": [],
-    "started": [],
-    "requested": [],
+    "claimed": [""],
+    "started": [""],
+    "requested": [""],
     "streaming": ["one"],
     "answered": ["one and more"],
     "written": ["one and more"],
 }
-"""The messages that a turn has sent when it was stopped at this moment."""
+"""The messages that a turn has sent when it was stopped at this moment. Before the first word: an empty mark."""
 
 
 @pytest.mark.parametrize("moment", list(ANSWERS))

@@ -11,7 +11,7 @@ from tests.panel.harness import Panel, without_model
 
 WORDS = {
     "en-US": {
-        "bad": "The key was not accepted",
+        "bad": "The key was rejected",
         "count": "Models offered: 2",
         "team": "Team of three",
         "lead": "Lead",

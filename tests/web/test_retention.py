@@ -18,6 +18,7 @@ from coterie.artifact_service import ArtifactService
 from coterie.config import StoreSettings
 from coterie.messages import make_envelope
 from coterie.retention import RetentionService
+from coterie.retention_store import Pruned
 from coterie.society import Society
 from coterie.stores.blobs import FolderBlobStore
 from coterie.stores.sql.jobs import Job, Result, split_batch
@@ -140,6 +141,15 @@ async def test_a_run_on_request_shows_its_progress(
     assert (await client.post("/api/v1/storage/prune", json={"dryRun": 3})).status_code == 422
 
 
+async def prune_all(service: RetentionService, clock: FakeClock) -> Pruned:
+    """Run a deletion to its end; its pauses pass on the virtual clock, at most 100 seconds of it a second."""
+    pruning = asyncio.create_task(service.prune())
+    while not pruning.done():
+        await clock.advance(seconds=1)
+        await asyncio.wait([pruning], timeout=0.01)
+    return await pruning
+
+
 async def test_the_oldest_are_deleted_when_the_limit_of_the_size_is_reached(tmp_path: Path, clock: FakeClock) -> None:
     store = await SqliteStore.open(tmp_path / "data", clock)
     blobs = FolderBlobStore(tmp_path / "artifacts")
@@ -151,11 +161,7 @@ async def test_the_oldest_are_deleted_when_the_limit_of_the_size_is_reached(tmp_
     size = (await store.storage()).used_bytes
     settings = StoreSettings(keep_gb=size / 2 / 1e9)
     service = RetentionService(store, artifacts, clock, lambda: settings, is_shared=False)
-    pruning = asyncio.create_task(service.prune())
-    while not pruning.done():
-        await clock.advance(seconds=1)
-
-    deleted, after = await pruning, await store.storage()
+    deleted, after = await prune_all(service, clock), await store.storage()
     assert 150 <= deleted.messages <= 220
     assert 0.4 * size <= after.used_bytes <= 0.65 * size
     assert after.file_bytes <= 1.2 * after.used_bytes, "free pages were given back"
@@ -163,9 +169,7 @@ async def test_the_oldest_are_deleted_when_the_limit_of_the_size_is_reached(tmp_
     assert left == [str(number) for number in range(deleted.messages, 400)], "the newest stay"
 
     settings = StoreSettings(keep_gb=1e-9)
-    pruning = asyncio.create_task(service.prune())
-    while not pruning.done():
-        await clock.advance(seconds=1)
+    await prune_all(service, clock)
     assert len(await store.waiting("user", 1_000)) == 3, "those of the last day stay"
     await store.close()
 

@@ -77,8 +77,8 @@ def send_replies(
     for target in (only,) if only else find_askers(db, agent_id, turn_no).values():
         if is_mark and target.sender != PERSON:
             continue  # agents are told nothing: they would answer it
-        if target.task not in open_tasks and is_stopped(db, target.task):
-            continue
+        if (is_mark or target.task not in open_tasks) and is_stopped(db, target.task):
+            continue  # the stop of a task leaves no mark: the task itself says that it was stopped
         if reply.is_error:
             problem = {"agent": agent_id, **reply.problem}
             sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": problem}))

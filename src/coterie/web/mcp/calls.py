@@ -69,6 +69,12 @@ class WaitingCalls:
         self._sending = asyncio.Lock()
         """Two equal calls at the same time must find each other's message."""
         self._marking: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+
+    async def close(self) -> None:
+        """Store that returned answers are read. After a restart, the same call is then a new message."""
+        self._closing.set()
+        await asyncio.gather(*self._marking)
 
     # Sending
 
@@ -206,7 +212,7 @@ class WaitingCalls:
         return sent_result(message, outcome)
 
     async def _mark_read(self, read: Sequence[Message]) -> None:
-        await self._clock.sleep(READ_DELAY)
+        await self._clock.wait(self._closing, READ_DELAY)
         newest = {thread_of(message): message for message in read}
         for message in newest.values():
             try:

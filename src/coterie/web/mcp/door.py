@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -32,6 +33,7 @@ class McpDoor:
         self._lock = asyncio.Lock()
         self._manager: StreamableHTTPSessionManager | None = None
         self._running: asyncio.Task[None] | None = None
+        self._close: Callable[[], Awaitable[None]] | None = None
         self._stopping = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,9 +55,8 @@ class McpDoor:
             if self._manager is None:
                 # In a thread: the import takes half a second, in which other requests must be answered.
                 server = await asyncio.to_thread(importlib.import_module, "coterie.web.mcp.server")
-                manager: StreamableHTTPSessionManager = server.make_session_manager(
-                    self._society, self._clock, self._stopping
-                )
+                manager: StreamableHTTPSessionManager
+                manager, self._close = server.make_session_manager(self._society, self._clock, self._stopping)
                 ready = asyncio.Event()
                 # A task of its own: the manager's task group must be entered and left by the same task.
                 self._running = asyncio.create_task(self._run(manager, ready), name="coterie-mcp-sessions")
@@ -71,5 +72,6 @@ class McpDoor:
     async def shut_down(self, _: int = 0) -> None:
         """End all sessions. Tasks of agents are not stopped: the next start continues them."""
         self._stopping.set()
-        if self._running:
+        if self._running and self._close:
             await self._running
+            await self._close()

@@ -77,10 +77,16 @@ class SocietyMcpServer(Server[Any]):
         return found.model_copy(update={"extensions": offered})
 
 
-def make_session_manager(society: Society, clock: Clock, stopping: asyncio.Event) -> StreamableHTTPSessionManager:
-    """`stopping`: set before all sessions are ended; what is cancelled then was not cancelled by a client."""
-    handlers = McpHandlers(society, clock, stopping)
-    return StreamableHTTPSessionManager(
+def make_session_manager(
+    society: Society, clock: Clock, stopping: asyncio.Event
+) -> tuple[StreamableHTTPSessionManager, Callable[[], Awaitable[None]]]:
+    """Return the manager, and what to call after its end.
+
+    `stopping`: set before all sessions are ended; what is cancelled then was not cancelled by a client.
+    """
+    calls = WaitingCalls(society, clock)
+    handlers = McpHandlers(society, calls, stopping)
+    manager = StreamableHTTPSessionManager(
         handlers.make_server(),
         # Host and origin were checked by the middleware, for all addresses alike.
         security_settings=TransportSecuritySettings(enable_dns_rebinding_protection=False),
@@ -88,12 +94,12 @@ def make_session_manager(society: Society, clock: Clock, stopping: asyncio.Event
         max_request_body_size=MAX_DOOR_BODY_BYTES,
         max_sessions=MAX_SESSIONS,
     )
+    return manager, calls.close
 
 
 class McpHandlers:
-    def __init__(self, society: Society, clock: Clock, stopping: asyncio.Event) -> None:
-        self._society, self._stopping = society, stopping
-        self._calls = WaitingCalls(society, clock)
+    def __init__(self, society: Society, calls: WaitingCalls, stopping: asyncio.Event) -> None:
+        self._society, self._calls, self._stopping = society, calls, stopping
         self._tasks = TaskMethods(self._calls)
         self._listed = tools.list_tools()
         self._running: dict[CallId, Call] = {}

@@ -29,7 +29,6 @@ CREATE TABLE agents (
     withdrawals   BIGINT NOT NULL DEFAULT 0,
     retries       BIGINT NOT NULL DEFAULT 0,
     why           TEXT COLLATE "C",
-    problem       TEXT COLLATE "C",
     hold          INTEGER NOT NULL DEFAULT 0,
     profile       TEXT COLLATE "C" NOT NULL DEFAULT '',
     parent        TEXT COLLATE "C",
@@ -45,6 +44,7 @@ CREATE TABLE agents (
     turn_began    BIGINT,
     other_tasks   TEXT COLLATE "C",
     over_budget   BIGINT NOT NULL DEFAULT 0,
+    problem       TEXT COLLATE "C",
     reminders     BIGINT NOT NULL DEFAULT 0
 ) WITH (fillfactor = 70);  -- room for the next version of a row on its page: then its indexes need no change
 

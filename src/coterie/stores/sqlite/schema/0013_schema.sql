@@ -36,8 +36,6 @@ CREATE TABLE agents (
     retries         INTEGER NOT NULL DEFAULT 0,
     -- Reason of the state, for people.
     why             TEXT,
-    -- The same as JSON: category, facts, time of the retry. Clients say it in their own language.
-    problem         TEXT,
     -- 1: pause after the current turn.
     hold            INTEGER NOT NULL DEFAULT 0,
     -- Profile and parent of an agent that was created while the society ran.
@@ -63,6 +61,8 @@ CREATE TABLE agents (
     other_tasks     TEXT,
     -- 1: blocked because the task has used its budget.
     over_budget     INTEGER NOT NULL DEFAULT 0,
+    -- The reason (`why`) as JSON: category, facts, time of the retry. Clients say it in their own language.
+    problem         TEXT,
     -- Delayed messages of this sender that an answer withdraws.
     reminders       INTEGER NOT NULL DEFAULT 0
 ) STRICT, WITHOUT ROWID;
@@ -130,7 +130,8 @@ CREATE INDEX messages_dead ON messages (seq) WHERE state = 'dead';
 CREATE INDEX messages_plan ON messages (sender, plan) WHERE plan IS NOT NULL;
 -- Ordered by delivery: the person sees a delayed message when it arrives.
 CREATE INDEX messages_thread ON messages (thread, delivered_at, seq) WHERE thread IS NOT NULL;
-CREATE INDEX messages_open_questions ON messages (sender, seq) WHERE question = 1 AND answered_by IS NULL;
+-- `question` is a column too: otherwise SQLite would prefer `messages_sender`, and read all messages of the sender.
+CREATE INDEX messages_open_questions ON messages (sender, question, seq) WHERE question = 1 AND answered_by IS NULL;
 CREATE INDEX messages_answers ON messages (answered_by) WHERE answered_by IS NOT NULL;
 -- Not "recipient = 'user'": SQLite would prepare every query with a recipient parameter again for each value.
 CREATE INDEX messages_unread ON messages (thread, delivered_at, seq)

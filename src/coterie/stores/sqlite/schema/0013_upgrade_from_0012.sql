@@ -198,6 +198,8 @@ SELECT DISTINCT history.agent_id, history.seq, json_extract(file.value, '$.artif
   FROM history, json_each(history.attachments) AS file
  WHERE history.attachments IS NOT NULL AND json_extract(file.value, '$.artifactRef') IS NOT NULL;
 
+DROP INDEX messages_open_questions;
+CREATE INDEX messages_open_questions ON messages (sender, question, seq) WHERE question = 1 AND answered_by IS NULL;
 CREATE INDEX messages_sender ON messages (sender, seq);
 CREATE INDEX messages_recipient ON messages (recipient, seq);
 CREATE INDEX turns_agent ON turns (agent_id, task);
