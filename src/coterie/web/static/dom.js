@@ -64,7 +64,7 @@ export const TINTS = ['teal', 'blue', 'violet', 'pink', 'red', 'orange', 'green'
 
 /** The first letters of a name: of two words if they have letters with cases, else the first sign. */
 function initialsOf(name) {
-  const words = name.trim().split(/[\s_-]+/).map((word) => [...word][0] ?? '');
+  const words = (name.match(/[\p{L}\p{N}]+/gu) ?? [name.trim()]).map((word) => [...word][0] ?? '');
   return (/\p{Lu}|\p{Ll}/u.test(words[0]) ? words.slice(0, 2).join('') : words[0]).toUpperCase();
 }
 
