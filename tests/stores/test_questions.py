@@ -101,6 +101,16 @@ async def test_of_two_buttons_pressed_at_once_one_wins_and_the_other_is_refused(
     assert len(await store.waiting("ada")) == 1
 
 
+async def test_a_text_sent_together_with_a_button_leaves_the_answer_of_the_button(store: Society) -> None:
+    asked = await ask(store)
+    pressed, typed = await asyncio.gather(
+        store.send(press(asked, 0)), store.send(make_envelope(sender="user", to="ada", payload={"text": "and more"}))
+    )  # one batch
+    assert await answer(store, asked) == QuestionAnswer(pressed.message_id, 0)
+    assert [message.id for message in await store.waiting("ada")] == [pressed.message_id, typed.message_id]
+    assert [violation async for violation in store.violations()] == []
+
+
 async def test_the_same_button_under_the_same_name_is_one_message_and_one_answer(store: Society) -> None:
     asked = await ask(store)
     receipts = await asyncio.gather(*(store.send(press(asked, client_id="c")) for _ in range(5)))

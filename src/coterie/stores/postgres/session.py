@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import psycopg
 
@@ -335,6 +335,9 @@ class PostgresSession:
 
     def open_questions(self, agent_id: str) -> Mapping[str, str] | None:
         return self._open_questions.get(agent_id)
+
+    def retry_with(self, agent_id: str) -> NoReturn:
+        raise RowsLocked(agents=[agent_id])
 
     def next_message_seq(self, recipient: str) -> int:
         if not self._message_seqs and self._reserved_seqs and recipient in self._reserved_for:

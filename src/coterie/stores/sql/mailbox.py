@@ -227,7 +227,9 @@ _SELECT_OPEN = """
 SELECT id, coalesce(task, id) FROM messages
  WHERE sender = :sender AND question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') ORDER BY seq
 """
-_ANSWER = "UPDATE messages SET answered_by = :answer, answered_option = :option WHERE id = :id"
+_ANSWER = """
+UPDATE messages SET answered_by = :answer, answered_option = :option WHERE id = :id AND answered_by IS NULL RETURNING id
+"""
 # A question that was closed without an answer has its own id in answered_by.
 _CLOSE = """
 UPDATE messages SET answered_by = id, answered_option = :option
@@ -262,6 +264,8 @@ class Questions:
         """Questions that are not written yet, by id."""
         self._open: dict[str, dict[str, str]] = {}
         """Per agent looked up so far: its open questions in order, by id, with their tasks."""
+        self._has_changed = False
+        """This transaction answered or closed a question, so what the session read at its beginning is outdated."""
 
     def add(self, row: NewMessageRow) -> None:
         """Register a question that is buffered."""
@@ -287,16 +291,21 @@ class Questions:
         return NO_QUESTIONS
 
     def record_answer(self, questions: Mapping[str, str], envelope: Envelope) -> None:
+        """Store the answer. The person's mailbox is locked; `questions` may have been read before that."""
+        self._has_changed = True
         for question, task in questions.items():
             self._tasks.of(task).questions -= 1
             self._open.get(envelope.to, {}).pop(question, None)
             if row := self._buffered.get(question):
                 row.answered_by, row.answered_option = envelope.id, envelope.option
-            else:
-                self._db.execute(_ANSWER, {"answer": envelope.id, "option": envelope.option, "id": question})
+                continue
+            answer = {"answer": envelope.id, "option": envelope.option, "id": question}
+            if self._db.execute(_ANSWER, answer).fetchone() is None:
+                self._session.retry_with(PERSON)  # another process answered or closed it meanwhile
 
     def close(self, question: str, option: int | None = None) -> bool:
         """Close a stored question without an answer. False: it is not open."""
+        self._has_changed = True
         row = self._db.execute(_CLOSE, {"id": question, "option": option}).fetchone()
         if row is None:
             return False
@@ -345,7 +354,7 @@ class Questions:
 
     def _open_questions(self, agent_id: str) -> dict[str, str]:
         if agent_id not in self._open:
-            known = self._session.open_questions(agent_id)
+            known = None if self._has_changed else self._session.open_questions(agent_id)
             if known is None:
                 known = dict(self._db.execute(_SELECT_OPEN, {"sender": agent_id}).fetchall())
             questions = dict(known)

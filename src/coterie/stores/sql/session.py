@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from coterie.stores.sql.mailbox import SELECT_MAILBOX, Mailbox
 from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, MessageRow, insert, read_secret
@@ -92,6 +92,10 @@ class Session(Protocol):
 
     def open_questions(self, agent_id: str) -> Mapping[str, str] | None:
         """Return the agent's open questions to the person, in order, with their tasks. None: they must be read."""
+        ...
+
+    def retry_with(self, agent_id: str) -> NoReturn:
+        """Roll the transaction back and run it again with this agent locked first: what it read has changed."""
         ...
 
     def next_message_seq(self, recipient: str) -> int:
@@ -200,6 +204,9 @@ class SqliteSession:
 
     def open_questions(self, agent_id: str) -> Mapping[str, str] | None:
         return None
+
+    def retry_with(self, agent_id: str) -> NoReturn:
+        raise AssertionError(f"rows of {agent_id} changed, but there is only one writer")
 
     def next_message_seq(self, recipient: str) -> int:
         # Attachments need the number before the message row is written.
