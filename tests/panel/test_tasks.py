@@ -324,6 +324,7 @@ async def test_tasks_can_be_reached_by_a_shortcut_and_the_palette(panel: Panel) 
     await page.keyboard.press("Alt+t")
     await expect(page.get_by_test_id("screen-tasks")).to_be_visible()
     await page.goto(f"{panel.url}/#/a/ada")
+    await expect(page.locator(ui.COMPOSER)).to_be_focused()  # a change of the address closes the palette
     await page.keyboard.press("Control+k")
     await page.keyboard.type("Tasks")
     await expect(page.get_by_role("option", name="Tasks")).to_be_visible()
