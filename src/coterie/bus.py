@@ -232,7 +232,7 @@ class MessageBus:
     ) -> AsyncIterator[Watcher]:
         """Watch events from now on, or those after event `after`. `queue`: events that may wait for the watcher.
 
-        `about_society`: only those of `SOCIETY_EVENTS`. They are rare: while nobody watches the others, the log is read
+        `about_society`: only those of `SOCIETY_EVENTS`. They are rare: if no watcher wants others, the log is read
         when another process announces one, and once per second.
         """
         seen = await self._store.last_event() if after is None else after

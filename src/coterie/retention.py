@@ -85,7 +85,7 @@ class RetentionService:
                 await task
 
     def start_run(self, *, dry_run: bool = False, rewrite: bool = False) -> PruneRun:
-        """Start a run in the background; `run` shows its progress. `rewrite`: write the database file anew after it.
+        """Start a run in the background; `run` shows its progress. `rewrite`: VACUUM the database file after it.
 
         `Refused("prune_running")` if one that was started here has not ended.
         """

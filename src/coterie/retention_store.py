@@ -108,5 +108,5 @@ class RetentionStore(Protocol):
         ...
 
     async def rewrite(self) -> None:
-        """Write the database file anew without free pages, and let it shrink from now on. Writers wait meanwhile."""
+        """VACUUM the database file and enable incremental vacuum. Writers wait until it is done."""
         ...

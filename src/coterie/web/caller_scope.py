@@ -54,7 +54,7 @@ class CallerScope:
     # Tasks and messages
 
     async def may_see(self, task_id: str) -> bool:
-        """A task that another task scheduled belongs to whoever started the other one."""
+        """True if the caller started the task, or the task that scheduled it."""
         if self.caller.is_owner:
             return True
         for _ in range(MAX_PARENTS):

@@ -127,7 +127,7 @@ class Writer:
         return job.future
 
     def flush(self, *, all_commits: bool) -> asyncio.Future[Any] | None:
-        """Make the commits durable on which somebody outside depends, or all. None: they are."""
+        """Flush all commits, or those that a caller depends on. Return None if they are durable already."""
         upto = self._visible if all_commits else self._needs_flush
         if not self._flushes or upto <= self._flushed or self._closed or self._broken:
             return None
@@ -368,7 +368,7 @@ class Writer:
 
 
 def rewrite_file(db: sqlite3.Connection) -> Result:
-    """Write the file anew without free pages, and so that it can shrink from now on. A job without a transaction."""
+    """VACUUM the file and enable incremental vacuum. This job runs outside a transaction."""
     db.execute("PRAGMA auto_vacuum = INCREMENTAL")
     db.execute("VACUUM")
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
