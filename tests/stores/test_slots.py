@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -88,6 +89,15 @@ async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
+@asynccontextmanager
+async def _slot(queue: ServiceQueue, *, person: bool = False) -> AsyncIterator[None]:
+    await queue.acquire(for_person=person)
+    try:
+        yield
+    finally:
+        queue.release()
+
+
 class Model:
     """A fake model that counts requests that run at the same time."""
 
@@ -97,7 +107,7 @@ class Model:
         self.has_served = asyncio.Event()
 
     async def ask(self, queue: ServiceQueue, who: int) -> None:
-        async with queue.slot():
+        async with _slot(queue):
             self.running += 1
             self.most = max(self.most, self.running)
             await asyncio.sleep(0.02)
@@ -177,7 +187,7 @@ async def test_a_cancelled_caller_neither_holds_nor_waits_for_a_slot(process: Op
     queue, inside, leave = queues.queue_for("main", 1), asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        async with queue.slot():
+        async with _slot(queue):
             inside.set()
             await leave.wait()
 
@@ -191,7 +201,7 @@ async def test_a_cancelled_caller_neither_holds_nor_waits_for_a_slot(process: Op
     await _until(lambda: _sees_waiting(other, False))
     leave.set()
     await holding
-    async with asyncio.timeout(TIMEOUT_SECONDS), queue.slot():
+    async with asyncio.timeout(TIMEOUT_SECONDS), _slot(queue):
         assert queue.running == 1
     await queues.close()
 
@@ -279,12 +289,12 @@ async def test_a_slot_released_during_a_database_request_goes_back_if_another_pr
 
 
 async def _hold(queue: ServiceQueue, leave: asyncio.Event, *, person: bool = False) -> None:
-    async with queue.slot(for_person=person):
+    async with _slot(queue, person=person):
         await leave.wait()
 
 
 async def _served(order: list[str], queue: ServiceQueue, name: str, *, person: bool = False) -> None:
-    async with queue.slot(for_person=person):
+    async with _slot(queue, person=person):
         order.append(name)
         await asyncio.sleep(0)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -294,22 +294,29 @@ class TurnPrompt:
         return build_request(self.text, summary, messages, tools, self.without_tools)
 
 
+class _ToolList(NamedTuple):
+    specs: tuple[ToolSpec, ...]
+    names: frozenset[str]
+    tokens: int
+    """Estimated."""
+
+
 class RequestBuilder:
     def __init__(
         self, store: TurnStore, directory: AgentDirectory, toolbox: Toolbox, history_cache: HistoryCache
     ) -> None:
         self._store, self._directory, self._toolbox = store, directory, toolbox
         self._history_cache, self._prompts = history_cache, SystemPrompts(directory)
-        self._known_tools: dict[int, tuple[tuple[ToolSpec, ...], int]] = {}
-        """Lists of tools with their estimated tokens, by the identity of the list, which is kept alive here."""
+        self._known_tools: dict[int, _ToolList] = {}
+        """By the identity of `specs`, which is kept alive here."""
 
     async def build(self, claim: Claim, profile: Profile, prompt: TurnPrompt) -> ModelRequest:
         """Build the request from the history version of `claim`. `StaleClaim`: the claim is no longer valid."""
-        conversation, fixed = await self._conversation(claim), self.fixed_part(profile, prompt)
-        request = prompt.request(fixed.tools, conversation.summary, conversation.items)
+        conversation, tools = await self._conversation(claim), self._prepare(profile, prompt)
+        request = prompt.request(tools.specs, conversation.summary, conversation.items)
         # Their number is a sum over messages and tools, of which most are the same in each request.
         first = request.messages[: len(request.messages) - len(conversation.items)]
-        tokens = sum(map(message_tokens, first)) + conversation.tokens + self._tool_tokens(fixed.tools)
+        tokens = sum(map(message_tokens, first)) + conversation.tokens + tools.tokens
         return replace(request, sampling=profile.sampling, answer_schema=profile.answer_schema, estimate=tokens)
 
     async def build_short(self, claim: Claim, profile: Profile, prompt: TurnPrompt, budget: int) -> ModelRequest:
@@ -334,12 +341,16 @@ class RequestBuilder:
 
     def fixed_part(self, profile: Profile, prompt: TurnPrompt) -> ModelRequest:
         """Return the part that all requests of the agent have: system prompt and tools."""
-        tools = self._tools_given(profile)
-        names = frozenset(tool.name for tool in tools)
-        if not prompt.text or prompt.tools != names or prompt.profile != profile:
-            prompt.text, prompt.tools, prompt.profile = self._prompts.render(profile, names), names, profile
-            prompt.without_tools = self._prompts.render(profile, ()) if names else None
-        return prompt.request(tools)
+        return prompt.request(self._prepare(profile, prompt).specs)
+
+    def _prepare(self, profile: Profile, prompt: TurnPrompt) -> _ToolList:
+        """Return the tools that the agent is given, and render the prompt if it does not fit them."""
+        tools = self._describe_tools(self._tools_given(profile))
+        if not prompt.text or prompt.tools != tools.names or prompt.profile != profile:
+            prompt.text, prompt.tools = self._prompts.render(profile, tools.names), tools.names
+            prompt.without_tools = self._prompts.render(profile, ()) if tools.names else None
+            prompt.profile = profile
+        return tools
 
     def system_prompt(self, profile: Profile) -> str:
         """Return the system prompt that the agent's next request has."""
@@ -349,15 +360,16 @@ class RequestBuilder:
             tools = ()
         return self._prompts.render(profile, [tool.name for tool in tools])
 
-    def _tool_tokens(self, tools: tuple[ToolSpec, ...]) -> int:
-        """Estimated tokens of the tools. The toolbox returns the same tuple until the tools change."""
-        known, tokens = self._known_tools.get(id(tools), ((), 0))
-        if known is not tools:
-            tokens = tool_tokens(tools)
+    def _describe_tools(self, specs: tuple[ToolSpec, ...]) -> _ToolList:
+        """Return the list with its names and tokens. The toolbox returns the same tuple until the tools change."""
+        known = self._known_tools.get(id(specs))
+        if known is None or known.specs is not specs:
             if len(self._known_tools) >= MAX_TOOL_LISTS:
                 self._known_tools.clear()
-            self._known_tools[id(tools)] = tools, tokens
-        return tokens
+            known = self._known_tools[id(specs)] = _ToolList(
+                specs, frozenset(spec.name for spec in specs), tool_tokens(specs)
+            )
+        return known
 
     def _tools_given(self, profile: Profile) -> tuple[ToolSpec, ...]:
         if not self._directory.accepts_tools(profile.id):

@@ -123,8 +123,10 @@ class AgentDirectory:
     def service_of(self, agent_id: str) -> ServiceEntry:
         """Return the service of the agent, else of its maker. `UnknownService`: there is none or it is not allowed."""
         profile = self.profile(agent_id)
+        if profile.maker is None:
+            return self._services.get(profile.service)
         entry = self._services.get(self._service_id(profile))
-        if profile.maker is not None and not self.may_use(agent_id, entry.id):
+        if not self.may_use(agent_id, entry.id):
             raise ServiceNotAllowed(entry.id, profile.maker, gone=self._ancestry(agent_id) is None)
         return entry
 
@@ -136,6 +138,9 @@ class AgentDirectory:
 
     def tools_of(self, agent_id: str) -> tuple[tuple[str, ...], ...]:
         """Return the pattern lists of the agent and its makers. A tool is allowed if each list allows it."""
+        profile = self.find(agent_id)
+        if profile is not None and profile.maker is None:
+            return (profile.tools,)
         ancestry = self._ancestry(agent_id)
         return tuple(dict.fromkeys(profile.tools for profile in ancestry)) if ancestry else ((),)
 

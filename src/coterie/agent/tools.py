@@ -85,7 +85,9 @@ class CallTimer:
     """Measures how long a call works. The time in which it waits for the person or a model does not count."""
 
     def __init__(self, max_with_progress: timedelta = MAX_WITH_PROGRESS) -> None:
-        self._pauses, self._changed = 0, asyncio.Event()
+        self._pauses = 0
+        self._changed: asyncio.Future[None] | None = None
+        """Set while `wait` waits; done when it has to look again."""
         self._max_seconds = max_with_progress.total_seconds()
         self._has_news = False
         self.has_progressed = False
@@ -94,17 +96,21 @@ class CallTimer:
     def restart(self) -> None:
         """Measure from now on: the call has reported progress."""
         self._has_news = self.has_progressed = True
-        self._changed.set()
+        self._look_again()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         self._pauses += 1
-        self._changed.set()
+        self._look_again()
         try:
             yield
         finally:
             self._pauses -= 1
-            self._changed.set()
+            self._look_again()
+
+    def _look_again(self) -> None:
+        if self._changed and not self._changed.done():
+            self._changed.set_result(None)
 
     async def wait(self, call: asyncio.Future[Any], seconds: float) -> None:
         """Wait until the call is done or has worked for `seconds` without progress."""
@@ -112,14 +118,10 @@ class CallTimer:
         left, total = seconds, max(seconds, self._max_seconds)
         while not call.done() and left > 0:
             began, is_paused = loop.time(), self._pauses > 0
-            self._changed.clear()
             self._has_news = False
-            changed = asyncio.ensure_future(self._changed.wait())
-            try:
-                timeout = None if is_paused else left
-                await asyncio.wait({call, changed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                changed.cancel()
+            changed = self._changed = loop.create_future()
+            timeout = None if is_paused else left
+            await asyncio.wait({call, changed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             worked = 0.0 if is_paused else loop.time() - began
             total -= worked
             left = min(seconds if self._has_news else left - worked, total)

@@ -442,9 +442,9 @@ def bridge_context(ctx: ToolContext, home: asyncio.AbstractEventLoop) -> ToolCon
     """Return `ctx` for use on another loop. Its async methods run on `home`."""
     return replace(
         ctx,
-        send=_bridge(ctx.send, home),
-        ask=_bridge(ctx.ask, home),
-        report_progress=_bridge(ctx.report_progress, home),
+        send=_bridge_function(ctx.send, home),
+        ask=_bridge_function(ctx.ask, home),
+        report_progress=_bridge_function(ctx.report_progress, home),
         sample=None,
         artifacts=cast(Any, _Bridge(ctx.artifacts, home)),
         router=cast(Any, _Bridge(ctx.router, home)),
@@ -464,9 +464,10 @@ class _Bridge:
 def _bridge(value: Any, home: asyncio.AbstractEventLoop) -> Any:
     if inspect.isasyncgenfunction(value):
         return lambda *args, **named: _iterate_on(value(*args, **named), home)
-    if not inspect.iscoroutinefunction(value):
-        return value
+    return _bridge_function(value, home) if inspect.iscoroutinefunction(value) else value
 
+
+def _bridge_function(value: Any, home: asyncio.AbstractEventLoop) -> Any:
     async def call(*args: Any, **named: Any) -> Any:
         here = asyncio.get_running_loop()
         named = {name: _bridge_argument(one, here) for name, one in named.items()}

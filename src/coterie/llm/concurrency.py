@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import timedelta
 
 from coterie.clock import Clock
@@ -53,7 +51,7 @@ class ServiceQueues:
 
 
 class ServiceQueue:
-    """The queue of one service: `async with queue.slot():` while a request runs."""
+    """The queue of one service: `acquire` before a request, `release` after it."""
 
     def __init__(self, service: str, clock: Clock, sharing: SlotSharing | None = None) -> None:
         self._limit = 1
@@ -85,15 +83,6 @@ class ServiceQueue:
         if self._sharing is None:
             self._admit()
 
-    @asynccontextmanager
-    async def slot(self, *, for_person: bool = False) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. `for_person`: the request answers a message of the person."""
-        await self._acquire(for_person)
-        try:
-            yield
-        finally:
-            self._release()
-
     def wake(self) -> None:
         """Exchange slots with the other processes now."""
         if self._exchange_task:
@@ -113,7 +102,8 @@ class ServiceQueue:
     def _available(self) -> int:
         return self._limit if self._sharing is None else self._granted
 
-    async def _acquire(self, for_person: bool) -> None:
+    async def acquire(self, *, for_person: bool = False) -> None:
+        """Wait for a slot. `for_person`: the request answers a message of the person."""
         if self._running < self._available and not self.waiting:
             self._start()
             return
@@ -125,7 +115,7 @@ class ServiceQueue:
             await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self._release()  # the slot was granted at the moment of cancellation
+                self.release()  # the slot was granted at the moment of cancellation
             else:
                 with contextlib.suppress(ValueError):  # `_admit` may have removed it
                     waiters.remove(waiter)
@@ -136,7 +126,8 @@ class ServiceQueue:
         self._running += 1
         self._peak = max(self._peak, self._running)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Give the slot back after the request."""
         self._running -= 1
         if self.others_wait:
             self._woken.set()

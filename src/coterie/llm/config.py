@@ -611,7 +611,7 @@ class ServiceRegistry:
     def get(self, service_id: str | None = None) -> ServiceEntry:
         """Return the entry with that id, or the first one without an id. Raise `UnknownService` if there is none."""
         if service_id is None and self._entries:
-            return next(iter(self))
+            return next(iter(self._entries.values()))
         try:
             return self._entries[service_id or ""]
         except KeyError:

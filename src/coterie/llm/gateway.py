@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -213,7 +213,8 @@ class ModelGateway:
         active.users += 1
         try:
             self._check_breaker(entry, breaker)
-            async with self._slot(active.queue, attempt.key):
+            await self._acquire_slot(active.queue, attempt.key)
+            try:
                 refused, started, limit = set[str](), self._clock.monotonic(), None
                 while True:
                     self._check_breaker(entry, breaker)  # it may have opened while the request waited
@@ -252,23 +253,20 @@ class ModelGateway:
                             await pieces.aclose()
                     await self._clock.sleep(pause)
                     limit = started + self._fallback_within - self._clock.monotonic()
+            finally:
+                active.queue.release()
         finally:
             active.users -= 1
             if self._applied_version != self._services.version:
                 await self._close_outdated()
 
-    @asynccontextmanager
-    async def _slot(self, queue: ServiceQueue, key: tuple[str, bool]) -> AsyncIterator[None]:
+    async def _acquire_slot(self, queue: ServiceQueue, key: tuple[str, bool]) -> None:
+        """Wait for a slot; the caller releases it."""
         self._waiting[key] += 1
-        entered = False
         try:
-            async with queue.slot(for_person=key[1]):
-                self._stop_waiting(key)
-                entered = True
-                yield
+            await queue.acquire(for_person=key[1])
         finally:
-            if not entered:
-                self._stop_waiting(key)
+            self._stop_waiting(key)
 
     def _stop_waiting(self, key: tuple[str, bool]) -> None:
         self._waiting[key] -= 1
@@ -366,7 +364,9 @@ class _Attempt:
 
 
 async def _first(pieces: AsyncIterator[TextDelta | Completion], limit: float | None) -> TextDelta | Completion | None:
-    """Return the first piece. `limit` is in seconds of real time, not of the `Clock`."""
+    """Return the first piece. `limit` is in seconds of real time, not of the `Clock`. None: no limit."""
+    if limit is None:
+        return await anext(pieces, None)
     try:
         async with asyncio.timeout(limit):
             return await anext(pieces, None)

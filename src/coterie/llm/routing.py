@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -166,9 +166,7 @@ class CapabilityRouter:
     async def _views(
         self, request: ModelRequest, entry: ServiceEntry, agent_id: str
     ) -> dict[Attachment, TextPart | InlineFile]:
-        attachments = dict.fromkeys(
-            part for message in request.messages for part in _content(message) if isinstance(part, Attachment)
-        )
+        attachments = find_attachments(request.messages)
         if not attachments:
             return {}
         known = await self._artifacts.artifacts([attachment.artifact_ref for attachment in attachments])
@@ -251,13 +249,17 @@ def _describe_schema(request: ModelRequest) -> ModelRequest:
     return replace(request, messages=tuple(messages), answer_schema="", estimate=0)
 
 
-def _content(message: ChatMessage) -> Sequence[TextPart | Attachment | InlineFile]:
-    match message:
-        case UserMessage(parts):
-            return parts
-        case ToolMessage(attachments=attachments):
-            return attachments
-    return ()
+def find_attachments(messages: Iterable[ChatMessage]) -> list[Attachment]:
+    """Return the attachments of all messages, each once, in order. Every request is searched, so it is one loop."""
+    found: dict[Attachment, None] = {}
+    for message in messages:
+        if isinstance(message, UserMessage):
+            for part in message.parts:
+                if isinstance(part, Attachment):
+                    found[part] = None
+        elif isinstance(message, ToolMessage):
+            found.update(dict.fromkeys(message.attachments))
+    return list(found)
 
 
 def _apply(views: Mapping[Attachment, TextPart | InlineFile], messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:

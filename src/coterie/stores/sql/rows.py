@@ -84,14 +84,16 @@ def insert(db: Connection, into: str, rows: Sequence[Sequence[Any]]) -> None:
     statement with `?`: SQLite looks named parameters up one by one. A connection with a faster way has a method
     `insert_rows`.
     """
-    if rows and (insert_rows := getattr(db, "insert_rows", None)):
+    if not rows:
+        return
+    if insert_rows := getattr(db, "insert_rows", None):
         insert_rows(into, rows)
         return
     if len(rows) == 1:
         db.execute(_statement(into, len(rows[0]), 1), rows[0])
         return
     done = 0
-    for size in ROWS_PER_INSERT if rows else ():
+    for size in ROWS_PER_INSERT:
         while len(rows) - done >= size:
             part = rows[done : done + size]
             db.execute(_statement(into, len(part[0]), size), tuple(chain.from_iterable(part)))

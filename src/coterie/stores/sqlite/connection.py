@@ -241,22 +241,24 @@ class LastCommitFile:
 
     def __init__(self, folder: Path, log_id: str, event: int, *, is_durable: bool) -> None:
         self._path, self._handle = folder / LAST_COMMIT_FILE, -1
-        self._last = LastCommit(log_id, event, boot_id(), event if is_durable else None)
+        self._event, self._durable = event, event if is_durable else None
+        # It is written at every commit, so the JSON of a `LastCommit` is made from this template.
+        self._template = msgspec.json.encode(LastCommit(log_id, 0, boot_id(), 0)).replace(b"%", b"%%")
+        self._template = self._template.replace(b'"event":0', b'"event":%d').replace(b'"durable":0', b'"durable":%b')
         with contextlib.suppress(OSError):
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._write(self._last)
+            self._write()
 
     def record(self, event: int, *, is_durable: bool = False) -> None:
         """Call it after the commit or flush, never before: a kill in between would look like a lost commit."""
-        last = self._last
-        durable = event if is_durable else last.durable
+        durable = event if is_durable else self._durable
         # The event loop may have committed a newer event during a flush.
-        event = max(event, last.event)
-        if self._handle < 0 or (event, durable) == (last.event, last.durable):
+        event = max(event, self._event)
+        if self._handle < 0 or (event == self._event and durable == self._durable):
             return
-        self._last = LastCommit(last.log_id, event, last.boot, durable)
+        self._event, self._durable = event, durable
         with contextlib.suppress(OSError):
-            self._write(self._last)
+            self._write()
 
     def close(self, *, remove: bool) -> None:
         if self._handle >= 0:
@@ -266,13 +268,10 @@ class LastCommitFile:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
-    def _write(self, commit: LastCommit) -> None:
-        os.pwrite(self._handle, _encode(commit), 0)
-
-
-def _encode(commit: LastCommit) -> bytes:
-    body = msgspec.json.encode(commit)
-    return b"%08x %s\n" % (zlib.crc32(body), body.ljust(_SIZE - 10))
+    def _write(self) -> None:
+        durable = b"null" if self._durable is None else b"%d" % self._durable
+        body = self._template % (self._event, durable)
+        os.pwrite(self._handle, b"%08x %s\n" % (zlib.crc32(body), body.ljust(_SIZE - 10)), 0)
 
 
 def read_last_commit(folder: Path) -> LastCommit | None:
@@ -333,16 +332,22 @@ class OpenFiles:
     def __init__(self, database: Path) -> None:
         """Create it after the first commit, which creates the `-wal`."""
         # Strings: a `Path` is converted for each of the four calls of a commit.
-        self._identities = {path: _identity(path) for path in (str(database), f"{database}-wal")}
+        self._identities = [(path, _identity(path)) for path in (str(database), f"{database}-wal")]
         self._is_reported, self._lock = False, threading.Lock()
 
     def problem(self) -> str | None:
         """Why nothing can be stored, or None. Costs two `stat` calls, some microseconds."""
-        gone = [path for path, identity in self._identities.items() if _identity(path) != identity]
+        gone = ""
+        for path, identity in self._identities:
+            if _identity(path) != identity:
+                gone = path
+                break
+        if not gone and not self._is_reported:
+            return None
         sentence = None
         if gone:
             sentence = (
-                f"{gone[0]} was removed or replaced while the society runs, so nothing is stored any more:"
+                f"{gone} was removed or replaced while the society runs, so nothing is stored any more:"
                 " put the same file back, or stop the society and restore a backup with coterie restore FILE"
             )
         with self._lock:
