@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from msgspec.structs import asdict
 
@@ -20,14 +20,7 @@ from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
 from coterie.clock import Clock, SystemClock
 from coterie.config import Config, SocietyFolder, read_config
-from coterie.configuration import (
-    Configuration,
-    DatabaseConfiguration,
-    FileConfiguration,
-    FilesRole,
-    Settings,
-    agent_of,
-)
+from coterie.configuration import Configuration, DatabaseConfiguration, FileConfiguration, FilesRole, Settings, agent_of
 from coterie.errors import CoterieError, Problem, Refused, StoreBroken, StoreUnusable
 from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
@@ -65,6 +58,15 @@ log = logging.getLogger(__name__)
 CLOCK_BEHIND_LIMIT = timedelta(minutes=5)
 GONE = "gone"
 """Name of a worker whose process has ended."""
+
+
+class AskOptions(TypedDict, total=False):
+    """Options of `Society.ask` and `Society.stream`, with the meaning that they have for `Society.send`."""
+
+    attachments: Sequence[str]
+    client_id: str | None
+    in_reply_to: str | None
+    option: int | None
 
 
 class Society:
@@ -355,13 +357,7 @@ class Society:
         parent).
         """
         profile = await self._require_runtime().create_agent(
-            id=id,
-            name=name,
-            prompt=prompt,
-            service=service,
-            tools=tools,
-            parent=parent,
-            description=description,
+            id=id, name=name, prompt=prompt, service=service, tools=tools, parent=parent, description=description
         )
         self.bus.notify()
         return profile
@@ -392,46 +388,18 @@ class Society:
         self._require_runtime()
         return await self.configuration.reload()
 
-    async def ask(
-        self,
-        to: str,
-        text: str,
-        *,
-        timeout: float | None = None,
-        attachments: Sequence[str] = (),
-        client_id: str | None = None,
-        in_reply_to: str | None = None,
-        option: int | None = None,
-    ) -> Answer:
+    async def ask(self, to: str, text: str, *, timeout: float | None = None, **options: Unpack[AskOptions]) -> Answer:
         """Send a message from the person and return the agent's answer, which then counts as read.
 
         `timeout`: seconds. `NoAnswer` says why there is no answer; after a timeout it may still come. An agent that
         waits for an approval answers with its question.
         """
-        answer = await wait_for_answer(
-            self.stream(
-                to,
-                text,
-                timeout=timeout,
-                attachments=attachments,
-                client_id=client_id,
-                in_reply_to=in_reply_to,
-                option=option,
-            )
-        )
+        answer = await wait_for_answer(self.stream(to, text, timeout=timeout, **options))
         await self.mark_read(answer.message)
         return answer
 
     async def stream(
-        self,
-        to: str,
-        text: str,
-        *,
-        timeout: float | None = None,
-        attachments: Sequence[str] = (),
-        client_id: str | None = None,
-        in_reply_to: str | None = None,
-        option: int | None = None,
+        self, to: str, text: str, *, timeout: float | None = None, **options: Unpack[AskOptions]
     ) -> AsyncGenerator[AnswerDelta | Answer, None]:
         """Send a message from the person; yield the text as the model writes it, and at the end the `Answer`.
 
@@ -442,14 +410,7 @@ class Society:
         follower = AnswerFollower(to, store=self.store, bus=self.bus, live=self.live, clock=self._clock)
 
         async def send() -> Receipt:
-            return await self.send(
-                to=to,
-                text=text,
-                attachments=attachments,
-                client_id=client_id,
-                in_reply_to=in_reply_to,
-                option=option,
-            )
+            return await self.send(to=to, text=text, **options)
 
         async with contextlib.aclosing(
             follower.follow(send, None if timeout is None else timedelta(seconds=timeout))
