@@ -60,6 +60,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "shared_stops": shared_cycles.stops,
     "shared_begin": shared_cycles.begin,
     "shared_let_work": shared_cycles.let_work,
+    "shared_let_work_until": shared_cycles.let_work_until,
     "shared_end": shared_cycles.end,
 }
 
@@ -73,7 +74,7 @@ def _perform(scenario: str, folder: str, arm: str, uid: int | None, arguments: d
     answer: dict[str, Any]
     try:
         answer = {"returned": asyncio.run(getattr(scenarios, scenario)(Path(folder), **arguments))}
-    except Exception as error:
+    except BaseException as error:  # a leaked CancelledError, too, must reach the test
         answer = {
             "raised": type(error).__name__,
             "message": str(error),
