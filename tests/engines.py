@@ -18,11 +18,22 @@ from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import open_writer
 
-EMPTY = """
-TRUNCATE agents, messages, artifacts, attachments, events, history, history_artifacts, plans, calls, roles, llm_calls,
-         summaries, tasks, turns, schedules, keys, blobs, pieces, processes, places, batches RESTART IDENTITY;
-UPDATE log SET paused = 0; DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')
-"""
+EMPTIED = (
+    *("attachments", "history_artifacts", "history", "calls", "plans", "pieces", "events", "roles", "llm_calls"),
+    *("summaries", "tasks", "turns", "schedules", "keys", "processes", "places", "batches"),
+    *("messages", "artifacts", "blobs", "agents"),
+)
+"""In the order that foreign keys ask for."""
+NUMBERED = ("messages", "tasks", "events", "plans")
+# Not TRUNCATE: it makes new files for all tables and indexes, which takes 30 ms.
+EMPTY = "; ".join(
+    [
+        *(f"DELETE FROM {table}" for table in EMPTIED),
+        *(f"SELECT setval(pg_get_serial_sequence('{table}', 'seq'), 1, false)" for table in NUMBERED),
+        "UPDATE log SET paused = 0",
+        "DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')",
+    ]
+)
 EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"
 
 
@@ -59,9 +70,9 @@ class Postgres(Engine):
         from coterie.stores.postgres import PostgresStore
 
         url = self.url(folder)
-        with self.behind(folder) as db:
-            if db.execute("SELECT to_regclass('agents')").fetchone()[0]:
-                db.execute(EXPIRED)
+        agents = f"{self._schemas[folder]}.agents"
+        if self.execute(f"SELECT to_regclass('{agents}')")[0][0]:
+            self.execute(EXPIRED.replace("agents", agents))
         return await PostgresStore.open(url, clock, limits=limits, time=lambda: to_ms(clock.now()))
 
     def url(self, folder: Path) -> str:

@@ -24,7 +24,7 @@ from tests.engines import Postgres
 
 TOKEN = "a-token-of-the-tests-0123456789abcdef"
 KEY = "sk-main-0123456789abcdef"
-SOON = 60
+SOON = 180
 
 
 def home(folder: Path, url: str, toml: str = "", services: Any = None) -> Path:

@@ -24,7 +24,7 @@ async def test_wait_returns_the_task_when_everything_is_done(tmp_path: Path) -> 
         receipt: Receipt = sent
         assert receipt.to_dict()["task"] == sent.task == sent.message_id
         assert "asked" not in repr(sent) and sent.task in repr(sent)
-        task = await sent.wait(timeout=30)
+        task = await sent.wait(timeout=180)
         assert (task.id, task.state, task.agents, task.queued) == (sent.task, "done", 2, 0)
         assert await sent.wait() == task
         assert (await here.society.task(sent.message_id)).task == task
@@ -36,11 +36,11 @@ async def test_wait_ends_when_the_task_waits_for_the_person(tmp_path: Path) -> N
     async with stage(tmp_path) as here:
         here.server.script(asks("user", "Tea?", quickReplies=["Yes", "No"]), "", "Here it is.")
         sent = await here.society.send(to="ada", text="hello")
-        assert (await sent.wait(timeout=30)).state == "waiting"
+        assert (await sent.wait(timeout=180)).state == "waiting"
         (question,) = await here.heard()
         answer = await here.society.send(to="ada", text="Yes", in_reply_to=question.id, option=0)
         assert answer.task == sent.task
-        assert (await answer.wait(timeout=30)).state == "done"
+        assert (await answer.wait(timeout=180)).state == "done"
 
 
 async def test_stop_ends_the_turn_and_the_wait(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ async def test_stop_ends_the_turn_and_the_wait(tmp_path: Path) -> None:
         here.server.script(Says(calls=(Calls("ring", {"name": "x"}),)))
         sent = await here.society.send(to="ada", text="go")
         await Bell.rang.wait()
-        waiting = asyncio.create_task(sent.wait(timeout=30))
+        waiting = asyncio.create_task(sent.wait(timeout=180))
         stopped = await sent.stop()
         assert (stopped.turns, stopped.messages, stopped.questions) == (1, 0, 0)
         assert (await waiting).state == "stopped"
@@ -110,11 +110,11 @@ async def test_a_continued_task_works_again_with_one_more_budget(tmp_path: Path)
     async with stage(tmp_path, agents="[limits.task]\nturns = 2\n[agents.ada]\n[agents.bob]\n") as here:
         here.server.default = ping_pong
         sent = await here.society.send(to="ada", text="go")
-        first = await sent.wait(timeout=30)
+        first = await sent.wait(timeout=180)
         assert (first.state, first.budgets) == ("waiting", 1) and first.budget_question is not None
         assert (await here.society.continue_task(sent.task)).budgets == 2
         await here.heard(2)  # the next question
-        second = await sent.wait(timeout=30)
+        second = await sent.wait(timeout=180)
         assert (second.state, second.turns) == ("waiting", first.turns + 2)
         await sent.stop()
         with pytest.raises(Refused) as refusal:

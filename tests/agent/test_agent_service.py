@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coterie import Society
-from coterie.agent.service import MAX_CHILDREN, MAX_DESCENDANTS, AgentDirectory, AgentService
+from coterie.agent.service import MAX_CHILDREN, AgentDirectory, AgentService
 from coterie.agents import Profile
 from coterie.errors import Refused
 from coterie.llm.config import ServiceEntry, ServiceRegistry
@@ -92,16 +92,16 @@ async def test_the_number_of_children_is_limited(service: AgentService) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sqlite"], indirect=True)  # the limit does not depend on the engine
-async def test_the_number_of_descendants_is_limited(
-    service: AgentService,
-) -> None:
+async def test_the_number_of_descendants_is_limited(service: AgentService, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 30
+    monkeypatch.setattr("coterie.agent.service.MAX_DESCENDANTS", most)
     family = ["ada"]
     for parent in family:
-        if len(family) > MAX_DESCENDANTS:
+        if len(family) > most:
             break
         family += [(await service.spawn(parent, "scout", key=f"{parent}/{n}")).id for n in range(2)]
 
-    assert len(family) == MAX_DESCENDANTS + 1
+    assert len(family) == most + 1
     assert {await code(service.spawn(one, "scout", key=f"{one}/more")) for one in family[-3:]} == {"too_many_children"}
     await service.spawn("bob", "scout", key="bob's first")
 

@@ -303,7 +303,7 @@ async def test_a_failure_while_an_interjection_is_read_is_logged_and_never_leave
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """004-N2.1, 004-6.4"""
-    async with asyncio.timeout(30), stage(tmp_path) as here:
+    async with asyncio.timeout(180), stage(tmp_path) as here:
         held = asyncio.Event()
         here.server.script(Says(calls=(Calls("ring", {"name": "x"}),), gate=held), "read both")
         await here.say("hello")

@@ -17,7 +17,7 @@ from coterie.agent.tools import ToolResult
 from coterie.clock import SystemClock
 from coterie.testing import FakeClock
 from tests.agent.mcp_harness import HttpServer, McpHarness, as_child
-from tests.agent.tool_calls import error_of, wait_until
+from tests.agent.tool_calls import HANG_SECONDS, error_of, wait_until
 from tests.engines import Engine
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ async def test_a_call_that_the_server_had_begun_is_not_sent_again(
     server, noted = serve(refusal, RESUMABLE="1"), tmp_path / "noted"
     await mcp.add(server.entry).connect()
     calling = asyncio.create_task(mcp.call("demo__note", LONG_WAIT, path=str(noted)))
-    await wait_until(noted.exists)
+    await wait_until(lambda: noted.exists() and noted.read_text() == "noted\n")
     await asyncio.to_thread(server.restart)
     lost = await calling
     assert error_of(lost).startswith("mcp_lost") and lost.is_outcome_unknown
@@ -170,7 +170,7 @@ async def under_load(mcp: McpHarness, server: HttpServer, restarts: int) -> Coun
             await asyncio.sleep(0.05)
         return result
 
-    async with asyncio.timeout(60 * (restarts + 1)), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(HANG_SECONDS * (restarts + 1)), asyncio.TaskGroup() as tasks:
         for number in range(4):
             tasks.create_task(work("demo__add", a=number, b=1))
             tasks.create_task(work("demo__pid"))

@@ -15,7 +15,7 @@ from coterie.agent.tools import ToolContext, ToolResult, get_tool
 
 SOON = timedelta(milliseconds=150)
 LONG = timedelta(seconds=60)
-HANG_SECONDS = 60
+HANG_SECONDS = 180
 """Timeout of waits for something that always happens; it only ends a hanging test."""
 
 

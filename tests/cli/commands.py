@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 300
 """Ends a test whose process hangs."""
 
 

@@ -31,7 +31,7 @@ from coterie.web.auth import load_token
 
 T = TypeVar("T")
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 180
 """Ends a test that hangs."""
 COLUMNS = 80
 AGENTS = '[agents.ada]\nname = "Ada"\n[agents.bob]\nname = "Bob"\nparent = "ada"\n'

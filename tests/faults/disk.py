@@ -55,7 +55,7 @@ class Disk:
 
     def wait_for_commit(self) -> None:
         """Wait until a commit is held."""
-        assert self._reached.wait(10)
+        assert self._reached.wait(120)
 
     def release_commits(self) -> None:
         self._released.set()
@@ -77,7 +77,7 @@ class Disk:
     def _change(self, change: Change, run: Callable[[], sqlite3.Cursor]) -> sqlite3.Cursor:
         if change == "commit":
             self._reached.set()
-            assert self._released.wait(10)
+            assert self._released.wait(120)
             if self._errors:
                 raise self._errors.pop(0)
         with self._lock:

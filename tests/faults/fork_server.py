@@ -20,7 +20,7 @@ from coterie import failpoints
 from coterie.stores.sql.migrations import schema_scripts
 
 from . import kill_cycles, scenarios, shared_cycles, task_cycles, work_cycles, zombies
-from .harness import Child, scaled_timeout
+from .harness import HANG_SECONDS, Child, scaled_timeout
 
 _held: dict[int, Child] = {}
 
@@ -28,7 +28,8 @@ _held: dict[int, Child] = {}
 def run(scenario: str, folder: str, arm: str = "", uid: int | None = None, **arguments: Any) -> dict[str, Any]:
     """Run a scenario in a fork with failpoints armed. Return its exit status and its result or error."""
     child = Child(functools.partial(_perform, scenario, folder, arm, uid, arguments))
-    output = child.output_to_end()
+    # Longer than each wait of a scenario, or its result would come too late to be read.
+    output = child.output_to_end(10 * HANG_SECONDS)
     status = child.end()
     return {"status": status, "pid": child.pid, **(json.loads(output) if output else {})}
 
@@ -60,6 +61,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "shared_stops": shared_cycles.stops,
     "shared_begin": shared_cycles.begin,
     "shared_let_work": shared_cycles.let_work,
+    "shared_let_work_until": shared_cycles.let_work_until,
     "shared_end": shared_cycles.end,
 }
 
@@ -73,7 +75,7 @@ def _perform(scenario: str, folder: str, arm: str, uid: int | None, arguments: d
     answer: dict[str, Any]
     try:
         answer = {"returned": asyncio.run(getattr(scenarios, scenario)(Path(folder), **arguments))}
-    except Exception as error:
+    except BaseException as error:  # a leaked CancelledError, too, must reach the test
         answer = {
             "raised": type(error).__name__,
             "message": str(error),

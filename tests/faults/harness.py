@@ -21,12 +21,18 @@ HANG_SECONDS = 60.0
 """Seconds after which a child counts as hung, on an idle machine."""
 
 
+def load_factor() -> float:
+    """How much longer work takes than on an idle machine: runnable processes per processor, at least 1."""
+    average, *_, running = Path("/proc/loadavg").read_text().split("/")[0].split()  # the average is of a minute
+    return max(1.0, max(float(average), float(running)) / len(os.sched_getaffinity(0)))
+
+
 def scaled_timeout(seconds: float = HANG_SECONDS) -> float:
-    """Return `seconds` times the load of the machine per processor, if that is more than 1.
+    """Return `seconds` times the load of the machine, at least three times as many: other tests may start now.
 
     For timeouts that only end a wait for an event that never comes.
     """
-    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    return seconds * max(3.0, load_factor())
 
 
 class ForkServer:

@@ -18,7 +18,7 @@ from typing import Any
 
 from coterie import failpoints
 
-from .harness import Child, scaled_timeout
+from .harness import Child, load_factor, scaled_timeout
 from .scenarios import drain, make_home, send_until_killed
 from .verifier import Verification
 from .witness import Note, Reader, Witness
@@ -116,7 +116,7 @@ class KillRun:
             time.sleep(self._rng.uniform(0, 0.012))  # the injected fault: a random instant
         elif child.read(scaled_timeout()) and how in ("at random", "with a commit hanging"):
             time.sleep(self._rng.uniform(*self.instants))
-        elif spec and not child.ends(scaled_timeout(self.failpoint_timeout)):  # the failpoint kills it
+        elif spec and not child.ends(self.failpoint_timeout * load_factor()):  # the failpoint kills it
             how = "too late for its failpoint"
         child.kill()
         if (status := child.end()) != -9:

@@ -19,7 +19,7 @@ import psycopg
 
 from coterie import failpoints
 
-from .harness import HANG_SECONDS, Child, scaled_timeout
+from .harness import HANG_SECONDS, Child, load_factor, scaled_timeout
 from .kill_cycles import IN_COMMIT, IN_PROMOTION, RETRY_SHARE, has_seen
 from .scenarios import AGENTS, make_home
 from .shared_workload import conditions, run_worker, wait_until_idle_and_copy
@@ -30,10 +30,13 @@ from .workload import PAUSE
 
 WORKERS = 3
 LEASE = 0.4
+"""Seconds, if the machine has at most two runnable processes per processor. A busy one renews leases later."""
 LONG_SECONDS = 120.0
 """Timeout on a busy machine."""
 WAYS = {"at random": 13, "in a commit": 3, "in a promotion": 1, "while opening": 1, **dict.fromkeys(FAILPOINTS, 3)}
 WAYS |= {"before a tool": 6, "after a tool": 6}  # mail withdraws many plans before they run
+FAILPOINT_SECONDS = 3.0
+"""Seconds within which an armed failpoint should be hit. Not scaled: a kill that comes too late is a kill, too."""
 CLIENT_PAUSE = 0.2
 """Most seconds between two messages of a client. Nine clients must leave agents time to run their plans."""
 ZOMBIES = ("turn.asking", "turn.answered", "turn.calling", "turn.ran")
@@ -86,7 +89,7 @@ class SharedRun:
             time.sleep(self._rng.uniform(0, 0.05))  # the injected fault: a random instant
         elif child.read(scaled_timeout()) and how == "at random":
             time.sleep(self._rng.uniform(0.01, 0.08))
-        elif how != "at random" and not child.ends(scaled_timeout(3.0)):
+        elif how != "at random" and not child.ends(FAILPOINT_SECONDS):
             how = "too late for its failpoint"
         self._kill(home, how)
         self._start(home)
@@ -125,6 +128,14 @@ class SharedRun:
         """Wait until so many more requests were answered."""
         before = self._answered()
         self._until(lambda: self._answered() >= before + messages, "no worker answers any more")
+
+    def let_work_until(self, acknowledged: int, answers: int) -> None:
+        """Wait until so many sends were acknowledged and so many answers of agents were stored since the start."""
+
+        def has_happened() -> bool:
+            return sum("acked" in note for note in self._notes()) >= acknowledged and self._stored() >= answers
+
+        self._until(has_happened, f"fewer than {acknowledged} acknowledged sends or {answers} answers")
 
     def end(self) -> dict[str, Any]:
         for home in self._homes:
@@ -177,6 +188,10 @@ class SharedRun:
     def _answered(self) -> int:
         return sum("answered" in note for note in self._notes())
 
+    def _stored(self) -> int:
+        with psycopg.connect(self._url, autocommit=True) as db:
+            return int(db.execute("SELECT count(*) FROM messages WHERE automatic <> 0").fetchall()[0][0])
+
     def _is_started(self, name: str) -> bool:
         return any(note.get("started") == name for note in self._notes())
 
@@ -199,6 +214,10 @@ def begin(folder: str, url: str, seed: int, lease: float = LEASE) -> None:
 
 def let_work(messages: int) -> None:
     _current[0].let_work(messages)
+
+
+def let_work_until(acknowledged: int, answers: int) -> None:
+    _current[0].let_work_until(acknowledged, answers)
 
 
 def end() -> dict[str, Any]:
@@ -243,7 +262,7 @@ def _execute(
     for number, url in enumerate(urls):
         if number >= runs and (problems or has_seen(seen, at_least)):
             break
-        run = SharedRun(folder, url, seed, number)
+        run = SharedRun(folder, url, seed, number, LEASE * max(1.0, load_factor() / 2))
         run.begin(anonymous_share=0.3, pause=CLIENT_PAUSE)
         done = 0
         while done < cycles / runs:

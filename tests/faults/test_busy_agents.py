@@ -88,9 +88,10 @@ async def test_a_burst_to_a_working_agent_is_read_once_and_in_order_by_one_reque
     report, recorder = await burst(fork_server, tmp_path, 500)
 
     assert_one_sequence(report, recorder, 500)
+    assert report["grown_mb"] < MAX_GROWTH_MB, report
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_10000_messages_to_a_working_agent_are_read_once_and_in_order_in_bounded_memory(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:

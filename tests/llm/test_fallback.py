@@ -37,7 +37,7 @@ from coterie.testing.model_server import CustomReply, Reply, ServerConnection
 from .harness import PNG, AutoAdvancingClock, Harness, description, parts_of, service, user_request
 
 HELLO = user_request(TextPart("hello"))
-TIMEOUT_SECONDS = 20
+TIMEOUT_SECONDS = 120
 """Shorter than the deadlines of a request. The tests take less than 3 s on an idle machine."""
 DOWN = TransientError("main is down", reason="busy")
 SPARE = Completion(text="ok", service="spare")
@@ -335,7 +335,7 @@ async def test_the_person_gets_the_answer_of_the_fallback_once_after_a_partial_a
         def on_draft(draft: LiveReply) -> None:
             drafts[draft.id] = (draft.text, draft.outcome)
 
-        async with Society.open(tmp_path, clock=SystemClock()) as society, asyncio.timeout(30):
+        async with Society.open(tmp_path, clock=SystemClock()) as society, asyncio.timeout(TIMEOUT_SECONDS):
             society.live.subscribe(on_draft)
             await society.send(to="ada", text="hello")
             message = await anext(aiter(society.inbox()))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, Route
+from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, Route, expect
 
 from coterie.clock import SystemClock
 from coterie.messages import Message
@@ -33,6 +33,9 @@ parent = "ada"
 """
 WIDE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
+TIMEOUT_SECONDS = 60.0
+"""Ends a test that hangs; generous for slow machines."""
+expect.set_options(timeout=TIMEOUT_SECONDS * 1000)
 _TOKEN = "a-token-of-the-tests-0123456789abcdef"
 
 
@@ -51,7 +54,7 @@ class Panel:
         options: dict[str, Any] = {"viewport": WIDE, "locale": "en-US", "reduced_motion": "reduce"}
         options |= {"service_workers": "block"} | settings
         context = await self._browser.new_context(**options)
-        context.set_default_timeout(8_000)
+        context.set_default_timeout(TIMEOUT_SECONDS * 1000)
         await context.add_init_script(WATCH)
         errors = PageErrors(context, self.url)
         errors.allow("Service Worker registration blocked by Playwright")
@@ -177,10 +180,10 @@ async def texts_of(found: Locator) -> Sequence[str]:
     return await found.all_inner_texts()
 
 
-async def eventually(holds: Any, *, seconds: float = 5.0) -> None:
+async def eventually(holds: Any) -> None:
     """Wait until the coroutine function returns true. It polls, because the state is in the browser."""
     loop = asyncio.get_running_loop()
-    until = loop.time() + seconds
+    until = loop.time() + TIMEOUT_SECONDS
     while not await holds():
         assert loop.time() < until, "the condition did not become true"
         await asyncio.sleep(0.02)

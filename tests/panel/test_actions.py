@@ -12,7 +12,7 @@ from playwright.async_api import Locator, Page, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import Panel, eventually, record_bodies
+from tests.panel.harness import TIMEOUT_SECONDS, Panel, eventually, record_bodies
 
 WORDS = {
     "en-US": {
@@ -76,7 +76,7 @@ async def test_send_becomes_stop_while_the_agent_works_and_the_box_is_empty(pane
     Bell.may_end.clear()
     panel.server.script(Says(calls=(Calls("look", {"name": "a"}),)), "Done")
     await ui.send(page, "Look")
-    await asyncio.wait_for(Bell.rang.wait(), 10)
+    await asyncio.wait_for(Bell.rang.wait(), TIMEOUT_SECONDS)
     await expect(button).to_have_accessible_name(re.compile(words["stop"].split()[0]))
     await page.locator(ui.COMPOSER).fill("And then")
     await expect(button).to_have_accessible_name(words["send"])

@@ -17,10 +17,8 @@ from coterie.live import CallProgress
 from coterie.testing import Calls, Says, model_faults
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import Held, Panel, eventually, open_panel, options_of, record_bodies
+from tests.panel.harness import TIMEOUT_SECONDS, Held, Panel, eventually, open_panel, options_of, record_bodies
 
-TIMEOUT_SECONDS = 30
-"""Timeout in seconds; ends a test that hangs."""
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c6360f8ffff3f0005fe02fe"
     "a7356d9d0000000049454e44ae426082"
@@ -32,7 +30,7 @@ async def at_work(panel: Panel, *then: Any, calls: int = 1) -> None:
     Bell.may_end.clear()
     panel.server.script(Says(calls=tuple(Calls("ring", {"name": f"bell {n}"}) for n in range(calls))), *then)
     await panel.society.send(to="ada", text="Ring it", sender="bob")
-    await asyncio.wait_for(Bell.rang.wait(), 5)
+    await asyncio.wait_for(Bell.rang.wait(), TIMEOUT_SECONDS)
 
 
 async def _waits(panel: Panel, count: int) -> bool:
@@ -72,7 +70,7 @@ async def test_messages_to_a_working_agent_wait_in_the_strip_and_are_read_togeth
     assert "First" in first
     assert "Second" in second
     # The strip shows a message before the server has it; the agent takes together only what has arrived.
-    await eventually(lambda: _waits(panel, 2), seconds=TIMEOUT_SECONDS)
+    await eventually(lambda: _waits(panel, 2))
     Bell.may_end.set()
     await expect(page.locator(ui.WAITING)).to_have_count(0)
     mine = page.locator(f"{ui.FEED} .msg-mine .bubble")
@@ -149,7 +147,7 @@ async def test_a_late_withdrawal_is_reported_and_changes_nothing(panel: Panel) -
 
     await page.route("**/api/v1/messages/*", hold)
     await page.locator(ui.WAITING).get_by_role("button", name="Unsend").click()
-    await asyncio.wait_for(sent.wait(), 5)
+    await asyncio.wait_for(sent.wait(), TIMEOUT_SECONDS)
     await expect(page.get_by_text("Already seen; it cannot be unsent").first).to_be_visible()
     assert "Too late" in await panel.texts()
 

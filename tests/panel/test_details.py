@@ -159,11 +159,13 @@ async def test_the_organisation_graph_fits_and_can_be_zoomed_and_moved(
         assert await panel.errors() == []
 
 
-@pytest.mark.parametrize("place", ["inbox", "timeline", "org", "delayed", "artifacts", "setup"])
-async def test_a_screen_that_is_opened_first_has_its_styles(panel: Panel, place: str) -> None:
-    page = await panel.open(f"#/{place}", viewport=PHONE)
-    await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_attached()
-    await expect(page.locator(".screen")).to_have_css("padding", "16px")
+async def test_a_screen_that_is_opened_first_has_its_styles(panel: Panel) -> None:
+    context = await panel.browser(viewport=PHONE)
+    for place in ("inbox", "timeline", "org", "delayed", "artifacts", "setup"):
+        page = await panel.open(f"#/{place}", context=context)
+        await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_attached()
+        await expect(page.locator(".screen")).to_have_css("padding", "16px")
+        await page.close()
 
 
 async def test_long_names_do_not_overflow(browser: Browser, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ async def test_hostile_names_are_shown_as_text(panel: Panel) -> None:
     for n, payload in enumerate(corpus()):
         await panel.society.create_agent(id=f"n{n}", name=payload[:200])
     page = await panel.open("#/a/n0", context=await careful(panel))
-    await expect(page.locator("[data-testid^=agent-n]")).to_have_count(len(corpus()), timeout=15_000)
+    await expect(page.locator("[data-testid^=agent-n]")).to_have_count(len(corpus()))
     for place in ("org", "timeline", "setup"):
         await page.goto(f"{panel.url}/#/{place}")
         await page.wait_for_selector(f'[data-testid="screen-{place}"]')
@@ -148,7 +148,7 @@ async def test_hostile_tool_runs_are_shown_as_text(panel: Panel) -> None:
     panel.server.script("That was all")
     page = await panel.open(context=await careful(panel))
     await ui.send(page, "Look at all of it")
-    await expect(page.locator(ui.FEED)).to_contain_text("That was all", timeout=20_000)
+    await expect(page.locator(ui.FEED)).to_contain_text("That was all")
     await expect(page.locator('[data-testid="run"]').first).to_be_attached()
     await walked(page, 2)
     await nothing_ran(panel, page)

@@ -7,8 +7,6 @@ from playwright.async_api import expect
 from tests.panel import ui
 from tests.panel.harness import Panel
 
-SECONDS_20 = 20_000
-
 
 async def test_the_page_can_be_installed_and_tells_that_the_server_is_gone(panel: Panel) -> None:
     context = await panel.browser(service_workers="allow")
@@ -19,7 +17,7 @@ async def test_the_page_can_be_installed_and_tells_that_the_server_is_gone(panel
         assert answer.ok and answer.headers["content-type"] == icon["type"]
     page = await panel.open(context=context)
     panel.allow("ERR_INTERNET_DISCONNECTED|Failed to load resource|Failed to fetch|net::ERR")
-    await page.wait_for_function("() => navigator.serviceWorker.controller !== null", timeout=SECONDS_20)
+    await page.wait_for_function("() => navigator.serviceWorker.controller !== null")
     await context.set_offline(True)
     await page.reload()
     offline = page.get_by_test_id("offline")
@@ -27,7 +25,7 @@ async def test_the_page_can_be_installed_and_tells_that_the_server_is_gone(panel
     await expect(offline).to_contain_text("服务器没有响应")
     await context.set_offline(False)
     # It tries again by itself.
-    await expect(page.locator(ui.COMPOSER)).to_be_visible(timeout=SECONDS_20)
+    await expect(page.locator(ui.COMPOSER)).to_be_visible()
 
 
 async def test_unread_messages_are_counted_in_the_title_and_the_icon(panel: Panel) -> None:

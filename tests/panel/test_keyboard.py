@@ -46,31 +46,38 @@ async def ringed(page: Page) -> list[Any]:
     return stop
 
 
+async def focus_stops(page: Page, place: str) -> dict[str, float]:
+    """Press Tab until the focus comes round; return the contrast of the ring at each stop."""
+    stops: dict[str, float] = {}
+    for _ in range(60):
+        await page.keyboard.press("Tab")
+        if await page.evaluate("() => document.activeElement === document.body"):
+            break
+        stop = await ringed(page)
+        again = "place => { const e = document.activeElement, was = e.__seen; e.__seen = place; return was === place; }"
+        if await page.evaluate(again, place):
+            break
+        stops[stop[0]] = stop[2]
+    return stops
+
+
 @pytest.mark.check(25)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("place", ["a/ada", "inbox", "timeline", "org", "delayed", "artifacts", "setup"])
-async def test_every_focus_stop_has_a_visible_ring(panel: Panel, figure: Figure, place: str, scheme: Any) -> None:
+async def test_every_focus_stop_has_a_visible_ring(panel: Panel, figure: Figure, scheme: Any) -> None:
     await panel.send_as_agent("Which?", "one", "two")
     await panel.send_as_agent("```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | [two](https://example.com) |")
-    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=60_000)
+    await panel.society.send(to="user", text="Later", sender="ada", delay_ms=3_600_000)
     await panel.society.artifacts.put(b"hello", "a.txt")
     lowest, count = 21.0, 0
     for size in (WIDE, PHONE):
-        page = await panel.open(f"#/{place}", color_scheme=scheme, viewport=size)
-        await page.wait_for_selector(f'[data-testid="screen-{place.split("/")[0]}"] > *')
-        await page.locator(".skip").focus()
-        seen: set[str] = set()
-        for _ in range(60):
-            await page.keyboard.press("Tab")
-            if await page.evaluate("() => document.activeElement === document.body"):
-                break
-            stop = await ringed(page)
-            if await page.evaluate("() => { const e = document.activeElement; return !(e.__seen = !e.__seen); }"):
-                break
-            seen.add(stop[0])
-            lowest = min(lowest, stop[2])
-        count += len(seen)
-        assert len(seen) >= 3
+        page = await panel.open(color_scheme=scheme, viewport=size)
+        for place in ("a/ada", "inbox", "timeline", "org", "delayed", "artifacts", "setup"):
+            await page.goto(f"{panel.url}/#/{place}")
+            await page.wait_for_selector(f'[data-testid="screen-{place.split("/")[0]}"] > *')
+            await page.locator(".skip").focus()
+            stops = await focus_stops(page, place)
+            assert len(stops) >= 3, place
+            lowest, count = min(lowest, *stops.values()), count + len(stops)
     figure(f"{count} stops, weakest ring {lowest:.1f}:1")
 
 

@@ -66,7 +66,7 @@ async def test_a_reply_whose_stream_is_cut_ends_as_the_server_has_it(panel: Pane
 async def test_streamed_text_is_always_a_prefix_of_the_reply(panel: Panel) -> None:
     page = await panel.open()
     words = " ".join(f"w{n}" for n in range(150))
-    panel.server.script(Says(words, token_delay=0.005))
+    panel.server.script(Says(words, token_delay=0.02))
     await page.evaluate(
         """() => { window.seen = []; new MutationObserver(() => {
             const draft = document.querySelector('[data-testid="draft"] .bubble');
@@ -104,7 +104,7 @@ async def test_a_lost_and_a_restored_connection_are_shown(panel: Panel) -> None:
     panel.allow("Failed to load resource|ERR_|net::|dynamically imported")  # a late script may fail to load, too
     await page.context.set_offline(True)
     panel.drop_streams()
-    await expect(page.locator(ui.CONNECTION)).to_have_text("Offline. You can keep writing.", timeout=6000)
+    await expect(page.locator(ui.CONNECTION)).to_have_text("Offline. You can keep writing.")
     await expect(page.locator(ui.COMPOSER)).to_be_editable()
     message_id = await panel.send_as_agent("You missed this")
     await page.context.set_offline(False)

@@ -11,7 +11,18 @@ from playwright.async_api import Page, Route, expect
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
-from tests.panel.harness import PHONE, WIDE, Held, Panel, eventually, fail_requests, options_of, record_bodies, texts_of
+from tests.panel.harness import (
+    PHONE,
+    TIMEOUT_SECONDS,
+    WIDE,
+    Held,
+    Panel,
+    eventually,
+    fail_requests,
+    options_of,
+    record_bodies,
+    texts_of,
+)
 
 TEN = [f"Option {n}" for n in range(1, 11)]
 LONG = "Sort the notes of yesterday by who has to do what, " * 4
@@ -223,7 +234,7 @@ async def test_a_reload_during_a_send_ends_in_the_state_of_the_server(panel: Pan
     held = Held()
     await page.route("**/api/v1/messages", held)
     await options_of(page, message_id).nth(1).click()
-    await asyncio.wait_for(held.arrived.wait(), 5)
+    await asyncio.wait_for(held.arrived.wait(), TIMEOUT_SECONDS)
     assert await is_closed(page, message_id)
     if arrives:
         body = held.bodies[0]
@@ -249,7 +260,7 @@ async def test_options_stay_open_while_the_agent_works_and_reopen_after_a_withdr
     page = await panel.open()
     # An answer without a reference would answer the question.
     await panel.society.send(to="ada", text="Ring it", sender="bob")
-    await asyncio.wait_for(Bell.rang.wait(), 5)
+    await asyncio.wait_for(Bell.rang.wait(), TIMEOUT_SECONDS)
     assert await is_open(page, message_id)
     await options_of(page, message_id).nth(1).click()
     waiting = page.locator(ui.WAITING).filter(has_text="two")
@@ -337,7 +348,7 @@ async def test_an_unconfirmed_answer_is_retried_with_the_same_client_id(panel: P
     held = Held()
     await page.route("**/api/v1/messages", held)
     await options_of(page, message_id).nth(1).click()
-    await asyncio.wait_for(held.arrived.wait(), 5)
+    await asyncio.wait_for(held.arrived.wait(), TIMEOUT_SECONDS)
     await page.clock.run_for(10_100)
     await expect(ui.state_line(page, message_id)).to_have_text("Not confirmed yet. Trying again…")
     assert await is_closed(page, message_id)

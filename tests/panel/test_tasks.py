@@ -441,7 +441,7 @@ async def _budget_question(panel: Panel, task_id: str) -> str:
         found[:] = [task.budget_question for task in tasks.values() if task.budget_question]
         return bool(found)
 
-    await eventually(is_open, seconds=20)
+    await eventually(is_open)
     return found[0]
 
 

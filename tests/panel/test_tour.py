@@ -21,9 +21,6 @@ DROP = """bytes => {
     const event = new DragEvent('drop', {dataTransfer: carried, bubbles: true, cancelable: true});
     document.querySelector('#composer').dispatchEvent(event); }"""
 AT_WORK = {False: "is working", True: "在工作"}
-SECONDS_2 = 2_000
-THE_COUNT = 15_000
-"""Milliseconds. The guide counts for seven seconds, and the plan is withdrawn when it has ended."""
 
 
 def says(page: Page, text: str) -> Locator:
@@ -45,7 +42,7 @@ async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Pat
         await expect(ui.row(page, "tour-seer")).to_contain_text("tour")
 
         await ui.send(page, "你好" if chinese else "Hello")
-        await expect(says(page, shown(script.HELLO.then))).to_be_visible(timeout=SECONDS_2)
+        await expect(says(page, shown(script.HELLO.then))).to_be_visible()
         await expect(ui.messages(page).filter(has_text=shown(script.WELCOME.then))).to_have_count(1)
 
         async def click(scene: script.Scene) -> None:
@@ -54,7 +51,7 @@ async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Pat
             ).click()
 
         await click(script.DELAY)
-        await expect(says(page, shown(script.DELAY.then))).to_be_visible(timeout=SECONDS_2)
+        await expect(says(page, shown(script.DELAY.then))).to_be_visible()
         await click(script.ASK)
         await expect(page.locator('[data-testid="task-line"]').last).to_contain_text(AT_WORK[chinese])
         await expect(says(page, shown(script.ANSWERED.then))).to_be_visible()
@@ -64,7 +61,7 @@ async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Pat
         await click(script.INTERJECTION)
         await expect(page.locator(ui.DRAFT)).to_be_visible()
         await ui.send(page, "停！" if chinese else "Stop!")
-        await expect(says(page, shown(script.INTERRUPTED.then))).to_be_visible(timeout=THE_COUNT)
+        await expect(says(page, shown(script.INTERRUPTED.then))).to_be_visible()
         await expect(page.locator('.has-withdrawn, [data-state="withdrawn"]').first).to_be_visible()
 
         await page.evaluate(DROP, list(PNG))
@@ -77,11 +74,9 @@ async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Pat
             ("assistant", "chart.png")
         ]
 
-        await expect(says(page, script.DELAY.arguments["payload"]["text"].text(chinese))).to_be_visible(
-            timeout=THE_COUNT
-        )
+        await expect(says(page, script.DELAY.arguments["payload"]["text"].text(chinese))).to_be_visible()
         await click(script.SETUP)
-        await expect(says(page, shown(script.SETUP.then))).to_be_visible(timeout=SECONDS_2)
+        await expect(says(page, shown(script.SETUP.then))).to_be_visible()
         await page.locator('[data-testid="banner-tour"] a').click()
         await page.locator(".start a[href='#/setup']").click()
         await expect(page.locator(".setup")).to_be_visible()

@@ -55,7 +55,7 @@ async def test_a_claim_that_started_before_the_pause_and_commits_after_it_is_voi
     def hit(name: str) -> None:
         if name == "turn.claimed" and not looked.is_set():
             looked.set()
-            assert paused.wait(10)
+            assert paused.wait(120)
 
     monkeypatch.setattr(claims, "hit", hit)
     claiming = asyncio.ensure_future(one.claim_ready("w", Rules(), 10))

@@ -48,7 +48,7 @@ class Idle:
 
 async def until(store: SqlStore, holds: Callable[[list[Worker]], bool]) -> list[Worker]:
     """Wait for heartbeats, which come a few times per lease."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(180):
         while not holds(found := list(await store.workers())):
             await asyncio.sleep(0.01)
     return found

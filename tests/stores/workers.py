@@ -9,7 +9,7 @@ from coterie.turn_store import Claim, Interruption
 
 from .steps import RULES
 
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 180
 """Timeout of a wait, also on a loaded machine."""
 
 

@@ -59,7 +59,7 @@ def served(folder: Path, *, work: bool = False) -> Iterator[Served]:
     thread = threading.Thread(target=asyncio.run, args=(run(),))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(120)
         yield found[0]
     finally:
         ended.set()

@@ -38,7 +38,7 @@ async def client_of(
     here: McpStage, binding: str = "JSONRPC", *, agent: str = "ada", token: str = TOKEN, streaming: bool = True
 ) -> AsyncIterator[Client]:
     headers = {"Authorization": f"Bearer {token}"}
-    async with httpx.AsyncClient(headers=headers, timeout=30) as http:
+    async with httpx.AsyncClient(headers=headers, timeout=120) as http:
         card = await A2ACardResolver(http, f"{here.base}/a2a/{agent}").get_agent_card()
         config = ClientConfig(
             httpx_client=http, streaming=streaming, supported_protocol_bindings=[binding], use_client_preference=True

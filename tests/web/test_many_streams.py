@@ -14,7 +14,7 @@ import pytest
 from tests.web.served import Served, served
 
 CLIENTS, STALLED = 200, 40
-MESSAGES = 300
+MESSAGES = 80
 MAX_GROWTH_BYTES = 100 << 20
 """The server buffers at most 1 MB for each of 40 clients that read nothing. The other clients buffer 128 KB here."""
 CLIENT_BUFFER_BYTES = 64 << 10
@@ -50,7 +50,7 @@ async def read_messages(reader: asyncio.StreamReader, into: list[str], count: in
 
 
 async def until_live(server: Served, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(180):
         while sum(client.is_live for client in tuple(server.app.state.hub.clients)) < count:
             await asyncio.sleep(0.01)
 
@@ -72,11 +72,11 @@ async def test_clients_get_every_event_while_forty_of_two_hundred_do_not_read(tm
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         before = rss()
         received: list[list[str]] = [[] for _ in streams[STALLED:]]
-        texts = [f"{number} " + "x" * 4000 for number in range(MESSAGES)]
+        texts = [f"{number} " + "x" * 16_000 for number in range(MESSAGES)]
         readers = [
             read_messages(reader, into, MESSAGES) for (reader, _), into in zip(streams[STALLED:], received, strict=True)
         ]
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(180):
             await asyncio.gather(send(server, texts), *readers)
         grown = rss() - before
         for _, writer in streams:
@@ -93,7 +93,7 @@ async def test_a_client_that_reconnects_twenty_times_gets_every_message_once(tmp
         texts = [f"m{number}" for number in range(1000)]
         sending = asyncio.create_task(send(server, texts))
         received: list[str] = []
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(180):
             for count in range(50, 1001, 50):
                 last = await read_messages(reader, received, count)
                 writer.transport.abort()

@@ -124,7 +124,7 @@ def test_responses_of_the_event_stream_conform_to_the_description(server: Served
 
     def check(case: Any, **more: str) -> None:
         asked = case.as_transport_kwargs(base_url=server.url, headers=server.headers | more)
-        with httpx.stream("GET", asked["url"], params=asked["params"], headers=asked["headers"], timeout=20) as answer:
+        with httpx.stream("GET", asked["url"], params=asked["params"], headers=asked["headers"], timeout=120) as answer:
             seen.add(answer.status_code)
             described = operation.definition.raw["responses"][str(answer.status_code)]["content"]
             assert answer.status_code < 500

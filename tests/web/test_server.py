@@ -22,7 +22,7 @@ from coterie.web.server import WebServer, close, listen, port_of
 
 from .conftest import TOKEN
 
-TIMEOUT = 20
+TIMEOUT = 120
 """Seconds."""
 
 
