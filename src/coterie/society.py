@@ -33,6 +33,7 @@ from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt, thread_of
 from coterie.retention import RetentionService
+from coterie.text_indexer import TextIndexer
 from coterie.running_configuration import RunningConfiguration, max_file_bytes
 from coterie.store import Page, Worker, worker_name
 from coterie.stores.open import (
@@ -93,6 +94,7 @@ class Society:
         self.retention = RetentionService(
             store, artifacts, clock, lambda: self.config.store, is_shared=is_shared(self.config)
         )
+        self._indexer = TextIndexer(store, clock)
         store.subscribe_changes(self.bus.notify_others)
         self.live = LiveReplies()
         self._tasks = TaskService(store, self.bus, clock)
@@ -630,6 +632,7 @@ class Society:
         self._stopping.set()
         shutdown, settings = Shutdown(), self.config.shutdown
         await shutdown.step("stop pruning", self.retention.stop)
+        await shutdown.step("stop indexing", self._indexer.stop)
         if self._runtime:
             await shutdown.step("stop claiming turns", self._runtime.stop_claiming)
         # While other processes run, they deliver the delayed messages when due.
@@ -654,6 +657,7 @@ class Society:
         self._stopping.set()
         shutdown = Shutdown()
         await shutdown.step("stop pruning", self.retention.stop)
+        await shutdown.step("stop indexing", self._indexer.stop)
         if self._runtime:
             await shutdown.step("stop claiming turns", self._runtime.stop_claiming)
             await shutdown.step("stop the agents", partial(self._runtime.stop, timedelta(0)))
@@ -678,6 +682,7 @@ class Society:
             await runtime.start(run_turns=run_turns)
         self._runtime = runtime
         self.retention.start()
+        self._indexer.start()
 
     async def _close_relay(self) -> None:
         if self._relay:

@@ -397,7 +397,12 @@ def read_usage(db: Connection, since: int) -> list[Usage]:
 
 def like_patterns(words: str) -> list[str]:
     """Return one LIKE pattern per word. A text that matches all of them contains all words."""
-    return [f"%{_escaped(word[:MAX_WORD_CHARS])}%" for word in words.casefold().split()[:MAX_WORDS]]
+    return [f"%{_escaped(word)}%" for word in search_words(words)]
+
+
+def search_words(words: str) -> list[str]:
+    """The words of a search in lower case, at most `MAX_WORDS`, each of at most `MAX_WORD_CHARS`."""
+    return [word[:MAX_WORD_CHARS] for word in words.casefold().split()[:MAX_WORDS]]
 
 
 def read_artifacts_before(db: Connection, ref: str | None, limit: int) -> list[Artifact]:
