@@ -33,7 +33,6 @@ from coterie.files import DiskMonitor
 from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt, thread_of
 from coterie.retention import RetentionService
-from coterie.text_indexer import TextIndexer
 from coterie.running_configuration import RunningConfiguration, max_file_bytes
 from coterie.store import Page, Worker, worker_name
 from coterie.stores.open import (
@@ -49,6 +48,7 @@ from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown
 from coterie.task_service import SentMessage, TaskService
 from coterie.tasks import StoppedTask, Task, TaskState, TaskTree
+from coterie.text_indexer import TextIndexer
 
 if TYPE_CHECKING:
     from coterie.agent.service import AgentDirectory

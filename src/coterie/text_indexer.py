@@ -12,7 +12,7 @@ from typing import Protocol
 from coterie.clock import Clock
 from coterie.supervision import supervise
 
-INTERVAL = timedelta(seconds=30)
+INTERVAL = timedelta(minutes=1)
 PAUSE_FACTOR = 3
 """A pause is this many times as long as the step before it, so that most of the writer's time is left to others."""
 SHORTEST_PAUSE = timedelta(milliseconds=2)
@@ -29,7 +29,7 @@ class TextIndexer:
         self._loop: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Index new messages twice a minute, until `stop`."""
+        """Index new messages every minute, until `stop`."""
         self._loop = asyncio.create_task(self._run_regularly(), name="coterie-text-index")
 
     async def stop(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,24 +18,23 @@ from .task_steps import Society
 from .test_overview import say, texts
 
 TEXTS = (
-    "Über alles", "报告写好了", "back\\slash", "a report, 50%_off", "The REPORT is done", "Straße und Gasse", "ends in qz",
-    "x", "", "C'est \"ça\"", "ﬁne ligature", "two\u3000wide words", "tab\tand\nline", "İstanbul", "Kelvin K",
-    "emoji 👩‍🚀 flies", "ΣΊΣΥΦΟΣ", "a" * 40,
+    "Über alles", "报告写好了", "back\\slash", "a report, 50%_off", "The REPORT is done", "Straße und Gasse",
+    "ends in qz", "x", "", "C'est \"ça\"", "ﬁne ligature", "two\u3000wide words", "tab\tand\nline", "İstanbul",
+    "Kelvin K", "emoji 👩‍🚀 flies", "ΣΊΣΥΦΟΣ", "a" * 40,
 )  # fmt: skip
 SEARCHES = (
-    "report", "done report", "50%", "5_%", "%", "\\", "报告", "报", "好了", "了", "ÜBER", "über alles", "straße", "STRASSE",
-    "qz", "q", "z", "x", "xy", "ça\"", "'", "fine", "ﬁ", "wide", "\u3000", "and line", "istanbul", "i̇", "kelvin k", "👩‍🚀",
-    "🚀 fl", "σίσυφος", "ς", "a" * 30, "a" * 41, "report zeppelin", "zeppelin", "s d", "e in",
+    "report", "done report", "50%", "5_%", "%", "\\", "报告", "报", "好了", "了", "ÜBER", "über alles", "straße",
+    "STRASSE", "qz", "q", "z", "x", "xy", "ça\"", "'", "fine", "ﬁ", "wide", "\u3000", "and line", "istanbul", "i̇",
+    "kelvin k", "👩‍🚀", "🚀 fl", "σίσυφος", "ς", "a" * 30, "a" * 41, "report zeppelin", "zeppelin", "s d", "e in",
 )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Index every message, and let a search read none of the indexed ones first."""
     monkeypatch.setattr(text_index, "UNINDEXED_MESSAGES", 0)
     monkeypatch.setattr(text_index, "SCANNED_MESSAGES", 0)
     monkeypatch.setattr(text_index, "BATCH_MESSAGES", 7)
-    return
 
 
 async def index_all(store: Society, clock: FakeClock) -> None:

@@ -7,11 +7,12 @@ look up the beginning of a gram.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from coterie.messages import Message
 from coterie.store import Page
 from coterie.stores.postgres.connection import PgConnection
-from coterie.stores.sql.queries import like_patterns, search_words
+from coterie.stores.sql.queries import json_patterns, like_patterns, search_words
 from coterie.stores.sql.rows import LAST_SEQ, MESSAGE_COLUMNS, to_message
 from coterie.stores.sql.text_index import ANY_WORDS, POSITION, Query, add_to_index, make_query, read_batch, scan_start
 
@@ -27,16 +28,18 @@ _BEGIN = f"""
 BEGIN; SET LOCAL synchronous_commit = off;
 INSERT INTO meta (key, value) VALUES ('{POSITION}', '0') ON CONFLICT DO NOTHING
 """
+# The function decodes the payload and is slow. The first condition rules out most messages.
+_CONTAINS = "payload ILIKE ALL (:json_patterns) AND said(payload) ILIKE ALL (:patterns)"
 _SCAN = f"""
 SELECT {MESSAGE_COLUMNS} FROM messages
  WHERE seq > :after AND seq < :before AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
-   AND said(payload) ILIKE ALL (:patterns)
+   AND {_CONTAINS}
  ORDER BY seq DESC LIMIT :limit
 """
 _LOOK_UP = f"""
 SELECT {MESSAGE_COLUMNS} FROM messages
  WHERE seq IN (SELECT rowid FROM message_grams WHERE grams @@ :query::tsquery AND rowid < :before)
-   AND (:agent_id IS NULL OR :agent_id IN (sender, recipient)) AND said(payload) ILIKE ALL (:patterns)
+   AND (:agent_id IS NULL OR :agent_id IN (sender, recipient)) AND {_CONTAINS}
  ORDER BY seq DESC LIMIT :limit
 """
 _ANY_TEXT = "%"
@@ -52,14 +55,13 @@ def search(db: PgConnection, words: str, page: Page, agent_id: str | None) -> li
     is_caseless = words.isascii() or words.lower() == words.upper()
 
     def read(sql: str, before: int, limit: int) -> list[Message]:
-        parameters = {"agent_id": agent_id, "before": before, "after": after, "query": query}
+        parameters: dict[str, Any] = {"agent_id": agent_id, "before": before, "after": after, "query": query}
         if is_caseless:
-            rows = db.execute(sql, parameters | {"patterns": patterns, "limit": limit})
-            return [to_message(row) for row in rows]
+            compared = {"patterns": patterns, "json_patterns": json_patterns(words)}
+            return [to_message(row) for row in db.execute(sql, parameters | compared | {"limit": limit})]
+        parameters |= {"patterns": [_ANY_TEXT], "json_patterns": [_ANY_TEXT], "limit": SEARCH_PAGE_ROWS}
         return _compare_casefold(
-            lambda before: db.execute(
-                sql, parameters | {"patterns": [_ANY_TEXT], "before": before, "limit": SEARCH_PAGE_ROWS}
-            ).fetchall(),
+            lambda before: db.execute(sql, parameters | {"before": before}).fetchall(),
             search_words(words),
             before,
             limit,
@@ -95,7 +97,7 @@ def _tsquery(query: Query) -> str:
 
 
 def index_next(db: PgConnection, now: int) -> bool:
-    """Index the next messages in a transaction of its own. False: there is nothing to do, or another process does it."""
+    """Index the next messages in a transaction of its own. False: nothing is to do, or another process does it."""
     db.execute_now(_BEGIN)
     row = db.execute(_LOCK_POSITION).fetchone()
     batch = read_batch(db, int(row[0]), now - OPEN_TRANSACTIONS_MS) if row else None

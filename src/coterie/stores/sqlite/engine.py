@@ -87,7 +87,7 @@ class SqliteStore(SqlStore):
         self._path, self._clock, self.limits = path, clock, limits
         self._db, self._lock = db, lock
         self._is_marked_stopped = False
-        self._has_segments_to_merge = False
+        self._has_segments_to_merge = True
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
         self._used_connections: list[sqlite3.Connection] = []
@@ -196,8 +196,9 @@ class SqliteStore(SqlStore):
         batch = await self._read(lambda db: read_batch(db, read_position(db)), in_snapshot=True)
         if batch is None:
             return False
+        await self._write(lambda db: index_batch(db, batch), alone=True, durable=False)
         self._has_segments_to_merge = True
-        return bool(await self._write(lambda db: index_batch(db, batch), alone=True, durable=False))
+        return True
 
     async def backup(self, target: Path) -> None:
         await asyncio.to_thread(copy_database, self._path, target)

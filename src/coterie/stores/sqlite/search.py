@@ -15,12 +15,9 @@ from coterie.store import Page
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.queries import like_patterns, search_words
 from coterie.stores.sql.rows import LAST_SEQ, MESSAGE_COLUMNS, to_message
-from coterie.stores.sql.text_index import ANY_WORDS, Batch, Query, add_to_index, make_query, scan_start
+from coterie.stores.sql.text_index import ANY_WORDS, MERGE, Batch, Query, add_to_index, make_query, scan_start
 
-MERGED_PAGES = 16
-"""Pages that one step merges: a few milliseconds."""
 _ADD = "INSERT INTO message_grams (rowid, grams) VALUES (:seq, :grams)"
-_MERGE = f"INSERT INTO message_grams (message_grams, rank) VALUES ('merge', {MERGED_PAGES})"
 
 # No pattern fails: the text contains all words.
 _CONTAINS = """
@@ -90,6 +87,6 @@ def index_batch(db: sqlite3.Connection, batch: Batch) -> Result:
 def merge_segments(db: sqlite3.Connection) -> Result:
     """Do a part of the merging that the last batches made necessary. The result is True if there may be more."""
     before = db.total_changes
-    db.execute(_MERGE)
+    db.execute(MERGE)
     # The statement itself counts as one change; SQLite's documentation recommends this check.
     return Result(db.total_changes - before >= 2, needs_flush=False)
