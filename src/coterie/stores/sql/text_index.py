@@ -91,10 +91,16 @@ def make_grams(sender: str, recipient: str, payload: bytes | str) -> str:
 def make_query(words: Sequence[str], agent_id: str | None) -> Query:
     """`words`: in lower case, without spaces."""
     plain = [_plain(word) for word in words]
-    grams = [word[at : at + GRAM_CHARS] for word in plain for at in range(len(word) - GRAM_CHARS + 1)]
+    grams = [word[at : at + GRAM_CHARS] for word in plain for at in _gram_positions(len(word))]
     # A beginning of ASCII characters is in a great part of all messages, and takes long to look up.
     beginnings = [word for word in plain if len(word) < GRAM_CHARS and not (grams and word.isascii())]
     return Query([*dict.fromkeys(grams)][:MAX_QUERY_GRAMS], beginnings, _AGENT + _plain(agent_id) if agent_id else None)
+
+
+def _gram_positions(length: int) -> list[int]:
+    """Positions of grams that cover a word. All grams would exclude few messages more, and take longer to look up."""
+    last = length - GRAM_CHARS
+    return [*range(0, last, GRAM_CHARS), last] if last >= 0 else []
 
 
 def scan_start(db: Connection, before: int | None) -> int:
