@@ -9,7 +9,9 @@ import pytest
 
 from coterie.store import Page
 from coterie.stores.sql import text_index
+from coterie.stores.sqlite import SqliteStore
 from coterie.testing import FakeClock
+from coterie.text_indexer import TextIndexer
 from tests.conftest import PEOPLE
 from tests.engines import Engine
 from tests.pruning import pruned
@@ -37,13 +39,13 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_index, "BATCH_MESSAGES", 7)
 
 
-async def index_all(store: Society, clock: FakeClock) -> None:
+async def index_all(store: Society | SqliteStore, clock: FakeClock) -> None:
     await clock.advance(minutes=2)
     while await store.index_messages():
         pass
 
 
-async def found(store: Society, agent: str | None = None) -> dict[str, list[str]]:
+async def found(store: Society | SqliteStore, agent: str | None = None) -> dict[str, list[str]]:
     return {words: texts(await store.search(words, Page(), agent)) for words in SEARCHES}
 
 
@@ -52,7 +54,7 @@ def indexed(engine: Engine, folder: Path) -> list[int]:
         return [seq for (seq,) in db.execute("SELECT rowid FROM message_grams ORDER BY rowid").fetchall()]
 
 
-async def violations(store: Society) -> list[str]:
+async def violations(store: Society | SqliteStore) -> list[str]:
     return [line async for line in store.violations()]
 
 
@@ -156,3 +158,35 @@ async def test_few_new_messages_are_left_to_the_scan(
     await index_all(store, clock)
     assert indexed(engine, tmp_path) == []
     assert len(await store.search("word", Page())) == 5
+
+
+async def test_a_backup_is_searched_like_its_source(store: Society, clock: FakeClock, tmp_path: Path) -> None:
+    for text in TEXTS:
+        await say(store, "ada", "user", text)
+    await index_all(store, clock)
+    expected = await found(store)
+    (tmp_path / "copy").mkdir()
+    await store.backup(tmp_path / "copy" / "coterie.db")
+    copy = await SqliteStore.open(tmp_path / "copy", clock)
+    try:
+        for _ in range(2):  # as it was stored, and indexed again
+            assert await found(copy) == expected
+            await index_all(copy, clock)
+            assert await violations(copy) == []
+    finally:
+        await copy.close()
+
+
+async def test_messages_are_indexed_while_the_society_runs(
+    store: Society, clock: FakeClock, engine: Engine, tmp_path: Path
+) -> None:
+    for number in range(20):
+        await say(store, "ada", "user", f"word {number}")
+    indexer = TextIndexer(store, clock)
+    indexer.start()
+    await clock.advance(minutes=3)
+    assert len(indexed(engine, tmp_path)) == 20
+    await say(store, "ada", "user", "word 20")
+    await clock.advance(minutes=3)
+    await indexer.stop()
+    assert len(indexed(engine, tmp_path)) == 21
