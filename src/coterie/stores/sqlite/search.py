@@ -30,23 +30,24 @@ NOT EXISTS (SELECT 1 FROM json_each(:patterns)
              WHERE casefold(coalesce(json_extract(payload, '$.text'), '')) NOT LIKE value ESCAPE '\\')
 """
 _IS_OF_AGENT = "(:agent_id IS NULL OR :agent_id IN (sender, recipient))"
-
-
-def _statements(contains: str) -> tuple[str, str]:
-    """Return the statements that read messages one by one, and by the index."""
-    scan = f"""
-    SELECT {MESSAGE_COLUMNS} FROM messages WHERE seq > :after AND seq < :before AND {_IS_OF_AGENT} AND {contains}
-     ORDER BY seq DESC LIMIT :limit
-    """
-    look_up = f"""
-    SELECT {MESSAGE_COLUMNS} FROM message_grams CROSS JOIN messages ON messages.seq = message_grams.rowid
-     WHERE message_grams MATCH :query AND message_grams.rowid < :before AND {_IS_OF_AGENT} AND {contains}
-     ORDER BY message_grams.rowid DESC LIMIT :limit
-    """
-    return scan, look_up
-
-
-_EXACT, _CASEFOLD = _statements(_CONTAINS), _statements(_CONTAINS_CASEFOLD)
+_SCAN = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages WHERE seq > :after AND seq < :before AND {_IS_OF_AGENT} AND {_CONTAINS}
+ ORDER BY seq DESC LIMIT :limit
+"""
+_LOOK_UP = f"""
+SELECT {MESSAGE_COLUMNS} FROM message_grams CROSS JOIN messages ON messages.seq = message_grams.rowid
+ WHERE message_grams MATCH :query AND message_grams.rowid < :before AND {_IS_OF_AGENT} AND {_CONTAINS}
+ ORDER BY message_grams.rowid DESC LIMIT :limit
+"""
+_SCAN_CASEFOLD = f"""
+SELECT {MESSAGE_COLUMNS} FROM messages WHERE seq > :after AND seq < :before AND {_IS_OF_AGENT} AND {_CONTAINS_CASEFOLD}
+ ORDER BY seq DESC LIMIT :limit
+"""
+_LOOK_UP_CASEFOLD = f"""
+SELECT {MESSAGE_COLUMNS} FROM message_grams CROSS JOIN messages ON messages.seq = message_grams.rowid
+ WHERE message_grams MATCH :query AND message_grams.rowid < :before AND {_IS_OF_AGENT} AND {_CONTAINS_CASEFOLD}
+ ORDER BY message_grams.rowid DESC LIMIT :limit
+"""
 
 
 def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None) -> list[Message]:
@@ -54,10 +55,10 @@ def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None)
     patterns = like_patterns(words)
     if not patterns:
         return []
-    scan, look_up = _EXACT
+    scan, look_up = _SCAN, _LOOK_UP
     if not words.isascii() and words.lower() != words.upper():
         db.create_function("casefold", 1, str.casefold, deterministic=True)
-        scan, look_up = _CASEFOLD
+        scan, look_up = _SCAN_CASEFOLD, _LOOK_UP_CASEFOLD
     before, after = page.before or LAST_SEQ, scan_start(db, page.before)
     parameters = {
         "patterns": msgspec.json.encode(patterns).decode(),
