@@ -19,6 +19,7 @@ NAMES = (
     "panel",
     "postgres",
     "big",
+    "year",
 )
 
 

@@ -92,6 +92,8 @@ class MessageBus:
         self._kept = 0
         """Delayed messages that a stop leaves scheduled, as the log says."""
         self._timer: asyncio.Task[None] | None = None
+        self._waits_for_message = False
+        """True: the timer wakes when a message is due, not to look for one."""
         self._watchers: set[Watcher] = set()
         self._has_news = asyncio.Event()
         self._has_society_news = False
@@ -309,10 +311,10 @@ class MessageBus:
     async def _run_timer(self) -> None:
         wait, logged_error = timedelta(0), None
         while not self._stopping:
-            await self._clock.wait(self._rearm, wait)
+            is_rearmed = await self._clock.wait(self._rearm, wait)
             self._rearm.clear()
             try:
-                wait, logged_error = await self._deliver_due(), None
+                wait, logged_error = await self._deliver_due(is_due=self._waits_for_message and not is_rearmed), None
             except StoreError as error:
                 if logged_error != str(error):  # log each error once, not every second
                     log.error("cannot deliver delayed messages; retrying: %s", error)
@@ -323,11 +325,11 @@ class MessageBus:
             if step := self._clock.wall_clock_step():
                 log.warning("the wall clock was set by %+.1f s; due times do not move", step.total_seconds())
 
-    async def _deliver_due(self) -> timedelta:
-        """Deliver all due messages; return the time until the next check."""
-        self._wakes_at = None
+    async def _deliver_due(self, *, is_due: bool) -> timedelta:
+        """Deliver all due messages; return the time until the next check. `is_due`: one is due, so do not ask first."""
+        self._wakes_at, self._waits_for_message = None, False
         asked = self._clock.monotonic()
-        next_due = await self._store.until_next_due()
+        next_due = timedelta(0) if is_due else await self._store.until_next_due()
         while next_due is not None and next_due <= timedelta(0) and not self._stopping:
             asked = self._clock.monotonic()
             promotion = await self._promote()
@@ -335,6 +337,7 @@ class MessageBus:
             if promotion.is_elsewhere:
                 next_due = PROMOTED_ELSEWHERE_INTERVAL
         wait = SWEEP_INTERVAL if next_due is None else min(SWEEP_INTERVAL, next_due)
+        self._waits_for_message = next_due is not None and next_due <= SWEEP_INTERVAL
         # Measured from before the query: its commit takes time, which must not delay the next message.
         self._wakes_at = asked + wait.total_seconds()
         return max(timedelta(0), timedelta(seconds=self._wakes_at - self._clock.monotonic()))

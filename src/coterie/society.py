@@ -41,6 +41,7 @@ from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown
 from coterie.task_service import SentMessage, TaskService
 from coterie.tasks import StoppedTask, Task, TaskState, TaskTree
+from coterie.text_indexer import TextIndexer
 
 if TYPE_CHECKING:
     from coterie.agent.service import AgentDirectory
@@ -95,6 +96,7 @@ class Society:
         self.retention = RetentionService(
             store, artifacts, clock, lambda: self.config.store, is_shared=is_shared(self.config)
         )
+        self._indexer = TextIndexer(store, clock)
         store.subscribe_changes(self.bus.notify_others)
         self.live = LiveReplies()
         self._tasks = TaskService(store, self.bus, clock)
@@ -591,6 +593,7 @@ class Society:
         self._stopping.set()
         shutdown, settings = Shutdown(), self.config.shutdown
         await shutdown.step("stop pruning", self.retention.stop)
+        await shutdown.step("stop indexing", self._indexer.stop)
         if self._runtime:
             await shutdown.step("stop claiming turns", self._runtime.stop_claiming)
         # While other processes run, they deliver the delayed messages when due.
@@ -615,6 +618,7 @@ class Society:
         self._stopping.set()
         shutdown = Shutdown()
         await shutdown.step("stop pruning", self.retention.stop)
+        await shutdown.step("stop indexing", self._indexer.stop)
         if self._runtime:
             await shutdown.step("stop claiming turns", self._runtime.stop_claiming)
             await shutdown.step("stop the agents", partial(self._runtime.stop, timedelta(0)))
@@ -639,6 +643,7 @@ class Society:
             await runtime.start(run_turns=run_turns)
         self._runtime = runtime
         self.retention.start()
+        self._indexer.start()
 
     async def _close_relay(self) -> None:
         if self._relay:

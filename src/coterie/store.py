@@ -592,6 +592,10 @@ class Overview(Protocol):
         """Messages whose text contains all of `words`, ignoring case, newest first."""
         ...
 
+    async def index_messages(self) -> bool:
+        """Bring the text index of `search` up to date, by some messages. False: there is nothing to do now."""
+        ...
+
     async def artifacts_before(self, ref: str | None, limit: int) -> Sequence[Artifact]:
         """Newest first, starting after the artifact `ref`."""
         ...

@@ -15,7 +15,9 @@ from bench.big import TALKER, fill
 from coterie.errors import Refused
 from coterie.store import Page
 from coterie.stores.sql import queries, task_queries
-from coterie.stores.sqlite.connection import open_reader
+from coterie.stores.sql.text_index import read_batch, read_position
+from coterie.stores.sqlite.connection import open_reader, open_writer
+from coterie.stores.sqlite.search import index_batch, search
 from coterie.testing import FakeClock
 from tests.engines import Postgres
 
@@ -54,7 +56,17 @@ def societies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("big")
     for name, (messages, agents) in (("small", SMALL), ("big", BIG)):
         fill(folder / name / "coterie.db", messages, agents)
+        index(folder / name / "coterie.db")
     return folder / "small" / "coterie.db", folder / "big" / "coterie.db"
+
+
+def index(path: Path) -> None:
+    db = open_writer(path, "relaxed")
+    db.execute("BEGIN")
+    while batch := read_batch(db, read_position(db)):
+        index_batch(db, batch)
+    db.execute("COMMIT")
+    db.close()
 
 
 def count_steps(path: Path, look: Callable[[sqlite3.Connection], object]) -> int:
@@ -76,6 +88,13 @@ def count_steps(path: Path, look: Callable[[sqlite3.Connection], object]) -> int
 def test_a_look_costs_the_same_in_a_society_of_four_times_the_size(name: str, societies: tuple[Path, Path]) -> None:
     small, big = (count_steps(path, LOOKS[name]) for path in societies)
     assert big <= small * TOLERANCE
+
+
+@pytest.mark.parametrize("words", ["zeppelin", "qz", "报告", "HÄRVEST"])
+def test_a_search_without_a_hit_costs_the_same_at_four_times_the_size(words: str, societies: tuple[Path, Path]) -> None:
+    for agent in (None, AGENT):
+        small, big = (count_steps(path, lambda db: search(db, words, Page(), agent)) for path in societies)  # noqa: B023
+        assert big <= small * TOLERANCE
 
 
 class Explained:

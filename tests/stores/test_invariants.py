@@ -77,6 +77,8 @@ CORRUPTIONS = {
         "UPDATE messages SET unless_answered = (SELECT id FROM messages AS asked WHERE asked.question = 1),"
         " state = 'delayed' WHERE id = (SELECT message_id FROM schedules)"
     ),
+    "indexed messages exist": "INSERT INTO message_grams (rowid, grams) VALUES (77, 'abc')",
+    "messages are indexed": "INSERT INTO meta (key, value) VALUES ('text_index_position', '99')",
     "replies point somewhere": "UPDATE messages SET in_reply_to = id WHERE in_seq = 1",
 }
 

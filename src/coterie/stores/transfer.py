@@ -20,6 +20,7 @@ from coterie.stores.blobs import read_blob, write_blob
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.migrations import migrate_sqlite, schema_scripts, sqlite_version
 from coterie.stores.sql.rows import Connection, insert
+from coterie.stores.sql.text_index import POSITION
 from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_reader, to_store_error
 
 TABLES = (
@@ -31,8 +32,8 @@ SEQUENCE_TABLES = ("messages", "plans", "tasks", "events")
 """Tables whose `seq` values a sequence assigns on PostgreSQL."""
 AUTOINCREMENT_TABLES = ("messages", "plans")
 """Those whose values are never reused, even after their rows are deleted."""
-ENGINE_META_KEYS = ("schema", "compatible_from")
-"""Keys of `meta` that describe the engine, not the society. They are not copied."""
+ENGINE_META_KEYS = ("schema", "compatible_from", POSITION)
+"""Keys of `meta` that describe the engine, not the society. They are not copied: the text index is built again."""
 BATCH_ROWS = 1_000
 OnProgress = Callable[[str], None]
 """Receives one line about the progress."""

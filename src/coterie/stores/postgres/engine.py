@@ -47,6 +47,7 @@ from coterie.stores.postgres.connection import (
     to_store_error,
 )
 from coterie.stores.postgres.load_sharing import CLAIM_DELAY, CLAIMS_PER_SHARED_ROUND, Load, WorkerLoads
+from coterie.stores.postgres.search import index_next, search
 from coterie.stores.postgres.server import require_suitable, unusable
 from coterie.stores.postgres.session import PostgresSession, read_event_horizon
 from coterie.stores.postgres.transfer import PostgresSource
@@ -54,9 +55,8 @@ from coterie.stores.postgres.writer import Writer
 from coterie.stores.sql.claims import EagerClaimer
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.migrations import migrate_postgres, require_newest_postgres, schema_scripts
-from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
-from coterie.stores.sql.rows import MESSAGE_COLUMNS, Connection, get_meta, make_secret, read_secret, to_message
+from coterie.stores.sql.rows import Connection, get_meta, make_secret, read_secret
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.transfer import SqliteTarget, transfer_rows
@@ -312,7 +312,12 @@ class PostgresStore(SqlStore):
         return PostgresBlobStore(self._read)
 
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
-        return await self._read(lambda db: search(db, words, page, agent_id))
+        return await self._read(lambda db: search(db, words, page, agent_id), in_snapshot=True)
+
+    async def index_messages(self) -> bool:
+        now = await self._now_ms()
+        # Not on the connection of the writer: sends do not wait for it.
+        return await self._read(lambda db: index_next(db, now))
 
     async def workers(self) -> Sequence[Worker]:
         return await self._read(lambda db: list_workers(db, self._lease))
@@ -390,49 +395,6 @@ def read_size(db: PgConnection) -> DatabaseSize:
         if table in COUNTED_TABLES:
             rows[table] = live
     return DatabaseSize(file_bytes, int(used_bytes), rows, can_shrink=True)
-
-
-_SEARCH = f"""
-SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE (:before IS NULL OR seq < :before) AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
-   AND said(payload) ILIKE ALL (:patterns)
- ORDER BY seq DESC LIMIT :limit
-"""
-_ANY_TEXT = "%"
-SEARCH_PAGE_ROWS = 500
-
-
-def search(db: Connection, words: str, page: Page, agent_id: str | None) -> list[Message]:
-    """Messages whose text contains all the words, in any case, newest first."""
-    patterns = like_patterns(words)
-    if not patterns:
-        return []
-    if words.isascii() or words.lower() == words.upper():
-        return _search_page(db, patterns, page.before, agent_id, page.limit)
-    return _search_casefold(db, words.casefold().split()[: len(patterns)], page, agent_id)
-
-
-def _search_page(
-    db: Connection, patterns: list[str], before: int | None, agent_id: str | None, limit: int
-) -> list[Message]:
-    rows = db.execute(_SEARCH, {"patterns": patterns, "before": before, "agent_id": agent_id, "limit": limit})
-    return [to_message(row) for row in rows]
-
-
-def _search_casefold(db: Connection, words: list[str], page: Page, agent_id: str | None) -> list[Message]:
-    """Compare in Python: PostgreSQL's case folding depends on the database's locale."""
-    found: list[Message] = []
-    before = page.before
-    while len(found) < page.limit:
-        messages = _search_page(db, [_ANY_TEXT], before, agent_id, SEARCH_PAGE_ROWS)
-        for message in messages:
-            text = str(message.payload.get("text", "")).casefold()
-            if all(word in text for word in words):
-                found.append(message)
-        if len(messages) < SEARCH_PAGE_ROWS:
-            break
-        before = messages[-1].seq
-    return found[: page.limit]
 
 
 def copy_to_sqlite(url: str, target: Path) -> None:

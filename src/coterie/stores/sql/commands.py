@@ -26,6 +26,7 @@ from coterie.stores.sql.rows import (
     set_meta,
     to_artifact,
 )
+from coterie.stores.sql.text_index import DeletedMessage, remove_from_index
 from coterie.stores.sql.turn_transaction import TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.turn import Rules
@@ -85,8 +86,11 @@ RETURNING length(payload)
 _CLEAR = """
 DELETE FROM messages
  WHERE thread = :agent_id AND state <> 'delayed' AND NOT (state = 'pending' AND recipient = :agent_id)
-RETURNING recipient, state, length(payload), coalesce(task, id),
+RETURNING seq, sender, recipient, CAST(payload AS BLOB), state, length(payload), coalesce(task, id),
           CASE WHEN question = 1 AND answered_by IS NULL AND state IN ('pending', 'taken') THEN 1 ELSE 0 END
+"""
+_DELETE_DEAD_LETTER = """
+DELETE FROM messages WHERE seq = :seq RETURNING seq, sender, recipient, CAST(payload AS BLOB)
 """
 _SELECT_CLEARED_BUDGETS = """
 SELECT id FROM tasks
@@ -408,7 +412,8 @@ def resend_dead_letter(db: Connection, uow: UnitOfWork, message_id: str) -> Rece
 
 def delete_dead_letter(db: Connection, uow: UnitOfWork, message_id: str) -> None:
     message = _find_dead_letter(db, message_id)
-    db.execute("DELETE FROM messages WHERE seq = :seq", {"seq": message.seq})
+    row = db.execute(_DELETE_DEAD_LETTER, {"seq": message.seq}).fetchone()
+    remove_from_index(db, [DeletedMessage(*row)])
     set_meta(db, "pruned", "1")
     uow.record_event("message.updated", message.id)
 
@@ -471,7 +476,8 @@ def clear_thread(db: Connection, uow: UnitOfWork, agent_id: str) -> int:
         raise Refused("agent_busy", f"{agent_id!r} is at work: stop it first, or wait until it is done")
     person_mailbox = uow.mailbox(PERSON)
     deleted = db.execute(_CLEAR, {"agent_id": agent_id}).fetchall()
-    for recipient, state, size, task, is_open in deleted:
+    remove_from_index(db, (DeletedMessage(*row[:4]) for row in deleted))
+    for _, _, recipient, _, state, size, task, is_open in deleted:
         if recipient == PERSON and state == "pending":
             person_mailbox.remove_message(size)
         if is_open:

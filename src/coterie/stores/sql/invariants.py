@@ -472,6 +472,20 @@ INVARIANTS: dict[str, tuple[str, str]] = {
            AND ((asked.answered_by IS NOT NULL AND asked.answered_by <> asked.id) OR answer.id IS NOT NULL)
         """,
     ),
+    "indexed messages exist": (
+        "the text index has an entry for message number {0}, which does not exist",
+        """
+        SELECT rowid FROM message_grams WHERE NOT EXISTS (SELECT 1 FROM messages WHERE seq = message_grams.rowid)
+        """,
+    ),
+    "messages are indexed": (
+        "message {0} is missing in the text index, so a search does not find it",
+        """
+        SELECT id FROM messages
+         WHERE seq <= (SELECT CAST(value AS BIGINT) FROM meta WHERE key = 'text_index_position')
+           AND seq NOT IN (SELECT rowid FROM message_grams)
+        """,
+    ),
     "replies point somewhere": (
         "message {0} answers {1}, which was sent after it",
         """

@@ -397,7 +397,17 @@ def read_usage(db: Connection, since: int) -> list[Usage]:
 
 def like_patterns(words: str) -> list[str]:
     """Return one LIKE pattern per word. A text that matches all of them contains all words."""
-    return [f"%{_escaped(word[:MAX_WORD_CHARS])}%" for word in words.casefold().split()[:MAX_WORDS]]
+    return [_like_pattern(word) for word in search_words(words)]
+
+
+def json_patterns(words: str) -> list[str]:
+    """Return one LIKE pattern per word that matches the JSON of every payload whose text contains the word."""
+    return [_like_pattern(msgspec.json.encode(word).decode()[1:-1]) for word in search_words(words)]
+
+
+def search_words(words: str) -> list[str]:
+    """The words of a search in lower case, at most `MAX_WORDS`, each of at most `MAX_WORD_CHARS`."""
+    return [word[:MAX_WORD_CHARS] for word in words.casefold().split()[:MAX_WORDS]]
 
 
 def read_artifacts_before(db: Connection, ref: str | None, limit: int) -> list[Artifact]:
@@ -411,8 +421,9 @@ def read_artifacts_before(db: Connection, ref: str | None, limit: int) -> list[A
     return [to_artifact(row) for row in rows]
 
 
-def _escaped(word: str) -> str:
-    return word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+def _like_pattern(word: str) -> str:
+    escaped = word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+    return f"%{escaped}%"
 
 
 def _read_plan(db: Connection, plan: _PlanRow) -> PlanRecord:

@@ -23,6 +23,7 @@ from coterie.clock import from_ms
 from coterie.messages import PERSON
 from coterie.retention_store import LastPrune, Pruned, Retention, StorageFigures, UnusedArtifacts
 from coterie.stores.sql.rows import Connection, get_meta, json_keys, set_meta
+from coterie.stores.sql.text_index import DeletedMessage, remove_from_index
 from coterie.stores.sql.unit_of_work import UnitOfWork
 
 READ_ROWS = 500
@@ -58,13 +59,14 @@ SELECT messages.seq, messages.id, messages.created_at, coalesce(messages.task, m
 _DELETE_MESSAGES = f"""
 DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND {_IS_DELETABLE}
    AND NOT EXISTS (SELECT 1 FROM history WHERE history.message_id = messages.id)
-RETURNING recipient, state, length(payload)
+RETURNING seq, sender, recipient, CAST(payload AS BLOB), state, length(payload)
 """
 _SELECT_DEAD = """
 SELECT seq, id, created_at FROM messages WHERE state = 'dead' AND seq > :after ORDER BY seq LIMIT :limit
 """
 _DELETE_DEAD = """
 DELETE FROM messages WHERE id IN (SELECT key FROM json_each(:ids)) AND state = 'dead' AND created_at < :before
+RETURNING seq, sender, recipient, CAST(payload AS BLOB)
 """
 _SELECT_AGENTS = """
 SELECT id, turn_no, state, (SELECT max(upto) FROM summaries WHERE agent_id = agents.id),
@@ -273,7 +275,7 @@ class PruneRun:
         while rows := (yield _read(_SELECT_DEAD, after=after, limit=DELETED_ROWS)):
             after = rows[-1][0]
             if ids := [message_id for _, message_id, created_at in rows if created_at < before]:
-                delete = partial(_delete, kind="messages", sql=_DELETE_DEAD, ids=json_keys(ids), before=before)
+                delete = partial(_delete_dead, ids=json_keys(ids), before=before)
                 yield Write(delete, Pruned(messages=len(ids)))
 
     def _prune_histories(self, before: int) -> Steps:
@@ -373,10 +375,7 @@ def _parts(rows: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 
 def _delete(db: Connection, _: UnitOfWork, *, kind: str, sql: str, **parameters: Any) -> Pruned:
-    count = db.execute(sql, parameters).rowcount
-    if kind == "messages" and count:
-        mark_pruned(db)
-    return Pruned(**{kind: count})
+    return Pruned(**{kind: db.execute(sql, parameters).rowcount})
 
 
 def mark_pruned(db: Connection) -> None:
@@ -431,10 +430,20 @@ def _delete_turns(db: Connection, uow: UnitOfWork, *, old: _OldTurns) -> Pruned:
 
 def _delete_messages(db: Connection, uow: UnitOfWork, *, ids: str, before: int) -> Pruned:
     deleted = db.execute(_DELETE_MESSAGES, {"ids": ids, "before": before}).fetchall()
-    for recipient, state, size in deleted:
+    for _, _, recipient, _, state, size in deleted:
         if recipient == PERSON and state == "pending":
             uow.mailbox(PERSON).remove_message(size)
+    return _record_deleted(db, [DeletedMessage(*row[:4]) for row in deleted])
+
+
+def _delete_dead(db: Connection, _: UnitOfWork, *, ids: str, before: int) -> Pruned:
+    deleted = db.execute(_DELETE_DEAD, {"ids": ids, "before": before}).fetchall()
+    return _record_deleted(db, [DeletedMessage(*row) for row in deleted])
+
+
+def _record_deleted(db: Connection, deleted: Sequence[DeletedMessage]) -> Pruned:
     if deleted:
+        remove_from_index(db, deleted)
         mark_pruned(db)
     return Pruned(messages=len(deleted))
 

@@ -111,6 +111,9 @@ class SqlOverview(SqlDatabase):
     @abstractmethod
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]: ...
 
+    @abstractmethod
+    async def index_messages(self) -> bool: ...
+
     async def snapshot(self) -> Snapshot:
         # The position is read before the snapshot, which then has the changes of all events up to it.
         last, attempts_left, snapshot = await self._event_horizon(), SNAPSHOT_ATTEMPTS, None

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import msgspec
-
 from coterie.clock import UNIX_EPOCH, Clock, from_ms, to_ms
 from coterie.errors import StoreBroken, StoreError, StoreUnusable
 from coterie.failpoints import hit
@@ -23,19 +21,17 @@ from coterie.store import Limits, Page, StoreInfo, Worker, worker_name
 from coterie.stores.sql.claims import EagerClaimer
 from coterie.stores.sql.jobs import Result
 from coterie.stores.sql.migrations import migrate_sqlite, sqlite_version
-from coterie.stores.sql.queries import like_patterns
 from coterie.stores.sql.retention import COUNTED_TABLES, DatabaseSize
 from coterie.stores.sql.rows import (
-    MESSAGE_COLUMNS,
     Connection,
     get_meta,
     make_secret,
     read_secret,
     set_meta,
-    to_message,
 )
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.store import SqlStore
+from coterie.stores.sql.text_index import read_batch, read_position
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
@@ -51,6 +47,7 @@ from coterie.stores.sqlite.connection import (
     to_store_error,
     version_warnings,
 )
+from coterie.stores.sqlite.search import index_batch, merge_segments, search
 from coterie.stores.sqlite.writer import Writer, rewrite_file
 from coterie.supervision import Shutdown
 from coterie.text import one_line
@@ -90,6 +87,7 @@ class SqliteStore(SqlStore):
         self._path, self._clock, self.limits = path, clock, limits
         self._db, self._lock = db, lock
         self._is_marked_stopped = False
+        self._has_segments_to_merge = True
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="coterie-reader")
         self._local = threading.local()
         self._used_connections: list[sqlite3.Connection] = []
@@ -189,7 +187,18 @@ class SqliteStore(SqlStore):
         return await self._read(read_size)
 
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
-        return await self._read(lambda db: search(db, words, page, agent_id))
+        return await self._read(lambda db: search(db, words, page, agent_id), in_snapshot=True)
+
+    async def index_messages(self) -> bool:
+        if self._has_segments_to_merge:
+            self._has_segments_to_merge = await self._write(merge_segments, alone=True, durable=False)
+            return True
+        batch = await self._read(lambda db: read_batch(db, read_position(db)), in_snapshot=True)
+        if batch is None:
+            return False
+        await self._write(lambda db: index_batch(db, batch), alone=True, durable=False)
+        self._has_segments_to_merge = True
+        return True
 
     async def backup(self, target: Path) -> None:
         await asyncio.to_thread(copy_database, self._path, target)
@@ -436,42 +445,3 @@ def _make_private(folder: Path) -> None:
         raise StoreUnusable(
             f"{folder} cannot be used ({error.strerror}): make it writable, or choose another with --dir"
         ) from error
-
-
-# Finds the messages that match all patterns: no pattern fails.
-_SEARCH = f"""
-SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE (:before IS NULL OR seq < :before) AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
-   AND NOT EXISTS (SELECT 1 FROM json_each(:patterns)
-                    WHERE coalesce(json_extract(payload, '$.text'), '') NOT LIKE value ESCAPE '\\')
- ORDER BY seq DESC LIMIT :limit
-"""
-_SEARCH_CASEFOLD = f"""
-SELECT {MESSAGE_COLUMNS} FROM messages
- WHERE (:before IS NULL OR seq < :before) AND (:agent_id IS NULL OR :agent_id IN (sender, recipient))
-   AND NOT EXISTS (SELECT 1 FROM json_each(:patterns)
-                    WHERE casefold(coalesce(json_extract(payload, '$.text'), '')) NOT LIKE value ESCAPE '\\')
- ORDER BY seq DESC LIMIT :limit
-"""
-
-
-def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None) -> list[Message]:
-    """Messages whose text contains all the words, in any case, newest first."""
-    patterns = like_patterns(words)
-    if not patterns:
-        return []
-    sql = _SEARCH
-    if not words.isascii() and words.lower() != words.upper():
-        # SQLite's LIKE ignores case for ASCII letters only, but is faster than a Python call for each row.
-        db.create_function("casefold", 1, str.casefold, deterministic=True)
-        sql = _SEARCH_CASEFOLD
-    rows = db.execute(
-        sql,
-        {
-            "patterns": msgspec.json.encode(patterns).decode(),
-            "before": page.before,
-            "agent_id": agent_id,
-            "limit": page.limit,
-        },
-    )
-    return [to_message(row) for row in rows]

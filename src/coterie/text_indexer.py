@@ -1,0 +1,52 @@
+"""Keeps the text index up to date while the society runs, in short transactions with pauses between them.
+
+A send does not index its message: that would take longer than the send. A search reads what is not indexed yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Protocol
+
+from coterie.clock import Clock
+from coterie.supervision import supervise
+
+INTERVAL = timedelta(minutes=1)
+PAUSE_FACTOR = 3
+"""A pause is this many times as long as the step before it, so that most of the writer's time is left to others."""
+SHORTEST_PAUSE = timedelta(milliseconds=2)
+
+
+class IndexedStore(Protocol):
+    async def index_messages(self) -> bool: ...
+
+
+class TextIndexer:
+    def __init__(self, store: IndexedStore, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._stopping = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Index new messages every minute, until `stop`."""
+        self._loop = asyncio.create_task(self._run_regularly(), name="coterie-text-index")
+
+    async def stop(self) -> None:
+        """End after the current step."""
+        self._stopping.set()
+        if self._loop:
+            await self._loop
+
+    async def _run_regularly(self) -> None:
+        while not await self._clock.wait(self._stopping, INTERVAL):
+            await supervise("indexing messages", self._index_all, self._clock, stopping=self._stopping)
+
+    async def _index_all(self) -> None:
+        while True:
+            began = self._clock.monotonic()
+            if not await self._store.index_messages():
+                return
+            took = timedelta(seconds=self._clock.monotonic() - began)
+            if await self._clock.wait(self._stopping, max(SHORTEST_PAUSE, PAUSE_FACTOR * took)):
+                return
