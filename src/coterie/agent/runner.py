@@ -13,6 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -37,8 +38,10 @@ from coterie.llm.call_metrics import ModelCallMetrics, SentRequest
 from coterie.llm.config import ServiceEntry
 from coterie.llm.gateway import ModelGateway
 from coterie.llm.service import (
+    STOPPED,
     Completion,
     ContextTooLong,
+    InlineFile,
     MalformedResponse,
     ModelRequest,
     PermanentError,
@@ -143,7 +146,7 @@ class RunningTurn:
         """Cancel the action that is being executed, once."""
         if self.is_cancellable and not self.is_cancelling:
             self.is_cancelling = True
-            self.task.cancel()
+            self.task.cancel(STOPPED if self.is_stopping else None)
 
     def was_cancelled(self) -> bool:
         """True if only `cancel` cancelled the task; False if another caller cancelled it too."""
@@ -291,8 +294,8 @@ class LlmHandler:
         """Cancel the agent's model request or tool call. False: no turn of the agent runs here."""
         if (turn := self._turns.get(agent_id)) is None:
             return False
-        turn.cancel()
         turn.is_stopping = True
+        turn.cancel()
         return True
 
     def drop_turn(self, agent_id: str, epoch: int) -> None:
@@ -417,7 +420,9 @@ class LlmHandler:
                 failed = classify_failure(problem, claim.model_failures, random.random())
                 return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
-        text, attachments = (answer.text, ()) if answer.calls else await self._fit_text(claim, answer.text)
+        text, attachments = (
+            (answer.text, ()) if answer.calls else await self._fit_text(claim, answer.text, answer.files)
+        )
         return ModelAnswered(
             text=text,
             calls=tuple(self._plan_call(call, profile) for call in answer.calls),
@@ -427,10 +432,17 @@ class LlmHandler:
             cut_off=_CUT_OFF.get(answer.finish_reason),
         )
 
-    async def _fit_text(self, claim: Claim, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """Return text that fits a message, and the whole text as an attachment if it was too long."""
+    async def _fit_text(
+        self, claim: Claim, text: str, files: tuple[InlineFile, ...] = ()
+    ) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """Return text that fits a message, and its attachments: the whole text if it was too long, and `files`."""
         writer = self._artifact_writer and self._artifact_writer(claim.agent_id)
-        return await self._retry_store(claim, lambda: fit_answer(text, writer))
+        fitted, attachments = await self._retry_store(claim, lambda: fit_answer(text, writer))
+        if writer:
+            for file in files:
+                stored = await self._retry_store(claim, partial(writer, file.data, file.filename))
+                attachments = (*attachments, stored.to_dict())
+        return fitted, attachments
 
     async def _answer(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Completion:
         """Ask the model. A request that exceeds the context window is shortened until the service accepts it."""
@@ -497,7 +509,8 @@ class LlmHandler:
                     self._live.append(claim.agent_id, _stream_id(claim), piece.text)
         sent, turn.pending_request = turn.pending_request, None
         assert answer is not None and sent is not None  # noqa: S101 - the gateway ends with an answer or an error
-        answer = fill_usage(request, answer)
+        if not sent.entry.is_remote_agent:
+            answer = fill_usage(request, answer)
         return msgspec.structs.replace(answer, usage=self._count_usage(sent, answer.usage))
 
     def _count_usage(self, sent: SentRequest, usage: TokenUsage) -> TokenUsage:
@@ -509,7 +522,7 @@ class LlmHandler:
     def _estimate_unanswered(self, turn: RunningTurn, error: ServiceError | None = None) -> tuple[str, TokenUsage]:
         """Return the service and the estimated usage of a request without an answer. `error` None: it was stopped."""
         sent, turn.pending_request = turn.pending_request, None
-        if sent is None or not may_have_cost(error, has_text=bool(turn.streamed_text)):
+        if sent is None or sent.entry.is_remote_agent or not may_have_cost(error, has_text=bool(turn.streamed_text)):
             return "", TokenUsage()
         return sent.entry.id, self._count_usage(sent, estimate_usage(sent.request, "".join(turn.streamed_text)))
 
@@ -549,7 +562,7 @@ class LlmHandler:
 
     async def _reserve_tokens(self, claim: Claim, service: str, tokens: int) -> None:
         """Count the estimated tokens before the request, so that a crash cannot lose them."""
-        if not self._tokens_per_day:
+        if not self._tokens_per_day or self._models.entry(service).is_remote_agent:
             return
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
         if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=self._tokens_per_day):

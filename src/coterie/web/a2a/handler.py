@@ -255,7 +255,7 @@ class SocietyRequestHandler(RequestHandler):
             (one for one in found.values() if one.state not in ("withdrawn", "dead")), key=lambda one: one.seq
         )  # fmt: skip
         history = [await self._message(task, one) for one in said]
-        answers = [one for one in said if one.to == PERSON and not is_open_question(one)]
+        answers = [one for one in said if one.to == PERSON and not one.payload.get("quickReplies")]
         status = a2a.TaskStatus(state=STATES[task.state], timestamp=_timestamp(task))
         last = next((one for one in reversed(said) if one.to == PERSON), None)
         if last is not None and task.state in ("waiting", "failed"):
