@@ -20,7 +20,8 @@ from coterie.stores.sqlite.connection import open_writer
 
 EMPTY = """
 TRUNCATE agents, messages, artifacts, attachments, events, history, history_artifacts, plans, calls, roles, llm_calls,
-         summaries, tasks, turns, schedules, keys, blobs, pieces, processes, places, batches RESTART IDENTITY;
+         summaries, tasks, turns, schedules, keys, push_configs, blobs, pieces, processes, places, batches
+         RESTART IDENTITY;
 UPDATE log SET paused = 0; DELETE FROM meta WHERE key NOT IN ('schema', 'compatible_from')
 """
 EXPIRED = "UPDATE agents SET runnable_at = 0 WHERE state IN ('llm', 'tools')"

@@ -25,6 +25,7 @@ from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
 from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body, is_number
 from coterie.messages import RESERVED_IDS
+from coterie.push_configs import is_allowed
 from coterie.store_url import SQLITE, is_postgres_url
 from coterie.tasks import Budget
 from coterie.text import closest_match, to_storable
@@ -82,6 +83,12 @@ def _networks(value: Any) -> str | None:
     except ValueError:
         pass
     return 'expected a list of addresses or networks such as "127.0.0.1" or "10.0.0.0/8"'
+
+
+def _addresses(value: Any) -> str | None:
+    if isinstance(value, list) and all(isinstance(item, str) and is_allowed(item, [item]) for item in value):
+        return None
+    return 'expected a list of addresses such as "https://example.org/hooks"'
 
 
 def _table_of_strings(value: Any) -> str | None:
@@ -202,6 +209,8 @@ class DoorSettings:
     """The MCP server at /mcp."""
     a2a: bool = _setting(True, _is(bool, "true or false"))
     """Agent cards and A2A under /a2a."""
+    push: tuple[str, ...] = _setting((), _addresses)
+    """Addresses to which push notifications of A2A may go, and all below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

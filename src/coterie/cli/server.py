@@ -103,6 +103,7 @@ class SocietyServer:
             trusted_proxies=society.config.server.trusted_proxies,
         )
         await self._server.start()
+        self._app.state.a2a.push.start()
 
     def login_link(self) -> str:
         return one_time_link(self.addresses.url, self._access)
