@@ -26,7 +26,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from coterie.clock import Clock
 from coterie.errors import Refused
-from coterie.ids import new_id
+from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
@@ -115,20 +115,29 @@ class SocietyRequestHandler(RequestHandler):
             self._check_push(push)
         try:
             agent = await scope.agent(context.state["agent"])
-            payload = await self._payload(scope, given)
-            receipt = await self._deliver(scope, agent.id, given, payload)
+            # The name of the key first: programs do not share ids of messages.
+            client_id = f"a2a {scope.caller.key or ''} {agent.id} {given.message_id}"
+            message = await self._sent_before(client_id)
+            if message is None:
+                payload = await self._payload(scope, given)
+                receipt = await self._deliver(scope, agent.id, given, payload, client_id)
+                message = await self._society.store.message(receipt.message_id)
         except Refused as refused:
             raise InvalidParamsError(refused.message, {"code": refused.code}) from refused
-        message = await self._society.store.message(receipt.message_id)
         if message is None:
             raise TaskNotFoundError("the conversation was cleared meanwhile")
         if params.configuration.HasField("task_push_notification_config"):
             await self._put_push(message.task or message.id, push)
         return message
 
+    async def _sent_before(self, client_id: str) -> Message | None:
+        """The message, if the client repeats it. The task that it belongs to may have ended meanwhile."""
+        store = self._society.store
+        return await store.message(keyed_id(store.info.secret, id_for("message", PERSON, client_id)))
+
     async def _deliver(
-        self, scope: CallerScope, agent_id: str, given: a2a.Message, payload: dict[str, Any]
-    ) -> Receipt:  # fmt: skip
+        self, scope: CallerScope, agent_id: str, given: a2a.Message, payload: dict[str, Any], client_id: str
+    ) -> Receipt:
         question: Message | None = None
         if given.task_id:
             tree = await scope.task(given.task_id)
@@ -142,8 +151,7 @@ class SocietyRequestHandler(RequestHandler):
             sender=PERSON,
             to=question.sender if question else agent_id,
             payload=payload,
-            # The name of the key first: programs do not share ids of messages.
-            client_id=f"a2a {caller or ''} {agent_id} {given.message_id}",
+            client_id=client_id,
             in_reply_to=question.id if question else None,
             option=options.index(payload["text"]) if payload["text"] in options else None,
             via=caller,
