@@ -170,3 +170,31 @@ async def test_without_allowed_addresses_the_card_says_that_there_are_none(tmp_p
 def test_an_address_that_only_looks_allowed_is_not(url: str) -> None:
     assert not is_allowed(url, ["https://example.org/hooks"])
     assert is_allowed("https://example.org:443/hooks/a?b=c", ["https://example.org/hooks"])
+
+
+async def test_a_program_cannot_reach_the_configs_of_tasks_that_it_did_not_start(tmp_path: Path) -> None:
+    async with mcp_stage(tmp_path, agents=settings("http://127.0.0.1:9")) as here, client_of(here) as owner:
+        here.stage.server.default = "Hello."
+        task = (await sent(owner, "Hi", "m1"))[0].task.id
+        config = a2a.TaskPushNotificationConfig(task_id=task, id="one", url="http://127.0.0.1:9/hooks", token="secret")
+        await owner.create_task_push_notification_config(config)
+        token = await here.make_key("other", agents=["ada"], doors=["a2a"])
+        async with client_of(here, token=token) as other:
+            with pytest.raises(TaskNotFoundError):
+                await other.get_task_push_notification_config(
+                    a2a.GetTaskPushNotificationConfigRequest(task_id=task, id="one")
+                )
+            with pytest.raises(TaskNotFoundError):
+                await other.list_task_push_notification_configs(
+                    a2a.ListTaskPushNotificationConfigsRequest(task_id=task)
+                )
+            with pytest.raises(TaskNotFoundError):
+                await other.delete_task_push_notification_config(
+                    a2a.DeleteTaskPushNotificationConfigRequest(task_id=task, id="one")
+                )
+            with pytest.raises(TaskNotFoundError):
+                await other.create_task_push_notification_config(config)
+        listed = await owner.list_task_push_notification_configs(
+            a2a.ListTaskPushNotificationConfigsRequest(task_id=task)
+        )
+        assert [one.id for one in listed.configs] == ["one"]

@@ -12,18 +12,19 @@ import math
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from coterie.agent.builtins import SEND_MESSAGE, build_envelope
 from coterie.agent.compaction import accept_summary, build_digest, find_cut, summary_request
-from coterie.agent.context import HistoryCache, RequestBuilder, TurnPrompt
+from coterie.agent.context import HistoryCache, RequestBuilder
 from coterie.agent.context_window import ContextWindows, estimate_tokens, estimate_usage, fill_usage, summary_limit
 from coterie.agent.failures import SILENT, classify_failure, may_have_cost, missing_service_failure
 from coterie.agent.running_call import STORE_RETRY_DELAY, STRICTNESS, RunningCalls, is_as_strict, store_arguments
+from coterie.agent.running_turn import RunningTurn, TurnSlot
 from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import Tool, ToolContext, error_result
@@ -38,7 +39,6 @@ from coterie.llm.call_metrics import ModelCallMetrics, SentRequest
 from coterie.llm.config import ServiceEntry
 from coterie.llm.gateway import ModelGateway
 from coterie.llm.service import (
-    STOPPED,
     Completion,
     ContextTooLong,
     InlineFile,
@@ -88,14 +88,6 @@ ToolContextFactory = Callable[[Profile, str, str | None], ToolContext]
 T = TypeVar("T")
 
 
-class TurnSlot(Protocol):
-    """The concurrency slot of one turn; `agent/scheduler.py` implements it."""
-
-    async def acquire(self, *, for_person: bool) -> None: ...
-
-    def release(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionResult:
     """The result of a model request or a tool call."""
@@ -103,58 +95,6 @@ class ActionResult:
     event: Event
     sends: Envelope | None = None
     """Message to store in the same transaction as the event."""
-
-
-@dataclass(slots=True)
-class RunningTurn:
-    """State of a turn that runs in this process."""
-
-    task: asyncio.Task[bool] = field(init=False)
-    is_cancellable: bool = False
-    """An action is being executed and may be cancelled; a write to the store never is."""
-    slot: TurnSlot | None = None
-    streamed_text: list[str] = field(default_factory=list)
-    """Pieces that the model has streamed so far."""
-    pending_request: SentRequest | None = None
-    """The request that has no answer yet."""
-    is_stopping: bool = False
-    """A stop was requested."""
-    is_queued: bool = False
-    """The request waits in the queue of its service and was not sent."""
-    is_deferring: bool = False
-    """The society was paused while the request was queued."""
-    is_cancelling: bool = False
-    """`cancel` has cancelled the task, and the action has not ended yet."""
-    newest_position: int = 0
-    """Position of the newest message from a person, as far as this process knows."""
-    cut_after: int | None = None
-    """A person's message after this position cuts the model's answer. None: no message does."""
-    prompt: TurnPrompt = field(default_factory=TurnPrompt)
-    epoch: int = 0
-    """Of the claim that it runs under."""
-    is_ended: bool = False
-    """The turn was ended in the store, together with its task: results of its actions are refused."""
-    summaries: int = 0
-    """Summaries that the model was asked for in this step."""
-
-    @property
-    def is_cut(self) -> bool:
-        """True if a message has arrived that the request does not contain and that may cut it."""
-        return self.cut_after is not None and self.newest_position > self.cut_after
-
-    def cancel(self) -> None:
-        """Cancel the action that is being executed, once."""
-        if self.is_cancellable and not self.is_cancelling:
-            self.is_cancelling = True
-            self.task.cancel(STOPPED if self.is_stopping else None)
-
-    def was_cancelled(self) -> bool:
-        """True if only `cancel` cancelled the task; False if another caller cancelled it too."""
-        return self.is_cancelling and not self.task.uncancel()
-
-    def end_action(self) -> None:
-        self.is_cancellable = self.is_cancelling = self.is_queued = self.is_deferring = False
-        self.cut_after = None
 
 
 class CutByMail(Exception):
