@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,46 +21,45 @@ from typing import Any
 import httpx
 
 from bench.child import ROOT
-from bench.report import Report, best
+from bench.report import Report
 
 AGENTS = 8
-QUESTIONS = 200
+ROUNDS = 15
+QUESTIONS = 24
+"""Per round, a multiple of `AGENTS`."""
 TOKEN = "bench-token-0123456789abcdef"
 
 
 def run() -> None:
     report = Report("doors")
     for name, callers in (("one at a time", 1), (f"{AGENTS} at once", AGENTS)):
-        times = best(
-            {
-                "plain API": lambda callers=callers: measure("plain", callers),  # type: ignore[misc]
-                "/v1/chat/completions": lambda callers=callers: measure("chat", callers),  # type: ignore[misc]
-            },
-            pick=min,
-        )
-        for way, milliseconds in times.items():
+        rounds = measure(callers)
+        medians = {way: statistics.median(times) for way, times in rounds.items()}
+        for way, milliseconds in medians.items():
             report.line(f"{way}, {name}", milliseconds, "ms per answer")
         report.ratio(
             f"/v1/chat/completions to the plain API, {name}",
-            times["/v1/chat/completions"],
-            times["plain API"],
+            medians["/v1/chat/completions"],
+            medians["plain API"],
             at_most=1.15,
         )
 
 
-def measure(way: str, callers: int) -> float:
-    """Milliseconds per answer."""
+def measure(callers: int) -> dict[str, list[float]]:
+    """Milliseconds per answer of each round. Rounds of both ways alternate, so that both meet the same noise."""
     with tempfile.TemporaryDirectory(prefix="bench-doors-") as folder:
         server = subprocess.Popen(_command("serve", folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None
             port = server.stdout.readline().strip()
-            command = _command("load", port, way, str(callers))
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(
+                _command("load", port, str(callers)), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+            )
         finally:
             server.terminate()
             server.wait()
-    return float(done.stdout)
+    rounds: dict[str, list[float]] = json.loads(done.stdout)
+    return rounds
 
 
 async def serve(folder: str) -> None:
@@ -87,21 +87,36 @@ async def serve(folder: str) -> None:
             await server.serve([listener])
 
 
-async def load(port: int, way: str, callers: int) -> None:
+async def load(port: int, callers: int) -> None:
     base, headers = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=60, trust_env=False) as client:
-        plain = Plain(client)
-        ask: Callable[[str, str], Awaitable[None]] = plain.ask if way == "plain" else Chat(client).ask
-        reading = asyncio.create_task(plain.read_events()) if way == "plain" else None
-        if reading:
-            await plain.connected.wait()
-        await _round(ask, callers, "warm", QUESTIONS // 10)
+        rounds: dict[str, list[float]] = {"plain API": [], "/v1/chat/completions": []}
+        for number in range(-1, ROUNDS):  # the first one warms up
+            order = ("plain API", "/v1/chat/completions")
+            for way in order if number % 2 else reversed(order):
+                took = await (_plain_round if way == "plain API" else _chat_round)(client, callers, f"{way} {number}")
+                if number >= 0:
+                    rounds[way].append(took / QUESTIONS * 1000)
+        print(json.dumps(rounds))
+
+
+async def _plain_round(client: httpx.AsyncClient, callers: int, name: str) -> float:
+    plain = Plain(client)
+    reading = asyncio.create_task(plain.read_events())  # not during the other way's rounds
+    try:
+        await plain.connected.wait()
         start = time.perf_counter()
-        await _round(ask, callers, "q", QUESTIONS)
-        print((time.perf_counter() - start) / QUESTIONS * 1000)
-        if reading:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+        await _round(plain.ask, callers, name, QUESTIONS)
+        return time.perf_counter() - start
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def _chat_round(client: httpx.AsyncClient, callers: int, name: str) -> float:
+    start = time.perf_counter()
+    await _round(Chat(client).ask, callers, name, QUESTIONS)
+    return time.perf_counter() - start
 
 
 async def _round(ask: Callable[[str, str], Awaitable[None]], callers: int, name: str, count: int) -> None:
@@ -162,7 +177,7 @@ def main(role: str = "", *arguments: str) -> None:
         case "serve":
             asyncio.run(serve(arguments[0]))
         case "load":
-            asyncio.run(load(int(arguments[0]), arguments[1], int(arguments[2])))
+            asyncio.run(load(int(arguments[0]), int(arguments[1])))
         case _:
             run()
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from coterie import Society
-from coterie.config import replace_store_url
+from coterie.store_url import replace_store_url
 from coterie.testing import Calls, ModelServer, Says
 from coterie.testing.model_faults import stall
 from tests.agent.stage import TOOLS, Bell, Stage, each

@@ -20,7 +20,18 @@ from coterie.stores.sqlite.connection import open_writer
 
 EMPTIED = (
     *("attachments", "history_artifacts", "history", "calls", "plans", "pieces", "events", "roles", "llm_calls"),
-    *("summaries", "message_grams", "tasks", "turns", "schedules", "keys", "processes", "places", "batches"),
+    *(
+        "summaries",
+        "message_grams",
+        "push_configs",
+        "tasks",
+        "turns",
+        "schedules",
+        "keys",
+        "processes",
+        "places",
+        "batches",
+    ),
     *("messages", "artifacts", "blobs", "agents"),
 )
 """In the order that foreign keys ask for."""

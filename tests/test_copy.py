@@ -14,8 +14,8 @@ import pytest
 from coterie import Society
 from coterie.admin.copy import StoreLocation, copy_society
 from coterie.admin.inspect import Inspection
-from coterie.config import replace_store_url
 from coterie.errors import StoreOwned, StoreUnusable
+from coterie.store_url import replace_store_url
 from coterie.stores.postgres import PostgresStore, transfer
 from coterie.stores.postgres.connection import CLOCK, owner_connection
 from coterie.testing import FakeClock

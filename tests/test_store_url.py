@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from coterie.config import read_store_url, redact_url, replace_store_url, without_password
 from coterie.errors import StoreUnusable
+from coterie.store_url import read_store_url, redact_url, replace_store_url, without_password
 
 NEW = "postgresql://me@there/it"
 

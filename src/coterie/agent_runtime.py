@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import json
 import logging
@@ -32,7 +33,7 @@ from coterie.artifact_service import AgentArtifacts, ArtifactService
 from coterie.artifacts import BlobStore
 from coterie.bus import MessageBus
 from coterie.clock import Clock
-from coterie.config import AgentEntry, Config, SocietyFolder, unknown_service
+from coterie.config import CONFIG_FILE, AgentEntry, Config, SocietyFolder, unknown_service
 from coterie.configuration import Settings
 from coterie.errors import Lagged, Problem, Refused
 from coterie.files import DiskMonitor
@@ -40,13 +41,22 @@ from coterie.ids import new_id
 from coterie.live import LiveReplies
 from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueues
-from coterie.llm.config import SecretsFile, ServiceEntry, ServiceRegistry, key_lookup
+from coterie.llm.config import (
+    REMOTE_AGENT,
+    KeyLookup,
+    SecretsFile,
+    ServiceEntry,
+    ServiceRegistry,
+    key_lookup,
+    read_headers,
+)
 from coterie.llm.gateway import ModelGateway
+from coterie.llm.json_node import JsonNode
 from coterie.llm.learned_limits import LearnedLimits
 from coterie.llm.providers.any_llm import AnyLLMService
 from coterie.llm.providers.openai import OpenAIService
 from coterie.llm.routing import CapabilityRouter, ContentAdapter
-from coterie.llm.service import LLMService, Sampling, UnknownService
+from coterie.llm.service import Capabilities, LLMService, PermanentError, Sampling, UnknownService
 from coterie.messages import PERSON, Payload, Receipt
 from coterie.redaction import find_secrets
 from coterie.running_configuration import RunningConfiguration
@@ -61,6 +71,7 @@ log = logging.getLogger(__name__)
 
 MCP_START_TIMEOUT = timedelta(seconds=5)
 MCP_RETRY_INTERVAL = timedelta(minutes=1)
+_EVERY_INPUT = frozenset({"text", "vision", "audio", "file"})
 MAX_ANSWER_WAIT = timedelta(hours=1)
 """How long a tool waits for the person's answer to its question."""
 
@@ -95,9 +106,10 @@ class AgentRuntime:
         self.model_metrics = ModelCallMetrics()
 
         # Agents and their models
+        log_id = store.info.log_id
         profiles, prompt_problems = read_profiles(config, folder)
         self._configured_ids = {profile.id for profile in profiles}
-        self.services = with_tour(settings.services)
+        self.services = self._all_services(settings.services)
         learned_limits = _learned_limits(folder, clock)
         self.directory = AgentDirectory(self.services, learned_limits, profiles)
         self.router = CapabilityRouter(store, blobs, ContentAdapter(self.directory), learned_limits)
@@ -105,7 +117,7 @@ class AgentRuntime:
             self.services,
             self.router,
             learned_limits,
-            lambda entry: self._tracing.service(self.model_metrics.measure(make_service(entry, clock)), entry),
+            lambda entry: self._tracing.service(self.model_metrics.measure(make_service(entry, clock, log_id)), entry),
             clock,
             ServiceQueues(clock, store if is_shared(config) else None),
         )
@@ -150,6 +162,7 @@ class AgentRuntime:
 
     async def start(self, *, run_turns: bool = True) -> None:
         """Load the agents. `run_turns`: run their turns here, too."""
+        await load_remote_provider(self._config)
         await self._agents.refresh_directory()
         await self._update_tour_agent()
         for problem in self.problems:
@@ -257,7 +270,8 @@ class AgentRuntime:
         """Apply reloaded settings; unblock agents whose model settings changed. Returns all problems."""
         blocked = {agent.id: self._model_settings(agent.id) for agent in await self._agents.list_blocked()}
         removed = self._apply_config(config) if config else ()
-        self.services.replace_with(with_tour(services))
+        await load_remote_provider(self._config)
+        self.services.replace_with(self._all_services(services))
         self._toolbox.set_secrets(self._secrets())
         self._refresh_mcp()
         await self._update_tour_agent()
@@ -332,6 +346,9 @@ class AgentRuntime:
         await shutdown.step("close model services", self._models.close)
         await shutdown.step("close tracing", self._tracing.close)
         shutdown.finish()
+
+    def _all_services(self, services: ServiceRegistry) -> ServiceRegistry:
+        return with_remote_agents(with_tour(services), self._config, self._find_key)
 
     def _secrets(self) -> tuple[str, ...]:
         keys = [entry.api_key.reveal() for entry in self.services if entry.api_key]
@@ -412,7 +429,9 @@ class AgentRuntime:
 async def read_directory(folder: SocietyFolder, settings: Settings, store: SqlStore, clock: Clock) -> AgentDirectory:
     """The agents of a society that does not run in this process."""
     profiles, _ = read_profiles(settings.config, folder)
-    directory = AgentDirectory(with_tour(settings.services), _learned_limits(folder, clock), profiles)
+    keys = key_lookup(os.environ, SecretsFile(folder.data / "secrets.json").read()[0])
+    services = with_remote_agents(with_tour(settings.services), settings.config, keys)
+    directory = AgentDirectory(services, _learned_limits(folder, clock), profiles)
     await AgentService(store, directory).refresh_directory()
     return directory
 
@@ -451,14 +470,53 @@ def with_tour(services: ServiceRegistry) -> ServiceRegistry:
     return services if len(services) else ServiceRegistry(TOUR_ENTRIES, services.problems)
 
 
-def make_service(entry: ServiceEntry, clock: Clock) -> LLMService:
-    """Return a client of the service that `entry` describes."""
+def with_remote_agents(services: ServiceRegistry, config: Config, find_key: KeyLookup) -> ServiceRegistry:
+    """The services, then one for each agent elsewhere. A header with a missing key makes its service unusable."""
+    problems, entries = [*services.problems], list[ServiceEntry]()
+    for remote in config.remote:
+        headers, missing = read_headers(
+            JsonNode(remote.headers, CONFIG_FILE, f"remote.{remote.id}.headers", problems), find_key
+        )
+        entries.append(
+            ServiceEntry(
+                id=remote.service,
+                name=remote.name or remote.id,
+                provider=REMOTE_AGENT,
+                base_url=remote.card,
+                model="",
+                headers=headers,
+                missing_key=missing,
+                capabilities=Capabilities(input=_EVERY_INPUT, output=frozenset({"text", "tool_calling"})),
+                description=remote.description,
+            )
+        )
+    return ServiceRegistry([*services, *entries], problems)
+
+
+async def load_remote_provider(config: Config) -> None:
+    """Import the provider of remote agents, if there are any. In a thread: it takes half a second."""
+    if config.remote:
+        with contextlib.suppress(ImportError):  # its requests say so
+            await asyncio.to_thread(importlib.import_module, "coterie.llm.providers.a2a")
+
+
+def make_service(entry: ServiceEntry, clock: Clock, society: str = "") -> LLMService:
+    """Return a client of the service that `entry` describes. `society`: an id of the society, for remote agents."""
     key, key_name = (entry.api_key.reveal(), entry.api_key.name) if entry.api_key else ("", "")
     headers = {header.name: header.value.reveal() for header in entry.headers}
     secrets = [secret for header in entry.headers for secret in header.secrets]
     match entry.provider:
         case "tour":
             return TourService(id=entry.id, has_vision=entry.model == TOUR_VISION, clock=clock)
+        case "a2a":
+            try:
+                from coterie.llm.providers.a2a import RemoteAgentService
+            except ImportError as error:
+                message = "remote agents need a package that is not installed: pip install 'coterie[a2a]'"
+                raise PermanentError(message, category="request") from error
+            return RemoteAgentService(
+                id=entry.id, card=entry.base_url, headers=headers, secrets=secrets, society=society, clock=clock
+            )
         case "openai":
             return OpenAIService(
                 id=entry.id,
@@ -490,7 +548,7 @@ def make_service(entry: ServiceEntry, clock: Clock) -> LLMService:
 def read_profiles(config: Config, folder: SocietyFolder) -> tuple[Sequence[Profile], Sequence[Problem]]:
     """The agents of coterie.toml, and a problem for each agent skipped because a file of it cannot be used."""
     profiles, problems = [], list[Problem]()
-    for entry in config.agents:
+    for entry in config.all_agents:
         try:
             profile = _profile(entry, folder)
         except OSError as error:

@@ -25,14 +25,14 @@ from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.files import write_private
 from coterie.llm.sampling import MAX_TEMPERATURE, check_effort, check_extra_body, is_number
 from coterie.messages import RESERVED_IDS
+from coterie.push_configs import is_allowed
+from coterie.store_url import SQLITE, is_postgres_url
 from coterie.tasks import Budget
 from coterie.text import closest_match, to_storable
 
 CONFIG_FILE = "coterie.toml"
 STORE_VARIABLE = "COTERIE_STORE"
 """Environment variable with the address of the database, for processes without a coterie.toml."""
-SQLITE = "sqlite"
-POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 
 # Settings and their checks
 
@@ -85,10 +85,22 @@ def _networks(value: Any) -> str | None:
     return 'expected a list of addresses or networks such as "127.0.0.1" or "10.0.0.0/8"'
 
 
+def _addresses(value: Any) -> str | None:
+    if isinstance(value, list) and all(isinstance(item, str) and is_allowed(item, [item]) for item in value):
+        return None
+    return 'expected a list of addresses such as "https://example.org/hooks"'
+
+
 def _table_of_strings(value: Any) -> str | None:
     if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
         return None
     return "expected a table of strings"
+
+
+def _card_url(value: Any) -> str | None:
+    if isinstance(value, str) and re.fullmatch(r"https?://[^\s/?#@]+[^\s?#@]*", value):
+        return None
+    return 'expected the address of an agent card such as "https://example.org/.well-known/agent-card.json"'
 
 
 def _store_url(value: Any) -> str | None:
@@ -197,6 +209,8 @@ class DoorSettings:
     """The MCP server at /mcp."""
     a2a: bool = _setting(True, _is(bool, "true or false"))
     """Agent cards and A2A under /a2a."""
+    push: tuple[str, ...] = _setting((), _addresses)
+    """Addresses to which push notifications of A2A may go, and all below them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +274,35 @@ class McpEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteEntry:
+    """An agent elsewhere, which A2A reaches."""
+
+    id: str
+    card: str = _setting("", _card_url)
+    """Address of its agent card."""
+    headers: Mapping[str, str] | None = _setting(None, _table_of_strings)
+    """HTTP headers. `${NAME}` stands for a key of the environment or secrets.json."""
+    name: str = _setting("", _string)
+    role: str = _setting("", _text(MAX_ROLE))
+    description: str = _setting("", _text(MAX_DESCRIPTION))
+    colour: AgentColour | None = _setting(None, _colour)  # noqa: RUF009
+    initials: str = _setting("", _text(MAX_INITIALS))
+
+    @property
+    def service(self) -> str:
+        """Id of the service that stands for it."""
+        return f"remote.{self.id}"
+
+    @property
+    def agent(self) -> AgentEntry:
+        return AgentEntry(
+            **{name: getattr(self, name) for name in ("id", "name", "role", "description", "colour", "initials")},
+            service=self.service,
+            tools=(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     server: ServerSettings = ServerSettings()
     store: StoreSettings = StoreSettings()
@@ -270,8 +313,14 @@ class Config:
     doors: DoorSettings = DoorSettings()
     agents: tuple[AgentEntry, ...] = (ASSISTANT,)
     mcp: tuple[McpEntry, ...] = ()
+    remote: tuple[RemoteEntry, ...] = ()
     problems: tuple[Problem, ...] = ()
     """Non-fatal problems; the entries they name were skipped."""
+
+    @property
+    def all_agents(self) -> tuple[AgentEntry, ...]:
+        """The agents here, then those elsewhere."""
+        return (*self.agents, *(entry.agent for entry in self.remote))
 
 
 _SECTIONS: dict[str, type] = {
@@ -305,15 +354,17 @@ def parse_config(table: Mapping[str, Any], folder: Path) -> Config:
     for name, value in table.items():
         if name in _SECTIONS:
             sections[name] = _read_section(_SECTIONS[name], name, value, problems, fatal=True)
-        elif name not in ("agents", "mcp"):
-            problems.append(_unknown_key(name, name, {*_SECTIONS, "agents", "mcp"}))
+        elif name not in ("agents", "mcp", "remote"):
+            problems.append(_unknown_key(name, name, {*_SECTIONS, "agents", "mcp", "remote"}))
     agents = _read_agents(table.get("agents", {}), folder, problems)
     mcp = _read_mcp(table.get("mcp", {}), problems)
+    taken = {agent.id for agent in agents} if table.get("agents") else {ASSISTANT.id}
+    remote = _read_remote(table.get("remote", {}), taken, problems)
     if any(problem.fatal for problem in problems):
         raise ConfigError(problems)
     if table.get("agents"):
         sections["agents"] = agents
-    return Config(**sections, mcp=tuple(mcp), problems=tuple(problems))
+    return Config(**sections, mcp=tuple(mcp), remote=tuple(remote), problems=tuple(problems))
 
 
 def _parse(path: Path, text: str | None) -> dict[str, Any]:
@@ -408,6 +459,16 @@ def _read_mcp(table: Any, problems: list[Problem]) -> list[McpEntry]:
     return servers
 
 
+def _read_remote(table: Any, taken: set[str], problems: list[Problem]) -> Iterator[RemoteEntry]:
+    for entry in _read_entries(RemoteEntry, "remote", table, problems):
+        if entry.id in taken:
+            problems.append(_problem(f"remote.{entry.id}", "there is an agent with this id: choose another", False))
+        elif not entry.card:
+            problems.append(_problem(f"remote.{entry.id}.card", "expected the address of its agent card", False))
+        else:
+            yield entry
+
+
 def check_id(name: str) -> str | None:
     """What is wrong with the id of an agent or MCP server; None if nothing is."""
     if name in RESERVED_IDS:
@@ -437,8 +498,8 @@ def _to_setting(value: Any) -> Any:
 
 
 def _got(path: str, value: Any) -> str:
-    """The wrong value for the message, without secrets: any MCP field and `store.url` may hold one."""
-    if path.split(".")[0] == "mcp":
+    """The wrong value for the message, without secrets: fields of MCP and remote and `store.url` may hold one."""
+    if path.split(".")[0] in ("mcp", "remote"):
         return ""
     if path == "store.url" and isinstance(value, str):
         value = re.sub(r":(?!//).*@", ":***@", value.partition("?")[0])
@@ -479,69 +540,6 @@ def unknown_service(agent: str, service: str, known: Sequence[str]) -> Problem:
     return Problem(
         f"{CONFIG_FILE}: agents.{agent}.service", f'there is no service "{service}" in llmservices.json{hint}'
     )
-
-
-# store.url
-
-_URL_LINE = re.compile(r"^[ \t]*(store\.)?url[ \t]*=.*$", re.MULTILINE)
-_TABLE_LINE = re.compile(r"^[ \t]*\[[ \t]*store[ \t]*\].*$", re.MULTILINE)
-
-
-def is_postgres_url(url: str) -> bool:
-    return url.startswith(POSTGRES_SCHEMES)
-
-
-def without_password(url: str) -> str:
-    """The PostgreSQL URL without its password, which PGPASSWORD or ~/.pgpass must then supply."""
-    # Split by hand: libpq does not accept every spelling that urllib would write.
-    base, _, settings = url.partition("?")
-    scheme, _, rest = base.partition("://")
-    authority, slash, database = rest.partition("/")
-    user, at, host = authority.rpartition("@")
-    kept = "&".join(setting for setting in settings.split("&") if setting.partition("=")[0] != "password")
-    return f"{scheme}://{user.partition(':')[0]}{at}{host}{slash}{database}" + (f"?{kept}" if kept else "")
-
-
-def redact_url(url: str) -> str:
-    """The URL for messages: without password and settings."""
-    return without_password(url).partition("?")[0] if is_postgres_url(url) else url
-
-
-def read_store_url(text: str) -> str:
-    """`store.url` in the text of a coterie.toml; "sqlite" if it is absent or unreadable."""
-    try:
-        url = tomllib.loads(text).get("store", {}).get("url", SQLITE)
-    except (tomllib.TOMLDecodeError, AttributeError):
-        return SQLITE
-    return url if isinstance(url, str) else SQLITE
-
-
-def replace_store_url(text: str, url: str) -> str:
-    """The text of a coterie.toml with another `store.url`; everything else stays as it is."""
-    before = _try_parse(text)
-    if before is not None and isinstance(table := before.get("store", {}), dict):
-        expected = before | {"store": table | {"url": url}}
-        for candidate in _with_url_line(text, url):
-            if _try_parse(candidate) == expected:
-                return candidate
-    raise StoreUnusable("coterie.toml cannot be changed by a program: write store.url on a line of its own")
-
-
-def _with_url_line(text: str, url: str) -> Iterator[str]:
-    """`text` with the URL at each position where it may belong; the caller checks which one is right."""
-    line = f"url = {json.dumps(url)}"
-    for match in _URL_LINE.finditer(text):
-        yield f"{text[: match.start()]}{match[1] or ''}{line}{text[match.end() :]}"
-    for match in _TABLE_LINE.finditer(text):
-        yield f"{text[: match.end()]}\n{line}{text[match.end() :]}"
-    yield f"{text.rstrip()}\n\n[store]\n{line}\n".lstrip()
-
-
-def _try_parse(text: str) -> dict[str, Any] | None:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return None
 
 
 # The society's folder

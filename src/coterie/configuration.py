@@ -33,8 +33,8 @@ Document = dict[str, Any]
 """The configuration as JSON values, without defaults.
 
 `agents`: by id, the fields of its table in coterie.toml; prompts and schemas are text, not names of files. `limits`,
-`interruption`, `artifacts`: the tables of coterie.toml. `services`, only in a database: the entries of
-llmservices.json, with keys only as `${NAME}`.
+`interruption`, `artifacts`: the tables of coterie.toml. `remote`: by id, agents elsewhere.
+`services`, only in a database: the entries of llmservices.json, with keys only as `${NAME}`.
 """
 Change = Callable[[Document], None]
 """Changes the document in place."""
@@ -180,6 +180,7 @@ class DatabaseConfiguration:
             config=replace(
                 files,
                 agents=stored.agents if self._version else (),  # nobody, until a server writes the first version
+                remote=stored.remote,
                 limits=stored.limits,
                 interruption=stored.interruption,
                 artifacts=stored.artifacts,
@@ -226,15 +227,15 @@ class DatabaseConfiguration:
 
     async def _write(self, document: Document, version: int, before: Document) -> int:
         """Replace the configuration of that version, and return the new version."""
-        known = {entry.id: entry for entry in self._parse(before).agents} if version else {}
-        changed = [entry for entry in self._parse(document).agents if known.pop(entry.id, None) != entry]
+        known = {entry.id: entry for entry in self._parse(before).all_agents} if version else {}
+        changed = [entry for entry in self._parse(document).all_agents if known.pop(entry.id, None) != entry]
         # Those left in `known` are removed. Their rows stay as they are, but pages must show them in another way.
         rows = [agent_of(entry) for entry in (*changed, *known.values())]
         people = [] if version else [Agent(id=PERSON, name="You", kind="person")]
         return await self._store.write_configuration(_encode(document), version, [*people, *rows])
 
     def _parse(self, document: Document) -> Config:
-        tables = {name: document[name] for name in ("agents", *SECTIONS) if name in document}
+        tables = {name: document[name] for name in ("agents", "remote", *SECTIONS) if name in document}
         return parse_config(tables, self._folder.path)
 
 
@@ -254,6 +255,14 @@ def read_files(folder: SocietyFolder, *, strict: bool = False) -> tuple[Document
     config = read_config(folder.path)
     problems = [problem for problem in config.problems if _is_in_document(problem)]
     document = _document_of(config, folder)
+    secrets = [
+        _key_written_out(f"{CONFIG_FILE}: remote.{entry.id}.{name}")
+        for entry in config.remote
+        for name, value in _secrets_of({"headers": entry.headers})
+        if _is_written_out(value)
+    ]
+    if secrets:
+        raise ConfigError(secrets)
     data = read_services_file(folder.path / SERVICES_FILE)
     if data is not None:
         services, secrets = _services_of(data)
@@ -269,7 +278,10 @@ def _document_of(config: Config, folder: SocietyFolder) -> Document:
     # The agent of a coterie.toml without agents is a default, too.
     agents = {} if config.agents == Config().agents else {entry.id: _entry_of(entry, folder) for entry in config.agents}
     sections = {name: _changed_values(getattr(config, name)) for name in SECTIONS}
-    return {name: table for name, table in {"agents": agents, **sections}.items() if table}
+    remote = {entry.id: _changed_values(entry) for entry in config.remote}
+    for table in remote.values():
+        del table["id"]
+    return {name: table for name, table in {"agents": agents, "remote": remote, **sections}.items() if table}
 
 
 def _entry_of(entry: AgentEntry, folder: SocietyFolder) -> Document:
@@ -307,13 +319,21 @@ def _services_of(data: bytes) -> tuple[list[Any], list[Problem]]:
     problems = []
     for index, entry in enumerate(services):
         for name, value in _secrets_of(entry) if isinstance(entry, dict) else ():
-            if isinstance(value, str) and value.strip() and not _KEY_REFERENCE.search(value):
-                message = (
-                    "holds a key, and keys do not go to the database: write its name, as in ${MAIN_API_KEY}, and put"
-                    " the key into the environment of each process"
-                )
-                problems.append(Problem(f"{SERVICES_FILE}: services[{index}].{name}", message, fatal=True))
+            if _is_written_out(value):
+                problems.append(_key_written_out(f"{SERVICES_FILE}: services[{index}].{name}"))
     return services, problems
+
+
+def _is_written_out(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and not _KEY_REFERENCE.search(value)
+
+
+def _key_written_out(location: str) -> Problem:
+    message = (
+        "holds a key, and keys do not go to the database: write its name, as in ${MAIN_API_KEY}, and put"
+        " the key into the environment of each process"
+    )
+    return Problem(location, message, fatal=True)
 
 
 def _secrets_of(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -327,7 +347,7 @@ def _secrets_of(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _is_in_document(problem: Problem) -> bool:
     name = problem.location.removeprefix(f"{CONFIG_FILE}: ").partition(".")[0]
-    return name in ("agents", *SECTIONS)
+    return name in ("agents", "remote", *SECTIONS)
 
 
 def _encode(document: Document) -> str:
@@ -393,7 +413,7 @@ def _differences(stored: Mapping[str, Any], files: Mapping[str, Any], path: str)
         before, after = stored.get(name), files.get(name)
         if before == after:
             continue
-        is_group = place in ("agents", "services", *SECTIONS) or (place.count(".") == 1 and before and after)
+        is_group = place in ("agents", "remote", "services", *SECTIONS) or (place.count(".") == 1 and before and after)
         if is_group and isinstance(before or {}, dict) and isinstance(after or {}, dict):
             yield from _differences(before or {}, after or {}, place)
         elif before is None:

@@ -100,8 +100,8 @@ class RunningConfiguration:
             await self.follow()
 
     async def _apply(self, settings: Settings) -> Sequence[Problem]:
-        config, before = settings.config, {entry.id: entry for entry in self.config.agents}
-        changed = [agent_of(entry) for entry in config.agents if before.pop(entry.id, None) != entry]
+        config, before = settings.config, {entry.id: entry for entry in self.config.all_agents}
+        changed = [agent_of(entry) for entry in config.all_agents if before.pop(entry.id, None) != entry]
         has_files = not is_shared(self.config)  # a shared store has agents and limits from the same transaction
         if has_files:
             await self._store.add_agents(changed)

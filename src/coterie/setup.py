@@ -223,12 +223,12 @@ class Setup:
         return self._services.problems
 
     def list(self) -> Sequence[ServiceView]:
-        """The services in use, in order; those of the tour if there are no others."""
+        """The model services in use, in order; those of the tour if there are no others."""
         try:
             indexes = {id_: index for index, id_ in reversed([*enumerate(self._read_document().ids())])}
         except ConfigError:
             indexes = {}  # the file was damaged after it was read
-        return [self._view(entry, indexes.get(entry.id)) for entry in self._services]
+        return [self._view(entry, indexes.get(entry.id)) for entry in self._services if not entry.is_remote_agent]
 
     def view(self, service_id: str) -> ServiceView:
         self._services.get(service_id)

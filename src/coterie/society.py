@@ -210,7 +210,7 @@ class Society:
             settings = await configuration.load()
             if not is_shared(config):
                 person = Agent(id=PERSON, name="You", kind="person")
-                await store.add_agents([person, *map(agent_of, settings.config.agents)])
+                await store.add_agents([person, *map(agent_of, settings.config.all_agents)])
         except BaseException:
             await store.close()
             raise

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coterie.artifacts import Artifact
-from coterie.config import replace_store_url
 from coterie.messages import MAX_PAYLOAD_BYTES, fit_answer
+from coterie.store_url import replace_store_url
 from coterie.testing.model_server import Calls, CustomReply, ReceivedRequest, Says, ServerConnection, chunk
 from tests.agent.stage import each, stage
 from tests.engines import Engine, Postgres

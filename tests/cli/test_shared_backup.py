@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from coterie.config import read_config, replace_store_url, without_password
+from coterie.config import read_config
+from coterie.store_url import replace_store_url, without_password
 from coterie.stores.postgres.connection import owner_connection
 from coterie.stores.postgres.transfer import PostgresSource
 from tests.busy_society import CHART, busy_society

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.config import replace_store_url
 from coterie.society import Society
+from coterie.store_url import replace_store_url
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore, blob_path
 from tests.engines import Postgres
 from tests.pruning import delete_unused

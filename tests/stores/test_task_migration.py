@@ -29,7 +29,8 @@ from .steps import call, done, message_to, says
 from .task_steps import claim, claims, press, questions, run_send, said, send, step
 
 OLD_SCHEMAS = Path(__file__).parent / "old_schemas"
-OLD_TABLES = [table for table in TABLES if table not in ("meta", "tasks", "turns", "history_artifacts", "keys")]
+LATER_TABLES = ("meta", "tasks", "turns", "history_artifacts", "keys", "push_configs")
+OLD_TABLES = [table for table in TABLES if table not in LATER_TABLES]
 OF_TASKS = (Simulation.stop_task, Simulation.decide_budget, Simulation.remind, Simulation.send_late)
 
 

@@ -38,21 +38,10 @@ from coterie.admin.copy import (
 )
 from coterie.admin.inspect import Inspection, artifact_hashes
 from coterie.clock import SystemClock, to_ms, to_rfc3339
-from coterie.config import (
-    CONFIG_FILE,
-    SQLITE,
-    Config,
-    SocietyFolder,
-    StoreSettings,
-    is_postgres_url,
-    read_config,
-    read_store_url,
-    redact_url,
-    replace_store_url,
-    without_password,
-)
+from coterie.config import CONFIG_FILE, Config, SocietyFolder, StoreSettings, read_config
 from coterie.errors import ConfigError, StoreUnusable
 from coterie.ids import new_id
+from coterie.store_url import SQLITE, is_postgres_url, read_store_url, redact_url, replace_store_url, without_password
 from coterie.stores.blobs import blob_path, fsync_folder
 from coterie.stores.open import require_driver, require_society
 from coterie.stores.sql.migrations import migrate_sqlite

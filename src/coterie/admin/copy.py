@@ -15,17 +15,9 @@ from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
 
-from coterie.config import (
-    SQLITE,
-    TEMPLATE_FILES,
-    TOOLS_FILE,
-    SocietyFolder,
-    StoreSettings,
-    is_postgres_url,
-    read_config,
-    redact_url,
-)
+from coterie.config import TEMPLATE_FILES, TOOLS_FILE, SocietyFolder, StoreSettings, read_config
 from coterie.errors import StoreUnusable
+from coterie.store_url import SQLITE, is_postgres_url, redact_url
 from coterie.stores.blobs import fsync_folder
 from coterie.stores.open import require_driver, require_society
 from coterie.stores.sqlite.connection import FolderLock

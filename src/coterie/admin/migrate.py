@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from coterie.config import SQLITE, SocietyFolder, StoreSettings, read_config, redact_url
+from coterie.config import SocietyFolder, StoreSettings, read_config
 from coterie.errors import StoreBroken, StoreUnusable
+from coterie.store_url import SQLITE, redact_url
 from coterie.stores.open import require_driver
 from coterie.stores.sql.migrations import (
     migrate_postgres,

@@ -37,6 +37,7 @@ from coterie.llm.service import (
     AssistantMessage,
     Attachment,
     ChatMessage,
+    MessageSource,
     ModelRequest,
     PermanentError,
     SystemMessage,
@@ -80,7 +81,8 @@ def render_row(row: HistoryRow) -> ChatMessage:
             return ToolMessage(row.call_id or "", row.text, tuple(map(_attachment, row.attachments)))
     if row.hidden or row.message is None:
         return UserMessage((TextPart(QUARANTINED_NOTE),))
-    return UserMessage(render_message(row.message, row.mark))
+    source = MessageSource(row.message.id, row.message.sender, row.message.in_reply_to)
+    return UserMessage(render_message(row.message, row.mark), source)
 
 
 def _shorten(text: str) -> str:

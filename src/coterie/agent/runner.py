@@ -12,17 +12,19 @@ import math
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from coterie.agent.builtins import SEND_MESSAGE, build_envelope
 from coterie.agent.compaction import accept_summary, build_digest, find_cut, summary_request
-from coterie.agent.context import HistoryCache, RequestBuilder, TurnPrompt
+from coterie.agent.context import HistoryCache, RequestBuilder
 from coterie.agent.context_window import ContextWindows, estimate_tokens, estimate_usage, fill_usage, summary_limit
 from coterie.agent.failures import SILENT, classify_failure, may_have_cost, missing_service_failure
 from coterie.agent.running_call import STORE_RETRY_DELAY, STRICTNESS, RunningCalls, is_as_strict, store_arguments
+from coterie.agent.running_turn import RunningTurn, TurnSlot
 from coterie.agent.service import AgentDirectory
 from coterie.agent.toolbox import Toolbox
 from coterie.agent.tools import Tool, ToolContext, error_result
@@ -39,6 +41,7 @@ from coterie.llm.gateway import ModelGateway
 from coterie.llm.service import (
     Completion,
     ContextTooLong,
+    InlineFile,
     MalformedResponse,
     ModelRequest,
     PermanentError,
@@ -85,14 +88,6 @@ ToolContextFactory = Callable[[Profile, str, str | None], ToolContext]
 T = TypeVar("T")
 
 
-class TurnSlot(Protocol):
-    """The concurrency slot of one turn; `agent/scheduler.py` implements it."""
-
-    async def acquire(self, *, for_person: bool) -> None: ...
-
-    def release(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionResult:
     """The result of a model request or a tool call."""
@@ -100,58 +95,6 @@ class ActionResult:
     event: Event
     sends: Envelope | None = None
     """Message to store in the same transaction as the event."""
-
-
-@dataclass(slots=True)
-class RunningTurn:
-    """State of a turn that runs in this process."""
-
-    task: asyncio.Task[bool] = field(init=False)
-    is_cancellable: bool = False
-    """An action is being executed and may be cancelled; a write to the store never is."""
-    slot: TurnSlot | None = None
-    streamed_text: list[str] = field(default_factory=list)
-    """Pieces that the model has streamed so far."""
-    pending_request: SentRequest | None = None
-    """The request that has no answer yet."""
-    is_stopping: bool = False
-    """A stop was requested."""
-    is_queued: bool = False
-    """The request waits in the queue of its service and was not sent."""
-    is_deferring: bool = False
-    """The society was paused while the request was queued."""
-    is_cancelling: bool = False
-    """`cancel` has cancelled the task, and the action has not ended yet."""
-    newest_position: int = 0
-    """Position of the newest message from a person, as far as this process knows."""
-    cut_after: int | None = None
-    """A person's message after this position cuts the model's answer. None: no message does."""
-    prompt: TurnPrompt = field(default_factory=TurnPrompt)
-    epoch: int = 0
-    """Of the claim that it runs under."""
-    is_ended: bool = False
-    """The turn was ended in the store, together with its task: results of its actions are refused."""
-    summaries: int = 0
-    """Summaries that the model was asked for in this step."""
-
-    @property
-    def is_cut(self) -> bool:
-        """True if a message has arrived that the request does not contain and that may cut it."""
-        return self.cut_after is not None and self.newest_position > self.cut_after
-
-    def cancel(self) -> None:
-        """Cancel the action that is being executed, once."""
-        if self.is_cancellable and not self.is_cancelling:
-            self.is_cancelling = True
-            self.task.cancel()
-
-    def was_cancelled(self) -> bool:
-        """True if only `cancel` cancelled the task; False if another caller cancelled it too."""
-        return self.is_cancelling and not self.task.uncancel()
-
-    def end_action(self) -> None:
-        self.is_cancellable = self.is_cancelling = self.is_queued = self.is_deferring = False
-        self.cut_after = None
 
 
 class CutByMail(Exception):
@@ -291,8 +234,8 @@ class LlmHandler:
         """Cancel the agent's model request or tool call. False: no turn of the agent runs here."""
         if (turn := self._turns.get(agent_id)) is None:
             return False
-        turn.cancel()
         turn.is_stopping = True
+        turn.cancel()
         return True
 
     def drop_turn(self, agent_id: str, epoch: int) -> None:
@@ -417,7 +360,9 @@ class LlmHandler:
                 failed = classify_failure(problem, claim.model_failures, random.random())
                 return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
-        text, attachments = (answer.text, ()) if answer.calls else await self._fit_text(claim, answer.text)
+        text, attachments = (
+            (answer.text, ()) if answer.calls else await self._fit_text(claim, answer.text, answer.files)
+        )
         return ModelAnswered(
             text=text,
             calls=tuple(self._plan_call(call, profile) for call in answer.calls),
@@ -427,10 +372,17 @@ class LlmHandler:
             cut_off=_CUT_OFF.get(answer.finish_reason),
         )
 
-    async def _fit_text(self, claim: Claim, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """Return text that fits a message, and the whole text as an attachment if it was too long."""
+    async def _fit_text(
+        self, claim: Claim, text: str, files: tuple[InlineFile, ...] = ()
+    ) -> tuple[str, tuple[dict[str, Any], ...]]:
+        """Return text that fits a message, and its attachments: the whole text if it was too long, and `files`."""
         writer = self._artifact_writer and self._artifact_writer(claim.agent_id)
-        return await self._retry_store(claim, lambda: fit_answer(text, writer))
+        fitted, attachments = await self._retry_store(claim, lambda: fit_answer(text, writer))
+        if writer:
+            for file in files:
+                stored = await self._retry_store(claim, partial(writer, file.data, file.filename))
+                attachments = (*attachments, stored.to_dict())
+        return fitted, attachments
 
     async def _answer(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Completion:
         """Ask the model. A request that exceeds the context window is shortened until the service accepts it."""
@@ -497,7 +449,8 @@ class LlmHandler:
                     self._live.append(claim.agent_id, _stream_id(claim), piece.text)
         sent, turn.pending_request = turn.pending_request, None
         assert answer is not None and sent is not None  # noqa: S101 - the gateway ends with an answer or an error
-        answer = fill_usage(request, answer)
+        if not sent.entry.is_remote_agent:
+            answer = fill_usage(request, answer)
         return msgspec.structs.replace(answer, usage=self._count_usage(sent, answer.usage))
 
     def _count_usage(self, sent: SentRequest, usage: TokenUsage) -> TokenUsage:
@@ -509,7 +462,7 @@ class LlmHandler:
     def _estimate_unanswered(self, turn: RunningTurn, error: ServiceError | None = None) -> tuple[str, TokenUsage]:
         """Return the service and the estimated usage of a request without an answer. `error` None: it was stopped."""
         sent, turn.pending_request = turn.pending_request, None
-        if sent is None or not may_have_cost(error, has_text=bool(turn.streamed_text)):
+        if sent is None or sent.entry.is_remote_agent or not may_have_cost(error, has_text=bool(turn.streamed_text)):
             return "", TokenUsage()
         return sent.entry.id, self._count_usage(sent, estimate_usage(sent.request, "".join(turn.streamed_text)))
 
@@ -549,7 +502,7 @@ class LlmHandler:
 
     async def _reserve_tokens(self, claim: Claim, service: str, tokens: int) -> None:
         """Count the estimated tokens before the request, so that a crash cannot lose them."""
-        if not self._tokens_per_day:
+        if not self._tokens_per_day or self._models.entry(service).is_remote_agent:
             return
         today = self._clock.now().replace(hour=0, minute=0, second=0, microsecond=0)
         if not await self._store.reserve_tokens(claim, service, tokens, since=today, limit=self._tokens_per_day):

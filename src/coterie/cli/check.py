@@ -27,12 +27,15 @@ from coterie.configuration import Document, list_differences, read_files
 from coterie.errors import ConfigError, Problem, StoreError
 from coterie.llm.config import (
     SERVICES_FILE,
+    SecretsFile,
     ServiceEntry,
     ServiceRegistry,
     find_unknown_keys,
+    key_lookup,
     read_services_file,
     service_paths,
 )
+from coterie.llm.service import PermanentError, ServiceError
 from coterie.redaction import find_secrets, redact
 from coterie.stores.open import is_shared, owner_pid, require_driver
 from coterie.stores.sql.migrations import postgres_version, schema_scripts
@@ -55,9 +58,9 @@ _SMALL_UNITS = frozenset({"IDR", "JPY", "KRW", "VND"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionResult:
-    """What a try of one MCP server or model service gave."""
+    """What a try of one MCP server, model service or remote agent gave."""
 
-    kind: Literal["mcp", "service"]
+    kind: Literal["mcp", "service", "remote"]
     id: str
     ok: bool
     message: str
@@ -123,6 +126,10 @@ class SocietyCheck:
         self._check_tool_files()
         if self._config:
             self.report.problems += _missing_programs(self._config.mcp)
+            self.report.problems += self._remote_services(self._config).problems
+            if self._config.remote and find_spec("a2a") is None:
+                message = "remote agents need a package that is not installed: pip install 'coterie[a2a]'"
+                self.report.problems.append(Problem(f"{CONFIG_FILE}: remote", message))
             self.report.problems += self._unmatched_patterns(self._config, listed={})
             self._estimate_fixed_tokens(self._config)
         if self._config and is_shared(self._config):
@@ -136,13 +143,17 @@ class SocietyCheck:
         results = await asyncio.gather(
             *(_try_server(entry, clock) for entry in servers),
             *(_try_service(entry, clock) for entry in self._services or ()),
+            *(_try_remote(entry, clock) for entry in (self._remote_services(self._config) if self._config else ())),
         )
         reported = {problem.location for problem in self.report.problems}
         paths = self._service_paths()
         for result in results:
-            path = f"{CONFIG_FILE}: mcp.{result.id}" if result.kind == "mcp" else paths[result.id]
+            if result.kind == "service":
+                path = paths[result.id]
+            else:  # the id of a remote agent begins with the name of its table
+                path = f"{CONFIG_FILE}: {'mcp.' if result.kind == 'mcp' else ''}{result.id}"
             # A missing program and a missing key were found in the files already.
-            if not result.ok and not reported & {f"{path}.command", f"{path}.apiKey"}:
+            if not result.ok and not reported & {f"{path}.command", f"{path}.apiKey", *_header_places(reported, path)}:
                 self.report.problems.append(Problem(path, result.message))
             if names := one_line(", ".join(result.left_out), 500):
                 self.report.warnings.append(
@@ -153,6 +164,13 @@ class SocietyCheck:
             listed = {result.id: result.tools for result in results if result.kind == "mcp" and result.ok}
             unmatched = self._unmatched_patterns(self._config, listed)
             self.report.problems += [problem for problem in unmatched if problem not in self.report.problems]
+
+    def _remote_services(self, config: Config) -> ServiceRegistry:
+        """The agents elsewhere as services, with the problems of their headers."""
+        from coterie.agent_runtime import with_remote_agents
+
+        stored, _ = SecretsFile(self._folder.data / "secrets.json").read()
+        return with_remote_agents(ServiceRegistry(), config, key_lookup(os.environ, stored))
 
     # The files
 
@@ -184,7 +202,7 @@ class SocietyCheck:
             self.report.engine, self.report.engine_version, self.report.warnings = "postgresql", "", []
         self._config = config
         self.report.problems += config.problems
-        self.report.agents = [agent.id for agent in config.agents]
+        self.report.agents = [agent.id for agent in config.all_agents]
 
     def _check_database(self, store: StoreSettings) -> None:
         """Connect to the PostgreSQL. Changes nothing there."""
@@ -396,3 +414,24 @@ async def _try_service(entry: ServiceEntry, clock: Clock) -> ConnectionResult:
     health = await check_health(entry, lambda one: make_service(one, clock), clock, try_capabilities=False)
     message = f"{health.message} ({health.detail})" if health.detail else health.message
     return ConnectionResult(kind="service", id=entry.id, ok=health.ok, message=message)
+
+
+def _header_places(reported: Iterable[str], path: str) -> Iterator[str]:
+    return (place for place in reported if place.startswith(f"{path}.headers."))
+
+
+async def _try_remote(entry: ServiceEntry, clock: Clock) -> ConnectionResult:
+    """Read the card of an agent elsewhere. Sends it no message."""
+    from coterie.agent_runtime import make_service
+
+    try:
+        if entry.missing_key:
+            raise PermanentError(f"its key {entry.missing_key} is not set", category="auth")
+        service: Any = make_service(entry, clock)
+        try:
+            card = await service.read_card()
+        finally:
+            await service.close()
+    except ServiceError as error:
+        return ConnectionResult(kind="remote", id=entry.id, ok=False, message=str(error))
+    return ConnectionResult(kind="remote", id=entry.id, ok=True, message=f"is {one_line(card.name, 80)}")

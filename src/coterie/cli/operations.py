@@ -188,7 +188,10 @@ def _open_browser(url: str) -> bool:
 def check(
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also start the MCP servers, and send each service a small request.")
+        bool,
+        typer.Option(
+            "--deep", help="Also start MCP servers, send services a small request, and read cards of remote agents."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -224,7 +227,7 @@ def _print_report(report: CheckReport, folder: Path) -> None:
     if report.running_pid:
         print_line(f"running: process {report.running_pid}")
     for result in report.connections or ():
-        kind = "MCP server" if result.kind == "mcp" else "service"
+        kind = {"mcp": "MCP server", "service": "service", "remote": "remote agent"}[result.kind]
         tools = f": {', '.join(result.tools)}" if result.tools else ""
         print_line(f"{kind} {result.id}: {'ok' if result.ok else 'failed'}, {result.message}{tools}")
     for warning in report.warnings:
@@ -380,7 +383,7 @@ def restore(
 ) -> None:
     """Put the society of a backup into a folder that holds none, and if wanted into an empty PostgreSQL."""
     from coterie.admin.backup import restore as restore_backup
-    from coterie.config import SQLITE, is_postgres_url
+    from coterie.store_url import SQLITE, is_postgres_url
 
     if store is not None and store != SQLITE and not is_postgres_url(store):
         raise typer.BadParameter("expected sqlite or postgresql://user@host/name", param_hint="--store")

@@ -30,15 +30,16 @@ from coterie.config import (
     ServerSettings,
     SocietyFolder,
     read_config,
-    redact_url,
     remove_address,
     write_address,
 )
 from coterie.configuration import FilesRole
 from coterie.errors import CoterieError, StoreError, StoreOwned, StoreUnusable
+from coterie.llm.config import REMOTE_AGENT
 from coterie.messages import PERSON
 from coterie.society import Society
 from coterie.store import Page
+from coterie.store_url import redact_url
 from coterie.stores.open import is_shared, owner_pid, require_society
 from coterie.supervision import Shutdown
 from coterie.tour import script
@@ -102,6 +103,7 @@ class SocietyServer:
             trusted_proxies=society.config.server.trusted_proxies,
         )
         await self._server.start()
+        self._app.state.a2a.push.start()
 
     def login_link(self) -> str:
         return one_time_link(self.addresses.url, self._access)
@@ -265,7 +267,7 @@ async def _wait_for_first(*futures: asyncio.Future[Any]) -> None:
 
 async def greet(society: Society, environ: Mapping[str, str] = os.environ) -> None:
     """Let the guide of the tour speak first, if no model is set up and no message was ever sent."""
-    if not society.config.agents or any(entry.provider != "tour" for entry in society.services):
+    if not society.config.agents or any(entry.provider not in ("tour", REMOTE_AGENT) for entry in society.services):
         return
     if await society.store.messages(Page(limit=1)):
         return
@@ -309,7 +311,7 @@ def _list_agents(society: Society) -> str:
 
 
 def _list_models(society: Society) -> str:
-    if all(entry.provider == "tour" for entry in society.services):
+    if all(entry.provider in ("tour", REMOTE_AGENT) for entry in society.services):
         return "none yet: a scripted tour answers; name yours in llmservices.json"
     return ", ".join(entry.id for entry in society.services)
 

@@ -38,6 +38,8 @@ from coterie.redaction import mask
 from coterie.text import closest_match, one_line, to_storable
 
 SERVICES_FILE = "llmservices.json"
+REMOTE_AGENT = "a2a"
+"""Provider of an agent elsewhere, which `[remote]` of coterie.toml names."""
 MAX_SERVICES_BYTES = 4_000_000
 MAX_SECRETS_BYTES = 1 << 20
 MAX_ID_LENGTH = 64
@@ -210,6 +212,11 @@ class ServiceEntry:
     """None: the cost of requests is unknown."""
 
     @property
+    def is_remote_agent(self) -> bool:
+        """True if it is an agent elsewhere instead of a model: it uses no tokens of ours."""
+        return self.provider == REMOTE_AGENT
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(
             temperature=self.temperature,
@@ -364,7 +371,7 @@ def _entry(node: JsonNode, find_key: KeyLookup) -> ServiceEntry | None:
     base_url = _base_url(node.child("baseURL"))
     model = node.child("model").required_text()
     key, missing = _key(node.child("apiKey"), find_key)
-    headers, missing_in_header = _headers(node.child("headers"), find_key)
+    headers, missing_in_header = read_headers(node.child("headers"), find_key)
     entry = ServiceEntry(
         id=service_id or "",
         name=node.child("name").optional_text(),
@@ -443,7 +450,7 @@ def _key(node: JsonNode, find_key: KeyLookup) -> tuple[Secret | None, str | None
     return Secret(key, name if reference else ""), None
 
 
-def _headers(node: JsonNode, find_key: KeyLookup) -> tuple[tuple[Header, ...], str | None]:
+def read_headers(node: JsonNode, find_key: KeyLookup) -> tuple[tuple[Header, ...], str | None]:
     """Return the headers, and the name of a missing secret. Problems never quote a value."""
     if node.value is None:
         return (), None

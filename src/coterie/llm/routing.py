@@ -275,7 +275,8 @@ def _apply(views: Mapping[Attachment, TextPart | InlineFile], messages: Sequence
             files = []
         match message:
             case UserMessage(parts):
-                yield UserMessage(tuple(views[part] if isinstance(part, Attachment) else part for part in parts))
+                fitted = tuple(views[part] if isinstance(part, Attachment) else part for part in parts)
+                yield replace(message, parts=fitted)
             case ToolMessage(call_id, text, attachments) if attachments:
                 for attachment in attachments:
                     match views[attachment]:

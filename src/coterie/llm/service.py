@@ -68,8 +68,18 @@ class SystemMessage(Struct, frozen=True):
     """The text for a service that does not get the request's tools. None: the same."""
 
 
+class MessageSource(Struct, frozen=True):
+    """The message that a user message renders, for a service that is an agent itself."""
+
+    message_id: str
+    sender: str
+    in_reply_to: str | None = None
+
+
 class UserMessage(Struct, frozen=True):
     parts: tuple[TextPart | Attachment | InlineFile, ...]
+    source: MessageSource | None = None
+    """None: the runtime wrote it."""
 
 
 class AssistantMessage(Struct, frozen=True):
@@ -167,6 +177,8 @@ class Completion(Struct, frozen=True, kw_only=True):
     model: str = ""
     """The model that answered, as the service names it; empty if it does not."""
     finish_reason: Literal["stop", "tool_calls", "length", "content_filter"] = "stop"
+    files: tuple[InlineFile, ...] = ()
+    """Files of the answer; not with calls."""
 
 
 Direction = Literal["input", "output"]
@@ -197,6 +209,10 @@ class Capabilities:
 INFERRED = Capabilities(inferred=True)
 
 
+STOPPED = "stopped"
+"""Argument of the `CancelledError` of a request whose turn was stopped."""
+
+
 class LLMService(Protocol):
     """One model at one address."""
 
@@ -206,7 +222,9 @@ class LLMService(Protocol):
     def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
         """Yield text deltas, then exactly one `Completion`; or raise `ServiceError`, which voids the deltas.
 
-        Closing the iterator aborts the request. User messages may contain only `TextPart` and `InlineFile`.
+        Closing the iterator aborts the request. A `CancelledError` with the argument `STOPPED` says that the turn was
+        stopped, so work elsewhere should stop, too; any other one that the request may come again. User messages may
+        contain only `TextPart` and `InlineFile`.
         """
         ...
 

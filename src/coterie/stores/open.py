@@ -11,9 +11,10 @@ from pathlib import Path
 
 from coterie.artifacts import BlobStore
 from coterie.clock import Clock
-from coterie.config import CONFIG_FILE, SQLITE, Config, SocietyFolder, StoreSettings, parse_config
+from coterie.config import CONFIG_FILE, Config, SocietyFolder, StoreSettings, parse_config
 from coterie.errors import ConfigError, Problem, StoreUnusable
 from coterie.store import Limits
+from coterie.store_url import SQLITE
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite import SqliteStore

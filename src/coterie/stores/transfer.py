@@ -25,7 +25,7 @@ from coterie.stores.sqlite.connection import DATABASE_ERRORS, PAGE_BYTES, open_r
 
 TABLES = (
     "meta", "agents", "messages", "artifacts", "attachments", "events", "history", "history_artifacts",
-    "plans", "calls", "roles", "llm_calls", "summaries", "schedules", "tasks", "turns", "keys",
+    "plans", "calls", "roles", "llm_calls", "summaries", "schedules", "tasks", "turns", "keys", "push_configs",
 )  # fmt: skip
 """Tables that both engines have, in foreign-key order."""
 SEQUENCE_TABLES = ("messages", "plans", "tasks", "events")

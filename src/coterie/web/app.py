@@ -68,7 +68,8 @@ def build_app(
     for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
     app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS], include_in_schema=False))
-    a2a = a2a_door.A2aDoor(society, state.clock, state.where.url)
+    state.a2a = a2a = a2a_door.A2aDoor(society, state.clock, state.where.url)
+    state.on_shutdown.append(a2a.push.shut_down)
     for path, methods in a2a_door.PATHS.items():
         app.router.routes.append(Route(path, a2a, methods=[*methods], include_in_schema=False))
     app.add_middleware(

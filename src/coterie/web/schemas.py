@@ -381,6 +381,7 @@ class Agent(AgentStatus, kw_only=True):
     colour: Annotated[agents.AgentColour | None, Meta(description="Of its initials; null: chosen by the id.")]
     initials: Annotated[str, Meta(description="Empty: the first letters of its name.")]
     retired: Annotated[bool, Meta(description="The configuration no longer describes it: it keeps its mail.")]
+    remote: Annotated[bool, Meta(description="It is elsewhere, and A2A reaches it.")]
     position: Annotated[int, Meta(description="Place in coterie.toml, from 0.")] | UnsetType = UNSET
     waiting: int
     delayed: int
@@ -399,13 +400,14 @@ class Agent(AgentStatus, kw_only=True):
         worker: str | UnsetType | None = UNSET,
     ) -> Self:
         service, capabilities, description = None, None, ""
-        profile, retired = None, False
+        profile, retired, remote = None, False, False
         if agent.kind != "person":
             try:
                 description = society.agents.description_of(agent.id)
                 profile = society.agents.find(agent.id)
                 retired = profile is None and agent.state != "terminated"
-                service = society.agents.service_of(agent.id).id
+                used = society.agents.service_of(agent.id)
+                service, remote = used.id, used.is_remote_agent
                 found = society.agents.capabilities_of(agent.id)
             except CoterieError:  # the agent has no model service
                 found = INFERRED
@@ -423,7 +425,8 @@ class Agent(AgentStatus, kw_only=True):
             colour=profile.colour if profile else None,
             initials=profile.initials if profile else "",
             retired=retired,
-            position=next((at for at, one in enumerate(society.config.agents) if one.id == agent.id), UNSET),
+            remote=remote,
+            position=next((at for at, one in enumerate(society.config.all_agents) if one.id == agent.id), UNSET),
             waiting=agent.waiting,
             delayed=agent.delayed,
             unread=_or_unset(unread),

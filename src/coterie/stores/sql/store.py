@@ -22,6 +22,7 @@ from coterie.errors import Refused, StoreError
 from coterie.keys import Key, NewKey
 from coterie.llm.service import Completion, TokenUsage
 from coterie.messages import PERSON, Envelope, Message, Receipt, Schedule, State
+from coterie.push_configs import OpenPushConfig, PushConfig
 from coterie.retention_store import Pruned, Retention, StorageFigures, UnusedArtifacts
 from coterie.store import (
     MAX_LISTED,
@@ -38,7 +39,17 @@ from coterie.store import (
     Usage,
     Worker,
 )
-from coterie.stores.sql import claims, commands, keys, queries, retention, schedules, task_control, task_queries
+from coterie.stores.sql import (
+    claims,
+    commands,
+    keys,
+    push_configs,
+    queries,
+    retention,
+    schedules,
+    task_control,
+    task_queries,
+)
 from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
@@ -504,6 +515,27 @@ class SqlStore(SqlOverview):
 
     async def keys(self) -> Sequence[Key]:
         return await self._read(keys.read_keys)
+
+    # Push notifications
+
+    async def put_push_config(self, config: PushConfig) -> None:
+        await self._transact(lambda db, uow: push_configs.put(db, uow, config))
+
+    async def push_configs(self, task: str) -> Sequence[PushConfig]:
+        return await self._read(lambda db: push_configs.read(db, task))
+
+    async def delete_push_config(self, task: str, config_id: str) -> bool:
+        return await self._transact(lambda db, uow: push_configs.delete(db, uow, task, config_id))
+
+    async def open_push_configs(self) -> Sequence[OpenPushConfig]:
+        return await self._read(push_configs.read_open)
+
+    async def claim_push_config(self, seen: OpenPushConfig, until: datetime) -> bool:
+        return await self._transact(lambda db, uow: push_configs.claim(db, uow, seen, to_ms(until)))
+
+    async def record_push(self, seen: OpenPushConfig, *, next_at: datetime | None) -> None:
+        at = None if next_at is None else to_ms(next_at)
+        await self._transact(lambda db, uow: push_configs.record(db, uow, seen, at))
 
     # Event log and maintenance
 

@@ -49,7 +49,7 @@ class Cards:
         return f"{self._url}/api/v1/artifacts/{ref}"
 
     def _card(self, name: str, about: str, agent_id: str, skills: list[AgentSkill]) -> AgentCard:
-        address = f"{self._url}/a2a/{agent_id}"
+        address, has_push = f"{self._url}/a2a/{agent_id}", bool(self._society.config.doors.push)
         bearer = HTTPAuthSecurityScheme(scheme="Bearer", description="The token of a key: coterie keys add NAME")
         return AgentCard(
             name=name,
@@ -59,7 +59,7 @@ class Cards:
                 AgentInterface(url=address, protocol_binding=binding, protocol_version=PROTOCOL_VERSION_1_0)
                 for binding in (TransportProtocol.JSONRPC, TransportProtocol.HTTP_JSON)
             ],
-            capabilities=AgentCapabilities(streaming=True, push_notifications=False, extended_agent_card=True),
+            capabilities=AgentCapabilities(streaming=True, push_notifications=has_push, extended_agent_card=True),
             security_schemes={"bearer": SecurityScheme(http_auth_security_scheme=bearer)},
             security_requirements=[SecurityRequirement(schemes={"bearer": StringList()})],
             default_input_modes=sorted({mode for skill in skills for mode in skill.input_modes}),

@@ -15,12 +15,15 @@ from starlette.types import Receive, Scope, Send
 
 from coterie.clock import Clock
 from coterie.society import Society
+from coterie.web.a2a.push import PushSender
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope
 from coterie.web.errors import RequestRejected
 
 if TYPE_CHECKING:
     from a2a.server.context import ServerCallContext
+
+    from coterie.web.a2a.handler import SocietyRequestHandler
 
 CARD = "/.well-known/agent-card.json"
 PATHS = {"/a2a/{path:path}": ("GET", "POST", "DELETE"), CARD: ("GET",)}
@@ -34,27 +37,36 @@ class A2aDoor:
     def __init__(self, society: Society, clock: Clock, url: str) -> None:
         """`url`: the address of the server that other programs use."""
         self._society, self._clock, self._url = society, clock, url
+        self._handler: SocietyRequestHandler | None = None
         self._router: Router | None = None
+        self.push = PushSender(society, clock, self._render_task)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            handler = await self._load_handler()
+        except ImportError as error:
+            detail = "A2A needs a package that is not installed: pip install 'coterie[a2a]'"
+            raise RequestRejected(501, "not_installed", detail) from error
         if self._router is None:
-            try:
-                # In a thread: the import takes half a second, in which other requests must be answered.
-                await asyncio.to_thread(importlib.import_module, "coterie.web.a2a.handler")
-                self._router = self._make_router()
-            except ImportError as error:
-                detail = "A2A needs a package that is not installed: pip install 'coterie[a2a]'"
-                raise RequestRejected(501, "not_installed", detail) from error
+            self._router = self._make_router(handler)
         # A route of its own application: the path is matched again, from its beginning.
         await self._router({**scope, "path_params": {}}, receive, send)
 
-    def _make_router(self) -> Router:
+    async def _load_handler(self) -> SocietyRequestHandler:
+        if self._handler is None:
+            # In a thread: the import takes half a second, in which other requests must be answered.
+            module = await asyncio.to_thread(importlib.import_module, "coterie.web.a2a.handler")
+            cards = module.Cards(self._society, self._url)
+            self._handler = module.SocietyRequestHandler(self._society, self._clock, cards, self.push.notify)
+        return self._handler
+
+    async def _render_task(self, task_id: str) -> dict[str, Any] | None:
+        return await (await self._load_handler()).render_notification(task_id)
+
+    def _make_router(self, handler: SocietyRequestHandler) -> Router:
         from a2a.server.routes.common import DefaultServerCallContextBuilder
         from a2a.server.routes.jsonrpc_routes import create_jsonrpc_routes
         from a2a.server.routes.rest_routes import create_rest_routes
-
-        from coterie.web.a2a.cards import Cards
-        from coterie.web.a2a.handler import SocietyRequestHandler
 
         society = self._society
 
@@ -65,8 +77,7 @@ class A2aDoor:
                 context.state["agent"] = request.path_params["agent"]
                 return context
 
-        cards = Cards(society, self._url)
-        handler = SocietyRequestHandler(society, self._clock, cards)
+        cards = handler.cards
         routes: list[BaseRoute] = [
             Route(CARD, _card(cards.of_society, society)),
             Route(f"{AGENT}{CARD}", _card(cards.of_agent, society)),

@@ -6,7 +6,7 @@ The states of both are the same: working, waiting (input required), done (comple
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -26,8 +26,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from coterie.clock import Clock
 from coterie.errors import Refused
-from coterie.ids import new_id
+from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
+from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
 from coterie.task_follower import TaskFollower, TaskProgress, is_open_question
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
@@ -51,8 +52,9 @@ Event = a2a.Task | a2a.TaskStatusUpdateEvent | a2a.TaskArtifactUpdateEvent | a2a
 
 
 class SocietyRequestHandler(RequestHandler):
-    def __init__(self, society: Society, clock: Clock, cards: Cards) -> None:
-        self._society, self._clock, self._cards = society, clock, cards
+    def __init__(self, society: Society, clock: Clock, cards: Cards, on_push_config: Callable[[], None]) -> None:
+        """`on_push_config` is called after a push notification config was stored."""
+        self._society, self._clock, self.cards, self._on_push_config = society, clock, cards, on_push_config
 
     # Sending
 
@@ -108,22 +110,34 @@ class SocietyRequestHandler(RequestHandler):
 
     async def _send(self, params: a2a.SendMessageRequest, context: ServerCallContext) -> Message:
         scope, given = _scope(context), params.message
+        push = params.configuration.task_push_notification_config
         if params.configuration.HasField("task_push_notification_config"):
-            raise PushNotificationNotSupportedError("push notifications are not offered: subscribe to the task")
+            self._check_push(push)
         try:
             agent = await scope.agent(context.state["agent"])
-            payload = await self._payload(scope, given)
-            receipt = await self._deliver(scope, agent.id, given, payload)
+            # The name of the key first: programs do not share ids of messages.
+            client_id = f"a2a {scope.caller.key or ''} {agent.id} {given.message_id}"
+            message = await self._sent_before(client_id)
+            if message is None:
+                payload = await self._payload(scope, given)
+                receipt = await self._deliver(scope, agent.id, given, payload, client_id)
+                message = await self._society.store.message(receipt.message_id)
         except Refused as refused:
             raise InvalidParamsError(refused.message, {"code": refused.code}) from refused
-        message = await self._society.store.message(receipt.message_id)
         if message is None:
             raise TaskNotFoundError("the conversation was cleared meanwhile")
+        if params.configuration.HasField("task_push_notification_config"):
+            await self._put_push(message.task or message.id, push)
         return message
 
+    async def _sent_before(self, client_id: str) -> Message | None:
+        """The message, if the client repeats it. The task that it belongs to may have ended meanwhile."""
+        store = self._society.store
+        return await store.message(keyed_id(store.info.secret, id_for("message", PERSON, client_id)))
+
     async def _deliver(
-        self, scope: CallerScope, agent_id: str, given: a2a.Message, payload: dict[str, Any]
-    ) -> Receipt:  # fmt: skip
+        self, scope: CallerScope, agent_id: str, given: a2a.Message, payload: dict[str, Any], client_id: str
+    ) -> Receipt:
         question: Message | None = None
         if given.task_id:
             tree = await scope.task(given.task_id)
@@ -137,8 +151,7 @@ class SocietyRequestHandler(RequestHandler):
             sender=PERSON,
             to=question.sender if question else agent_id,
             payload=payload,
-            # The name of the key first: programs do not share ids of messages.
-            client_id=f"a2a {caller or ''} {agent_id} {given.message_id}",
+            client_id=client_id,
             in_reply_to=question.id if question else None,
             option=options.index(payload["text"]) if payload["text"] in options else None,
             via=caller,
@@ -217,7 +230,7 @@ class SocietyRequestHandler(RequestHandler):
         self, params: a2a.GetExtendedAgentCardRequest, context: ServerCallContext
     ) -> a2a.AgentCard:
         try:
-            return await self._cards.of_agent(_scope(context), context.state["agent"])
+            return await self.cards.of_agent(_scope(context), context.state["agent"])
         except Refused as refused:
             raise InvalidParamsError(refused.message) from refused
 
@@ -255,7 +268,7 @@ class SocietyRequestHandler(RequestHandler):
             (one for one in found.values() if one.state not in ("withdrawn", "dead")), key=lambda one: one.seq
         )  # fmt: skip
         history = [await self._message(task, one) for one in said]
-        answers = [one for one in said if one.to == PERSON and not is_open_question(one)]
+        answers = [one for one in said if one.to == PERSON and not one.payload.get("quickReplies")]
         status = a2a.TaskStatus(state=STATES[task.state], timestamp=_timestamp(task))
         last = next((one for one in reversed(said) if one.to == PERSON), None)
         if last is not None and task.state in ("waiting", "failed"):
@@ -295,7 +308,7 @@ class SocietyRequestHandler(RequestHandler):
         for file in message.payload.get("attachments") or ():
             part = a2a.Part(filename=str(file.get("filename", "")), media_type=str(file.get("mimeType", "")))
             if file.get("size", 0) > MAX_RAW_BYTES:
-                part.url = self._cards.artifact_url(file["artifactRef"])
+                part.url = self.cards.artifact_url(file["artifactRef"])
             else:
                 part.raw = await self._society.artifacts.read(file["artifactRef"])
             parts.append(part)
@@ -313,27 +326,71 @@ class SocietyRequestHandler(RequestHandler):
         stamp.FromDatetime(self._clock.now())
         return stamp
 
-    # Push notifications are not offered: the card says so
+    # Push notifications
 
+    @validate_request_params
     async def on_create_task_push_notification_config(
         self, params: a2a.TaskPushNotificationConfig, context: ServerCallContext
     ) -> a2a.TaskPushNotificationConfig:
-        raise PushNotificationNotSupportedError
+        tree = await self._tree(_scope(context), params.task_id, context)
+        self._check_push(params)
+        return await self._put_push(tree.task.id, params)
 
+    @validate_request_params
     async def on_get_task_push_notification_config(
         self, params: a2a.GetTaskPushNotificationConfigRequest, context: ServerCallContext
     ) -> a2a.TaskPushNotificationConfig:
-        raise PushNotificationNotSupportedError
+        for config in await self._push_configs(params.task_id, context):
+            if config.id == params.id:
+                return config
+        raise TaskNotFoundError("the task has no such push notification config")
 
+    @validate_request_params
     async def on_list_task_push_notification_configs(
         self, params: a2a.ListTaskPushNotificationConfigsRequest, context: ServerCallContext
     ) -> a2a.ListTaskPushNotificationConfigsResponse:
-        raise PushNotificationNotSupportedError
+        return a2a.ListTaskPushNotificationConfigsResponse(configs=await self._push_configs(params.task_id, context))
 
+    @validate_request_params
     async def on_delete_task_push_notification_config(
         self, params: a2a.DeleteTaskPushNotificationConfigRequest, context: ServerCallContext
     ) -> None:
-        raise PushNotificationNotSupportedError
+        tree = await self._tree(_scope(context), params.task_id, context)
+        await self._society.store.delete_push_config(tree.task.id, params.id)
+
+    async def render_notification(self, task_id: str) -> dict[str, Any] | None:
+        """The body of a push notification about the task; None: it was deleted."""
+        tree = await self._society.store.task_tree(task_id)
+        if tree is None:
+            return None
+        body: dict[str, Any] = MessageToDict(a2a.StreamResponse(task=await self._render(tree, None)))
+        return body
+
+    def _check_push(self, config: a2a.TaskPushNotificationConfig) -> None:
+        allowed = self._society.config.doors.push
+        if not allowed:
+            raise PushNotificationNotSupportedError("push notifications are off: the owner allows no address")
+        if not is_allowed(config.url, allowed):
+            raise InvalidParamsError("the owner does not allow push notifications to this address (doors.push)")
+
+    async def _put_push(
+        self, task_id: str, config: a2a.TaskPushNotificationConfig
+    ) -> a2a.TaskPushNotificationConfig:  # fmt: skip
+        stored = a2a.TaskPushNotificationConfig()
+        stored.CopyFrom(config)
+        stored.task_id, stored.id = task_id, config.id or new_id()
+        data = json.dumps(MessageToDict(stored))
+        try:
+            await self._society.store.put_push_config(PushConfig(task=task_id, id=stored.id, config=data))
+        except Refused as refused:
+            raise InvalidParamsError(refused.message, {"code": refused.code}) from refused
+        self._on_push_config()
+        return stored
+
+    async def _push_configs(self, task_id: str, context: ServerCallContext) -> list[a2a.TaskPushNotificationConfig]:
+        tree = await self._tree(_scope(context), task_id, context)
+        found = await self._society.store.push_configs(tree.task.id)
+        return [ParseDict(json.loads(one.config), a2a.TaskPushNotificationConfig()) for one in found]
 
 
 def _scope(context: ServerCallContext) -> CallerScope:

@@ -172,7 +172,7 @@ export function mountAgents(root) {
       const draft = [...state.drafts.values()].find((each) => each.agent === one.id && !each.stopped && !each.ended);
       if (draft?.text) setText(sub, `…${tailOf(draft.text, TAIL - node.level)}`);
       else if (agent.state !== 'idle') setText(sub, [doing(agent), progressOf(one.id)].filter(Boolean).join(' · '));
-      else setText(sub, lastLine(known?.last) || agent.role || agent.description || t('idle'));
+      else setText(sub, lastLine(known?.last) || agent.role || agent.description || t(agent.remote ? 'agentRemote' : 'idle'));
     }
 
     let late = null;

@@ -1,0 +1,96 @@
+"""Push notifications: where programs want to be told about a task, and what a store promises about that.
+
+No notification is stored. What was told last is, so that a process that starts again finds the changes that were not
+told. A notification is thus sent at least once; changes in quick succession are told as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Protocol
+from urllib.parse import SplitResult, urlsplit
+
+from msgspec import Struct
+
+from coterie.tasks import TaskState
+
+MAX_CONFIGS = 10
+"""Per task."""
+_PORTS = {"http": 80, "https": 443}
+
+
+class PushConfig(Struct, frozen=True, kw_only=True):
+    task: str
+    id: str
+    config: str
+    """As JSON, in the form of the protocol that it came through. May hold credentials: never logged."""
+
+
+class OpenPushConfig(Struct, frozen=True, kw_only=True):
+    """One whose task may change, or has changed since it was last told."""
+
+    config: PushConfig
+    told: str
+    attempts: int
+    next_at: datetime
+    state: TaskState
+    last_at: datetime
+
+    @property
+    def change(self) -> str:
+        """The last change of the task that is told. While it works, nothing else is."""
+        return self.state if self.state == "working" else f"{self.state} {self.last_at.timestamp():.3f}"
+
+    @property
+    def is_last(self) -> bool:
+        """True if the task has ended, so that nothing follows."""
+        return self.state in ("done", "failed", "stopped")
+
+
+class PushConfigStore(Protocol):
+    async def put_push_config(self, config: PushConfig) -> None:
+        """Add or replace it. `Refused`: `unknown_task`, `too_many_configs`."""
+        ...
+
+    async def push_configs(self, task: str) -> Sequence[PushConfig]:
+        """By id."""
+        ...
+
+    async def delete_push_config(self, task: str, config_id: str) -> bool: ...
+
+    async def open_push_configs(self) -> Sequence[OpenPushConfig]: ...
+
+    async def claim_push_config(self, seen: OpenPushConfig, until: datetime) -> bool:
+        """Let no other process tell the change before `until`. False: another one does, or it was deleted."""
+        ...
+
+    async def record_push(self, seen: OpenPushConfig, *, next_at: datetime | None) -> None:
+        """The change was told, or given up. `next_at`: it was not, and is tried again then."""
+        ...
+
+
+def is_allowed(url: str, allowed: Sequence[str]) -> bool:
+    """True if the address is one that the owner allows, or below one. No part of it may be written in another way."""
+    try:
+        wanted = urlsplit(url)
+        return _is_plain(wanted, url) and any(_is_below(wanted, urlsplit(one)) for one in allowed)
+    except ValueError:
+        return False
+
+
+def _is_plain(url: SplitResult, text: str) -> bool:
+    """False for addresses that a client may read in another way than this check."""
+    is_odd = any(mark in text for mark in ("\\", "@", "#", "%2e", "%2E")) or not (text.isascii() and text.isprintable())
+    return url.scheme in _PORTS and bool(url.hostname) and not is_odd and " " not in text and ".." not in url.path
+
+
+def _is_below(url: SplitResult, allowed: SplitResult) -> bool:
+    if (url.scheme, url.hostname, url.port or _PORTS[url.scheme]) != (
+        allowed.scheme,
+        allowed.hostname,
+        allowed.port or _PORTS.get(allowed.scheme),
+    ):
+        return False
+    path = allowed.path.rstrip("/")
+    return not path or url.path == path or url.path.startswith(f"{path}/")
