@@ -279,12 +279,14 @@ class Society:
         in_reply_to: str | None = None,
         option: int | None = None,
         unless_answered: str | None = None,
+        asks_back: bool = False,
     ) -> SentMessage:
         """Send a message, by default from the person. It is durable when this returns.
 
         The result is its receipt and a handle on its task: `wait()`, `stop()`. `every` makes it recurring
         (`"weekdays 08:00"`), in the time zone `time_zone` or that of this machine. `unless_answered`: a question of
-        the sender; its answer withdraws this delayed message.
+        the sender; its answer withdraws this delayed message. `asks_back`: with `in_reply_to`, an approval question:
+        the agent answers, and its call keeps waiting for the decision.
         """
         content = dict(payload or {})
         if text is not None:
@@ -303,6 +305,7 @@ class Society:
             in_reply_to=in_reply_to,
             option=option,
             unless_answered=unless_answered,
+            asks_back=asks_back,
         )
         return SentMessage(**asdict(receipt), tasks=self._tasks)
 

@@ -20,6 +20,7 @@ How an interruption is handled:
 * A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row. Then the
   next plan runs first, so that busy agents cannot block another agent for ever.
 * An echo does not interrupt: a message from the agent to itself, or an answer to a message that this plan sent.
+* A person may ask back about a call that waits for approval. The model answers, and the plan stays open (`asks_back`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coterie.agents import InterruptMode
 from coterie.llm.service import TokenUsage
@@ -58,6 +60,8 @@ class WaitingMessage(Struct, frozen=True):
     is_from_person: bool = False
     is_echo: bool = False
     """The agent sent it to itself, or it answers a message that the open plan sent."""
+    asks_back: bool = False
+    """The person asks about a call of the open plan that needs approval, and does not decide. It is an echo."""
 
 
 class Rules(Struct, frozen=True, kw_only=True):
@@ -90,6 +94,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     """Pause the agent after this turn, even if mail waits."""
     society_paused: bool = False
     """Start no model call and no tool."""
+    answers_back: bool = False
+    """The model is asked what the person wants to know before deciding about a call. The plan stays open."""
 
     @property
     def has_mail(self) -> bool:
@@ -282,6 +288,8 @@ class SendReply(Struct, frozen=True):
     """Of an error: its category and facts."""
     attachments: tuple[dict[str, Any], ...] = ()
     cut_off: CutOff | None = None
+    asks_back: bool = False
+    """It goes to the person only, as the answer to the newest message with `asks_back`."""
 
 
 class RequestApproval(Struct, frozen=True):
@@ -374,6 +382,8 @@ def _suspend(step: Step) -> Step:
 
 def _decide(turn: Turn, event: Event) -> Step:
     match event:
+        case ModelAnswered() | ModelFailed() if turn.answers_back:
+            return _answer_back(turn, event)
         case ModelAnswered(calls=()):
             reply = SendReply(event.text, attachments=event.attachments, cut_off=event.cut_off)
             return _finish(turn, AppendText(event.text), reply)
@@ -411,8 +421,8 @@ def is_echo(
 ) -> bool:
     """True for a message to `agent_id` that waits until the open plan has ended, instead of interrupting it.
 
-    `answers_approval`: it is a button pressed on an approval question of the plan. `is_caused_by_plan`: a message that
-    the plan sent has caused it. Both are asked only if they matter.
+    `answers_approval`: it is a button pressed on an approval question of the plan, or it asks back about that call.
+    `is_caused_by_plan`: a message that the plan sent has caused it. Both are asked only if they matter.
     """
     if sender == PERSON:
         return answers_approval()
@@ -462,7 +472,12 @@ def _cut(turn: Turn, event: Interrupted) -> Step:
     """Withdraw the unfinished answer, take the mail and ask again. The cutting message may be withdrawn by now."""
     cut = (WithdrawPlan(Plan(text=event.partial_text, calls=()), _interrupting_id(turn)),) if event.service else ()
     mail = (TakeMail(),) if turn.has_mail else ()
-    return Step((*cut, *mail), AskModel())
+    if turn.plan is None or not turn.has_mail:
+        return Step((*cut, *mail), AskModel())
+    if not is_interrupted(turn):  # the next claim finds the decision, or the next question
+        return Step((*cut, _await_approval(turn)), Rest())
+    step = _interrupt(turn, turn.plan)
+    return Step((*cut, *step.writes), step.action)
 
 
 def _begin_plan(turn: Turn, plan: Plan) -> Step:
@@ -563,6 +578,21 @@ def _apply_approval(turn: Turn, approved: bool) -> Step:
     return _continue_plan(turn, SetCallState(index, "cancelled", DENIED_RESULT))
 
 
+def _answer_back(turn: Turn, event: ModelAnswered | ModelFailed) -> Step:
+    """Send the answer about a call, or the reason why there is none, and wait for the decision again. No call runs."""
+    if isinstance(event, ModelFailed):
+        text, reply = f"[no answer: {event.message}]", _error_reply(event.message, event.category, event.facts)
+    else:
+        text = event.text if event.text.strip() else "I have no answer to that. The call still waits for your decision."
+        reply = SendReply(text, attachments=event.attachments, cut_off=event.cut_off)
+    return Step((AppendText(text), replace(reply, asks_back=True), _await_approval(turn)), Rest())
+
+
+def _await_approval(turn: Turn) -> SetState:
+    """Wait for a decision. Mail that waits already is looked at by the next claim, at once."""
+    return SetState(state="wait_approval", delay=timedelta(0) if turn.has_mail else None)
+
+
 def _interrupt(turn: Turn, plan: Plan) -> Step:
     """Mail came while a call waited for approval: cancel all calls that have not run."""
     closed = plan.close_remaining(INTERRUPTED_RESULT)
@@ -584,7 +614,12 @@ def _resume(turn: Turn) -> Step:
         return Step((*mail, SetState(state="llm")), AskModel())
     index = turn.plan.started_index()
     if index is None:
-        return _interrupt(turn, turn.plan) if is_interrupted(turn) else _start_next(turn.plan)
+        if is_interrupted(turn):
+            return _interrupt(turn, turn.plan)
+        if turn.answers_back or (turn.plan.awaiting_approval() and any(message.asks_back for message in turn.mail)):
+            mail = (TakeMail(),) if turn.has_mail else ()
+            return Step((*mail, SetState(state="llm")), AskModel())
+        return _start_next(turn.plan)
     started, has_interruption = turn.plan.calls[index], is_interrupted(turn)
     if has_interruption and started.call.name == SEND_MESSAGE_TOOL:
         # Its message is stored together with its result, so it was not sent.
@@ -596,11 +631,12 @@ def _resume(turn: Turn) -> Step:
 
 
 def _stop(turn: Turn, stopped: Stopped) -> Step:
-    if turn.plan is not None:
-        return _finish(turn, AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)))
-    if text := stopped.partial_text:
-        return _finish(turn, AppendText(text), SendReply(text, is_partial=True, attachments=stopped.attachments))
-    return _finish(turn, SendReply("", is_partial=True))  # the person sees that nothing will come
+    text, plan = stopped.partial_text, turn.plan
+    reply = SendReply(text, is_partial=True, attachments=stopped.attachments, asks_back=turn.answers_back)
+    said = (AppendText(text), reply) if text else ()
+    if plan is not None:
+        return _finish(turn, *said, AppendCallGroup(plan.close_remaining(STOPPED_RESULT)))
+    return _finish(turn, *(said or (reply,)))  # without text, the person sees that nothing will come
 
 
 def _drop_task(turn: Turn) -> Step:

@@ -123,7 +123,7 @@ function banners() {
   }
   const tour = [...state.agents.values()].some(isScripted);
   if (tour) {
-    told.push(h('p', { class: 'banner', 'data-testid': 'banner-tour' },
+    told.push(h('p', { class: 'banner banner-tour', 'data-testid': 'banner-tour' },
       h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/start' }, t('setUpModel'))));
   }
   fill(parts.banner, told);
