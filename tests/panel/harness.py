@@ -43,6 +43,7 @@ class Panel:
         self.stage, self.app, self.url, self._access, self._browser = there, app, url, access, browser
         self.society, self.server = there.society, there.server
         self.contexts: list[tuple[BrowserContext, PageErrors]] = []
+        self.timeout_ms = 8_000
 
     # Browsers
 
@@ -51,7 +52,7 @@ class Panel:
         options: dict[str, Any] = {"viewport": WIDE, "locale": "en-US", "reduced_motion": "reduce"}
         options |= {"service_workers": "block"} | settings
         context = await self._browser.new_context(**options)
-        context.set_default_timeout(8_000)
+        context.set_default_timeout(self.timeout_ms)
         await context.add_init_script(WATCH)
         errors = PageErrors(context, self.url)
         errors.allow("Service Worker registration blocked by Playwright")

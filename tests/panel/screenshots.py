@@ -41,6 +41,8 @@ CAST = {
         "note": "结果来了：\n\n| 地区 | 订单 |\n|---|---|\n| 北 | 128 |\n| 南 | 96 |",
     },
 }
+TIMEOUT_MS = 60_000
+"""A busy machine must not fail a picture."""
 PLACES = ("inbox", "timeline", "org", "delayed", "artifacts", "setup")
 LOCALES = {"en": "en-US", "zh": "zh-CN"}
 
@@ -87,6 +89,7 @@ async def shot(page: Page, name: str) -> None:
 async def picture_path(browser: Browser) -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with open_panel(Path(folder), browser) as panel:
+            panel.timeout_ms = TIMEOUT_MS
             number = iter(range(1, 10))
             newcomer = Newcomer(
                 panel, LOCALES["en"], shot=lambda page, name: shot(page, f"start-{next(number)}-{name}-en")
@@ -102,6 +105,7 @@ async def picture_society(browser: Browser, language: str) -> None:
     assert isinstance(names, dict)
     with tempfile.TemporaryDirectory() as folder:
         async with open_panel(Path(folder), browser, agents=toml(names)) as panel:
+            panel.timeout_ms = TIMEOUT_MS
             panel.server.default = "ok"
             file = await scene(panel, words)
             for scheme in ("light", "dark") if language == "en" else ("light",):
@@ -138,6 +142,7 @@ def delete_unused() -> None:
 
 async def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=TIMEOUT_MS)
     async with chromium.launch() as browser:
         await picture_path(browser)
         for language in CAST:

@@ -32,6 +32,18 @@ export function nextTheme() {
   parts.footer.querySelector('[data-testid="theme"]').focus();
 }
 
+// On-screen keyboard
+
+/** Keeps the app in the part of the window that the keyboard leaves visible: Safari does not make the page smaller. */
+export function followKeyboard() {
+  const view = window.visualViewport;
+  view?.addEventListener('resize', () => {
+    if (Math.abs(view.scale - 1) > 0.01) return; // the person has zoomed in
+    document.documentElement.style.setProperty('--visible-height', `${view.height}px`);
+    scrollTo(0, 0);
+  });
+}
+
 // Language
 
 export async function switchLanguage() {
