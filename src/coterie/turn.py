@@ -208,19 +208,9 @@ class Deferred(Struct, frozen=True):
 
 
 Event = (
-    ModelAnswered
-    | CallEnded
-    | ToolRulesChanged
-    | Resumed
-    | ApprovalDecided
-    | Stopped
-    | Interrupted
-    | ModelFailed
-    | Poisoned
-    | Terminated
-    | TaskDropped
-    | Deferred
-)
+    ModelAnswered | CallEnded | ToolRulesChanged | Resumed | ApprovalDecided | Stopped | Interrupted | ModelFailed
+    | Poisoned | Terminated | TaskDropped | Deferred
+)  # fmt: skip
 
 
 # Writes: what the store stores in this step
@@ -319,20 +309,9 @@ class SetCounters(Struct, frozen=True, kw_only=True):
 
 
 Write = (
-    BeginNextTurn
-    | TakeMail
-    | AppendText
-    | AppendCallGroup
-    | OpenPlan
-    | SetCallState
-    | SetCallRules
-    | WithdrawPlan
-    | SendReply
-    | RequestApproval
-    | Quarantine
-    | SetState
-    | SetCounters
-)
+    BeginNextTurn | TakeMail | AppendText | AppendCallGroup | OpenPlan | SetCallState | SetCallRules | WithdrawPlan
+    | SendReply | RequestApproval | Quarantine | SetState | SetCounters
+)  # fmt: skip
 
 
 # Actions: what the worker does after the step is stored

@@ -417,8 +417,8 @@ class LlmHandler:
                 failed = classify_failure(problem, claim.model_failures, random.random())
                 return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
-        is_sent = not answer.calls or claim.plan is not None
-        text, attachments = await self._fit_text(claim, answer.text) if is_sent else (answer.text, ())
+        is_silent = answer.calls and claim.plan is None
+        text, attachments = (answer.text, ()) if is_silent else await self._fit_text(claim, answer.text)
         return ModelAnswered(
             text=text,
             calls=tuple(self._plan_call(call, profile) for call in answer.calls),

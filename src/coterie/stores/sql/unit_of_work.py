@@ -209,12 +209,8 @@ class UnitOfWork:
             for question in questions:
                 self.record_event("quick_replies.changed", question)
             receipt = self._decide_budget(envelope, questions) or receipt
-        if (
-            mailbox.reminders
-            and receipt.state != "withdrawn"
-            and (questions or envelope.in_reply_to)
-            and not envelope.asks_back
-        ):
+        is_answer = questions or (envelope.in_reply_to and not envelope.asks_back)
+        if mailbox.reminders and receipt.state != "withdrawn" and is_answer:
             reminders.withdraw_answered(self._db, self, envelope, {*questions, envelope.in_reply_to or ""})
         if envelope.may_exist:
             self._receipts[envelope.id] = receipt
