@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from playwright.async_api import Page, expect
 
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, options_of
 
-TOUCH = {"viewport": PHONE, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
+TOUCH: dict[str, Any] = {"viewport": PHONE, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 KEYBOARD = 300
 """Pixels that the keyboard takes."""
 

@@ -394,11 +394,6 @@ def reminder_lost_with_its_answer(later: Later) -> Iterator[Any]:
     yield mock.patch.object(reminders, "restore_reminders", lambda *where: None)
 
 
-def answer_back_forgets_the_mail(later: Later) -> Iterator[Any]:
-    """A decision that comes while the model answers a question about the call is not looked at."""
-    yield mock.patch.object(turn, "_await_approval", lambda _: SetState(state="wait_approval"))
-
-
 MUTANTS: tuple[Callable[[Later], Iterator[Any]], ...] = (
     no_fence,
     ack_first,
@@ -433,7 +428,6 @@ MUTANTS: tuple[Callable[[Later], Iterator[Any]], ...] = (
     reminder_keeps_the_task,
     unless_answered_ignored,
     reminder_lost_with_its_answer,
-    answer_back_forgets_the_mail,
 )
 
 
