@@ -117,6 +117,7 @@ class MessageBus:
         time_zone: object = None,
         unless_answered: object = None,
         via: str | None = None,
+        asks_back: object = None,
     ) -> Receipt:
         """Validate a message and store it durably. `Refused`: it is invalid and was not sent.
 
@@ -136,6 +137,7 @@ class MessageBus:
             time_zone=time_zone,
             unless_answered=unless_answered,
             via=via,
+            asks_back=asks_back,
         )
         return await self.send_envelope(envelope)
 

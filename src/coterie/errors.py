@@ -64,6 +64,7 @@ HTTP_STATUS = {
     "hop_limit": 422,
     "inReplyTo_unknown": 422,
     "option_invalid": 422,
+    "asksBack_invalid": 422,
     "unlessAnswered_invalid": 422,
     "unlessAnswered_unknown": 422,
     "service_invalid": 422,

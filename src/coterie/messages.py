@@ -65,6 +65,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """A message of the sender. An answer to it withdraws this one, which is delayed."""
     via: str | None = None
     """Name of the key with which a program sent it. None: the person, or an agent."""
+    asks_back: bool = False
+    """The person asks about the call that `in_reply_to` wants approved, and does not decide yet."""
 
     @property
     def thread(self) -> str | None:
@@ -158,6 +160,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """An answer to this message withdraws it."""
     via: str | None = None
     """Name of the key with which a program sent it."""
+    asks_back: bool = False
+    """It asks about the call that `in_reply_to` wants approved, and does not decide."""
 
     def to_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -188,6 +192,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             "parentTask": self.parent_task,
             "unlessAnswered": self.unless_answered,
             "via": self.via,
+            "asksBack": self.asks_back or None,
         }
         if self.answer:
             optional["answer"] = self.answer.to_dict()
@@ -253,6 +258,7 @@ def make_envelope(
     time_zone: object = None,
     unless_answered: object = None,
     via: str | None = None,
+    asks_back: object = None,
 ) -> Envelope:
     """Validate a send and return its envelope; raise `Refused` if anything is invalid.
 
@@ -287,6 +293,7 @@ def make_envelope(
         about_agent=_problem_agent(checked) if sender == SYSTEM else None,
         unless_answered=_validate_unless_answered(unless_answered, delay, every),
         via=via,
+        asks_back=_validate_asks_back(asks_back, in_reply_to, option, delay_ms, every),
     )
 
 
@@ -413,6 +420,18 @@ def _validate_option(option: object, in_reply_to: object) -> int | None:
     if in_reply_to is None:
         raise Refused("option_invalid", "option needs inReplyTo: the id of the message with the quick reply")
     return option
+
+
+def _validate_asks_back(asks_back: object, in_reply_to: object, *excluded: object) -> bool:
+    if asks_back is None or asks_back is False:
+        return False
+    if asks_back is not True:
+        raise Refused("asksBack_invalid", f"asksBack must be true or false, got {_shown(asks_back)}")
+    if in_reply_to is None or any(value is not None for value in excluded):
+        raise Refused(
+            "asksBack_invalid", "asksBack needs inReplyTo, an approval question, and no option, delay or every"
+        )
+    return True
 
 
 def _copy_json(value: object, path: str, depth: int) -> Any:

@@ -27,15 +27,15 @@ from coterie.live import LiveRelay, LiveReplies
 from coterie.messages import PERSON, Message, Receipt, thread_of
 from coterie.retention import RetentionService
 from coterie.running_configuration import RunningConfiguration, max_file_bytes
-from coterie.store import Page, Worker, worker_name
+from coterie.store import Page, Worker
 from coterie.stores.open import (
     growing_folder,
     is_shared,
     open_store,
     open_store_read_only,
-    owner_pid,
     require_database,
     require_society,
+    worker_names,
 )
 from coterie.stores.sql.store import SqlStore
 from coterie.supervision import Shutdown
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOCK_BEHIND_LIMIT = timedelta(minutes=5)
-GONE = "gone"
-"""Name of a worker whose process has ended."""
 
 
 class AskOptions(TypedDict, total=False):
@@ -283,12 +281,14 @@ class Society:
         in_reply_to: str | None = None,
         option: int | None = None,
         unless_answered: str | None = None,
+        asks_back: bool = False,
     ) -> SentMessage:
         """Send a message, by default from the person. It is durable when this returns.
 
         The result is its receipt and a handle on its task: `wait()`, `stop()`. `every` makes it recurring
         (`"weekdays 08:00"`), in the time zone `time_zone` or that of this machine. `unless_answered`: a question of
-        the sender; its answer withdraws this delayed message.
+        the sender; its answer withdraws this delayed message. `asks_back`: with `in_reply_to`, an approval question:
+        the agent answers, and its call keeps waiting for the decision.
         """
         content = dict(payload or {})
         if text is not None:
@@ -307,6 +307,7 @@ class Society:
             in_reply_to=in_reply_to,
             option=option,
             unless_answered=unless_answered,
+            asks_back=asks_back,
         )
         return SentMessage(**asdict(receipt), tasks=self._tasks)
 
@@ -564,12 +565,7 @@ class Society:
 
     async def worker_names(self) -> Callable[[Agent], str | None]:
         """Return a function from an agent to its worker's name, `host/pid`; `gone` if that process has ended."""
-        if is_shared(self.config):
-            names = {worker.id: worker.name for worker in await self.store.workers()}
-            return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
-        pid = owner_pid(self._folder)
-        name = worker_name(pid) if pid and pid > 0 else GONE
-        return lambda agent: name if agent.worker else None
+        return await worker_names(self._folder, self.config, self.store)
 
     @property
     def broken(self) -> asyncio.Future[StoreBroken]:

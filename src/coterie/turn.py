@@ -9,17 +9,16 @@ How an interruption is handled:
 
 * Waiting mail is checked before every tool call and when the model has answered, nowhere else. With the setting
   `interrupt = "stream"`, a person's message also cuts the answer that the model is writing (`may_cut`, `Interrupted`).
-* No call has run yet: the plan is withdrawn. Its message was never appended to the history, so nothing is deleted. A
-  record of the plan is kept outside the prompt.
+* No call has run yet: the plan is withdrawn. It was never in the history; a record is kept outside the prompt.
 * Some calls have run: their results must stay, so the whole group is appended. Calls that did not run get a result
   that says so. Every provider accepts such a group.
-* A cut answer is withdrawn like a plan without calls: it was never in the history, and a record of it is kept.
+* A cut answer is withdrawn like a plan without calls.
 * All waiting mail is then taken in order, and the model is asked again. A burst that is too long for one request is
   taken in parts, at least one message each. The rest stays waiting and is mail like any other: it interrupts the next
   plan, so each part costs at most one request, and no plan runs with only a part of what a person said.
-* A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row. Then the
-  next plan runs first, so that busy agents cannot block another agent for ever.
+* A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row.
 * An echo does not interrupt: a message from the agent to itself, or an answer to a message that this plan sent.
+* A person may ask back about a call that waits for approval. The model answers, and the plan stays open (`asks_back`).
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from coterie.agents import InterruptMode
 from coterie.llm.service import TokenUsage
@@ -58,6 +58,8 @@ class WaitingMessage(Struct, frozen=True):
     is_from_person: bool = False
     is_echo: bool = False
     """The agent sent it to itself, or it answers a message that the open plan sent."""
+    asks_back: bool = False
+    """The person asks about a call of the open plan that needs approval, and does not decide. It is an echo."""
 
 
 class Rules(Struct, frozen=True, kw_only=True):
@@ -90,6 +92,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     """Pause the agent after this turn, even if mail waits."""
     society_paused: bool = False
     """Start no model call and no tool."""
+    answers_back: bool = False
+    """The model is asked what the person wants to know before deciding about a call. The plan stays open."""
 
     @property
     def has_mail(self) -> bool:
@@ -202,19 +206,9 @@ class Deferred(Struct, frozen=True):
 
 
 Event = (
-    ModelAnswered
-    | CallEnded
-    | ToolRulesChanged
-    | Resumed
-    | ApprovalDecided
-    | Stopped
-    | Interrupted
-    | ModelFailed
-    | Poisoned
-    | Terminated
-    | TaskDropped
-    | Deferred
-)
+    ModelAnswered | CallEnded | ToolRulesChanged | Resumed | ApprovalDecided | Stopped | Interrupted | ModelFailed
+    | Poisoned | Terminated | TaskDropped | Deferred
+)  # fmt: skip
 
 
 # Writes: what the store stores in this step
@@ -282,6 +276,8 @@ class SendReply(Struct, frozen=True):
     """Of an error: its category and facts."""
     attachments: tuple[dict[str, Any], ...] = ()
     cut_off: CutOff | None = None
+    asks_back: bool = False
+    """It goes to the person only, as the answer to the newest message with `asks_back`."""
 
 
 class RequestApproval(Struct, frozen=True):
@@ -311,20 +307,9 @@ class SetCounters(Struct, frozen=True, kw_only=True):
 
 
 Write = (
-    BeginNextTurn
-    | TakeMail
-    | AppendText
-    | AppendCallGroup
-    | OpenPlan
-    | SetCallState
-    | SetCallRules
-    | WithdrawPlan
-    | SendReply
-    | RequestApproval
-    | Quarantine
-    | SetState
-    | SetCounters
-)
+    BeginNextTurn | TakeMail | AppendText | AppendCallGroup | OpenPlan | SetCallState | SetCallRules | WithdrawPlan
+    | SendReply | RequestApproval | Quarantine | SetState | SetCounters
+)  # fmt: skip
 
 
 # Actions: what the worker does after the step is stored
@@ -374,6 +359,8 @@ def _suspend(step: Step) -> Step:
 
 def _decide(turn: Turn, event: Event) -> Step:
     match event:
+        case ModelAnswered() | ModelFailed() if turn.answers_back:
+            return _answer_back(turn, event)
         case ModelAnswered(calls=()):
             reply = SendReply(event.text, attachments=event.attachments, cut_off=event.cut_off)
             return _finish(turn, AppendText(event.text), reply)
@@ -411,8 +398,8 @@ def is_echo(
 ) -> bool:
     """True for a message to `agent_id` that waits until the open plan has ended, instead of interrupting it.
 
-    `answers_approval`: it is a button pressed on an approval question of the plan. `is_caused_by_plan`: a message that
-    the plan sent has caused it. Both are asked only if they matter.
+    `answers_approval`: it is a button pressed on an approval question of the plan, or it asks back about that call.
+    `is_caused_by_plan`: a message that the plan sent has caused it. Both are asked only if they matter.
     """
     if sender == PERSON:
         return answers_approval()
@@ -442,10 +429,10 @@ def count_fitting(costs: Iterable[int], budget: int | None) -> int:
 
 def is_interrupted(turn: Turn) -> bool:
     """True if the waiting mail interrupts the plan."""
-    messages = [message for message in turn.mail if not message.is_echo]
+    messages, limit = [message for message in turn.mail if not message.is_echo], turn.rules.max_withdrawals
     if any(message.is_from_person for message in messages):
         return True
-    limit = turn.rules.max_withdrawals
+    # The next plan of an agent that others keep writing to runs, so that they cannot block it for ever.
     return bool(messages) and not (limit and turn.withdrawals >= limit)
 
 
@@ -462,7 +449,12 @@ def _cut(turn: Turn, event: Interrupted) -> Step:
     """Withdraw the unfinished answer, take the mail and ask again. The cutting message may be withdrawn by now."""
     cut = (WithdrawPlan(Plan(text=event.partial_text, calls=()), _interrupting_id(turn)),) if event.service else ()
     mail = (TakeMail(),) if turn.has_mail else ()
-    return Step((*cut, *mail), AskModel())
+    if turn.plan is None or not turn.has_mail:
+        return Step((*cut, *mail), AskModel())
+    if not is_interrupted(turn):  # the next claim finds the decision, or the next question
+        return Step((*cut, _await_approval(turn)), Rest())
+    step = _interrupt(turn, turn.plan)
+    return Step((*cut, *step.writes), step.action)
 
 
 def _begin_plan(turn: Turn, plan: Plan) -> Step:
@@ -563,6 +555,21 @@ def _apply_approval(turn: Turn, approved: bool) -> Step:
     return _continue_plan(turn, SetCallState(index, "cancelled", DENIED_RESULT))
 
 
+def _answer_back(turn: Turn, event: ModelAnswered | ModelFailed) -> Step:
+    """Send the answer about a call, or the reason why there is none, and wait for the decision again. No call runs."""
+    if isinstance(event, ModelFailed):
+        text, reply = f"[no answer: {event.message}]", _error_reply(event.message, event.category, event.facts)
+    else:
+        text = event.text if event.text.strip() else "I have no answer to that. The call still waits for your decision."
+        reply = SendReply(text, attachments=event.attachments, cut_off=event.cut_off)
+    return Step((AppendText(text), replace(reply, asks_back=True), _await_approval(turn)), Rest())
+
+
+def _await_approval(turn: Turn) -> SetState:
+    """Wait for a decision. Mail that waits already is looked at by the next claim, at once."""
+    return SetState(state="wait_approval", delay=timedelta(0) if turn.has_mail else None)
+
+
 def _interrupt(turn: Turn, plan: Plan) -> Step:
     """Mail came while a call waited for approval: cancel all calls that have not run."""
     closed = plan.close_remaining(INTERRUPTED_RESULT)
@@ -584,7 +591,12 @@ def _resume(turn: Turn) -> Step:
         return Step((*mail, SetState(state="llm")), AskModel())
     index = turn.plan.started_index()
     if index is None:
-        return _interrupt(turn, turn.plan) if is_interrupted(turn) else _start_next(turn.plan)
+        if is_interrupted(turn):
+            return _interrupt(turn, turn.plan)
+        if turn.answers_back or (turn.plan.awaiting_approval() and any(message.asks_back for message in turn.mail)):
+            mail = (TakeMail(),) if turn.has_mail else ()
+            return Step((*mail, SetState(state="llm")), AskModel())
+        return _start_next(turn.plan)
     started, has_interruption = turn.plan.calls[index], is_interrupted(turn)
     if has_interruption and started.call.name == SEND_MESSAGE_TOOL:
         # Its message is stored together with its result, so it was not sent.
@@ -596,11 +608,12 @@ def _resume(turn: Turn) -> Step:
 
 
 def _stop(turn: Turn, stopped: Stopped) -> Step:
-    if turn.plan is not None:
-        return _finish(turn, AppendCallGroup(turn.plan.close_remaining(STOPPED_RESULT)))
-    if text := stopped.partial_text:
-        return _finish(turn, AppendText(text), SendReply(text, is_partial=True, attachments=stopped.attachments))
-    return _finish(turn, SendReply("", is_partial=True))  # the person sees that nothing will come
+    text, plan = stopped.partial_text, turn.plan
+    reply = SendReply(text, is_partial=True, attachments=stopped.attachments, asks_back=turn.answers_back)
+    said = (AppendText(text), reply) if text else ()
+    if plan is not None:
+        return _finish(turn, *said, AppendCallGroup(plan.close_remaining(STOPPED_RESULT)))
+    return _finish(turn, *(said or (reply,)))  # without text, the person sees that nothing will come
 
 
 def _drop_task(turn: Turn) -> Step:
@@ -625,14 +638,13 @@ def _fail(turn: Turn, failure: ModelFailed) -> Step:
     message, category, facts = failure.message, failure.category, failure.facts
     match failure.recovery:
         case "retry":
-            state = SetState(state="wait_retry", delay=failure.delay, reason=message, category=category, facts=facts)
-            return Step((state,), Rest())
+            wait = SetState(state="wait_retry", delay=failure.delay, reason=message, category=category, facts=facts)
+            return Step((wait,), Rest())
         case "block":
             state = SetState(state="blocked", reason=message, category=category, facts=facts)
             return Step((_error_reply(message, category, facts), state), Rest())
         case "give_up":
-            reply = _error_reply(message, category, facts)
-            return _finish(turn, AppendText(f"[no answer: {message}]"), reply)
+            return _finish(turn, AppendText(f"[no answer: {message}]"), _error_reply(message, category, facts))
 
 
 def _error_reply(message: str, category: str, facts: dict[str, Any] | None = None) -> SendReply:

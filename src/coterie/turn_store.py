@@ -54,6 +54,7 @@ class ReplyTarget(msgspec.Struct, frozen=True):
     hops: int
     task: str
     via: str | None
+    asks_back: bool = False
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

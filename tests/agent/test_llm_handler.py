@@ -200,6 +200,21 @@ async def test_a_call_that_needs_approval_runs_only_after_approval(
         assert [role for role, _ in await here.history()] == ["user", "assistant", "tool", "user", "assistant"]
 
 
+async def test_a_question_before_the_decision_is_answered_with_the_call_in_view(tmp_path: Path) -> None:
+    async with stage(tmp_path) as here:
+        here.server.script(Says(calls=calls("x", tool="dangerous")), "because", "that was that")
+        await here.say("do it")
+        (question,) = await here.heard()
+        await here.say("why?", in_reply_to=question.id, asks_back=True)
+        assert (await here.texts(2))[1] == "because"
+        assert "dangerous" in str(here.server.requests[-1].body["messages"][-1]) and Bell.rings == []
+        await here.say(question.payload["quickReplies"][0], in_reply_to=question.id, option=0)
+        assert (await here.texts(3))[2] == "that was that"
+        assert Bell.rings == ["x"]
+        roles = [role for role, _ in await here.history()]
+        assert roles == ["user", "user", "assistant", "assistant", "tool", "user", "assistant"]
+
+
 async def test_any_other_message_closes_the_question_and_cancels_the_call(tmp_path: Path) -> None:
     async with stage(tmp_path) as here:
         here.server.script(Says(calls=calls("x", tool="dangerous")), "I left it")

@@ -59,8 +59,12 @@ class Panel:
         errors = PageErrors(context, self.url)
         errors.allow("Service Worker registration blocked by Playwright")
         self.contexts.append((context, errors))
-        await context.request.get(f"{self.url}/?code={self._access.new_code()}")
+        await context.request.get(self.login_url())
         return context
+
+    def login_url(self) -> str:
+        """An address that logs a browser in, once."""
+        return f"{self.url}/?code={self._access.new_code()}"
 
     async def open(self, fragment: str = "#/a/ada", *, context: BrowserContext | None = None, **settings: Any) -> Page:
         """Open a tab at `fragment` and wait until it is ready; in a new context unless one is given."""

@@ -1,4 +1,7 @@
-"""`python -m tests.panel.screenshots`: takes the pictures in docs/images from a running society."""
+"""`python -m tests.panel.screenshots`: takes the pictures in docs/images from a running society.
+
+It walks the path of a newcomer too, and says how long that takes. Pictures that no document shows are deleted.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
 from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import chromium, ui
 from tests.panel.harness import PHONE, Panel, open_panel
+from tests.panel.newcomer import Newcomer
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 CAST = {
@@ -37,6 +41,9 @@ CAST = {
         "note": "结果来了：\n\n| 地区 | 订单 |\n|---|---|\n| 北 | 128 |\n| 南 | 96 |",
     },
 }
+TIMEOUT_MS = 60_000
+"""A busy machine must not fail a picture."""
+PLACES = ("inbox", "timeline", "org", "delayed", "artifacts", "setup")
 LOCALES = {"en": "en-US", "zh": "zh-CN"}
 
 
@@ -79,35 +86,66 @@ async def shot(page: Page, name: str) -> None:
     await page.screenshot(path=IMAGES / f"{name}.png")
 
 
+async def picture_path(browser: Browser) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_panel(Path(folder), browser) as panel:
+            number = iter(range(1, 10))
+            newcomer = Newcomer(
+                panel, LOCALES["en"], shot=lambda page, name: shot(page, f"start-{next(number)}-{name}-en")
+            )
+            await newcomer.walk()
+    assert len(newcomer.typed) == len(set(newcomer.typed)), "something was typed twice"
+    print(f"the path of a newcomer took {newcomer.seconds:.1f} s with pictures; {len(newcomer.typed)} texts were typed")
+
+
+async def picture_society(browser: Browser, language: str) -> None:
+    words, locale = CAST[language], LOCALES[language]
+    names = words["agents"]
+    assert isinstance(names, dict)
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_panel(Path(folder), browser, agents=toml(names)) as panel:
+            panel.server.default = "ok"
+            file = await scene(panel, words)
+            for scheme in ("light", "dark") if language == "en" else ("light",):
+                page = await panel.open("#/a/chief", locale=locale, color_scheme=scheme)
+                await expect(page.locator(ui.WAITING).first).to_be_attached()
+                await ui.to_end(page)
+                await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
+                await shot(page, f"conversation-{language}-{scheme}")
+            for place in PLACES if language == "en" else ():
+                page = await panel.open(f"#/{place}", locale=locale)
+                await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_visible()
+                await shot(page, f"{place}-{language}")
+            if language == "en":
+                page = await panel.open(f"#/artifacts/{file}", locale=locale)
+                await expect(page.get_by_text("128")).to_be_visible()
+                await shot(page, f"viewer-{language}")
+                page = await panel.open("#/a/chief", locale=locale, viewport=PHONE)
+                await ui.to_end(page)
+                await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
+                await shot(page, f"phone-{language}")
+            Bell.may_end.set()
+            await panel.stage.state("chief", "idle")
+
+
+def delete_unused() -> None:
+    """Delete the pictures that no document shows."""
+    root = IMAGES.parents[1]
+    documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+    shown = "\n".join(document.read_text() for document in documents)
+    for picture in IMAGES.glob("*.png"):
+        if f"images/{picture.name}" not in shown:
+            picture.unlink()
+
+
 async def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
+    expect.set_options(timeout=TIMEOUT_MS)
     async with chromium.launch() as browser:
-        for language, words in CAST.items():
-            names = words["agents"]
-            assert isinstance(names, dict)
-            with tempfile.TemporaryDirectory() as folder:
-                async with open_panel(Path(folder), browser, agents=toml(names)) as panel:
-                    panel.server.default = "ok"
-                    file = await scene(panel, words)
-                    for scheme in ("light", "dark"):
-                        page = await panel.open("#/a/chief", locale=LOCALES[language], color_scheme=scheme)
-                        await expect(page.locator(ui.WAITING).first).to_be_attached()
-                        await ui.to_end(page)
-                        await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
-                        await shot(page, f"conversation-{language}-{scheme}")
-                    for place in ("inbox", "timeline", "org", "delayed", "artifacts", "setup"):
-                        page = await panel.open(f"#/{place}", locale=LOCALES[language])
-                        await expect(page.locator(f'[data-testid="screen-{place}"] > *').first).to_be_visible()
-                        await shot(page, f"{place}-{language}")
-                    page = await panel.open(f"#/artifacts/{file}", locale=LOCALES[language])
-                    await expect(page.get_by_text("128")).to_be_visible()
-                    await shot(page, f"viewer-{language}")
-                    page = await panel.open("#/a/chief", locale=LOCALES[language], viewport=PHONE)
-                    await ui.to_end(page)
-                    await expect(page.locator(".quick-reply-btn").last).to_be_in_viewport()
-                    await shot(page, f"phone-{language}")
-                    Bell.may_end.set()
-                    await panel.stage.state("chief", "idle")
+        await picture_path(browser)
+        for language in CAST:
+            await picture_society(browser, language)
+    delete_unused()
 
 
 if __name__ == "__main__":

@@ -232,6 +232,26 @@ async def agent_page(panel: Panel, page: Page) -> None:
     await expect(page.get_by_test_id("memory").locator("li").first).to_be_visible()
 
 
+async def team(panel: Panel, page: Page) -> None:
+    await page.goto(f"{panel.url}/#/agents")
+    await page.get_by_test_id("template").filter(has_text="Team of three").click()
+    await expect(page.get_by_test_id("team-save")).to_be_visible()
+
+
+async def dead_letters(panel: Panel, page: Page) -> None:
+    await panel.society.pause("bob")
+    await panel.society.send(to="bob", text="Keep me")
+    await panel.society.terminate_agent("bob")
+    await page.goto(f"{panel.url}/#/dead")
+    await expect(page.get_by_test_id("dead-resend")).to_be_visible()
+
+
+async def approval(panel: Panel, page: Page) -> None:
+    panel.server.script(Says(calls=(Calls("dangerous", {"name": "x"}),)))
+    await ui.send(page, "Do it")
+    await expect(page.get_by_test_id("ask-back")).to_be_visible()
+
+
 async def start(panel: Panel, page: Page) -> None:
     """The first start: the card above the conversation, then its form."""
     await without_model(panel)
@@ -272,6 +292,9 @@ SCENES: dict[str, Scene] = {
     "agent form": agent_form,
     "agent page": agent_page,
     "start": start,
+    "team": team,
+    "dead letters": dead_letters,
+    "approval": approval,
     "palette": palette,
     "shortcuts": shortcuts,
 }

@@ -6,8 +6,8 @@ import pytest
 from playwright.async_api import expect
 
 from coterie.testing import ModelServer
-from tests.panel import ui
-from tests.panel.harness import Panel, without_model
+from tests.panel import newcomer, ui
+from tests.panel.harness import PHONE, Panel, without_model
 
 WORDS = {
     "en-US": {
@@ -54,6 +54,23 @@ async def test_a_newcomer_connects_a_model_says_hello_and_creates_a_team(panel: 
         await page.get_by_test_id("team-save").click()
         await expect(page.locator('[data-testid="title"]')).to_have_text(words["lead"])
         assert model.refused == []
+
+
+@pytest.mark.parametrize("locale", newcomer.WORDS)
+async def test_the_path_from_the_first_start_to_a_stopped_task_needs_nothing_twice(panel: Panel, locale: str) -> None:
+    path = newcomer.Newcomer(panel, locale)
+    await path.walk()
+    assert len(path.typed) == len(set(path.typed)) == 3
+
+
+@pytest.mark.parametrize("locale", newcomer.WORDS)
+async def test_a_phone_shows_one_hint_to_connect_a_model(panel: Panel, locale: str) -> None:
+    await without_model(panel)
+    page = await panel.open(locale=locale, viewport=PHONE)
+    await expect(page.get_by_test_id("start-card")).to_be_visible()
+    await expect(page.get_by_test_id("banner-tour")).to_be_hidden()
+    await page.get_by_test_id("start-card").get_by_role("button").click()
+    await expect(page.get_by_test_id("banner-tour")).to_be_visible()
 
 
 async def test_a_service_that_answered_real_requests_is_not_called_untested(panel: Panel) -> None:

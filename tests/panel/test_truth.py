@@ -155,7 +155,10 @@ async def test_an_approval_shows_its_facts_wherever_it_can_be_answered(
         runs = page.get_by_test_id("runs")
         await expect(runs).to_contain_text(("is waiting for your approval", "等待你的批准")[at])
         await expect(runs).not_to_contain_text(("Ran", "执行了")[at])
-        await expect(page.locator(".composer-hint")).to_contain_text(("cancels pay", "取消 pay")[at])
+        hint, undecided = page.locator(".composer-hint"), page.get_by_test_id("ask-back")
+        await expect(hint).to_contain_text(("pay keeps waiting", "pay 继续等待")[at])
+        await undecided.uncheck()
+        await expect(hint).to_contain_text(("cancels pay", "取消 pay")[at])
         other = await panel.open("#/inbox", locale=locale)
         await expect(other.get_by_test_id("approval").locator("dd")).to_have_text(["1250.5", "ACME", "Invoice 7"])
         await other.locator(".qr-approve").click()
@@ -163,6 +166,46 @@ async def test_an_approval_shows_its_facts_wherever_it_can_be_answered(
         await expect(runs).to_contain_text(("Ran pay", "执行了 pay")[at])
         assert Bell.rings == ["pay"]
         assert await panel.errors() == []
+
+
+@pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())
+async def test_asking_without_deciding_leaves_the_approval_open(
+    browser: Browser, tmp_path: Path, locale: str, at: int
+) -> None:
+    async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
+        panel.server.script(
+            Says(calls=(Calls("pay", {"amount": 5, "recipient": "ACME", "memo": "rent"}),)), "It is the rent.", "Paid."
+        )
+        page = await panel.open(locale=locale)
+        await ui.send(page, "Pay it")
+        await expect(page.get_by_label(("Ask without deciding", "只提问，不作决定")[at])).to_be_checked()
+        await ui.send(page, "What is it for?")
+        await expect(ui.messages(page).filter(has_text="It is the rent.")).to_be_visible()
+        approve = page.locator(".qr-approve")
+        await expect(approve).not_to_have_attribute("aria-disabled", "true")
+        assert Bell.rings == []
+        await approve.click()
+        await expect(ui.messages(page).filter(has_text="Paid.")).to_be_visible()
+        assert Bell.rings == ["pay"]
+        assert await panel.errors() == []
+
+
+@pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())
+async def test_an_ordinary_message_at_an_approval_cancels_its_call(
+    browser: Browser, tmp_path: Path, locale: str, at: int
+) -> None:
+    async with open_panel(tmp_path, browser, agents=AGENTS, tools=TOOLS + PAYMENT) as panel:
+        panel.server.script(
+            Says(calls=(Calls("pay", {"amount": 5, "recipient": "ACME", "memo": "rent"}),)), "I left it."
+        )
+        page = await panel.open(locale=locale)
+        await ui.send(page, "Pay it")
+        await page.get_by_test_id("ask-back").uncheck()
+        await ui.send(page, "Leave it")
+        await expect(ui.messages(page).filter(has_text="I left it.")).to_be_visible()
+        await expect(page.get_by_test_id("ask-back")).to_be_hidden()
+        await expect(page.get_by_text(("Cancelled: the tool did not run", "已取消：工具没有执行")[at])).to_be_visible()
+        assert Bell.rings == []
 
 
 @pytest.mark.parametrize(("locale", "at"), LANGUAGES.items())

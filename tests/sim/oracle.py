@@ -195,7 +195,8 @@ class Oracle:
                 raise Violation(f"A3: {agent_id} went back from {before} to {now}")
             if state in _RESTING and (waiting or planning or runnable_at is not None):
                 raise Violation(f"A1: {agent_id} is {state} with {waiting} waiting and {planning} plans open")
-            if bool(planning) != (state in ("tools", "wait_approval")):
+            # While the model answers a question about a call, that call waits for approval.
+            if bool(planning) != (state in ("tools", "wait_approval")) and not (planning and state == "llm"):
                 raise Violation(f"A2: {agent_id} is {state} with {planning} plans open")
             if int(str(next_hist)) != len(self._histories[str(agent_id)]) + 1:
                 self._read_on(str(agent_id))

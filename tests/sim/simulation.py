@@ -542,17 +542,38 @@ class Simulation:
             self.oracle.task_stopped(task)
         self.seen["continued" if option == CONTINUE else "stopped at the limit"] += 1
 
-    def decide_approval(self) -> None:
-        """The person presses a button on an approval question."""
-        questions = self.world.rows(
+    def _open_approvals(self) -> list[tuple[str, str]]:
+        """Approval questions without an answer, and the agents that asked them."""
+        rows = self.world.rows(
             "SELECT q.id, q.sender FROM messages q JOIN agents a ON a.id = q.sender"
-            " WHERE q.recipient = ? AND a.state = 'wait_approval' AND q.payload LIKE '%\"approval\"%'"
-            " AND NOT EXISTS (SELECT 1 FROM messages r WHERE r.in_reply_to = q.id) ORDER BY q.seq",
+            " WHERE q.recipient = ? AND a.state IN ('wait_approval', 'llm') AND q.payload LIKE '%\"approval\"%'"
+            " AND NOT EXISTS (SELECT 1 FROM messages r WHERE r.in_reply_to = q.id AND coalesce(r.option, 0) >= 0)"
+            " ORDER BY q.seq",
             PERSON,
         )
-        if not questions:
+        return [(str(question), str(agent_id)) for question, agent_id in rows]
+
+    def ask_back(self) -> None:
+        """The person asks about a call that waits for approval, and decides nothing."""
+        if not (questions := self._open_approvals()):
             return
-        question, agent_id = map(str, questions[-1])
+        question, agent_id = questions[-1]
+        envelope = make_envelope(
+            sender=PERSON, to=agent_id, payload={"text": "why?"}, in_reply_to=question, asks_back=True
+        )
+        try:
+            self.world.send(envelope)
+        except Refused:
+            return
+        self._log(f"the person asks {agent_id} back")
+        self.oracle.acknowledged[envelope.id] = agent_id
+        self.seen["asked back"] += 1
+
+    def decide_approval(self) -> None:
+        """The person presses a button on an approval question."""
+        if not (questions := self._open_approvals()):
+            return
+        question, agent_id = questions[-1]
         option = self._rng.choice((0, 0, 1))
         envelope = make_envelope(
             sender=PERSON,
@@ -699,6 +720,7 @@ _CHANCES: dict[Callable[[Simulation], None], float] = {
     Simulation.cut: 4,
     Simulation.withdraw: 1.5,
     Simulation.decide_approval: 3,
+    Simulation.ask_back: 2,
     Simulation.wait: 4,
     Simulation.promote: 2,
     Simulation.promote_early: 0.2,

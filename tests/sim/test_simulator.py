@@ -32,6 +32,7 @@ ENOUGH = {
     "early": 100,
     "approved": 50,
     "denied": 20,
+    "asked back": 20,
     "ambiguous": 100,
     "stops": 100,
     "cut answers": 100,

@@ -11,9 +11,9 @@ import pytest
 
 from coterie.artifacts import Artifact
 from coterie.errors import Refused
-from coterie.messages import QuestionAnswer
+from coterie.messages import Message, QuestionAnswer
 from coterie.plan import INTERRUPTED_RESULT, UNKNOWN_RESULT, ArgumentsFile
-from coterie.turn import AskModel, Rest, RunCall, Stopped, ToolRulesChanged
+from coterie.turn import AskModel, ModelFailed, Rest, RunCall, Stopped, ToolRulesChanged
 
 from .steps import (
     RULES,
@@ -26,6 +26,7 @@ from .steps import (
     claim_agent,
     done,
     history_lines,
+    received,
     says,
     state,
     stored,
@@ -222,3 +223,134 @@ async def test_a_stream_of_agent_messages_cannot_prevent_an_approval(store: Soci
     assert (await claim_agent(store)).action == Rest()
     await answer(store, question, 0)
     assert (await claim_agent(store)).action == RunCall(0)
+
+
+# The person asks back before deciding
+
+
+async def ask_back(store: Society, question: Message, text: str = "why?") -> str:
+    return await ask(store, text=text, in_reply_to=question.id, asks_back=True)
+
+
+async def test_a_question_about_a_call_is_answered_and_the_call_keeps_waiting(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    asked = await ask_back(store, question)
+    claim = await claim_agent(store)
+    assert claim.action == AskModel() and claim.plan is not None
+    claim = await advance(store, claim, says("because it is due"))
+    assert (claim.action, await state(store)) == (Rest(), "wait_approval")
+    assert (await received(store, "user"))[1:] == [("ada", "because it is due", asked)]
+    assert (await stored(store, question.id)).answer is None
+    assert await store.claim_ready("w", RULES, 1) == []
+    await answer(store, question, 0)
+    claim = await claim_agent(store)
+    assert claim.action == RunCall(0)
+    await advance(store, claim, done(0, "paid"), says("all done"))
+    assert (await history_lines(store))[1:] == [
+        "user: why?", "assistant: because it is due", "assistant: ", "tool: paid", "user: Approve",
+        "assistant: all done",
+    ]  # fmt: skip
+
+
+async def test_a_message_that_asks_back_says_so_when_it_is_read_again(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    message = await stored(store, await ask_back(store, question))
+    assert (message.asks_back, message.option, message.in_reply_to) == (True, None, question.id)
+    assert message.to_dict()["asksBack"] is True and message.task == question.task
+
+
+async def test_a_decision_during_the_answer_counts_after_it(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    await ask_back(store, question)
+    claim = await claim_agent(store)
+    await answer(store, question, 1)
+    await advance(store, claim, says("because"))
+    assert (await claim_agent(store)).action == AskModel()
+    assert "denied" in (await history_lines(store))[4]
+
+
+async def test_an_ordinary_message_during_the_answer_cancels_the_call(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    await ask_back(store, question)
+    claim = await claim_agent(store)
+    await ask(store, text="leave it")
+    await advance(store, claim, says("because"))
+    assert (await claim_agent(store)).action == AskModel()
+    assert (await history_lines(store))[4:] == [f"tool: {INTERRUPTED_RESULT}", "user: leave it"]
+
+
+async def test_calls_in_an_answer_about_a_call_do_not_run(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    await ask_back(store, question)
+    claim = await advance(store, await claim_agent(store), says("", call("fire")))
+    assert (claim.action, await state(store)) == (Rest(), "wait_approval")
+    assert "still waits for your decision" in (await received(store, "user"))[1][1]
+
+
+async def test_a_model_that_fails_at_a_question_about_a_call_does_not_cancel_the_call(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    asked = await ask_back(store, question)
+    await advance(store, await claim_agent(store), ModelFailed(message="no network", recovery="retry"))
+    assert (await received(store, "user"))[1:] == [("system", "no network", asked)]
+    await answer(store, question, 0)
+    assert (await claim_agent(store)).action == RunCall(0)
+
+
+async def test_an_answer_about_a_call_goes_on_after_its_worker_was_lost(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    asked = await ask_back(store, question)
+    await claim_agent(store)
+    await store.release_claims("w", failed=True)
+    claim = await claim_agent(store, "w2")
+    assert claim.action == AskModel() and claim.plan is not None
+    await advance(store, claim, says("because"))
+    assert (await received(store, "user"))[1:] == [("ada", "because", asked)]
+    assert await state(store) == "wait_approval"
+
+
+async def test_stopping_an_answer_about_a_call_ends_the_turn_and_keeps_its_text(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    asked = await ask_back(store, question)
+    await advance(store, await claim_agent(store), Stopped("because it"))
+    assert (await received(store, "user"))[1:] == [("ada", "because it", asked)]
+    assert await state(store) == "idle"
+    assert (await stored(store, question.id)).answer is not None
+
+
+async def test_the_answer_about_a_call_goes_to_the_person_only(store: Society) -> None:
+    await ask(store, sender="bob", text="pay it")
+    await advance(store, await claim_agent(store), says("", call("pay", needs_approval=True)))
+    (question,) = await store.waiting("user")
+    asked = await ask_back(store, question)
+    await advance(store, await claim_agent(store), says("because"))
+    assert (await received(store, "user"))[1:] == [("ada", "because", asked)]
+    assert await received(store, "bob") == []
+
+
+async def test_asking_back_is_refused_where_no_call_waits(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    await answer(store, question, 0)
+    with pytest.raises(Refused) as late:
+        await ask_back(store, question)
+    assert late.value.code == "already_answered"
+    plain = await ask(store, to="bob")
+    with pytest.raises(Refused) as other:
+        await ask(store, in_reply_to=plain, asks_back=True)
+    assert other.value.code == "asksBack_invalid"
+
+
+@pytest.mark.parametrize("wrong", [{}, {"in_reply_to": "m", "option": 0}, {"in_reply_to": "m", "delay_ms": 5}])
+async def test_asking_back_needs_a_question_and_nothing_else(store: Society, wrong: dict[str, Any]) -> None:
+    with pytest.raises(Refused) as refused:
+        await ask(store, asks_back=True, **wrong)
+    assert refused.value.code == "asksBack_invalid"
+
+
+async def test_a_message_after_many_questions_about_a_call_still_cancels_it(store: Society) -> None:
+    question = await asked_for_approval(store, call("pay", needs_approval=True))
+    for index in range(4):
+        await ask_back(store, question, f"why {index}?")
+    await ask(store, text="leave it")
+    assert (await claim_agent(store)).action == AskModel()
+    lines = await history_lines(store)
+    assert lines[2] == f"tool: {INTERRUPTED_RESULT}" and lines[-1] == "user: leave it"

@@ -36,7 +36,7 @@ CORRUPTIONS = {
     "counters": "UPDATE agents SET waiting = waiting + 1 WHERE id = 'bob'",
     "A1 idle agents have no mail": "UPDATE agents SET waiting = 1 WHERE id = 'cyd'",
     "A1 resting agents are left alone": "UPDATE agents SET runnable_at = 1 WHERE id = 'cyd'",
-    "A2 plans and states": "UPDATE agents SET state = 'llm' WHERE id = 'ada'",
+    "A2 plans and states": "UPDATE agents SET state = 'wait_retry' WHERE id = 'ada'",
     "A2 one call at a time": "UPDATE calls SET state = 'planned' WHERE state = 'started'",
     "H1 rows fit their roles": "UPDATE history SET role = 'assistant' WHERE role = 'tool'",
     "H2 whole groups": "UPDATE history SET calls = '[]' WHERE calls IS NOT NULL",

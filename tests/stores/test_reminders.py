@@ -154,6 +154,15 @@ async def test_it_fires_again_after_the_answer_is_withdrawn(store: Society, cloc
     assert await fires(store, clock) == [soon.message_id, late.message_id]
 
 
+async def test_it_stays_withdrawn_if_it_was_withdrawn_too(store: Society, clock: FakeClock) -> None:
+    asked = await send(store, "user", "well?", "ada", quick_replies=["Yes"])
+    reminder = await remind(store, asked.message_id)
+    answer = await press(store, await message(store, asked.message_id), 0)
+    await store.withdraw(reminder.message_id, "user")
+    await store.withdraw(answer.message_id, "user")
+    assert await fires(store, clock) == []
+
+
 async def test_it_stays_withdrawn_if_its_own_task_was_stopped_meanwhile(store: Society) -> None:
     task = (await send(store, "ada", "go")).task
     await claim(store)

@@ -352,7 +352,7 @@ class LlmHandler:
         if answer.finish_reason == "length" and not answer.text.strip() and not answer.calls:
             # A turn that is asked something must not end in silence.
             return msgspec.structs.replace(SILENT, usage=answer.usage, service=answer.service)
-        if profile.answer_schema and not answer.calls:
+        if profile.answer_schema and not answer.calls and claim.plan is None:
             try:
                 answer = msgspec.structs.replace(answer, text=check_answer(answer.text, profile.answer_schema))
             except WrongAnswer as error:
@@ -360,8 +360,9 @@ class LlmHandler:
                 failed = classify_failure(problem, claim.model_failures, random.random())
                 return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
+        is_silent = answer.calls and claim.plan is None
         text, attachments = (
-            (answer.text, ()) if answer.calls else await self._fit_text(claim, answer.text, answer.files)
+            (answer.text, ()) if is_silent else await self._fit_text(claim, answer.text, answer.files)
         )
         return ModelAnswered(
             text=text,

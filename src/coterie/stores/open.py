@@ -9,11 +9,12 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 
+from coterie.agents import Agent
 from coterie.artifacts import BlobStore
 from coterie.clock import Clock
 from coterie.config import CONFIG_FILE, Config, SocietyFolder, StoreSettings, parse_config
 from coterie.errors import ConfigError, Problem, StoreUnusable
-from coterie.store import Limits
+from coterie.store import Limits, worker_name
 from coterie.store_url import SQLITE
 from coterie.stores.blobs import FolderBlobStore, SharedFolderBlobStore
 from coterie.stores.sql.store import SqlStore
@@ -22,6 +23,9 @@ from coterie.stores.sqlite.connection import lock_owner_pid
 from coterie.stores.sqlite.engine import DATABASE
 
 log = logging.getLogger(__name__)
+
+GONE = "gone"
+"""Name of a worker whose process has ended."""
 
 
 def is_shared(config: Config) -> bool:
@@ -110,6 +114,16 @@ async def open_store_read_only(folder: SocietyFolder, config: Config, clock: Clo
 def owner_pid(folder: SocietyFolder) -> int | None:
     """Pid of the process that runs the society; -1 if unknown, None if no process runs it. SQLite only."""
     return lock_owner_pid(folder.data)
+
+
+async def worker_names(folder: SocietyFolder, config: Config, store: SqlStore) -> Callable[[Agent], str | None]:
+    """Return a function from an agent to its worker's name, `host/pid`; `gone` if that process has ended."""
+    if is_shared(config):
+        names = {worker.id: worker.name for worker in await store.workers()}
+        return lambda agent: names.get(agent.worker, GONE) if agent.worker else None
+    pid = owner_pid(folder)
+    name = worker_name(pid) if pid and pid > 0 else GONE
+    return lambda agent: name if agent.worker else None
 
 
 def require_society(folder: Path) -> SocietyFolder:

@@ -173,6 +173,14 @@ class NewMessage(Schema):
     ] = None
     in_reply_to: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
     option: Annotated[Any, Meta(extra_json_schema={"type": ["integer", "null"]})] = None
+    asks_back: Annotated[
+        Any,
+        Meta(
+            extra_json_schema={"type": ["boolean", "null"]},
+            description="With `inReplyTo`, an approval question: the agent answers this message, and its call keeps"
+            " waiting for the decision. Without it, a message cancels the call.",
+        ),
+    ] = None
 
 
 class NewDelay(Schema):
@@ -233,6 +241,9 @@ class Message(Schema, kw_only=True):
         | UnsetType
     ) = UNSET
     option: int | UnsetType = UNSET
+    asks_back: (
+        Annotated[bool, Meta(description="It asks about a call that needs approval, and does not decide.")] | UnsetType
+    ) = UNSET
     reason: str | UnsetType = UNSET
     replay_of: str | UnsetType = UNSET
     answer: Answer | UnsetType = UNSET

@@ -326,6 +326,8 @@ def _count_delivery(uow: UnitOfWork, row: StoredMessage) -> None:
 def withdraw(db: Connection, uow: UnitOfWork, message_id: str, by: str) -> Message:
     message = _lock_message(db, uow, message_id, by)
     if message.state == "withdrawn":
+        # An answer may have withdrawn it. It must not come back if that answer is withdrawn.
+        db.execute("UPDATE messages SET withdrawn_by = NULL WHERE seq = :seq", {"seq": message.seq})
         return message
     if message.state not in ("delayed", "pending"):
         raise Refused("already_taken", "too late to withdraw: the message was taken already")

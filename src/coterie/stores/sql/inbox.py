@@ -12,7 +12,7 @@ from functools import cached_property
 from coterie.messages import PERSON, Message
 from coterie.plan import SEND_MESSAGE_TOOL, Plan
 from coterie.stores.sql.quarantine import check_readable
-from coterie.stores.sql.rows import Connection, NewMessageRow
+from coterie.stores.sql.rows import ASKS_BACK_OPTION, Connection, NewMessageRow
 from coterie.stores.sql.session import WaitingHeader, WaitingRow
 from coterie.stores.sql.turn_rows import APPROVE, approval_question_id
 from coterie.stores.sql.unit_of_work import UnitOfWork
@@ -36,7 +36,7 @@ UPDATE messages SET state = 'taken', taken_at = :taken_at
 _SELECT_DECISION = f"""
 SELECT option FROM messages
  WHERE recipient = :recipient AND in_seq > :taken_seq AND {_FROM_PERSON}
-   AND in_reply_to = :question AND option IS NOT NULL ORDER BY in_seq LIMIT 1
+   AND in_reply_to = :question AND option >= 0 ORDER BY in_seq LIMIT 1
 """
 _SELECT_SENT = "SELECT id FROM messages WHERE sender = :sender AND plan = :plan"
 # The hop limit bounds the chain; a message delayed by a minute or more starts a new one, with 0 hops.
@@ -48,6 +48,8 @@ SELECT 1 FROM messages JOIN chain ON messages.id = chain.id WHERE messages.sende
 """
 MAX_EXAMINED = 32
 """Messages examined per check. Those behind 32 echoes that no check has seen before are left to the next check."""
+MAX_ASKED_BACK = 1
+"""Messages read in the first query that ask back about a call of the plan. More of them are read in pages."""
 PAGE_SIZE = 64
 """Messages read at a time while only a part is taken."""
 MESSAGE_COST = 200
@@ -102,7 +104,8 @@ class Inbox:
         bounds = {"recipient": self._agent_id, "upto": self._last_position}
         taken_seq = self._mailbox.taken_seq
         approvals = sum(planned.needs_approval for planned in plan.calls) if plan else 0
-        from_person = self._db.execute(SELECT_FROM_PERSON, bounds | {"after": taken_seq, "limit": approvals + 1})
+        page = approvals + MAX_ASKED_BACK + 1
+        from_person = self._db.execute(SELECT_FROM_PERSON, bounds | {"after": taken_seq, "limit": page})
         unchecked = self._db.execute(
             SELECT_NEXT_HEADERS, bounds | {"after": max(taken_seq, self.checked_seq), "limit": MAX_EXAMINED}
         )
@@ -112,6 +115,13 @@ class Inbox:
             examined.append(self._examine(header, plan, plan_name))
             if not examined[-1].is_echo:
                 return tuple(examined)
+        while len(examined) == page:  # the person asked back many times, and may have said something else after that
+            after = examined[-1].position
+            page += PAGE_SIZE
+            for row in self._db.execute(SELECT_FROM_PERSON, bounds | {"after": after, "limit": PAGE_SIZE}).fetchall():
+                examined.append(self._examine(WaitingHeader._make(row), plan, plan_name))
+                if not examined[-1].is_echo:
+                    return tuple(examined)
         for header in map(WaitingHeader._make, unchecked):
             examined.append(self._examine(header, plan, plan_name))
             if not examined[-1].is_echo:
@@ -121,7 +131,7 @@ class Inbox:
 
     def read_decision(self, plan: Plan | None) -> bool | None:
         """Return the person's first answer about the call that waits for approval. None: there is none yet."""
-        if self._mailbox.state != "wait_approval" or plan is None:
+        if self._mailbox.state not in ("wait_approval", "llm") or plan is None:
             return None
         question = approval_question_id(self._agent_id, plan.awaiting_approval())
         row = self._db.execute(
@@ -137,10 +147,11 @@ class Inbox:
             answers_approval=lambda: self._answers_approval(plan, header),
             is_caused_by_plan=lambda: self._is_caused_by_plan(plan, plan_name, header),
         )
-        return _waiting(header.id, header.in_seq, header.sender, echo)
+        asks_back = echo and header.sender == PERSON and header.option == ASKS_BACK_OPTION
+        return _waiting(header.id, header.in_seq, header.sender, echo, asks_back)
 
     def _answers_approval(self, plan: Plan | None, header: WaitingHeader) -> bool:
-        """True for a button pressed on an approval question of this plan. The plan must end before it is taken."""
+        """True for a button pressed on an approval question of this plan, or a question about it."""
         if plan is None or header.option is None:
             return False
         return any(
@@ -236,8 +247,10 @@ class Inbox:
                 return rows, False
 
 
-def _waiting(message_id: str, position: int | None, sender: str, echo: bool = False) -> WaitingMessage:
-    return WaitingMessage(message_id, position or 0, sender == PERSON, echo)
+def _waiting(
+    message_id: str, position: int | None, sender: str, echo: bool = False, asks_back: bool = False
+) -> WaitingMessage:
+    return WaitingMessage(message_id, position or 0, sender == PERSON, echo, asks_back)
 
 
 def _cost(payload: str | bytes) -> int:

@@ -83,11 +83,13 @@ INVARIANTS: dict[str, tuple[str, str]] = {
           FROM agents LEFT JOIN plans ON plans.agent_id = agents.id AND plans.outcome = 'open'
          GROUP BY agents.id, agents.state
         HAVING count(plans.agent_id) <> CASE WHEN agents.state IN ('tools', 'wait_approval') THEN 1 ELSE 0 END
+           AND NOT (agents.state = 'llm' AND count(plans.agent_id) = 1)
         """,
     ),
     "A2 one call at a time": (
         "{0} is {1}, but {2} calls of its plan run or wait for the person",
-        # A turn that a pause of the society suspended has no started call and no worker.
+        # A turn that a pause of the society suspended has no started call and no worker. While the model answers a
+        # question about a call (state 'llm'), that call waits for approval.
         """
         SELECT agents.id, agents.state, count(calls.idx)
           FROM agents
@@ -285,7 +287,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """
         SELECT answer.id, asked.id
           FROM messages AS answer JOIN messages AS asked ON asked.id = answer.in_reply_to AND asked.question = 1
-         WHERE answer.sender = 'user' AND answer.option IS NOT NULL AND answer.state <> 'withdrawn'
+         WHERE answer.sender = 'user' AND answer.option >= 0 AND answer.state <> 'withdrawn'
            AND (asked.answered_by IS NULL OR asked.answered_by <> answer.id)
         """,
     ),

@@ -320,6 +320,9 @@ class Questions:
         is_own = envelope.via is None or (question and was_started_via(self._db, question.task, envelope.via))
         if question is None or not is_own:
             raise Refused("inReplyTo_unknown", f"there is no message {message_id!r} to reply to")
+        if envelope.asks_back:
+            self._check_asks_back(envelope, message_id, question)
+            return {}
         if envelope.option is not None:
             _check_option(envelope, envelope.option, message_id, question)
         if envelope.sender != PERSON or not question.question or envelope.to != question.sender:
@@ -345,6 +348,21 @@ class Questions:
         elif question.answered_by == message_id:
             reason = "that question was closed without an answer"
         raise Refused("already_answered", reason, answer=first_answer.to_dict())
+
+    def _check_asks_back(self, envelope: Envelope, message_id: str, question: _QuestionRow) -> None:
+        status = approval_status(self._db, message_id, question.sender, question.payload)
+        if status is None or envelope.sender != PERSON or envelope.to != question.sender:
+            raise Refused("asksBack_invalid", "asksBack needs inReplyTo: an approval question of the agent")
+        if envelope.via is not None:
+            raise Refused("not_yours", "only the owner may ask about a call before approving it: use the panel")
+        if status != "waiting" or question.answered_by is not None:
+            answer = to_answer(question.answered_by, question.answered_option) or QuestionAnswer(message_id, None)
+            reason = "the call no longer waits for a decision: send this as an ordinary message"
+            raise Refused("already_answered", reason, answer=answer.to_dict())
+
+    def task_of(self, question: str) -> str | None:
+        row = self._find(question)
+        return row.task if row else None
 
     def _find(self, message_id: str) -> _QuestionRow | None:
         if row := self._buffered.get(message_id):

@@ -24,7 +24,7 @@ Asker = tuple[str, str | None]
 
 _COLUMNS = """
 messages.id, messages.sender, messages.automatic, messages.in_reply_to, messages.cause, messages.hops,
-coalesce(messages.task, messages.id), messages.via
+coalesce(messages.task, messages.id), messages.via, coalesce(messages.option, 0) < 0
 """
 """Columns of `ReplyTarget`."""
 # A turn that ended with a text has answered its messages. The rows of a turn are adjacent, so the first message of the
@@ -68,13 +68,15 @@ def send_replies(
     The mark of a stop before the first word, a partial reply without text, is sent to the person only.
 
     Each reply belongs to the task of the message that it answers. A stopped task gets none. `only`: the only asker, if
-    it is known. `may_have_sent`: the turn may have sent the same text with a tool. `open_tasks`: not stopped.
+    it is known; not used for an answer to messages with `asks_back`. `may_have_sent`: the turn may have sent the same
+    text with a tool. `open_tasks`: not stopped.
     """
     is_mark = reply.is_partial and not reply.text.strip()
     if not reply.text.strip() and not is_mark:
         return ()
     sent = []
-    for target in (only,) if only else find_askers(db, agent_id, turn_no).values():
+    targets = (only,) if only and not reply.asks_back else find_askers(db, agent_id, turn_no, reply.asks_back).values()
+    for target in targets:
         if is_mark and target.sender != PERSON:
             continue  # agents are told nothing: they would answer it
         if (is_mark or target.task not in open_tasks) and is_stopped(db, target.task):
@@ -107,19 +109,23 @@ def _send(uow: UnitOfWork, sender: str, target: ReplyTarget, payload: dict[str, 
     return envelope.id
 
 
-def find_askers(db: Connection, agent_id: str, turn_no: int) -> dict[Asker, ReplyTarget]:
+def find_askers(db: Connection, agent_id: str, turn_no: int, asks_back: bool = False) -> dict[Asker, ReplyTarget]:
     """Return, per asker of the turn, the newest message that is not answered yet. Each program is an asker.
 
+    `asks_back`: only the person, and only messages that ask about a call. Otherwise these count only if the person
+    has sent no other message in the turn.
     A message of this turn is newer than any request of an earlier turn that a late answer leads back to.
     """
     rows = db.execute(_SELECT_TAKEN, {"agent_id": agent_id, "turn_no": turn_no}).fetchall()
     requests: dict[Asker, dict[str, ReplyTarget]] = {}
     direct: dict[Asker, ReplyTarget] = {}
     for message in (ReplyTarget(*row) for row in rows):
+        if asks_back and not message.asks_back:
+            continue
         if request := _original_request(db, agent_id, message):
             asker = request.sender, request.via
             requests.setdefault(asker, {})[request.id] = request
-            if request is message:
+            if request is message and (asks_back or not message.asks_back or asker not in direct):
                 direct[asker] = message
     return {
         asker: direct.get(asker) or _newest_unanswered(db, [*messages.values()])

@@ -148,6 +148,14 @@ def ending_code(*, stopped: bool, cut_off: CutOff | None) -> int:
     return next((code for code, reason in ENDINGS.items() if reason == cut_off), int(stopped))
 
 
+ASKS_BACK_OPTION = -1
+"""Value of `option` of a message that asks about a call that needs approval, and chooses no option."""
+
+
+def chosen_option(option: int | None) -> int | None:
+    return None if option == ASKS_BACK_OPTION else option
+
+
 STOPPED_OPTION = -1
 """Value of `answered_option` of a question that was closed because its task was stopped."""
 
@@ -205,7 +213,8 @@ class MessageRow(msgspec.Struct):
             taken_at=None if self.taken_at is None else from_ms(self.taken_at),
             mailbox_position=self.in_seq,
             in_reply_to=self.in_reply_to,
-            option=self.option,
+            option=chosen_option(self.option),
+            asks_back=self.option == ASKS_BACK_OPTION,
             cause=self.cause,
             hops=self.hops,
             early=bool(self.early),
@@ -284,7 +293,8 @@ class NewMessageRow(msgspec.Struct):
             taken_at=from_ms(taken_at),
             mailbox_position=self.in_seq,
             in_reply_to=self.in_reply_to,
-            option=self.option,
+            option=chosen_option(self.option),
+            asks_back=self.option == ASKS_BACK_OPTION,
             cause=self.cause,
             hops=self.hops,
             stopped=self.stopped == 1,

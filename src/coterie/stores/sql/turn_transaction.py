@@ -237,7 +237,8 @@ class TurnTransaction:
             self._outcome = "stopped"
         for write in step.writes:
             self._write(write)
-        if isinstance(step.action, AskModel) and not self._is_within_budget():
+        is_plan_open = self._plan is not None and self._closed_by is None  # the person asked back: always let through
+        if isinstance(step.action, AskModel) and not is_plan_open and not self._is_within_budget():
             step = self._block_for_budget(step)
         self._write_plan()
         self._flush_history()
@@ -258,6 +259,7 @@ class TurnTransaction:
             rules=self._rules,
             hold=bool(self.mailbox.hold),
             society_paused=self._uow.is_society_paused,
+            answers_back=self._plan is not None and self.mailbox.state == "llm",
         )
 
     def _load_turn(self) -> None:
@@ -324,7 +326,8 @@ class TurnTransaction:
             self._took_from_person = any(message.sender == PERSON for message in taken)
             tasks = [*self._other_tasks(), *([self.mailbox.task] if self.mailbox.task else [])]
             tasks += (message.task for message in taken)
-            newest = tasks[-1]
+            # While a plan is open, the turn keeps the task of the plan.
+            newest = self.mailbox.task if self._plan and not self._closed_by and self.mailbox.task else tasks[-1]
             self._set_task(newest, [task for task in dict.fromkeys(tasks) if task != newest])
         ids = [message.id for message in taken[:MAX_IDS_IN_EVENT]]
         data: dict[str, Any] = {"taken": ids, "takenCount": len(taken), "withdrawnCalls": self._withdrawn_calls}
@@ -460,7 +463,7 @@ class TurnTransaction:
         )
 
     def _reply(self, reply: SendReply) -> None:
-        if reply.is_error:
+        if reply.is_error and not reply.asks_back:
             self._outcome = "failed"
         self._reply_ids += send_replies(
             self._db,
@@ -634,7 +637,7 @@ class TurnTransaction:
 
 def _reply_target(messages: Sequence[Message]) -> ReplyTarget | None:
     """Return the newest message if one asker, the person or a program, sent all. None: the database must be asked."""
-    if not messages or any(one.sender != PERSON or one.via != messages[0].via for one in messages):
+    if not messages or any(one.sender != PERSON or one.via != messages[0].via or one.asks_back for one in messages):
         return None
     newest = messages[-1]
     return ReplyTarget(

@@ -32,6 +32,7 @@ from coterie.store import EventKind, Limits
 from coterie.stores.sql import reminders, schedules
 from coterie.stores.sql.mailbox import NO_QUESTIONS, Mailbox, Mailboxes, Questions
 from coterie.stores.sql.rows import (
+    ASKS_BACK_OPTION,
     IS_READABLE,
     NEW_MESSAGES,
     STOPPED_OPTION,
@@ -208,7 +209,8 @@ class UnitOfWork:
             for question in questions:
                 self.record_event("quick_replies.changed", question)
             receipt = self._decide_budget(envelope, questions) or receipt
-        if mailbox.reminders and receipt.state != "withdrawn" and (questions or envelope.in_reply_to):
+        is_answer = questions or (envelope.in_reply_to and not envelope.asks_back)
+        if mailbox.reminders and receipt.state != "withdrawn" and is_answer:
             reminders.withdraw_answered(self._db, self, envelope, {*questions, envelope.in_reply_to or ""})
         if envelope.may_exist:
             self._receipts[envelope.id] = receipt
@@ -262,7 +264,7 @@ class UnitOfWork:
             delivered_at=delivered_at,
             queued=queued and not deliver_at,
             hops=hops,
-            option=envelope.option,
+            option=ASKS_BACK_OPTION if envelope.asks_back else envelope.option,
             in_reply_to=envelope.in_reply_to,
             cause=envelope.cause,
         )
@@ -333,6 +335,8 @@ class UnitOfWork:
         """
         if task is None and questions:
             task = [*questions.values()][-1]
+        elif task is None and envelope.asks_back:
+            task = self._questions.task_of(envelope.in_reply_to or "")
         elif task is None and envelope.sender == PERSON and not envelope.delay and mailbox.state in ACTIVE_STATES:
             task = mailbox.task if was_started_via(self._db, mailbox.task, envelope.via) else None
         if is_replay or envelope.every or envelope.delay >= NEW_CHAIN_DELAY:

@@ -6,7 +6,7 @@ import { t } from './i18n.js';
 import * as notices from './notices.js';
 import { place, screen, show, start } from './router.js';
 import { resync, state } from './state.js';
-import { applyTheme, buildShell, frame, locked } from './shell.js';
+import { applyTheme, buildShell, followKeyboard, frame, locked } from './shell.js';
 import * as thread from './thread.js';
 
 const RETRY_MS = 2_000;
@@ -21,6 +21,7 @@ async function boot() {
   if (isUsedLink) history.replaceState(null, '', location.pathname + location.hash);
   applyTheme();
   buildShell();
+  followKeyboard();
   let isLocked = false;
   whenLocked(() => {
     if (!isLocked) locked(isUsedLink);

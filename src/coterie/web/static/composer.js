@@ -28,6 +28,8 @@ export function mountComposer(root, agent) {
   const chips = h('div', { class: 'composer-files' });
   const text = h('textarea', { class: 'composer-text', id: 'composer', rows: '1', dir: 'auto', 'data-testid': 'composer', 'aria-describedby': 'composer-hint', enterkeyhint: 'send' });
   const hint = h('p', { class: 'composer-hint meta', id: 'composer-hint' });
+  const undecided = h('input', { type: 'checkbox', checked: true, 'data-testid': 'ask-back', onchange: () => paint() });
+  const choice = h('label', { class: 'ask-back' }, undecided, t('askBack'));
   const picker = h('input', { type: 'file', multiple: true, hidden: true, 'data-testid': 'file-input', onchange: () => {
     attach([...picker.files]);
     picker.value = '';
@@ -42,7 +44,7 @@ export function mountComposer(root, agent) {
   const form = h('form', { class: 'composer', onsubmit: (event) => {
     event.preventDefault();
     submit();
-  } }, note, chips, h('div', { class: 'composer-row' }, iconButton('plus', t('attach'), { class: 'attach-btn', 'data-testid': 'attach', onclick: () => picker.click() }), text, clock, sender), hint, picker);
+  } }, note, chips, h('div', { class: 'composer-row' }, iconButton('plus', t('attach'), { class: 'attach-btn', 'data-testid': 'attach', onclick: () => picker.click() }), text, clock, sender), h('div', { class: 'composer-foot' }, hint, choice), picker);
   fill(root, strip, form);
   root.hidden = false;
 
@@ -115,6 +117,9 @@ export function mountComposer(root, agent) {
     const name = one?.name || agent;
     const gone = one?.state === 'terminated' || Boolean(one?.retired);
     const over = [...text.value].length - LONGEST;
+    const question = asksApproval(agent);
+    choice.hidden = gone || !question;
+    undecided.disabled = Boolean(draft.replyTo) && draft.replyTo !== question?.id;
     text.disabled = gone;
     sender.disabled = gone;
     setAttr(text, 'aria-label', t('writeTo', { name }));
@@ -122,10 +127,16 @@ export function mountComposer(root, agent) {
     setAttr(sender, 'aria-disabled', (stops() ? !stopping.has(agent) : !gone && sendable()) ? null : 'true');
     setAttr(clock, 'aria-disabled', !gone && sendable() ? null : 'true');
     paintSender(name);
-    setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : asksApproval(agent) ? t('hintApproval', { name, tool: asksApproval(agent).tool }) : one?.state === 'active' ? t('hintActive', { name }) : '');
+    setText(hint, gone ? t(one.retired ? 'agentRetired' : 'recipientGone', { name }) : over > 0 ? t('tooLong', { n: over }) : tray?.waits ? t('waitsForUploads') : question ? t(asksBack() ? 'hintAskBack' : 'hintApproval', { name, tool: approvalOf(question).tool }) : one?.state === 'active' ? t('hintActive', { name }) : '');
     hint.classList.toggle('bad', over > 0);
     const to = draft.replyTo && state.messages.get(draft.replyTo);
     fill(note, to ? [h('span', { class: 'note-text' }, t('replyingTo', { text: plainText(to).slice(0, 100) })), iconButton('close', t('cancel'), { onclick: () => replyTo(null) })] : []);
+  }
+
+  /** The id of the approval question that the text is about, if the person only asks and does not decide. */
+  function asksBack() {
+    const question = asksApproval(agent);
+    return question && undecided.checked && !undecided.disabled ? question.id : null;
   }
 
   /** True while the button stops the agent: it works, and nothing is written that could be sent. */
@@ -165,7 +176,7 @@ export function mountComposer(root, agent) {
     event.preventDefault();
     const { payload, inReplyTo } = last;
     if (await withdraw(agent, last)) {
-      refill({ text: payload.text ?? '', files: payload.attachments ?? [], replyTo: last.option === undefined ? inReplyTo : null });
+      refill({ text: payload.text ?? '', files: payload.attachments ?? [], replyTo: last.option === undefined && !last.asksBack ? inReplyTo : null });
       text.focus();
     }
   }
@@ -215,13 +226,14 @@ export function mountComposer(root, agent) {
     waitingPlan = null;
     const files = tray ? tray.ready() : draft.files;
     const words = text.value;
-    const to = draft.replyTo;
+    const about = plan ? null : asksBack();
+    const to = about ?? draft.replyTo;
     text.value = '';
     tray?.clear();
     Object.assign(draft, { text: '', files: [], replyTo: null });
     changed();
     text.focus();
-    deliver({ agent, text: words, files, replyTo: to, refill, plan });
+    deliver({ agent, text: words, files, replyTo: to, asksBack: Boolean(about), refill, plan });
   }
 
   /** Asks when to send what is written. */
@@ -258,15 +270,15 @@ export function mountComposer(root, agent) {
   };
 }
 
-/** The call of an agent that waits for the person's approval. A message cancels it, and the composer says so. */
-const asksApproval = (agent) => openQuestions(agent).filter(isOpen).map(approvalOf).find(Boolean);
+/** The question of an agent whose call waits for the person's approval. */
+const asksApproval = (agent) => openQuestions(agent).find((one) => isOpen(one) && approvalOf(one));
 
 /** Sends the message; shows the questions it answers as closed unless the server refuses it. */
-async function deliver({ agent, text, files, replyTo = null, refill = null, plan = null, clientId = newId() }) {
+async function deliver({ agent, text, files, replyTo = null, asksBack = false, refill = null, plan = null, clientId = newId() }) {
   const payload = {};
   if (text.trim()) payload.text = text;
   if (files.length) payload.attachments = files.map(({ artifactRef, filename }) => ({ artifactRef, filename }));
-  const asked = plan ? [] : openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
+  const asked = plan || asksBack ? [] : openQuestions(agent).filter((one) => isOpen(one) && (!replyTo || one.id === replyTo));
   const local = { local: true, clientId, to: agent, from: 'user', payload: { ...payload, attachments: files }, inReplyTo: replyTo, status: 'sending', createdAt: new Date(now()).toISOString() };
   if (!files.length) delete local.payload.attachments;
   putLocal(local);
@@ -278,6 +290,7 @@ async function deliver({ agent, text, files, replyTo = null, refill = null, plan
   };
   const message = { clientId, to: agent, payload };
   if (replyTo) message.inReplyTo = replyTo;
+  if (asksBack) message.asksBack = true;
   if (plan) Object.assign(message, planned(plan));
   try {
     const receipt = await send(message, unsure);
@@ -288,7 +301,7 @@ async function deliver({ agent, text, files, replyTo = null, refill = null, plan
     }
     confirmLocal(clientId, receipt);
   } catch (error) {
-    notSent(local, { agent, text, files, replyTo, refill, plan, clientId }, error);
+    notSent(local, { agent, text, files, replyTo: asksBack ? null : replyTo, refill, plan, clientId }, error);
   } finally {
     for (const one of asked) if (state.sending.get(one.id)?.clientId === clientId) state.sending.delete(one.id);
     touch('questions', ...asked.map((one) => `message:${one.id}`));

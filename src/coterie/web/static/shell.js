@@ -32,6 +32,18 @@ export function nextTheme() {
   parts.footer.querySelector('[data-testid="theme"]').focus();
 }
 
+// On-screen keyboard
+
+/** Keeps the app in the part of the window that the keyboard leaves visible: Safari does not make the page smaller. */
+export function followKeyboard() {
+  const view = window.visualViewport;
+  view?.addEventListener('resize', () => {
+    if (Math.abs(view.scale - 1) > 0.01) return; // the person has zoomed in
+    document.documentElement.style.setProperty('--visible-height', `${view.height}px`);
+    scrollTo(0, 0);
+  });
+}
+
 // Language
 
 export async function switchLanguage() {
@@ -123,7 +135,7 @@ function banners() {
   }
   const tour = [...state.agents.values()].some(isScripted);
   if (tour) {
-    told.push(h('p', { class: 'banner', 'data-testid': 'banner-tour' },
+    told.push(h('p', { class: 'banner banner-tour', 'data-testid': 'banner-tour' },
       h('span', { class: 'tag' }, t('tour')), h('span', { class: 'banner-text' }, t('noModel')), h('a', { href: '#/start' }, t('setUpModel'))));
   }
   fill(parts.banner, told);

@@ -50,7 +50,7 @@ async function editAgain(message, agent, text, files) {
   if (message.state === 'pending') await withdraw(agent, message);
   const composer = openComposer();
   if (!composer) return;
-  if (!composer.refill({ text, files, replyTo: message.option === undefined ? message.inReplyTo : null })) composer.add(text);
+  if (!composer.refill({ text, files, replyTo: message.option === undefined && !message.asksBack ? message.inReplyTo : null })) composer.add(text);
   composer.focus();
   toast({ text: t('editResendHow') });
 }
