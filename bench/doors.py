@@ -27,6 +27,8 @@ AGENTS = 8
 ROUNDS = 15
 QUESTIONS = 24
 """Per round, a multiple of `AGENTS`."""
+POOL = 2 * AGENTS * (ROUNDS + 1)
+"""Agents. Each round asks its own, so that no round meets longer histories than another."""
 TOKEN = "bench-token-0123456789abcdef"
 
 
@@ -78,7 +80,7 @@ async def serve(folder: str) -> None:
         model.default = lambda _: "The answer."
         services = [{"id": "main", "model": "m", "baseURL": model.base_url, "maxConcurrentRequests": AGENTS}]
         (Path(folder) / "llmservices.json").write_text(json.dumps({"services": services}))
-        (Path(folder) / "coterie.toml").write_text("".join(f"[agents.a{number}]\n" for number in range(AGENTS)))
+        (Path(folder) / "coterie.toml").write_text("".join(f"[agents.a{number}]\n" for number in range(POOL)))
         async with Society.open(folder) as society:
             access = Access(TOKEN, society.store.info.log_id, SystemClock())
             app = build_app(society, access, where=addresses("127.0.0.1", port))
@@ -94,35 +96,39 @@ async def load(port: int, callers: int) -> None:
         for number in range(-1, ROUNDS):  # the first one warms up
             order = ("plain API", "/v1/chat/completions")
             for way in order if number % 2 else reversed(order):
-                took = await (_plain_round if way == "plain API" else _chat_round)(client, callers, f"{way} {number}")
+                run_round = _plain_round if way == "plain API" else _chat_round
+                first = (2 * (number + 1) + order.index(way)) * AGENTS
+                took = await run_round(client, callers, f"{way} {number}", first)
                 if number >= 0:
                     rounds[way].append(took / QUESTIONS * 1000)
         print(json.dumps(rounds))
 
 
-async def _plain_round(client: httpx.AsyncClient, callers: int, name: str) -> float:
+async def _plain_round(client: httpx.AsyncClient, callers: int, name: str, first: int) -> float:
     plain = Plain(client)
     reading = asyncio.create_task(plain.read_events())  # not during the other way's rounds
     try:
         await plain.connected.wait()
         start = time.perf_counter()
-        await _round(plain.ask, callers, name, QUESTIONS)
+        await _round(plain.ask, callers, name, first)
         return time.perf_counter() - start
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
 
 
-async def _chat_round(client: httpx.AsyncClient, callers: int, name: str) -> float:
+async def _chat_round(client: httpx.AsyncClient, callers: int, name: str, first: int) -> float:
     start = time.perf_counter()
-    await _round(Chat(client).ask, callers, name, QUESTIONS)
+    await _round(Chat(client).ask, callers, name, first)
     return time.perf_counter() - start
 
 
-async def _round(ask: Callable[[str, str], Awaitable[None]], callers: int, name: str, count: int) -> None:
+async def _round(ask: Callable[[str, str], Awaitable[None]], callers: int, name: str, first: int) -> None:
+    """Ask `QUESTIONS` questions; `first`: number of the first agent."""
+
     async def caller(number: int) -> None:
-        for index in range(number, count, callers):
-            await ask(f"a{number}", f"{name} {index}")
+        for index in range(number, QUESTIONS, callers):
+            await ask(f"a{first + number}", f"{name} {index}")
 
     await asyncio.gather(*(caller(number) for number in range(callers)))
 
