@@ -241,6 +241,9 @@ class Society:
             await self.configuration.follow()
             await runtime.refresh_agents()
 
+        async def is_agent(agent_id: str) -> bool:
+            return await self.store.agent(agent_id) is not None
+
         self._setup = Setup(
             self._folder,
             configuration=self._configuration,
@@ -256,14 +259,11 @@ class Society:
             self._folder,
             AgentsInDatabase(self._configuration) if shared else AgentsFile(self._folder.path),
             reload=self.configuration.follow if shared else self.reload,
-            is_taken=self._is_agent,
+            is_taken=is_agent,
             clock=self._clock,
         )
         self.configuration.set_user(runtime)
         return runtime
-
-    async def _is_agent(self, agent_id: str) -> bool:
-        return await self.store.agent(agent_id) is not None
 
     async def send(
         self,
@@ -448,8 +448,7 @@ class Society:
 
         In that case the other processes of the society are asked to stop it.
         """
-        stopped = self._require_runtime().stop_turn(agent_id)
-        if not stopped and self._relay:
+        if not (stopped := self._require_runtime().stop_turn(agent_id)) and self._relay:
             self._relay.request_stop(agent_id)
         return stopped
 

@@ -10,15 +10,14 @@ How an interruption is handled:
 * Waiting mail is checked before every tool call and when the model has answered, nowhere else. With the setting
   `interrupt = "stream"`, a person's message also cuts the answer that the model is writing (`may_cut`, `Interrupted`).
 * No call has run yet: the plan is withdrawn. It was never in the history; a record is kept outside the prompt.
-* Some calls have run: their results must stay, so the whole group is appended. Calls that did not run get a result
-  that says so. Every provider accepts such a group.
+* Some calls have run: the whole group is appended. Calls that did not run get a result that says so.
 * A cut answer is withdrawn like a plan without calls.
 * All waiting mail is then taken in order, and the model is asked again. A burst that is too long for one request is
   taken in parts, at least one message each. The rest stays waiting and is mail like any other: it interrupts the next
   plan, so each part costs at most one request, and no plan runs with only a part of what a person said.
 * A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row.
-* An echo does not interrupt: a message from the agent to itself, or an answer to a message that this plan sent.
-* A person may ask back about a call that waits for approval. The model answers, and the plan stays open (`asks_back`).
+* No echo interrupts: a message from the agent to itself, an answer to one that this plan sent, or a person's question
+  about a call that waits for approval. The model answers that one, and the plan stays open (`asks_back`).
 """
 
 from __future__ import annotations

@@ -361,9 +361,7 @@ class LlmHandler:
                 return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
         is_silent = answer.calls and claim.plan is None
-        text, attachments = (
-            (answer.text, ()) if is_silent else await self._fit_text(claim, answer.text, answer.files)
-        )
+        text, attachments = (answer.text, ()) if is_silent else await self._fit_text(claim, answer.text, answer.files)
         return ModelAnswered(
             text=text,
             calls=tuple(self._plan_call(call, profile) for call in answer.calls),
