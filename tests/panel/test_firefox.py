@@ -113,7 +113,7 @@ async def test_the_page_recovers_from_a_dropped_stream_in_firefox(panel: Panel) 
         async def is_connected() -> bool:
             return panel.streams == 1
 
-        await eventually(is_connected, seconds=20)
+        await eventually(is_connected)
         panel.drop_streams()
         await panel.send_as_agent("Sent while the stream was down")
         await tab.until_text(THEIRS, "Sent while the stream was down")
