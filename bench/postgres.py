@@ -169,7 +169,7 @@ async def _work(home: str) -> None:
 
     from coterie.society import Society
 
-    with patch("coterie.agent_runtime.make_service", lambda entry, clock: _Prompt()):
+    with patch("coterie.agent_runtime.make_service", lambda *_: _Prompt()):
         async with Society.open(home):
             print("ready", flush=True)
             await asyncio.sleep(3_600)
@@ -244,7 +244,7 @@ async def _answer(home: str) -> None:
 
     from coterie.society import Society
 
-    with patch("coterie.agent_runtime.make_service", lambda entry, clock: _Slow()):
+    with patch("coterie.agent_runtime.make_service", lambda *_: _Slow()):
         async with Society.open(home, max_turns=TURNS_PER_WORKER):
             print("ready", flush=True)
             await asyncio.sleep(3_600)

@@ -128,7 +128,7 @@ def _society(durability: str, agents: int) -> Any:
 
     @asynccontextmanager
     async def opened() -> Any:
-        setattr(agent_runtime, "make_service", lambda entry, clock: Stub())  # noqa: B010 - nothing else about it is a stub
+        setattr(agent_runtime, "make_service", lambda *_: Stub())  # noqa: B010 - nothing else about it is a stub
         with tempfile.TemporaryDirectory() as folder:
             _write(Path(folder), durability, agents)
             async with Society.open(folder) as society:

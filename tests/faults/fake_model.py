@@ -101,7 +101,7 @@ class FakeModel:
 @contextmanager
 def fake_models(make: Callable[[str], LLMService]) -> Iterator[None]:
     """Every society opened within asks `make(service_id)` instead of a provider."""
-    with patch("coterie.agent_runtime.make_service", lambda entry, clock: make(entry.id)):
+    with patch("coterie.agent_runtime.make_service", lambda entry, *_: make(entry.id)):
         yield
 
 
