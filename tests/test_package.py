@@ -45,6 +45,8 @@ def test_only_addresses_of_the_owner_are_contacted() -> None:
         "llm/providers/openai.py",  # baseURL of llmservices.json
         "llm/providers/http_transport.py",
         "llm/discovery.py",  # servers on this machine, when the setup page looks for them
+        "llm/providers/a2a.py",  # [remote.…] card of coterie.toml
+        "web/a2a/push.py",  # [doors] push of coterie.toml
         "cli/client.py",  # the server of the running society
     }
     openers = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if client.search(path.read_text())}

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from coterie.clock import Clock
+from coterie.errors import StoreUnavailable
 from coterie.supervision import supervise
 
 INTERVAL = timedelta(minutes=1)
@@ -45,8 +46,11 @@ class TextIndexer:
     async def _index_all(self) -> None:
         while True:
             began = self._clock.monotonic()
-            if not await self._store.index_messages():
-                return
+            try:
+                if not await self._store.index_messages():
+                    return
+            except StoreUnavailable:
+                return  # the store has said why; the next round goes on from the stored position
             took = timedelta(seconds=self._clock.monotonic() - began)
             if await self._clock.wait(self._stopping, max(SHORTEST_PAUSE, PAUSE_FACTOR * took)):
                 return
