@@ -27,7 +27,7 @@ async def test_chat_and_responses(shared: Postgres, tmp_path: Path) -> None:
     async with (
         mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here,
         AsyncOpenAI(base_url=f"{here.base}/v1", api_key=TOKEN, max_retries=0) as client,
-        asyncio.timeout(60),
+        asyncio.timeout(300),
     ):
         here.stage.server.default = "It is 42."
         for _ in range(2):
@@ -48,7 +48,7 @@ async def test_chat_and_responses(shared: Postgres, tmp_path: Path) -> None:
 
 
 async def test_mcp(shared: Postgres, tmp_path: Path) -> None:
-    async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(60):
+    async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(300):
         here.stage.server.default = each(ada=["It is 42.", Says(calls=(ASKS,)), ""])
         async with here.client() as client:
             answered = await client.call_tool("send", {"agent": "ada", "text": "What is it?", "waitSeconds": 30})
@@ -58,7 +58,7 @@ async def test_mcp(shared: Postgres, tmp_path: Path) -> None:
 
 
 async def test_a2a(shared: Postgres, tmp_path: Path) -> None:
-    async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(60):
+    async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(300):
         here.stage.server.default = each(ada=[Says(calls=(ASKS,)), "", "Blue it is."])
         async with client_of(here) as client:
             events = await sent(client, "Paint", "m1")
@@ -71,7 +71,7 @@ async def test_a2a(shared: Postgres, tmp_path: Path) -> None:
 
 
 async def test_a_revoked_key_opens_no_door(shared: Postgres, tmp_path: Path) -> None:
-    async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(60):
+    async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(300):
         token = await here.make_key("program")
         async with httpx.AsyncClient(base_url=here.base, headers={"Authorization": f"Bearer {token}"}) as client:
             paths = ("/v1/models", "/a2a/ada/.well-known/agent-card.json")

@@ -58,7 +58,7 @@ async def sent_there(there: Door) -> list[str]:
 
 
 async def test_a_message_goes_out_and_its_answer_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(60):
+    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
         there.here.server.default = "It is 42."
         question = await here.say("What is it?", "anna")
         (answer,) = await here.heard()
@@ -69,7 +69,7 @@ async def test_a_message_goes_out_and_its_answer_comes_back(tmp_path: Path, monk
 
 
 async def test_a_question_there_is_a_question_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(60):
+    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
         there.here.server.default = each(ada=[Says(calls=(ASKS,)), "", "Blue it is."])
         task = await here.say("Paint", "anna")
         (asked,) = await here.heard()
@@ -87,7 +87,7 @@ async def test_a_question_there_is_a_question_here(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_stop_here_cancels_the_task_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(60):
+    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
         there.here.server.default = HeldAnswer()
         task = await here.say("Work", "anna")
         await there.here.server.wait_for_request()
@@ -99,7 +99,7 @@ async def test_a_stop_here_cancels_the_task_there(tmp_path: Path, monkeypatch: p
 
 
 async def test_files_go_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(60):
+    async with here_and_there(tmp_path, monkeypatch) as (here, there), asyncio.timeout(300):
         made = Calls("put_artifact", {"filename": "plan.txt", "text": "A plan"})
 
         def answer(request: ReceivedRequest) -> Reply:
@@ -128,7 +128,7 @@ async def test_a_society_that_stops_while_it_waits_gets_the_answer_asked_once(
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
     store = f'[store]\nurl = "{engine.url(tmp_path / "data")}"' if isinstance(engine, Postgres) else ""
-    async with open_door(tmp_path / "there") as there, asyncio.timeout(60):
+    async with open_door(tmp_path / "there") as there, asyncio.timeout(300):
         monkeypatch.setenv("ANNA_TOKEN", await there.key("here", agents=["ada"], doors=["a2a"]))
         held = HeldAnswer()
         there.here.server.default = held
@@ -149,7 +149,7 @@ async def test_an_agent_that_cannot_be_reached_is_asked_again(tmp_path: Path, mo
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("ANNA_TOKEN", "a-key-of-the-tests-0123456789")
-    async with open_here(tmp_path, f"http://127.0.0.1:{port}/a2a/ada") as here, asyncio.timeout(60):
+    async with open_here(tmp_path, f"http://127.0.0.1:{port}/a2a/ada") as here, asyncio.timeout(300):
         await here.say("Hello", "anna")
         await here.state("anna", "wait_retry")
         anna = await here.society.store.agent("anna")
@@ -163,7 +163,7 @@ async def test_a_wrong_key_blocks_the_agent_and_is_not_shown(tmp_path: Path, mon
     async with (
         open_door(tmp_path / "there") as there,
         open_here(tmp_path / "here", f"{there.url}/a2a/ada") as here,
-        asyncio.timeout(60),
+        asyncio.timeout(300),
     ):
         await here.say("Hello", "anna")
         await here.state("anna", "blocked")
@@ -186,7 +186,7 @@ async def test_the_key_goes_only_to_the_host_of_the_card(tmp_path: Path, monkeyp
     server = uvicorn.Server(uvicorn.Config(card, log_level="critical", lifespan="off"))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(server.serve([listener]))
-    async with open_here(tmp_path, f"http://127.0.0.1:{port}/anna") as here, asyncio.timeout(60):
+    async with open_here(tmp_path, f"http://127.0.0.1:{port}/anna") as here, asyncio.timeout(300):
         await here.say("Hello", "anna")
         await here.state("anna", "blocked")
         anna = await here.society.store.agent("anna")

@@ -89,7 +89,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_answers_questions_and_failures_come_back(tmp_path: Path) -> None:
-    async with sdk_server() as (executor, url), open_here(tmp_path, url) as here, asyncio.timeout(60):
+    async with sdk_server() as (executor, url), open_here(tmp_path, url) as here, asyncio.timeout(300):
         await here.say("the dishes", "anna")
         assert await here.texts(1) == ["Did the dishes."]
         painting = await here.say("Paint", "anna")
@@ -106,7 +106,7 @@ async def test_answers_questions_and_failures_come_back(tmp_path: Path) -> None:
 
 
 async def test_a_question_can_be_cancelled(tmp_path: Path) -> None:
-    async with sdk_server() as (executor, url), open_here(tmp_path, url) as here, asyncio.timeout(60):
+    async with sdk_server() as (executor, url), open_here(tmp_path, url) as here, asyncio.timeout(300):
         await here.say("Paint", "anna")
         (asked,) = await here.heard()
         await here.say("Cancel", "anna", in_reply_to=asked.id, option=0)
@@ -115,7 +115,7 @@ async def test_a_question_can_be_cancelled(tmp_path: Path) -> None:
 
 
 async def test_after_a_restart_the_task_is_followed_and_not_started_again(tmp_path: Path) -> None:
-    async with sdk_server() as (executor, url), asyncio.timeout(60):
+    async with sdk_server() as (executor, url), asyncio.timeout(300):
         executor.may_end.clear()
         async with open_here(tmp_path, url) as here:
             await here.say("the dishes", "anna")

