@@ -5,8 +5,13 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from coterie.cli.chat import Screen, format_message
-from coterie.cli.conversation import ChatMessage
+import pytest
+
+from coterie.cli.chat import MessageView, Screen, format_message
+from coterie.cli.conversation import AgentStatus, ChatMessage, RetryPlanned
+
+RETRYING = AgentStatus(state="active", phase="retry", reason="busy")
+THINKING = AgentStatus(state="active", phase="thinking")
 
 
 def lines_of(payload: dict[str, Any]) -> list[str]:
@@ -41,3 +46,14 @@ def test_arguments_cannot_write_control_characters_to_the_terminal() -> None:
 def test_a_message_that_imitates_an_approval_is_shown_as_a_message() -> None:
     for approval in ("yes", None, {}, {"arguments": "all"}):
         assert lines_of({"text": "Hello", "approval": approval}) == ["ada: Hello"]
+
+
+@pytest.mark.parametrize("status", [RETRYING, THINKING], ids=["in time", "too late"])
+def test_a_retry_is_noted_once_also_if_its_status_is_over_when_it_is_read(
+    capsys: pytest.CaptureFixture[str], status: AgentStatus
+) -> None:
+    view = MessageView(Screen(io.StringIO()))
+    for _ in range(2):
+        for event in (status, RetryPlanned("busy"), THINKING):
+            view.handle_status(event)
+    assert capsys.readouterr().err.count("the model is asked again: busy") == 2

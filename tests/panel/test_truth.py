@@ -178,7 +178,9 @@ async def test_asking_without_deciding_leaves_the_approval_open(
         )
         page = await panel.open(locale=locale)
         await ui.send(page, "Pay it")
-        await expect(page.get_by_label(("Ask without deciding", "只提问，不作决定")[at])).to_be_checked()
+        undecided = page.get_by_label(("Ask without deciding", "只提问，不作决定")[at])
+        await expect(undecided).to_be_visible()  # before the question it is hidden, and checked
+        await expect(undecided).to_be_checked()
         await ui.send(page, "What is it for?")
         await expect(ui.messages(page).filter(has_text="It is the rent.")).to_be_visible()
         approve = page.locator(".qr-approve")

@@ -23,6 +23,7 @@ from coterie.cli.conversation import (
     MessageArrived,
     MessagesRead,
     OutgoingMessage,
+    RetryPlanned,
     SocietyStopped,
     TaskChanged,
     ToolProgress,
@@ -405,6 +406,8 @@ class MessageView:
         self._draft_text = ""
         self._shown: set[str] = set()
         self._workers: tuple[str, ...] = ()
+        self._retry_reason: str | None = None
+        """Why the model is asked again, as it was shown. None: it is not."""
         self.followed_task: str | None = None
         """The task whose workers are shown."""
 
@@ -417,7 +420,7 @@ class MessageView:
                 # Lines that the person typed meanwhile may stand between the draft and this note.
                 notes = {"withdrawn": "the answer above was withdrawn", "failed": "broken off"}
                 self._screen.print(self._screen.dim(f"  ({notes.get(outcome, outcome)})"))
-            case AgentStatus() | ToolProgress():
+            case AgentStatus() | RetryPlanned() | ToolProgress():
                 self.handle_status(event)
             case TaskChanged(task) if self._draft_id is None:
                 self.show_work(task)
@@ -427,8 +430,12 @@ class MessageView:
     def handle_status(self, event: ChatEvent) -> None:
         """Show why there is no answer yet and who is at work, and nothing else."""
         match event:
-            case AgentStatus(phase="retry", reason=str(reason)) if reason:
-                self._note(f"  (no answer yet, the model is asked again: {one_line(reason, MAX_REASON)})")
+            case AgentStatus(phase="retry", reason=str(reason)) | RetryPlanned(reason) if reason:
+                if reason != self._retry_reason:
+                    self._note(f"  (no answer yet, the model is asked again: {one_line(reason, MAX_REASON)})")
+                self._retry_reason = reason
+            case AgentStatus():
+                self._retry_reason = None
             case ToolProgress(tool=tool, text=text) if text:
                 self._show_progress(f"  ({tool}: {text})")
             case TaskChanged(task):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -173,12 +173,27 @@ class TaskChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class RetryPlanned:
+    """The model gave no answer and is asked again. The status that says so may be over when it is read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SocietyStopped:
     """The last event: the society stops."""
 
 
 ChatEvent = (
-    MessageArrived | MessagesRead | DraftText | DraftEnded | AgentStatus | TaskChanged | ToolProgress | SocietyStopped
+    MessageArrived
+    | MessagesRead
+    | DraftText
+    | DraftEnded
+    | AgentStatus
+    | RetryPlanned
+    | TaskChanged
+    | ToolProgress
+    | SocietyStopped
 )
 
 
@@ -275,6 +290,14 @@ class Conversation:
             raise event
         return event
 
+    def queued_events(self) -> Iterator[ChatEvent]:
+        """The events that have arrived and were not read. The last ones say what happened before an answer."""
+        while not self._events.empty():
+            event = self._events.get_nowait()
+            if isinstance(event, Exception):
+                return
+            yield event
+
     async def is_stopped(self) -> bool:
         """True if the server announced its stop. Call it after a failed request: the announcement may arrive later."""
         if self._listener:
@@ -341,6 +364,8 @@ def _parse_event(event: ServerEvent, agent_id: str) -> ChatEvent | None:
             return DraftEnded(data["draftId"], data["outcome"])
         case "agent.state" if data["id"] == agent_id:
             return AgentStatus.from_json(data)
+        case "problem" if data["agent"] == agent_id and data.get("retryable"):
+            return RetryPlanned(data["message"])
         case "task.changed":
             return TaskChanged(data)
         case "tool.progress" if data["agent"] == agent_id:
@@ -445,6 +470,8 @@ async def wait_for_task(
                     task = await _look(conversation, receipt)
                 case SocietyStopped():
                     raise stopped
+        for event in conversation.queued_events():
+            on_event(event)
         # Events of its last messages may still be on their way.
         answers |= {message.id: message for message in await _messages_after(conversation, message_id)}
     except ServerUnusable as error:
