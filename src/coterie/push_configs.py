@@ -1,7 +1,7 @@
-"""Push notifications: where programs want to be told about a task, and what a store promises about that.
+"""Push notifications: addresses that get a POST when a task changes, and what a store promises about them.
 
-No notification is stored. What was told last is, so that a process that starts again finds the changes that were not
-told. A notification is thus sent at least once; changes in quick succession are told as one.
+No notification is stored, only the change that was sent last. A process that starts again compares it with the task
+and sends what is missing. So each change is sent at least once; changes in quick succession are sent as one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ class PushConfig(Struct, frozen=True, kw_only=True):
 
 
 class OpenPushConfig(Struct, frozen=True, kw_only=True):
-    """One whose task may change, or has changed since it was last told."""
+    """One whose task may change, or has changed since the last notification."""
 
     config: PushConfig
-    told: str
+    notified: str
+    """The `change` that was sent last; empty: none."""
     attempts: int
     next_at: datetime
     state: TaskState
@@ -39,7 +40,7 @@ class OpenPushConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def change(self) -> str:
-        """The last change of the task that is told. While it works, nothing else is."""
+        """The newest change that is worth a notification. A working task has only one."""
         return self.state if self.state == "working" else f"{self.state} {self.last_at.timestamp():.3f}"
 
     @property
@@ -66,7 +67,7 @@ class PushConfigStore(Protocol):
         ...
 
     async def record_push(self, seen: OpenPushConfig, *, next_at: datetime | None) -> None:
-        """The change was told, or given up. `next_at`: it was not, and is tried again then."""
+        """The change was sent, or given up. `next_at`: it was not sent, and is tried again then."""
         ...
 
 

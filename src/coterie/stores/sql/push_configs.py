@@ -1,4 +1,4 @@
-"""Where programs want to be told about tasks: store, claim and record."""
+"""Addresses for push notifications about tasks: storing them, claiming one to send, recording what was sent."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from coterie.tasks import TaskState
 
 _SELECT_TASK = "SELECT state FROM tasks WHERE id = :task"
 _COUNT = "SELECT count(*) FROM push_configs WHERE task = :task AND id <> :id"
-# While the task works, the state that the program knows is not told again.
+# While the task works, the state that the program knows is not sent again.
 _PUT = """
-INSERT INTO push_configs (task, id, config, told) VALUES (:task, :id, :config, :told)
-    ON CONFLICT (task, id) DO UPDATE SET config = excluded.config, told = excluded.told, attempts = 0, next_at = 0,
-        ended = 0
+INSERT INTO push_configs (task, id, config, notified) VALUES (:task, :id, :config, :notified)
+    ON CONFLICT (task, id) DO UPDATE SET config = excluded.config, notified = excluded.notified, attempts = 0,
+        next_at = 0, ended = 0
 """
 _SELECT = "SELECT task, id, config FROM push_configs WHERE task = :task ORDER BY id"
 _DELETE = "DELETE FROM push_configs WHERE task = :task AND id = :id"
 _SELECT_OPEN = """
-SELECT push_configs.task, push_configs.id, push_configs.config, push_configs.told, push_configs.attempts,
+SELECT push_configs.task, push_configs.id, push_configs.config, push_configs.notified, push_configs.attempts,
        push_configs.next_at, tasks.state, tasks.last_at
   FROM push_configs JOIN tasks ON tasks.id = push_configs.task WHERE push_configs.ended = 0
 """
 _CLAIM = """
-UPDATE push_configs SET next_at = :until WHERE task = :task AND id = :id AND next_at = :seen AND told = :told
+UPDATE push_configs SET next_at = :until WHERE task = :task AND id = :id AND next_at = :seen AND notified = :notified
 """
 _TOLD = """
-UPDATE push_configs SET told = :change, attempts = 0, next_at = 0, ended = :ended WHERE task = :task AND id = :id
+UPDATE push_configs SET notified = :change, attempts = 0, next_at = 0, ended = :ended WHERE task = :task AND id = :id
 """
 _FAILED = "UPDATE push_configs SET attempts = attempts + 1, next_at = :next_at WHERE task = :task AND id = :id"
 
@@ -39,7 +39,7 @@ class _OpenRow(NamedTuple):
     task: str
     id: str
     config: str
-    told: str
+    notified: str
     attempts: int
     next_at: int
     state: TaskState
@@ -48,7 +48,7 @@ class _OpenRow(NamedTuple):
     def to_open_config(self) -> OpenPushConfig:
         return OpenPushConfig(
             config=PushConfig(task=self.task, id=self.id, config=self.config),
-            told=self.told,
+            notified=self.notified,
             attempts=self.attempts,
             next_at=from_ms(self.next_at),
             state=self.state,
@@ -62,7 +62,7 @@ def put(db: Connection, uow: UnitOfWork, config: PushConfig) -> None:
         raise Refused("unknown_task", "there is no such task")
     if db.execute(_COUNT, key).fetchone()[0] >= MAX_CONFIGS:
         raise Refused("too_many_configs", f"a task has at most {MAX_CONFIGS} push notification configs: delete one")
-    db.execute(_PUT, key | {"config": config.config, "told": "working" if row[0] == "working" else ""})
+    db.execute(_PUT, key | {"config": config.config, "notified": "working" if row[0] == "working" else ""})
 
 
 def read(db: Connection, task: str) -> list[PushConfig]:
@@ -78,7 +78,7 @@ def read_open(db: Connection) -> list[OpenPushConfig]:
 
 
 def claim(db: Connection, uow: UnitOfWork, seen: OpenPushConfig, until: int) -> bool:
-    values = _key(seen) | {"until": until, "seen": to_ms(seen.next_at), "told": seen.told}
+    values = _key(seen) | {"until": until, "seen": to_ms(seen.next_at), "notified": seen.notified}
     return bool(db.execute(_CLAIM, values).rowcount)
 
 

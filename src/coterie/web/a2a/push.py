@@ -87,7 +87,7 @@ class PushSender:
         now, store = self._clock.now(), self._society.store
         found = await store.open_push_configs()
         self._has_open = bool(found)
-        changed = [one for one in found if one.change != one.told]
+        changed = [one for one in found if one.change != one.notified]
         due = [one for one in changed if one.next_at <= now][:MAX_AT_ONCE]
         await asyncio.gather(*(self._tell(http, one) for one in due))
         later = [one.next_at - now for one in changed if one.next_at > now]

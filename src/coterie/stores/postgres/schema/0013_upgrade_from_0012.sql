@@ -19,18 +19,18 @@ $$;
 CREATE TRIGGER messages_text_index AFTER DELETE ON messages REFERENCING OLD TABLE AS deleted
     FOR EACH STATEMENT EXECUTE FUNCTION remove_from_text_index();
 
--- Where programs want to be told about a task.
+-- Addresses that get a POST when a task changes.
 CREATE TABLE push_configs (
     task     TEXT COLLATE "C" NOT NULL REFERENCES tasks (id) ON DELETE CASCADE,
     id       TEXT COLLATE "C" NOT NULL,
     -- The whole config as JSON, with its address and credentials.
     config   TEXT COLLATE "C" NOT NULL,
-    -- The change of the task that was told last; empty: none.
-    told     TEXT COLLATE "C" NOT NULL,
+    -- The change of the task that was sent last; empty: none.
+    notified TEXT COLLATE "C" NOT NULL,
     attempts BIGINT NOT NULL DEFAULT 0,
-    -- Nobody tells before this time: the next attempt, or the end of the attempt that a process makes now.
+    -- No process sends before this time: the next attempt, or the end of the attempt that a process makes now.
     next_at  BIGINT NOT NULL DEFAULT 0,
-    -- 1: the end of the task was told.
+    -- 1: the end of the task was sent.
     ended    BIGINT NOT NULL DEFAULT 0,
     PRIMARY KEY (task, id)
 );
