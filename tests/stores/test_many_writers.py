@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable
 from concurrent.futures import Future
 from pathlib import Path
@@ -299,10 +300,10 @@ async def test_an_agent_selected_for_a_claim_is_not_claimed_by_another_process(
     loop, url = asyncio.get_running_loop(), shared.url(tmp_path)
     await ask(first)
     meanwhile: list[Future[Any]] = []
-    claim_one = claims._claim_agent
+    claim_one, is_first = claims._claim_agent, threading.Lock()
 
     def interrupted(*arguments: Any) -> Any:
-        if not meanwhile:
+        if is_first.acquire(blocking=False):  # in the thread of `first` only
             meanwhile.append(asyncio.run_coroutine_threadsafe(second.claim_ready("second", RULES, 5), loop))
             _until_done_or_blocked(meanwhile[0], url)
         return claim_one(*arguments)
@@ -321,9 +322,10 @@ async def test_a_message_selected_as_due_is_not_delivered_by_another_process(
         await first.send(envelope("user", "ada", str(n), delay_ms=1))
     await asyncio.to_thread(_until_due, url)
     meanwhile: list[Future[Any]] = []
+    is_first = threading.Lock()
 
     def interrupted(name: str) -> None:
-        if name == "promote.selected" and not meanwhile:
+        if name == "promote.selected" and is_first.acquire(blocking=False):  # in the thread of `first` only
             meanwhile.append(asyncio.run_coroutine_threadsafe(second.promote_due(3), loop))
             _until_done_or_blocked(meanwhile[0], url)
 
