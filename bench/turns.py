@@ -7,6 +7,7 @@ Each runs in its own process. A new conversation starts every ten turns, so that
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import logging
@@ -142,6 +143,7 @@ def _society(durability: str, agents: int) -> Any:
                     return after
 
                 society.store.advance = watched  # type: ignore[method-assign]
+                gc.freeze()  # as `coterie serve` does after its start
                 yield society, rested
 
     return opened()
@@ -164,8 +166,6 @@ async def _turns(society: Any, rested: asyncio.Queue[str], agent: str) -> None:
 
 
 def _resident() -> int:
-    import gc
-
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 

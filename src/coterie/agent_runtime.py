@@ -117,9 +117,10 @@ class AgentRuntime:
             self.services,
             self.router,
             learned_limits,
-            lambda entry: self._tracing.service(self.model_metrics.measure(make_service(entry, clock, log_id)), entry),
+            lambda entry: self._tracing.service(make_service(entry, clock, log_id), entry),
             clock,
             ServiceQueues(clock, store if is_shared(config) else None),
+            metrics=self.model_metrics,
         )
         self._agents = AgentService(store, self.directory)
         self._tour_seer = TourSeer(self._agents, self.directory, self.services)

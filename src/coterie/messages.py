@@ -35,7 +35,7 @@ NEW_CHAIN_DELAY = timedelta(seconds=60)
 """A message delayed this long starts a new causal chain, so that `max_hops` does not end repeated reminders."""
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A validated message that is not stored yet."""
 
     # A Struct: one is made for every send, and it is cheaper to make than a dataclass. The same for Receipt, Message.
@@ -78,7 +78,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Confirms that the message is stored durably."""
 
     message_id: str
@@ -116,7 +116,7 @@ class QuestionAnswer:
         return data | {"closed": "stopped"} if self.is_stopped else data
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seq: int
     """Send order in the whole society; the cursor of listings."""
     id: str
@@ -202,7 +202,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 ScheduleState = Literal["active", "paused", "ended"]
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+class Schedule(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A recurring message. While it is active, exactly one delayed message, its next occurrence, exists."""
 
     id: str

@@ -26,7 +26,7 @@ MAX_QUESTION_ARGUMENT_BYTES = 256 << 10
 """Longer arguments (as JSON) are attached to the approval question as a file."""
 
 
-class PlannedCall(Struct, frozen=True, kw_only=True):
+class PlannedCall(Struct, frozen=True, kw_only=True, gc=False):
     call: ToolCall
     effect: Effect = "unsafe"
     needs_approval: bool = False
@@ -42,7 +42,7 @@ class PlannedCall(Struct, frozen=True, kw_only=True):
         return len(json.encode(self.call.arguments)) <= MAX_QUESTION_ARGUMENT_BYTES
 
 
-class ArgumentsFile(Struct, frozen=True):
+class ArgumentsFile(Struct, frozen=True, gc=False):
     """An artifact with all arguments of a call as JSON."""
 
     artifact_ref: str
@@ -52,7 +52,7 @@ class ArgumentsFile(Struct, frozen=True):
     sha256: str
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class Plan(Struct, frozen=True, kw_only=True, gc=False):
     """An assistant message whose calls are being run. It is appended to the history when all calls have a result."""
 
     text: str

@@ -29,7 +29,7 @@ CONTINUE, STOP = 0, 1
 BUDGET_OPTIONS = ("Continue", "Stop")
 
 
-class Budget(Struct, frozen=True, kw_only=True):
+class Budget(Struct, frozen=True, kw_only=True, gc=False):
     """What a task may use before the person is asked; 0: no limit. Each Continue adds the same once more."""
 
     turns: int = 100
@@ -48,7 +48,7 @@ class Budget(Struct, frozen=True, kw_only=True):
                 "minutes": self.minutes or None}  # fmt: skip
 
 
-class TaskTotals(Struct, frozen=True, kw_only=True):
+class TaskTotals(Struct, frozen=True, kw_only=True, gc=False):
     """What a task has used."""
 
     turns: int = 0
@@ -74,7 +74,7 @@ def exceeded(budget: Budget, budgets: int, used: TaskTotals) -> BudgetReason | N
     return None
 
 
-class Task(Struct, frozen=True, kw_only=True):
+class Task(Struct, frozen=True, kw_only=True, gc=False):
     """One task, as people see it."""
 
     seq: int
@@ -152,7 +152,7 @@ class Task(Struct, frozen=True, kw_only=True):
         }
 
 
-class MessageNode(Struct, frozen=True, kw_only=True):
+class MessageNode(Struct, frozen=True, kw_only=True, gc=False):
     """A message in the tree of a task."""
 
     id: str
@@ -171,7 +171,7 @@ class MessageNode(Struct, frozen=True, kw_only=True):
     answer: dict[str, Any] | None
 
 
-class RequestRecord(Struct, frozen=True, kw_only=True):
+class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     """One request to a model."""
 
     service: str
@@ -185,7 +185,7 @@ class RequestRecord(Struct, frozen=True, kw_only=True):
     outcome: str
 
 
-class TaskCall(Struct, frozen=True, kw_only=True):
+class TaskCall(Struct, frozen=True, kw_only=True, gc=False):
     """One tool call of a turn."""
 
     call_id: str
@@ -195,7 +195,7 @@ class TaskCall(Struct, frozen=True, kw_only=True):
     ended_at: datetime | None
 
 
-class TurnNode(Struct, frozen=True, kw_only=True):
+class TurnNode(Struct, frozen=True, kw_only=True, gc=False):
     """A turn in the tree of a task."""
 
     agent_id: str
@@ -215,13 +215,13 @@ class TurnNode(Struct, frozen=True, kw_only=True):
         return sum(known) if known else None
 
 
-class TaskTree(Struct, frozen=True, kw_only=True):
+class TaskTree(Struct, frozen=True, kw_only=True, gc=False):
     task: Task
     nodes: Sequence[MessageNode | TurnNode]
     """In the order of time."""
 
 
-class StoppedTask(Struct, frozen=True, kw_only=True):
+class StoppedTask(Struct, frozen=True, kw_only=True, gc=False):
     """What a stop ended."""
 
     turns: int = 0
@@ -231,7 +231,7 @@ class StoppedTask(Struct, frozen=True, kw_only=True):
     """Agents whose turns ended. Their workers may still execute an action, whose result is refused."""
 
 
-class Away(Struct, frozen=True, kw_only=True):
+class Away(Struct, frozen=True, kw_only=True, gc=False):
     """What happened since a moment, for a person who comes back."""
 
     finished: Sequence[Task]

@@ -49,7 +49,7 @@ from coterie.tasks import Budget
 # State. Structs, because they are faster to create than dataclasses and every step creates a dozen.
 
 
-class WaitingMessage(Struct, frozen=True):
+class WaitingMessage(Struct, frozen=True, gc=False):
     """A message in the agent's mailbox."""
 
     id: str
@@ -61,7 +61,7 @@ class WaitingMessage(Struct, frozen=True):
     """The person asks about a call of the open plan that needs approval, and does not decide. It is an echo."""
 
 
-class Rules(Struct, frozen=True, kw_only=True):
+class Rules(Struct, frozen=True, kw_only=True, gc=False):
     max_withdrawals: int = 3
     """Plans in a row that agents' messages may withdraw; 0: no limit."""
     max_rounds: int = 50
@@ -76,7 +76,7 @@ class Rules(Struct, frozen=True, kw_only=True):
     """What a task may use before the person is asked."""
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class Turn(Struct, frozen=True, kw_only=True, gc=False):
     mail: tuple[WaitingMessage, ...] = ()
     """Waiting messages that decide about an interruption: not all of them."""
     mail_waits: bool = False
@@ -102,7 +102,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 # Events: inputs of `reduce`
 
 
-class ModelAnswered(Struct, frozen=True, kw_only=True):
+class ModelAnswered(Struct, frozen=True, kw_only=True, gc=False):
     """The model answered."""
 
     text: str
@@ -114,7 +114,7 @@ class ModelAnswered(Struct, frozen=True, kw_only=True):
     cut_off: CutOff | None = None
 
 
-class CallEnded(Struct, frozen=True, kw_only=True):
+class CallEnded(Struct, frozen=True, kw_only=True, gc=False):
     """A tool call ended."""
 
     index: int
@@ -126,7 +126,7 @@ class CallEnded(Struct, frozen=True, kw_only=True):
     """Files of the result for the model to see, as in a message."""
 
 
-class ToolRulesChanged(Struct, frozen=True, kw_only=True):
+class ToolRulesChanged(Struct, frozen=True, kw_only=True, gc=False):
     """A call did not run, because its tool has stricter rules now than when the call was planned."""
 
     index: int
@@ -138,17 +138,17 @@ class ToolRulesChanged(Struct, frozen=True, kw_only=True):
     """The arguments, if they are too long for the approval question."""
 
 
-class Resumed(Struct, frozen=True):
+class Resumed(Struct, frozen=True, gc=False):
     """The turn continues after a wait, or after its worker was lost."""
 
 
-class ApprovalDecided(Struct, frozen=True):
+class ApprovalDecided(Struct, frozen=True, gc=False):
     """A person approved or denied the waiting call."""
 
     approved: bool
 
 
-class Stopped(Struct, frozen=True):
+class Stopped(Struct, frozen=True, gc=False):
     """A person or the parent agent ended the turn."""
 
     partial_text: str = ""
@@ -158,7 +158,7 @@ class Stopped(Struct, frozen=True):
     attachments: tuple[dict[str, Any], ...] = ()
 
 
-class Interrupted(Struct, frozen=True, kw_only=True):
+class Interrupted(Struct, frozen=True, kw_only=True, gc=False):
     """A person's message cut the answer that the model was writing, or came before the request was sent."""
 
     partial_text: str = ""
@@ -168,7 +168,7 @@ class Interrupted(Struct, frozen=True, kw_only=True):
     """Empty: the request was not sent."""
 
 
-class ModelFailed(Struct, frozen=True, kw_only=True):
+class ModelFailed(Struct, frozen=True, kw_only=True, gc=False):
     """The model gave no answer.
 
     `recovery`: retry after `delay`, block the agent until its configuration is fixed, or end the turn.
@@ -186,21 +186,21 @@ class ModelFailed(Struct, frozen=True, kw_only=True):
     service: str = ""
 
 
-class Poisoned(Struct, frozen=True):
+class Poisoned(Struct, frozen=True, gc=False):
     """This turn has crashed the runtime repeatedly."""
 
     message: str
 
 
-class Terminated(Struct, frozen=True):
+class Terminated(Struct, frozen=True, gc=False):
     """The agent was terminated during this turn."""
 
 
-class TaskDropped(Struct, frozen=True):
+class TaskDropped(Struct, frozen=True, gc=False):
     """The task of the turn was stopped, and the turn goes on for the other tasks whose messages it took."""
 
 
-class Deferred(Struct, frozen=True):
+class Deferred(Struct, frozen=True, gc=False):
     """The society was paused before the model was asked."""
 
 
@@ -213,21 +213,21 @@ Event = (
 # Writes: what the store stores in this step
 
 
-class BeginNextTurn(Struct, frozen=True):
+class BeginNextTurn(Struct, frozen=True, gc=False):
     """Start a new turn, with its counters at 0."""
 
 
-class TakeMail(Struct, frozen=True):
+class TakeMail(Struct, frozen=True, gc=False):
     """Append the waiting mail to the history, in order: all of it, or the first part if `count_fitting` says so."""
 
 
-class AppendText(Struct, frozen=True):
+class AppendText(Struct, frozen=True, gc=False):
     """Append the assistant's text to the history."""
 
     text: str
 
 
-class AppendCallGroup(Struct, frozen=True):
+class AppendCallGroup(Struct, frozen=True, gc=False):
     """Append the assistant's message, its calls and all their results to the history; close the plan."""
 
     plan: Plan
@@ -235,11 +235,11 @@ class AppendCallGroup(Struct, frozen=True):
     """Id of the message that interrupted the plan."""
 
 
-class OpenPlan(Struct, frozen=True):
+class OpenPlan(Struct, frozen=True, gc=False):
     plan: Plan
 
 
-class SetCallState(Struct, frozen=True):
+class SetCallState(Struct, frozen=True, gc=False):
     """Set the state and result of a call in the open plan."""
 
     index: int
@@ -248,7 +248,7 @@ class SetCallState(Struct, frozen=True):
     attachments: tuple[dict[str, Any], ...] = ()
 
 
-class SetCallRules(Struct, frozen=True):
+class SetCallRules(Struct, frozen=True, gc=False):
     """Give a call in the open plan the current rules of its tool."""
 
     index: int
@@ -256,7 +256,7 @@ class SetCallRules(Struct, frozen=True):
     needs_approval: bool
 
 
-class WithdrawPlan(Struct, frozen=True):
+class WithdrawPlan(Struct, frozen=True, gc=False):
     """Keep a plan of which no call ran as a record outside the prompt. A cut answer is a plan without calls."""
 
     plan: Plan
@@ -264,7 +264,7 @@ class WithdrawPlan(Struct, frozen=True):
     """Id of the message that interrupted the plan."""
 
 
-class SendReply(Struct, frozen=True):
+class SendReply(Struct, frozen=True, gc=False):
     """Send the text to the senders of this turn's messages."""
 
     text: str
@@ -279,18 +279,18 @@ class SendReply(Struct, frozen=True):
     """It goes to the person only, as the answer to the newest message with `asks_back`."""
 
 
-class RequestApproval(Struct, frozen=True):
+class RequestApproval(Struct, frozen=True, gc=False):
     """Ask a person whether the call may run. Idempotent."""
 
     index: int
     file: ArgumentsFile | None = None
 
 
-class Quarantine(Struct, frozen=True):
+class Quarantine(Struct, frozen=True, gc=False):
     """Hide this turn's messages from the model. People still see them."""
 
 
-class SetState(Struct, frozen=True, kw_only=True):
+class SetState(Struct, frozen=True, kw_only=True, gc=False):
     state: Literal["idle", "paused", "llm", "tools", "wait_approval", "wait_retry", "blocked", "terminated"]
     delay: timedelta | None = None
     reason: str = ""
@@ -300,7 +300,7 @@ class SetState(Struct, frozen=True, kw_only=True):
     """No worker may claim the turn until the society is resumed."""
 
 
-class SetCounters(Struct, frozen=True, kw_only=True):
+class SetCounters(Struct, frozen=True, kw_only=True, gc=False):
     withdrawals: int
     rounds: int
 
@@ -314,11 +314,11 @@ Write = (
 # Actions: what the worker does after the step is stored
 
 
-class AskModel(Struct, frozen=True):
+class AskModel(Struct, frozen=True, gc=False):
     """Send a request to the model."""
 
 
-class RunCall(Struct, frozen=True):
+class RunCall(Struct, frozen=True, gc=False):
     """Run a call of the open plan."""
 
     index: int
@@ -326,14 +326,14 @@ class RunCall(Struct, frozen=True):
     """An earlier worker started it."""
 
 
-class Rest(Struct, frozen=True):
+class Rest(Struct, frozen=True, gc=False):
     """Release the claim; nothing is left to do now."""
 
 
 Action = AskModel | RunCall | Rest
 
 
-class Step(Struct, frozen=True):
+class Step(Struct, frozen=True, gc=False):
     writes: tuple[Write, ...]
     action: Action
 

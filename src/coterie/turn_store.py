@@ -25,7 +25,7 @@ class StaleClaim(StoreError):
     """Another worker has claimed the agent. Nothing was written."""
 
 
-class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row of an agent's history."""
 
     seq: int
@@ -43,7 +43,7 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     """Delimiter of the message in a request. The store derives it from the society's secret, so it is stable."""
 
 
-class ReplyTarget(msgspec.Struct, frozen=True):
+class ReplyTarget(msgspec.Struct, frozen=True, gc=False):
     """The fields of a message that decide who gets the reply."""
 
     id: str
@@ -57,7 +57,7 @@ class ReplyTarget(msgspec.Struct, frozen=True):
     asks_back: bool = False
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class Claim(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The right to write the next step of one agent's turn. Each step returns a new claim."""
 
     agent_id: str

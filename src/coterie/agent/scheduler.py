@@ -79,9 +79,12 @@ class Slots:
 
     async def acquire(self, *, for_person: bool) -> None:
         """Wait for one slot, first come, first served. A cancelled caller holds none."""
-        self._loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = self._loop.create_future()
         with self._lock:
+            if self._free[for_person] > 0 and not self._waiting[True] and not self._waiting[for_person]:
+                self._use(1)
+                return
+            self._loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = self._loop.create_future()
             self._waiting[for_person].append(waiter)
         self._serve()
         try:

@@ -94,6 +94,7 @@ class Toolbox:
         self._tools: dict[str, Tool] = {}
         self._allowed_tools: dict[Patterns, dict[str, Tool]] = {}
         self._model_specs: dict[Patterns, tuple[ToolSpec, ...]] = {}
+        self._given_names: dict[Patterns, frozenset[str]] = {}
         self._abandoned: set[asyncio.Future[Any]] = set()
         self._loops = ToolLoops(blocked_after)
         self._rebuild()
@@ -131,7 +132,11 @@ class Toolbox:
 
     def given_names(self, patterns: Patterns) -> frozenset[str]:
         """Return the names of the tools that the model sees."""
-        return frozenset(self._allowed(patterns)) | (_RESERVED if self.may_send(patterns) else frozenset())
+        key = tuple(patterns)
+        if key not in self._given_names:
+            sending = _RESERVED if self.may_send(patterns) else frozenset[str]()
+            self._given_names[key] = sending.union(self._allowed(patterns))
+        return self._given_names[key]
 
     def listed(self) -> Sequence[ListedTool]:
         """All tools, `send_message` first, in the order of their sources."""
@@ -153,6 +158,7 @@ class Toolbox:
                     problems.append(Problem(source, f"the tool {tool.name} is left out: there is one of that name"))
         self._allowed_tools.clear()
         self._model_specs.clear()
+        self._given_names.clear()
         return problems
 
     def _allowed(self, patterns: Patterns) -> dict[str, Tool]:
@@ -258,7 +264,7 @@ class Toolbox:
                 return encode_result(await self._await_until_deadline(task, seconds, ctx.timer))
             # User code must not run on this loop; converting arguments and results may run user code too.
             case OnToolLoop() as run:
-                bridged = bridge_context(ctx, asyncio.get_running_loop())
+                bridged = bridge_context(ctx, asyncio.get_running_loop()) if tool.takes_context else ctx
 
                 async def work() -> Encoded:
                     converted = _convert_arguments(tool, arguments, bridged)

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar, get_args, overload
 
 import msgspec
@@ -86,7 +87,7 @@ class CallTimer:
 
     def __init__(self, max_with_progress: timedelta = MAX_WITH_PROGRESS) -> None:
         self._pauses = 0
-        self._changed: asyncio.Future[None] | None = None
+        self._woken: asyncio.Future[None] | None = None
         """Set while `wait` waits; done when it has to look again."""
         self._max_seconds = max_with_progress.total_seconds()
         self._has_news = False
@@ -109,8 +110,8 @@ class CallTimer:
             self._look_again()
 
     def _look_again(self) -> None:
-        if self._changed and not self._changed.done():
-            self._changed.set_result(None)
+        if self._woken:
+            _wake(self._woken)
 
     async def wait(self, call: asyncio.Future[Any], seconds: float) -> None:
         """Wait until the call is done or has worked for `seconds` without progress."""
@@ -119,12 +120,24 @@ class CallTimer:
         while not call.done() and left > 0:
             began, is_paused = loop.time(), self._pauses > 0
             self._has_news = False
-            changed = self._changed = loop.create_future()
-            timeout = None if is_paused else left
-            await asyncio.wait({call, changed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            woken = self._woken = loop.create_future()
+            timeout = None if is_paused else loop.call_later(left, _wake, woken)
+            on_done = partial(_wake, woken)
+            call.add_done_callback(on_done)
+            try:
+                await woken
+            finally:
+                call.remove_done_callback(on_done)
+                if timeout:
+                    timeout.cancel()
             worked = 0.0 if is_paused else loop.time() - began
             total -= worked
             left = min(seconds if self._has_news else left - worked, total)
+
+
+def _wake(woken: asyncio.Future[None], _: object = None) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,6 +426,8 @@ class Tool:
     """Longer results are stored as an artifact."""
     convert_arguments: Callable[[Mapping[str, Any], ToolContext], dict[str, Any]]
     """Converts the model's arguments to keyword arguments. `BadArguments`: they do not fit."""
+    takes_context: bool = True
+    """False: the function has no parameter `ctx`."""
     run: OnLoop | OnToolLoop | InThread | InProcess
 
 
@@ -504,6 +519,7 @@ def _build_tool(
         approval=approval,
         deadline=timedelta(seconds=seconds) if seconds else None,
         convert_arguments=parameters.convert,
+        takes_context=parameters.takes_context,
         run=run,
     )
 

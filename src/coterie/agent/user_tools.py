@@ -27,6 +27,7 @@ import sys
 import threading
 import traceback
 import weakref
+from collections import deque
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -182,13 +183,46 @@ T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, object]]
 
 
+class LoopCallbacks:
+    """Callbacks for an event loop, from any thread. Those that wait together wake the loop once.
+
+    Each wake-up of another thread is a system call that hands the interpreter lock over.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_woken = False
+
+    def put(self, callback: Callable[..., object], *arguments: Any) -> None:
+        """`RuntimeError`: the loop is closed."""
+        self._waiting.append((callback, arguments))
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self.loop.call_soon_threadsafe(self._run)
+            except RuntimeError:
+                self._is_woken = False  # the next callback must not wait for a wake-up that never comes
+                raise
+
+    def _run(self) -> None:
+        self._is_woken = False  # first: a callback that is added from now on wakes the loop again
+        while self._waiting:
+            callback, arguments = self._waiting.popleft()
+            try:
+                callback(*arguments)
+            except Exception as error:  # the others must run
+                self.loop.call_exception_handler({"message": "a callback of a tool call failed", "exception": error})
+
+
 class LoopCall(asyncio.Future[Any]):
     """A call on a tool loop, as a future of the caller's loop. It is done when the tool has ended."""
 
-    def __init__(self, tool: str, agent: str, work: Work) -> None:
+    def __init__(self, tool: str, agent: str, work: Work, home: LoopCallbacks) -> None:
+        """`home`: callbacks for the caller's loop."""
         super().__init__()
         self.tool, self.agent = tool, agent
-        self._work, self._home = work, asyncio.get_running_loop()
+        self._work, self._home = work, home
         self._lock = threading.Lock()
         self._task: asyncio.Task[object] | None = None
         self._runs_on: asyncio.AbstractEventLoop | None = None
@@ -217,7 +251,7 @@ class LoopCall(asyncio.Future[Any]):
 
     def _on_done(self, task: asyncio.Task[object]) -> None:
         with contextlib.suppress(RuntimeError):  # the caller's loop is closed
-            self._home.call_soon_threadsafe(self._settle, task)
+            self._home.put(self._settle, task)
 
     def _settle(self, task: asyncio.Task[object]) -> None:
         if self.done():
@@ -240,6 +274,8 @@ class ToolLoops:
         self._retired: list[_ToolLoop] = []
         self._isolated: set[str] = set()
         """Names of tools that have blocked a loop."""
+        self._home: LoopCallbacks | None = None
+        """For the loop of the last caller."""
         self._main: _LoopProbe | None = None
         self._watcher: threading.Thread | None = None
         self._ended = threading.Event()
@@ -248,7 +284,10 @@ class ToolLoops:
 
     def start(self, tool: str, agent: str, work: Work) -> LoopCall:
         """Run `work` on the loop of `tool`. The future belongs to the running loop."""
-        call = LoopCall(tool, agent, work)
+        loop = asyncio.get_running_loop()
+        if self._home is None or self._home.loop is not loop:
+            self._home = LoopCallbacks(loop)
+        call = LoopCall(tool, agent, work, self._home)
         with self._lock:
             self._loop_for(tool).add(call, contextvars.copy_context())
             self._start_watcher()
@@ -348,6 +387,7 @@ class _ToolLoop:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_task_factory(self._make_task)
+        self._callbacks = LoopCallbacks(self._loop)
         self._calls: dict[LoopCall, contextvars.Context] = {}
         """Calls that have not ended."""
         self._begun: set[LoopCall] = set()
@@ -360,7 +400,7 @@ class _ToolLoop:
 
     def add(self, call: LoopCall, context: contextvars.Context) -> None:
         self._calls[call] = context
-        self._loop.call_soon_threadsafe(self._begin, call, context=context)
+        self._callbacks.put(context.run, self._begin, call)
 
     def retire(self) -> Iterator[tuple[LoopCall, contextvars.Context]]:
         """Accept no more calls and stop when the running ones end. Returns the calls that have not started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -154,6 +155,7 @@ async def run_server(options: ServeOptions) -> int:
         if not signals.stop.done():
             await greet(society)
             await _announce(society, folder.path, is_new, server)
+            gc.freeze()  # modules and settings stay for ever: later collections need not visit them
             await _wait_for_first(signals.stop, society.broken, server.ended)
     except BaseException:  # such as a closed standard output: the society is still stopped in order
         await _stop(society, stop_server(server, society, folder), folder.path, signals)
@@ -221,6 +223,7 @@ async def run_worker(folder: Path, max_turns: int | None = None) -> int:
             print_line(f"  models   {_list_models(society)}")
             print_line(f"Ready. Stop it with Ctrl-C or: kill {os.getpid()}")
             sys.stdout.flush()
+            gc.freeze()  # as `run_server` does
             await _wait_for_first(signals.stop, society.broken)
     except BaseException:
         await _stop(society, society.stop(), folder, signals)

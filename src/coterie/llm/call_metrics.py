@@ -6,7 +6,6 @@ They are Prometheus objects without a registry; `web/metrics.py` shows them.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -17,10 +16,8 @@ from coterie.llm.config import ServiceEntry
 from coterie.llm.price import BILLION
 from coterie.llm.service import (
     Completion,
-    LLMService,
     ModelRequest,
     ServiceError,
-    TextDelta,
     TokenUsage,
     failure_code,
 )
@@ -146,9 +143,9 @@ class ModelCallMetrics:
             )
         return children
 
-    def measure(self, service: LLMService) -> LLMService:
-        """Return the service with its requests measured."""
-        return _MeasuredService(service, self)
+    def start(self, service_id: str) -> CallMeasurement:
+        """Measure a request that is sent now."""
+        return CallMeasurement(self, service_id)
 
     def observe_first_token(self, service_id: str, seconds: float) -> None:
         self._of(service_id).first_token.observe(seconds)
@@ -167,37 +164,26 @@ class ModelCallMetrics:
         self._duration.labels(service_id, "cancelled").observe(seconds)
 
 
-class _MeasuredService:
-    def __init__(self, service: LLMService, metrics: ModelCallMetrics) -> None:
-        self._service, self._metrics = service, metrics
+class CallMeasurement:
+    """Observes one request: its first piece, and how it ends. Only the first end counts."""
 
-    @property
-    def id(self) -> str:
-        return self._service.id
+    __slots__ = ("_has_ended", "_metrics", "_service_id", "_started")
 
-    async def generate(self, request: ModelRequest) -> AsyncIterator[TextDelta | Completion]:
+    def __init__(self, metrics: ModelCallMetrics, service_id: str) -> None:
         # Network time, as in the deadlines, not the time of the `Clock`.
-        started, is_first, is_answered = time.monotonic(), True, False
-        pieces = self._service.generate(request)
-        try:
-            async for piece in pieces:
-                if is_first:
-                    is_first = False
-                    self._metrics.observe_first_token(self.id, time.monotonic() - started)
-                if isinstance(piece, Completion):
-                    is_answered = True
-                    self._metrics.observe_answer(self.id, time.monotonic() - started, piece)
-                yield piece
-        except ServiceError as error:
-            self._metrics.observe_failure(self.id, time.monotonic() - started, error)
-            raise
-        except BaseException:
-            if not is_answered:  # a caller that has the answer closes the generator; that is no failure
-                self._metrics.observe_cancelled(self.id, time.monotonic() - started)
-            raise
-        finally:
-            if isinstance(pieces, AsyncGenerator):
-                await pieces.aclose()
+        self._metrics, self._service_id, self._started, self._has_ended = metrics, service_id, time.monotonic(), False
 
-    async def close(self) -> None:
-        await self._service.close()
+    def observe_first_piece(self) -> None:
+        self._metrics.observe_first_token(self._service_id, time.monotonic() - self._started)
+
+    def end(self, result: Completion | BaseException) -> None:
+        """`result`: the answer or the error. Any other error than `ServiceError` is a cancellation by the caller."""
+        if self._has_ended:
+            return
+        self._has_ended, seconds = True, time.monotonic() - self._started
+        if isinstance(result, Completion):
+            self._metrics.observe_answer(self._service_id, seconds, result)
+        elif isinstance(result, ServiceError):
+            self._metrics.observe_failure(self._service_id, seconds, result)
+        else:
+            self._metrics.observe_cancelled(self._service_id, seconds)

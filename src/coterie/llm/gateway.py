@@ -17,6 +17,7 @@ from datetime import timedelta
 from msgspec.structs import replace
 
 from coterie.clock import Clock
+from coterie.llm.call_metrics import ModelCallMetrics
 from coterie.llm.concurrency import ServiceQueue, ServiceQueues
 from coterie.llm.config import ServiceEntry, ServiceRegistry
 from coterie.llm.learned_limits import LearnedLimits
@@ -125,8 +126,10 @@ class ModelGateway:
         queues: ServiceQueues | None = None,
         *,
         fallback_within: timedelta = FALLBACK_WITHIN,
+        metrics: ModelCallMetrics | None = None,
     ) -> None:
-        """`queues`: given if other processes share the services' limits."""
+        """`queues`: given if other processes share the services' limits. `metrics`: measures every request."""
+        self._metrics = metrics or ModelCallMetrics()
         self._services, self._router, self._learned_limits = services, router, learned_limits
         self._make_service, self._clock, self._queues = make_service, clock, queues or ServiceQueues(clock)
         self._fallback_within = fallback_within.total_seconds()
@@ -223,11 +226,15 @@ class ModelGateway:
                     if attempt.on_start:
                         attempt.on_start(entry)
                     probe, pieces, has_output = breaker.start_request(), active.service.generate(adapted), False
+                    measurement = self._metrics.start(entry.id)
                     try:
                         piece = await _first(pieces, limit)
+                        if piece is not None:
+                            measurement.observe_first_piece()
                         while piece is not None:
                             if isinstance(piece, Completion):
                                 breaker.record_success()
+                                measurement.end(piece)
                                 yield replace(piece, service=entry.id)
                                 return
                             has_output = True
@@ -235,6 +242,7 @@ class ModelGateway:
                             piece = await anext(pieces, None)
                         raise MalformedResponse(f'service "{entry.id}" ended its stream without an answer')
                     except ServiceError as error:
+                        measurement.end(error)
                         self._record_end(breaker, error, probe)
                         if not has_output and isinstance(error, UnsupportedCapability):
                             if not self._learn_limit(error, entry, adapted, refused):
@@ -246,6 +254,7 @@ class ModelGateway:
                         if has_output or limit is not None or pause is None:
                             raise self._trip(error, breaker, has_output) from error
                     except BaseException as error:
+                        measurement.end(error)
                         self._record_end(breaker, error, probe)
                         raise
                     finally:

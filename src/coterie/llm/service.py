@@ -29,11 +29,11 @@ from coterie.errors import CoterieError, Refused
 from coterie.text import one_line
 
 
-class TextPart(Struct, frozen=True):
+class TextPart(Struct, frozen=True, gc=False):
     text: str
 
 
-class Attachment(Struct, frozen=True, kw_only=True):
+class Attachment(Struct, frozen=True, kw_only=True, gc=False):
     """Reference to a file."""
 
     artifact_ref: str
@@ -43,7 +43,7 @@ class Attachment(Struct, frozen=True, kw_only=True):
     size: int
 
 
-class InlineFile(Struct, frozen=True, kw_only=True):
+class InlineFile(Struct, frozen=True, kw_only=True, gc=False):
     """A file's bytes, for a model that can read them."""
 
     type: ArtifactType
@@ -52,7 +52,7 @@ class InlineFile(Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class ToolCall(Struct, frozen=True, kw_only=True):
+class ToolCall(Struct, frozen=True, kw_only=True, gc=False):
     """A tool call that the model requests."""
 
     id: str
@@ -62,13 +62,13 @@ class ToolCall(Struct, frozen=True, kw_only=True):
     """The model's text if it is not a JSON object; `arguments` is then empty and the call fails."""
 
 
-class SystemMessage(Struct, frozen=True):
+class SystemMessage(Struct, frozen=True, gc=False):
     text: str
     without_tools: str | None = None
     """The text for a service that does not get the request's tools. None: the same."""
 
 
-class MessageSource(Struct, frozen=True):
+class MessageSource(Struct, frozen=True, gc=False):
     """The message that a user message renders, for a service that is an agent itself."""
 
     message_id: str
@@ -76,18 +76,18 @@ class MessageSource(Struct, frozen=True):
     in_reply_to: str | None = None
 
 
-class UserMessage(Struct, frozen=True):
+class UserMessage(Struct, frozen=True, gc=False):
     parts: tuple[TextPart | Attachment | InlineFile, ...]
     source: MessageSource | None = None
     """None: the runtime wrote it."""
 
 
-class AssistantMessage(Struct, frozen=True):
+class AssistantMessage(Struct, frozen=True, gc=False):
     text: str
     calls: tuple[ToolCall, ...] = ()
 
 
-class ToolMessage(Struct, frozen=True):
+class ToolMessage(Struct, frozen=True, gc=False):
     """Result of one tool call."""
 
     call_id: str
@@ -99,7 +99,7 @@ class ToolMessage(Struct, frozen=True):
 ChatMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage
 
 
-class ToolSpec(Struct, frozen=True, kw_only=True):
+class ToolSpec(Struct, frozen=True, kw_only=True, gc=False):
     name: str
     description: str
     parameters: Mapping[str, Any]
@@ -135,7 +135,7 @@ class Sampling:
 DEFAULT_SAMPLING = Sampling()
 
 
-class ModelRequest(Struct, frozen=True, kw_only=True):
+class ModelRequest(Struct, frozen=True, kw_only=True, gc=False):
     messages: tuple[ChatMessage, ...]
     tools: tuple[ToolSpec, ...] = ()
     sampling: Sampling = DEFAULT_SAMPLING
@@ -146,7 +146,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     """Estimated tokens of `messages` and `tools`. 0: not known. Set it to 0 when you change them."""
 
 
-class TokenUsage(Struct, frozen=True, kw_only=True):
+class TokenUsage(Struct, frozen=True, kw_only=True, gc=False):
     input_tokens: int = 0
     """0: the service did not report it."""
     output_tokens: int = 0
@@ -160,13 +160,13 @@ class TokenUsage(Struct, frozen=True, kw_only=True):
     """Milliseconds from sending the request to its end."""
 
 
-class TextDelta(Struct, frozen=True):
+class TextDelta(Struct, frozen=True, gc=False):
     """A streamed piece of text."""
 
     text: str
 
 
-class Completion(Struct, frozen=True, kw_only=True):
+class Completion(Struct, frozen=True, kw_only=True, gc=False):
     """The model's whole answer. It is the last item of a stream and the only one that is acted on."""
 
     text: str

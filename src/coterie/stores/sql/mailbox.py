@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from coterie.stores.sql.session import Session
 
 
-class Mailbox(Struct):
+class Mailbox(Struct, gc=False):
     """One row of `agents`; the fields are its columns."""
 
     kind: str

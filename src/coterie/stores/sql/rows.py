@@ -168,7 +168,7 @@ def to_answer(answered_by: str | None, option: int | None) -> QuestionAnswer | N
     return QuestionAnswer(answered_by, option)
 
 
-class MessageRow(msgspec.Struct):
+class MessageRow(msgspec.Struct, gc=False):
     seq: int
     id: str
     sender: str
@@ -233,7 +233,7 @@ class MessageRow(msgspec.Struct):
         )
 
 
-class NewMessageRow(msgspec.Struct):
+class NewMessageRow(msgspec.Struct, gc=False):
     """A message to insert; the fields are columns of `messages`.
 
     Pass the required fields by position: msgspec needs five times as long for 20 keywords.

@@ -32,7 +32,7 @@ def starts_with_row(recipient: str, deliver_at: int | None) -> bool:
     return recipient == PERSON or deliver_at is not None
 
 
-class TaskChange(msgspec.Struct):
+class TaskChange(msgspec.Struct, gc=False):
     """What is added to the counters of one task. Most fields are columns of `tasks`."""
 
     queued: int = 0
