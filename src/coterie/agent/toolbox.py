@@ -301,7 +301,8 @@ class Toolbox:
         self, call: asyncio.Future[Any], seconds: float, timer: CallTimer | None = None
     ) -> Any:
         try:
-            await asyncio.sleep(0)  # many calls end in one step and need no timer
+            if isinstance(call, asyncio.Task):
+                await asyncio.sleep(0)  # on this loop many calls end in one step and need no timer
             if not call.done() and timer:
                 await timer.wait(call, seconds)
             elif not call.done():

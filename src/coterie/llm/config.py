@@ -211,6 +211,9 @@ class ServiceEntry:
     price: Price | None = None
     """None: the cost of requests is unknown."""
 
+    def __hash__(self) -> int:
+        return hash(self.id)  # entries are keys that every request looks up; hashing all fields takes much longer
+
     @property
     def is_remote_agent(self) -> bool:
         """True if it is an agent elsewhere instead of a model: it uses no tokens of ours."""
