@@ -1,7 +1,7 @@
 """Streams what one message sets off: the text as it is written, the messages to the person, and the end of its task.
 
-`TaskStreams` reads the event log once for all followers. A `TaskFollower` may begin while the task works, or after it
-has ended: it starts with everything that was said since the message.
+A `TaskStream` may begin before the message is sent, while the task works, or after it has ended: it starts with
+everything that was said since the message.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from datetime import datetime, timedelta
 from typing import Protocol, Self
 
 from coterie.agents import Agent
-from coterie.bus import MessageBus
 from coterie.clock import Clock
-from coterie.errors import Lagged, StoreError
+from coterie.errors import StoreError
 from coterie.live import LiveReplies, LiveReply
 from coterie.messages import PERSON, Message, Receipt
 from coterie.store import Event, TaskStore
+from coterie.task_watch import TaskWatch
 from coterie.tasks import Task
 
-EVENT_BATCH = 100
 LATER_MESSAGES = 50
 """Messages of the thread after the question among which an answer to a newer message is looked for."""
 _RESTING = ("paused", "blocked", "terminated")
@@ -103,75 +102,14 @@ async def find_shared_answer(store: StreamStore, message_id: str, task: Task) ->
 
 
 class TaskStreams:
-    """Wakes followers when their tasks change: one watcher of the event log for all of them."""
+    """Makes streams, which share what they need."""
 
-    def __init__(self, store: StreamStore, bus: MessageBus, live: LiveReplies, clock: Clock) -> None:
-        self.store, self.live, self.clock = store, live, clock
-        self._bus = bus
-        self._followers: dict[str, set[TaskFollower]] = {}
-        """By each id whose events concern them."""
-        self._watching: asyncio.Task[None] | None = None
-        self._ready = asyncio.Event()
-        self.is_stopped = False
+    def __init__(self, store: StreamStore, watch: TaskWatch, live: LiveReplies, clock: Clock) -> None:
+        self.store, self.watch, self.live, self.clock = store, watch, live, clock
 
-    def follower(self, agent_id: str, *, with_text: bool = True) -> TaskFollower:
-        """A follower of one message to the agent, to be entered. `with_text`: also the text as it is written."""
-        return TaskFollower(self, agent_id, with_text=with_text)
-
-    async def subscribe(self, follower: TaskFollower, ids: Iterable[str]) -> None:
-        for id_ in ids:
-            self._followers.setdefault(id_, set()).add(follower)
-        if self._watching is None and not self.is_stopped:
-            self._watching = asyncio.create_task(self._watch(), name="coterie-task-streams")
-        await self._ready.wait()
-
-    def unsubscribe(self, follower: TaskFollower, ids: Iterable[str]) -> None:
-        for id_ in ids:
-            followers = self._followers.get(id_, set())
-            followers.discard(follower)
-            if not followers:
-                self._followers.pop(id_, None)
-
-    async def shut_down(self, _: int = 0) -> None:
-        """End all streams."""
-        self._stop()
-        if self._watching:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
-
-    async def _watch(self) -> None:
-        try:
-            while True:
-                async with self._bus.watch() as watcher:
-                    self._ready.set()
-                    self._wake_all()  # events before this watcher may have been missed
-                    try:
-                        while True:
-                            self._wake(await watcher.batch(EVENT_BATCH))
-                    except Lagged:
-                        continue
-                    except StopAsyncIteration:
-                        return
-        finally:
-            self._stop()
-
-    def _wake(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if event.kind == "society.state":
-                self._wake_all()
-                continue
-            for follower in self._followers.get(event.subject, ()):
-                follower.on_event(event)
-
-    def _wake_all(self) -> None:
-        for followers in self._followers.values():
-            for follower in followers:
-                follower.wake()
-
-    def _stop(self) -> None:
-        self.is_stopped = True
-        self._ready.set()
-        self._wake_all()
+    def stream(self, agent_id: str, *, with_text: bool = True) -> TaskStream:
+        """The stream of one message to the agent, to be entered. `with_text`: also the text as it is written."""
+        return TaskStream(self, agent_id, with_text=with_text)
 
 
 class _Draft:
@@ -188,7 +126,7 @@ class _Draft:
         self.is_closed = False
 
 
-class TaskFollower:
+class TaskStream:
     """Follows one message to an agent. It subscribes to events while it is entered."""
 
     def __init__(self, streams: TaskStreams, agent_id: str, *, with_text: bool) -> None:
@@ -218,7 +156,7 @@ class TaskFollower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._streams.unsubscribe(self, self._ids)
+        self._streams.watch.unsubscribe(self, self._ids)
         if self._with_text:
             self._unsubscribe()
 
@@ -226,12 +164,12 @@ class TaskFollower:
         """Subscribe before the message is sent, so that its events say that the agent works on it."""
         self._expected, self._is_changed = message_id, False
         await self._subscribe(message_id, self._agent_id)
-        if self._streams.is_stopped:  # no event will come
+        if self._streams.watch.is_stopped:  # no event will come
             self.wake()
 
     async def _subscribe(self, *ids: str) -> None:
         self._ids.update(ids)
-        await self._streams.subscribe(self, ids)
+        await self._streams.watch.subscribe(self, ids)
 
     def on_event(self, event: Event) -> None:
         if event.kind == "agent.state" and self._is_active:
@@ -299,7 +237,7 @@ class TaskFollower:
                 try:
                     task, messages = await self._streams.store.task_with_messages(question.task, after=self._last_seq)
                 except StoreError:
-                    if not self._streams.is_stopped:
+                    if not self._streams.watch.is_stopped:
                         raise
             is_answered_for_another = False
             for message in messages:
@@ -342,7 +280,7 @@ class TaskFollower:
     async def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
         if task and (is_over or task.state != "working"):
             return Ended(task)
-        if self._streams.is_stopped:
+        if self._streams.watch.is_stopped:
             return Ended(None, "the society stops: send the same request again when it runs")
         if task is None:
             return Ended(None, "the message was withdrawn or deleted: send it again")

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from coterie.errors import CoterieError, Refused
 from coterie.messages import SYSTEM, Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Ended, Piece, Said, TaskFollower, TaskStreams, find_shared_answer
+from coterie.task_stream import Ended, Piece, Said, TaskStream, TaskStreams, find_shared_answer
 from coterie.tasks import Task
 from coterie.web.errors import RequestRejected
 
@@ -184,8 +184,8 @@ def stop_on_disconnect(society: Society, wanted: bool, sent: Receipt) -> Callabl
     return (lambda: society.stop_task(sent.task)) if wanted else None
 
 
-def follow(follower: TaskFollower, sent: Receipt) -> AsyncGenerator[Piece, None]:
-    return follower.follow(sent, KEEP_ALIVE)
+def follow(stream: TaskStream, sent: Receipt) -> AsyncGenerator[Piece, None]:
+    return stream.follow(sent, KEEP_ALIVE)
 
 
 def wants_stop(extra: Any) -> bool:

@@ -25,7 +25,7 @@ from coterie.errors import Refused
 from coterie.ids import id_for, keyed_id
 from coterie.messages import PERSON, Message, Receipt, make_envelope
 from coterie.society import Society
-from coterie.task_stream import TaskFollower
+from coterie.task_stream import TaskStream
 from coterie.web.auth import Caller
 from coterie.web.errors import RequestRejected
 from coterie.web.openai.answering import NO_RETRY
@@ -84,8 +84,8 @@ class Asking:
     def __init__(self, society: Society, clock: Clock) -> None:
         self._society, self._store, self._clock = society, society.store, clock
 
-    async def ask(self, caller: Caller, ask: Ask, follower: TaskFollower | None = None) -> Asked:
-        """Send the request, or find the message of an earlier attempt. `follower`: expects the message."""
+    async def ask(self, caller: Caller, ask: Ask, stream: TaskStream | None = None) -> Asked:
+        """Send the request, or find the message of an earlier attempt. `stream`: expects the message."""
         own = [one for one in ask.messages if one.role not in SYSTEM_ROLES and one.role != "assistant"]
         if not own:
             raise Refused("payload_invalid", "messages: expected at least one message of the user", param="messages")
@@ -94,7 +94,7 @@ class Asking:
         if self._store.seen_paused and not ask.may_wait:
             raise _resting("the society is paused: the owner must resume it. Nothing was sent")
         try:
-            return await self._ask_once(caller, ask, own, follower)
+            return await self._ask_once(caller, ask, own, stream)
         except Refused as refusal:
             if refusal.code in ("unknown_recipient", "recipient_terminated"):
                 raise unknown_model() from refusal
@@ -103,15 +103,15 @@ class Asking:
             raise
 
     async def _ask_once(
-        self, caller: Caller, ask: Ask, own: Sequence[ClientMessage], follower: TaskFollower | None
+        self, caller: Caller, ask: Ask, own: Sequence[ClientMessage], stream: TaskStream | None
     ) -> Asked:
         bases = self._bases(caller, ask, own)
         client_id = f"{bases[-1]}/key/{ask.idempotency_key}" if ask.idempotency_key else bases[-1]
         if any(one.files for one in own):
             await self._require_agent(ask)  # files are stored before the message
         else:
-            if follower:
-                await follower.expect(self._message_id(client_id))
+            if stream:
+                await stream.expect(self._message_id(client_id))
             try:
                 return Asked(await self._send(caller, ask, own, bases, client_id, only_new=True), is_new=True)
             except Refused as refusal:

@@ -13,7 +13,7 @@ from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskFollower, TaskStreams
+from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
 from coterie.web.openai.answering import (
@@ -223,10 +223,10 @@ async def create_chat_completion(
         sent = (await asking.ask(caller, ask)).receipt
         writer = _ChunkWriter(ask.agent_id, sent, created, ignored, wants_usage=wants_usage)
         on_disconnect = stop_on_disconnect(society, stops, sent)
-        return AnswerStream(writer.frames(streams.follower(ask.agent_id)), on_disconnect)
-    with streams.follower(ask.agent_id, with_text=False) as follower:
-        asked = await asking.ask(caller, ask, follower)
-        pieces = follower.follow(asked.receipt, is_new=asked.is_new)
+        return AnswerStream(writer.frames(streams.stream(ask.agent_id)), on_disconnect)
+    with streams.stream(ask.agent_id, with_text=False) as stream:
+        asked = await asking.ask(caller, ask, stream)
+        pieces = stream.follow(asked.receipt, is_new=asked.is_new)
         on_disconnect = stop_on_disconnect(society, stops, asked.receipt)
         outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
     return _completion(outcome, ask.agent_id, asked.receipt, ignored, created)
@@ -304,11 +304,11 @@ class _ChunkWriter:
         self._needs_gap = False
         """Text was sent, and the next text is another message."""
 
-    async def frames(self, follower: TaskFollower) -> AsyncGenerator[bytes, None]:
+    async def frames(self, stream: TaskStream) -> AsyncGenerator[bytes, None]:
         outcome = Outcome(messages=[])
-        with follower:
+        with stream:
             yield self._chunk({"role": "assistant", "content": ""})
-            async for piece in follow(follower, self._sent):
+            async for piece in follow(stream, self._sent):
                 record(outcome, piece)
                 for data in self._write(piece):
                     yield data

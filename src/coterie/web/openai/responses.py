@@ -14,7 +14,7 @@ from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import PERSON, Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskFollower, TaskStreams
+from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
 from coterie.web.openai.answering import (
@@ -195,11 +195,11 @@ async def create_response(
         if not body.stream:
             return shape.render(await read_outcome(streams, asked))
         on_disconnect = stop_on_disconnect(society, stops, sent)
-        return AnswerStream(_EventWriter(shape).frames(streams.follower(ask.agent_id)), on_disconnect)
-    with streams.follower(ask.agent_id, with_text=False) as follower:
-        new = await asking.ask(caller, ask, follower)
+        return AnswerStream(_EventWriter(shape).frames(streams.stream(ask.agent_id)), on_disconnect)
+    with streams.stream(ask.agent_id, with_text=False) as stream:
+        new = await asking.ask(caller, ask, stream)
         asked = await _find_asked(streams, caller, PREFIX + new.receipt.message_id, "id")
-        pieces = follower.follow(new.receipt, is_new=new.is_new)
+        pieces = stream.follow(new.receipt, is_new=new.is_new)
         on_disconnect = stop_on_disconnect(society, stops, new.receipt)
         outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
     shape = _Shape(asked, new.receipt, ignored, echo)
@@ -229,7 +229,7 @@ async def get_response(
     asked = await _find_asked(streams, caller, response_id, "response_id")
     shape = _Shape(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
     if stream:
-        return AnswerStream(_EventWriter(shape).frames(streams.follower(asked.to)))
+        return AnswerStream(_EventWriter(shape).frames(streams.stream(asked.to)))
     return shape.render(await read_outcome(streams, asked))
 
 
@@ -342,13 +342,13 @@ class _EventWriter:
         """By draft."""
         self._ids: dict[str, str] = {}
 
-    async def frames(self, follower: TaskFollower) -> AsyncGenerator[bytes, None]:
+    async def frames(self, stream: TaskStream) -> AsyncGenerator[bytes, None]:
         outcome = Outcome(messages=[])
         response = replace(self._shape.render(outcome), status="in_progress", error=None)
-        with follower:
+        with stream:
             yield self._event("response.created", response=response)
             yield self._event("response.in_progress", response=response)
-            async for piece in follow(follower, self._shape.sent):
+            async for piece in follow(stream, self._shape.sent):
                 record(outcome, piece)
                 for data in self._write(piece):
                     yield data
