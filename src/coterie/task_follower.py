@@ -21,6 +21,8 @@ from coterie.text import one_line
 
 PROGRESS_INTERVAL = timedelta(milliseconds=250)
 """Progress within this time is reported once."""
+LATER_MESSAGES = 50
+"""Messages of the thread after the question among which an answer to a newer message is looked for."""
 DRAFT_CHARACTERS = 160
 """The end of the text that is being written, as progress shows it."""
 
@@ -69,15 +71,34 @@ def is_open_question(message: Message) -> bool:
     return bool(message.payload.get("quickReplies")) and message.answer is None and message.sender != PERSON
 
 
-class FollowedStore(Protocol):
+class ThreadStore(Protocol):
+    async def message(self, message_id: str) -> Message | None: ...
+    async def thread(self, agent_id: str, *, after: str | None = None, limit: int = 50) -> Sequence[Message]: ...
+
+
+class FollowedStore(ThreadStore, Protocol):
     """The reads that this module needs."""
 
-    async def message(self, message_id: str) -> Message | None: ...
     async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]: ...
     async def agent(self, agent_id: str) -> Agent | None: ...
     async def is_paused(self) -> bool: ...
     async def tasks_by_id(self, ids: Sequence[str]) -> Mapping[str, Task]: ...
     async def task_tree(self, message_id: str) -> TaskTree | None: ...
+
+
+async def find_shared_answer(store: ThreadStore, message_id: str, task: Task) -> Message | None:
+    """The answer to a newer message of the same sender, which a turn read together with this one.
+
+    A turn answers the newest message of each sender. If both messages start a task, that of the older one ends with
+    the turn and has no answer.
+    """
+    asked = await store.message(message_id)
+    if asked is None or asked.state != "taken":
+        return None
+    later = await store.thread(asked.to, after=asked.id, limit=LATER_MESSAGES)
+    newer = {one.id for one in later if one.sender == PERSON and one.via == asked.via}
+    answers = (one for one in later if one.in_reply_to in newer and one.to == PERSON)
+    return next((one for one in answers if one.created_at <= task.last_at), None)
 
 
 class TaskFollower:
@@ -94,10 +115,14 @@ class TaskFollower:
         tree = await self._store.task_tree(self._message.id)
         if tree is None:
             return await self._not_started()
+        messages = await self._messages(tree)
+        if tree.task.state == "done" and not messages:
+            shared = await find_shared_answer(self._store, self._message.id, tree.task)
+            messages = [shared] if shared else []
         return TaskOutcome(
             state=tree.task.state,
             task=tree.task,
-            messages=await self._messages(tree),
+            messages=messages,
             problem=await self._obstacle(tree.task) if tree.task.state == "working" else None,
         )
 

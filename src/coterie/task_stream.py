@@ -20,11 +20,10 @@ from coterie.errors import StoreError
 from coterie.live import LiveReplies, LiveReply
 from coterie.messages import PERSON, Message, Receipt
 from coterie.store import Event, TaskStore
+from coterie.task_follower import find_shared_answer
 from coterie.task_watch import TaskWatch
 from coterie.tasks import Task
 
-LATER_MESSAGES = 50
-"""Messages of the thread after the question among which an answer to a newer message is looked for."""
 _RESTING = ("paused", "blocked", "terminated")
 
 
@@ -84,21 +83,6 @@ class StreamStore(TaskStore, Protocol):
     async def agent(self, agent_id: str) -> Agent | None: ...
     async def is_paused(self) -> bool: ...
     async def thread(self, agent_id: str, *, after: str | None = None, limit: int = 50) -> Sequence[Message]: ...
-
-
-async def find_shared_answer(store: StreamStore, message_id: str, task: Task) -> Message | None:
-    """The answer to a newer message of the same sender, which a turn read together with this one.
-
-    A turn answers the newest message of each sender. If both messages start a task, that of the older one ends with
-    the turn and has no answer.
-    """
-    asked = await store.message(message_id)
-    if asked is None or asked.state != "taken":
-        return None
-    later = await store.thread(asked.to, after=asked.id, limit=LATER_MESSAGES)
-    newer = {one.id for one in later if one.sender == PERSON and one.via == asked.via}
-    answers = (one for one in later if one.in_reply_to in newer and one.to == PERSON)
-    return next((one for one in answers if one.created_at <= task.last_at), None)
 
 
 class TaskStreams:

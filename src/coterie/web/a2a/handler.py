@@ -30,7 +30,7 @@ from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
-from coterie.task_follower import TaskFollower, TaskProgress, is_open_question
+from coterie.task_follower import TaskFollower, TaskProgress, find_shared_answer, is_open_question
 from coterie.task_watch import TaskWatch
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
 from coterie.web.a2a.cards import Cards
@@ -271,6 +271,9 @@ class SocietyRequestHandler(RequestHandler):
         said = sorted(
             (one for one in found.values() if one.state not in ("withdrawn", "dead")), key=lambda one: one.seq
         )  # fmt: skip
+        if task.state == "done" and not any(one.to == PERSON for one in said):
+            shared = await find_shared_answer(self._society.store, task.id, task)
+            said += [shared] if shared else []
         history = [await self._message(task, one) for one in said]
         answers = [one for one in said if one.to == PERSON and not one.payload.get("quickReplies")]
         status = a2a.TaskStatus(state=STATES[task.state], timestamp=_timestamp(task))
