@@ -216,6 +216,24 @@ async def test_a_watcher_that_does_not_read_gets_lagged_and_delays_no_other(bus:
     assert lagged.value.seq == seen[-1].seq
 
 
+async def test_the_log_is_read_once_for_watchers_at_the_same_position(
+    store: Store, bus: MessageBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions, read = list[int](), store.events
+
+    async def events(after: int, limit: int = 500, *, about_society: bool = False) -> Sequence[Event]:
+        found = await read(after, limit, about_society=about_society)
+        positions.extend([after] if found else [])
+        return found
+
+    monkeypatch.setattr(store, "events", events)
+    async with bus.watch() as one, bus.watch(queue=100) as other:
+        for number in range(3):
+            await send(bus, str(number))
+            assert await next_events(one, 1) == await next_events(other, 1)
+    assert len(positions) == len(set(positions)) == 3
+
+
 async def test_watchers_end_when_the_bus_stops(store: Store, clock: FakeClock) -> None:
     bus = MessageBus(store, clock)
     bus.start()

@@ -31,6 +31,10 @@ PROMOTE_BATCH = 1_000
 PROMOTED_ELSEWHERE_INTERVAL = timedelta(milliseconds=50)
 """How long to wait for another process that is delivering or changing a due message."""
 WATCHER_QUEUE_SIZE = 256
+LOG_PAGE = 256
+"""Events that are read from the log at once."""
+LogPages = dict[tuple[int, bool], Sequence[Event]]
+"""Pages of the log by the event before them, and whether they have only those of `SOCIETY_EVENTS`."""
 
 
 class Watcher:
@@ -43,10 +47,16 @@ class Watcher:
         """None ends the iteration."""
         self._lagged = False
 
-    async def catch_up(self) -> None:
-        """Queue the new events. If the queue is full, mark the watcher as lagged and stop."""
+    async def catch_up(self, pages: LogPages) -> None:
+        """Queue the new events. If the queue is full, mark the watcher as lagged and stop.
+
+        `pages`: what other watchers have just read. Most are at the same position, so the log is read once for all.
+        """
         while not self._lagged:
-            events = await self._store.events(self._seen, self._size, about_society=self.about_society)
+            place = self._seen, self.about_society
+            if place not in pages:
+                pages[place] = await self._store.events(self._seen, LOG_PAGE, about_society=self.about_society)
+            events = pages[place]
             for event in events:
                 if self._queue.qsize() >= self._size:
                     self._lagged = True
@@ -54,7 +64,7 @@ class Watcher:
                     return
                 self._queue.put_nowait(event)
                 self._seen = event.seq
-            if len(events) < self._size:
+            if len(events) < LOG_PAGE:
                 return
 
     def close(self) -> None:
@@ -375,11 +385,12 @@ class MessageBus:
             swept_at = self._clock.monotonic() if serves_all else swept_at
             self._has_news.clear()
             failure: Exception | None = None
+            pages: LogPages = {}
             for watcher in tuple(self._watchers):
                 if watcher.about_society and not serves_all:
                     continue
                 try:
-                    await watcher.catch_up()
+                    await watcher.catch_up(pages)
                 except StoreError:
                     continue  # the next round retries
                 except Exception as error:

@@ -67,6 +67,10 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Name of the key with which a program sent it. None: the person, or an agent."""
     asks_back: bool = False
     """The person asks about the call that `in_reply_to` wants approved, and does not decide yet."""
+    only_new: bool = False
+    """Refuse it with `already_sent` if the store holds the message already."""
+    unless_paused: bool = False
+    """Refuse it with `recipient_paused` if the recipient would not read it before its owner resumes it."""
 
     @property
     def thread(self) -> str | None:
@@ -259,6 +263,8 @@ def make_envelope(
     unless_answered: object = None,
     via: str | None = None,
     asks_back: object = None,
+    only_new: bool = False,
+    unless_paused: bool = False,
 ) -> Envelope:
     """Validate a send and return its envelope; raise `Refused` if anything is invalid.
 
@@ -294,6 +300,8 @@ def make_envelope(
         unless_answered=_validate_unless_answered(unless_answered, delay, every),
         via=via,
         asks_back=_validate_asks_back(asks_back, in_reply_to, option, delay_ms, every),
+        only_new=only_new,
+        unless_paused=unless_paused,
     )
 
 

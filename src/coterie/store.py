@@ -624,8 +624,11 @@ class TaskStore(Protocol):
         """The task of this message, with all its messages and turns in the order of time."""
         ...
 
-    async def task_messages(self, task_id: str, *, after: int = 0) -> Sequence[Message]:
-        """Messages of the task from and to the person, oldest first; `after`: only those with a greater `seq`."""
+    async def task_with_messages(self, task_id: str, *, after: int = 0) -> tuple[Task | None, Sequence[Message]]:
+        """The task, and its messages from and to the person without its first one, oldest first.
+
+        If the task has ended, all of its messages are there. `after`: only messages with a greater `seq`.
+        """
         ...
 
     async def stop_task(self, task_id: str) -> StoppedTask:

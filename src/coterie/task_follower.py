@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from coterie.agents import Agent
-from coterie.bus import MessageBus
 from coterie.clock import Clock
-from coterie.errors import Lagged, StoreError
+from coterie.errors import StoreError
 from coterie.live import LiveReplies, LiveReply
 from coterie.messages import PERSON, Message
 from coterie.store import Event
+from coterie.task_watch import TaskWatch
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
 from coterie.text import one_line
 
-EVENT_BATCH = 100
 PROGRESS_INTERVAL = timedelta(milliseconds=250)
 """Progress within this time is reported once."""
+LATER_MESSAGES = 50
+"""Messages of the thread after the question among which an answer to a newer message is looked for."""
 DRAFT_CHARACTERS = 160
 """The end of the text that is being written, as progress shows it."""
 
@@ -71,10 +71,14 @@ def is_open_question(message: Message) -> bool:
     return bool(message.payload.get("quickReplies")) and message.answer is None and message.sender != PERSON
 
 
-class FollowedStore(Protocol):
+class ThreadStore(Protocol):
+    async def message(self, message_id: str) -> Message | None: ...
+    async def thread(self, agent_id: str, *, after: str | None = None, limit: int = 50) -> Sequence[Message]: ...
+
+
+class FollowedStore(ThreadStore, Protocol):
     """The reads that this module needs."""
 
-    async def message(self, message_id: str) -> Message | None: ...
     async def messages_by_id(self, ids: Sequence[str]) -> Mapping[str, Message]: ...
     async def agent(self, agent_id: str) -> Agent | None: ...
     async def is_paused(self) -> bool: ...
@@ -82,13 +86,28 @@ class FollowedStore(Protocol):
     async def task_tree(self, message_id: str) -> TaskTree | None: ...
 
 
+async def find_shared_answer(store: ThreadStore, message_id: str, task: Task) -> Message | None:
+    """The answer to a newer message of the same sender, which a turn read together with this one.
+
+    A turn answers the newest message of each sender. If both messages start a task, that of the older one ends with
+    the turn and has no answer.
+    """
+    asked = await store.message(message_id)
+    if asked is None or asked.state != "taken":
+        return None
+    later = await store.thread(asked.to, after=asked.id, limit=LATER_MESSAGES)
+    newer = {one.id for one in later if one.sender == PERSON and one.via == asked.via}
+    answers = (one for one in later if one.in_reply_to in newer and one.to == PERSON)
+    return next((one for one in answers if one.created_at <= task.last_at), None)
+
+
 class TaskFollower:
     """Follows one message of the person. Nothing is kept: a new follower of the same message sees the same."""
 
-    def __init__(self, message: Message, *, store: FollowedStore, bus: MessageBus, live: LiveReplies, clock: Clock):
-        self._message, self._store, self._bus, self._live, self._clock = message, store, bus, live, clock
+    def __init__(self, message: Message, *, store: FollowedStore, watch: TaskWatch, live: LiveReplies, clock: Clock):
+        self._message, self._store, self._watch, self._live, self._clock = message, store, watch, live, clock
         self._task_id = message.task or message.id
-        self._news, self._is_stopped = asyncio.Event(), False
+        self._news = asyncio.Event()
         self._draft = ""
 
     async def outcome(self) -> TaskOutcome:
@@ -96,10 +115,14 @@ class TaskFollower:
         tree = await self._store.task_tree(self._message.id)
         if tree is None:
             return await self._not_started()
+        messages = await self._messages(tree)
+        if tree.task.state == "done" and not messages:
+            shared = await find_shared_answer(self._store, self._message.id, tree.task)
+            messages = [shared] if shared else []
         return TaskOutcome(
             state=tree.task.state,
             task=tree.task,
-            messages=await self._messages(tree),
+            messages=messages,
             problem=await self._obstacle(tree.task) if tree.task.state == "working" else None,
         )
 
@@ -110,22 +133,24 @@ class TaskFollower:
         unsubscribe = self._live.subscribe(self._on_live)
         for reply in self._live.replies:  # it may have begun before
             self._on_live(reply)
+        ids = {self._task_id, self._message.id, self._message.to}
         try:
-            async with self._watching():
-                while True:
-                    self._news.clear()
-                    task = await self._working_task()
-                    if task is None or self._is_stopped:
-                        yield await self.outcome()
-                        return
-                    line, now = _progress_line(task, self._message.to, self._draft), self._clock.monotonic()
-                    if line != shown and now >= next_progress:
-                        shown, next_progress = line, now + PROGRESS_INTERVAL.total_seconds()
-                        yield TaskProgress(line, task, self._draft)
-                    if not await self._wait(until, next_progress if line != shown else None):
-                        yield await self.outcome()
-                        return
+            await self._watch.subscribe(self, ids)
+            while True:
+                self._news.clear()
+                task = await self._working_task()
+                if task is None or self._watch.is_stopped:
+                    yield await self.outcome()
+                    return
+                line, now = _progress_line(task, self._message.to, self._draft), self._clock.monotonic()
+                if line != shown and now >= next_progress:
+                    shown, next_progress = line, now + PROGRESS_INTERVAL.total_seconds()
+                    yield TaskProgress(line, task, self._draft)
+                if not await self._wait(until, next_progress if line != shown else None):
+                    yield await self.outcome()
+                    return
         finally:
+            self._watch.unsubscribe(self, ids)
             unsubscribe()
 
     async def _wait(self, until: float | None, next_progress: float | None) -> bool:
@@ -142,40 +167,12 @@ class TaskFollower:
 
     # News
 
-    @asynccontextmanager
-    async def _watching(self) -> AsyncGenerator[None, None]:
-        ready = asyncio.Event()
-        task = asyncio.create_task(self._watch(ready), name=f"coterie-follow-{self._task_id}")
-        try:
-            await ready.wait()
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    def on_event(self, event: Event) -> None:
+        if event.subject != self._message.to or event.kind.startswith("agent."):
+            self.wake()
 
-    async def _watch(self, ready: asyncio.Event) -> None:
-        try:
-            while not self._is_stopped:
-                async with self._bus.watch() as watcher:
-                    ready.set()
-                    self._news.set()  # events before this watcher may have been missed
-                    try:
-                        while True:
-                            if any(map(self._concerns, await watcher.batch(EVENT_BATCH))):
-                                self._news.set()
-                    except Lagged:
-                        continue
-                    except StopAsyncIteration:
-                        self._is_stopped = True
-        finally:
-            self._is_stopped = True
-            ready.set()
-            self._news.set()
-
-    def _concerns(self, event: Event) -> bool:
-        if event.kind.startswith("agent."):
-            return event.subject == self._message.to
-        return event.subject in (self._task_id, self._message.id) or event.kind == "society.state"
+    def wake(self) -> None:
+        self._news.set()
 
     def _on_live(self, reply: LiveReply) -> None:
         if reply.agent_id == self._message.to:
@@ -191,7 +188,7 @@ class TaskFollower:
             if task is None or task.state != "working" or await self._obstacle(task):
                 return None
         except StoreError:
-            if self._is_stopped:
+            if self._watch.is_stopped:
                 return None
             raise
         return task

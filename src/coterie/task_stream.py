@@ -1,7 +1,7 @@
 """Streams what one message sets off: the text as it is written, the messages to the person, and the end of its task.
 
-`TaskStreams` reads the event log once for all followers. A `TaskFollower` may begin while the task works, or after it
-has ended: it starts with everything that was said since the message.
+A `TaskStream` may begin before the message is sent, while the task works, or after it has ended: it starts with
+everything that was said since the message.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from datetime import datetime, timedelta
 from typing import Protocol, Self
 
 from coterie.agents import Agent
-from coterie.bus import MessageBus
 from coterie.clock import Clock
-from coterie.errors import Lagged, StoreError
+from coterie.errors import StoreError
 from coterie.live import LiveReplies, LiveReply
 from coterie.messages import PERSON, Message, Receipt
 from coterie.store import Event, TaskStore
+from coterie.task_follower import find_shared_answer
+from coterie.task_watch import TaskWatch
 from coterie.tasks import Task
 
-EVENT_BATCH = 100
 _RESTING = ("paused", "blocked", "terminated")
 
 
@@ -82,78 +82,18 @@ class StreamStore(TaskStore, Protocol):
     async def message(self, message_id: str) -> Message | None: ...
     async def agent(self, agent_id: str) -> Agent | None: ...
     async def is_paused(self) -> bool: ...
+    async def thread(self, agent_id: str, *, after: str | None = None, limit: int = 50) -> Sequence[Message]: ...
 
 
 class TaskStreams:
-    """Wakes followers when their tasks change: one watcher of the event log for all of them."""
+    """Makes streams, which share what they need."""
 
-    def __init__(self, store: StreamStore, bus: MessageBus, live: LiveReplies, clock: Clock) -> None:
-        self.store, self.live, self.clock = store, live, clock
-        self._bus = bus
-        self._followers: dict[str, set[TaskFollower]] = {}
-        """By each id whose events concern them."""
-        self._watching: asyncio.Task[None] | None = None
-        self._ready = asyncio.Event()
-        self.is_stopped = False
+    def __init__(self, store: StreamStore, watch: TaskWatch, live: LiveReplies, clock: Clock) -> None:
+        self.store, self.watch, self.live, self.clock = store, watch, live, clock
 
-    def follower(self, agent_id: str, *, with_text: bool = True) -> TaskFollower:
-        """A follower of one message to the agent. `with_text`: also the text as it is written; then enter it."""
-        return TaskFollower(self, agent_id, with_text=with_text)
-
-    async def subscribe(self, follower: TaskFollower, ids: Sequence[str]) -> None:
-        for id_ in ids:
-            self._followers.setdefault(id_, set()).add(follower)
-        if self._watching is None and not self.is_stopped:
-            self._watching = asyncio.create_task(self._watch(), name="coterie-task-streams")
-        await self._ready.wait()
-
-    def unsubscribe(self, follower: TaskFollower, ids: Sequence[str]) -> None:
-        for id_ in ids:
-            followers = self._followers.get(id_, set())
-            followers.discard(follower)
-            if not followers:
-                self._followers.pop(id_, None)
-
-    async def shut_down(self, _: int = 0) -> None:
-        """End all streams."""
-        self._stop()
-        if self._watching:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
-
-    async def _watch(self) -> None:
-        try:
-            while True:
-                async with self._bus.watch() as watcher:
-                    self._ready.set()
-                    self._wake_all()  # events before this watcher may have been missed
-                    try:
-                        while True:
-                            self._wake(await watcher.batch(EVENT_BATCH))
-                    except Lagged:
-                        continue
-                    except StopAsyncIteration:
-                        return
-        finally:
-            self._stop()
-
-    def _wake(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if event.kind == "society.state":
-                self._wake_all()
-                continue
-            for follower in self._followers.get(event.subject, ()):
-                follower.wake(is_about_agent=event.kind == "agent.state")
-
-    def _wake_all(self) -> None:
-        for followers in self._followers.values():
-            for follower in followers:
-                follower.wake()
-
-    def _stop(self) -> None:
-        self.is_stopped = True
-        self._ready.set()
-        self._wake_all()
+    def stream(self, agent_id: str, *, with_text: bool = True) -> TaskStream:
+        """The stream of one message to the agent, to be entered. `with_text`: also the text as it is written."""
+        return TaskStream(self, agent_id, with_text=with_text)
 
 
 class _Draft:
@@ -170,11 +110,20 @@ class _Draft:
         self.is_closed = False
 
 
-class TaskFollower:
+class TaskStream:
+    """Follows one message to an agent. It subscribes to events while it is entered."""
+
     def __init__(self, streams: TaskStreams, agent_id: str, *, with_text: bool) -> None:
         self._streams, self._agent_id, self._with_text = streams, agent_id, with_text
+        self._ids = set[str]()
+        """Ids whose events concern it."""
+        self._expected = ""
+        """The message that is sent while the follower is subscribed already."""
         self._news = asyncio.Event()
         self._is_changed = True
+        """The task may have changed since it was read."""
+        self._is_only_stored = False
+        """All that is new is that the expected message is stored."""
         self._pieces: deque[tuple[str, str]] = deque()
         self._drafts: dict[str, _Draft] = {}
         self._failed: list[str] = []
@@ -191,14 +140,34 @@ class TaskFollower:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._streams.watch.unsubscribe(self, self._ids)
         if self._with_text:
             self._unsubscribe()
 
-    def wake(self, *, is_about_agent: bool = False) -> None:
-        """The task may have changed. `is_about_agent`: only the asked agent, which may rest now."""
-        if is_about_agent and self._is_active:
+    async def expect(self, message_id: str) -> None:
+        """Subscribe before the message is sent, so that its events say that the agent works on it."""
+        self._expected, self._is_changed = message_id, False
+        await self._subscribe(message_id, self._agent_id)
+        if self._streams.watch.is_stopped:  # no event will come
+            self.wake()
+
+    async def _subscribe(self, *ids: str) -> None:
+        self._ids.update(ids)
+        await self._streams.watch.subscribe(self, ids)
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "agent.state" and self._is_active:
             return  # the end of its turn changes the task, too
-        self._is_changed = True
+        if event.kind == "queue.changed" and self._is_only_stored and self._expected in (event.data or ""):
+            # The agent took the message at once: the task works, and nobody has said anything.
+            self._is_changed, self._is_only_stored, self._is_active = False, False, True
+            return
+        self.wake()
+        self._is_only_stored = event.kind == "message.created" and event.subject == self._expected
+
+    def wake(self) -> None:
+        """The task may have changed."""
+        self._is_changed, self._is_only_stored = True, False
         self._news.set()
 
     def _on_live(self, reply: LiveReply) -> None:
@@ -217,22 +186,25 @@ class TaskFollower:
             self._failed.append(reply.id)
             self._news.set()
 
-    async def follow(self, sent: Receipt, silence: timedelta | None = None) -> AsyncGenerator[Piece, None]:
-        """Yield what happens, until the task does not work. `silence`: yield `Silence` after each such time."""
-        ids = (sent.task, sent.message_id, self._agent_id)
-        await self._streams.subscribe(self, ids)
-        try:
+    async def follow(
+        self, sent: Receipt, silence: timedelta | None = None, *, is_new: bool = False
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield what happens, until the task does not work. `silence`: yield `Silence` after each such time.
+
+        `is_new`: the message was sent after `expect`. Then nothing is read before an event says that it is needed.
+        """
+        if not (is_new and sent.message_id == sent.task == self._expected):
+            self._is_changed = True
+            await self._subscribe(sent.task, sent.message_id, self._agent_id)
             question = await self._streams.store.message(sent.message_id)
             if question is None:
                 yield Ended(None, "the message was deleted: send it again")
                 return
             self._last_seq = question.seq
-            async for piece in self._follow(question, silence):
-                yield piece
-        finally:
-            self._streams.unsubscribe(self, ids)
+        async for piece in self._follow(sent, silence):
+            yield piece
 
-    async def _follow(self, question: Message, silence: timedelta | None) -> AsyncGenerator[Piece, None]:
+    async def _follow(self, question: Receipt, silence: timedelta | None) -> AsyncGenerator[Piece, None]:
         active: Sequence[str] = ()
         has_answer = False
         while True:
@@ -241,25 +213,26 @@ class TaskFollower:
             # then messages are read, then both are passed on: messages first.
             pieces, self._pieces = self._pieces, deque()
             failed, self._failed = self._failed, []
-            task, is_read = None, self._is_changed or any(self._drafts[id_].is_own is None for id_, _ in pieces)
+            task: Task | None = None
+            messages: Sequence[Message] = ()
+            is_read = self._is_changed or any(self._drafts[id_].is_own is None for id_, _ in pieces)
             if is_read:
-                self._is_changed = False
+                self._is_changed = self._is_only_stored = False
                 try:
-                    task = (await self._streams.store.tasks_by_id([question.task])).get(question.task)
+                    task, messages = await self._streams.store.task_with_messages(question.task, after=self._last_seq)
                 except StoreError:
-                    if not self._streams.is_stopped:
+                    if not self._streams.watch.is_stopped:
                         raise
             is_answered_for_another = False
-            if is_read and not self._streams.is_stopped:
-                for message in await self._streams.store.task_messages(question.task, after=self._last_seq):
-                    if message.sender == PERSON:
-                        # What follows answers this newer message, unless nothing was said yet.
-                        is_answered_for_another = is_answered_for_another or has_answer
-                    elif not is_answered_for_another:
-                        has_answer = True
-                        for piece in self._close_draft(message, pieces):
-                            yield piece
-                    self._last_seq = message.seq
+            for message in messages:
+                if message.sender == PERSON:
+                    # What follows answers this newer message, unless nothing was said yet.
+                    is_answered_for_another = is_answered_for_another or has_answer
+                elif not is_answered_for_another:
+                    has_answer = True
+                    for piece in self._close_draft(message, pieces):
+                        yield piece
+                self._last_seq = message.seq
             for piece in await self._pass_on(pieces, failed, question):
                 yield piece
             if task:
@@ -267,8 +240,12 @@ class TaskFollower:
                 if task.active_agents != active:
                     active = task.active_agents
                     yield Progress(task)
-            ended = await self._find_end(question, task, is_answered_for_another) if is_read else None
+            ended = await self._find_end(task, is_answered_for_another) if is_read else None
             if ended:
+                if ended.task and ended.task.state == "done" and not has_answer:
+                    shared = await find_shared_answer(self._streams.store, question.message_id, ended.task)
+                    for piece in self._close_draft(shared, ()) if shared else ():
+                        yield piece
                 for draft_id, draft in self._drafts.items():
                     if draft.text and not draft.is_closed:
                         yield Superseded(draft_id)
@@ -284,10 +261,10 @@ class TaskFollower:
             return True
         return self._news.is_set() or await self._streams.clock.wait(self._news, silence)
 
-    async def _find_end(self, question: Message, task: Task | None, is_over: bool) -> Ended | None:
+    async def _find_end(self, task: Task | None, is_over: bool) -> Ended | None:
         if task and (is_over or task.state != "working"):
             return Ended(task)
-        if self._streams.is_stopped:
+        if self._streams.watch.is_stopped:
             return Ended(None, "the society stops: send the same request again when it runs")
         if task is None:
             return Ended(None, "the message was withdrawn or deleted: send it again")
@@ -304,7 +281,7 @@ class TaskFollower:
     # Drafts
 
     async def _pass_on(
-        self, pieces: Iterable[tuple[str, str]], failed: Iterable[str], question: Message
+        self, pieces: Iterable[tuple[str, str]], failed: Iterable[str], question: Receipt
     ) -> list[Piece]:
         """The new text of drafts that belong to the task and are no messages yet."""
         passed: list[Piece] = []
@@ -324,10 +301,10 @@ class TaskFollower:
                 passed += [Superseded(draft_id)] if draft.text else []
         return passed
 
-    async def _is_own(self, draft: _Draft, question: Message) -> bool:
+    async def _is_own(self, draft: _Draft, question: Receipt) -> bool:
         """Whether the agent writes it for the task. It must have read the question before, and work on the task now."""
         with suppress(StoreError):
-            now = await self._streams.store.message(question.id)
+            now = await self._streams.store.message(question.message_id)
             if now and now.taken_at and now.taken_at <= draft.began_at:
                 task = (await self._streams.store.tasks_by_id([question.task])).get(question.task)
                 return task is not None and self._agent_id in task.active_agents

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from coterie.keys import make_key
 from coterie.web.addresses import addresses
 from coterie.web.app import build_app
 from coterie.web.auth import Access
+from coterie.web.server import listen, port_of
 from tests.agent.stage import Stage, stage
 from tests.web.conftest import TOKEN
 
@@ -37,13 +37,13 @@ class Door:
 async def open_door(folder: Path, **options: Any) -> AsyncIterator[Door]:
     """`options`: those of `stage`."""
     async with stage(folder, **options) as here:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        port, clock = listener.getsockname()[1], SystemClock()
+        listeners, clock = listen("127.0.0.1", 0), SystemClock()
+        port = port_of(listeners)
         access = Access(TOKEN, here.society.store.info.log_id, clock)
         app = build_app(here.society, access, where=addresses("127.0.0.1", port), clock=clock)
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        serving = asyncio.create_task(server.serve([listener]))
+        serving = asyncio.create_task(server.serve(listeners))
         try:
             yield Door(here, f"http://127.0.0.1:{port}")
         finally:

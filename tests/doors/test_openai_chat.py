@@ -242,6 +242,51 @@ async def test_a_failure_is_an_error_that_the_sdk_does_not_repeat(tmp_path: Path
             with pytest.raises(openai.InternalServerError, match="bob is paused"):
                 await client.chat.completions.create(model="bob", messages=[user("x")])
             assert await sent_to(door, "bob") == []
+            # ada is blocked. Her next message lets her try again, and the client does not wait in vain.
+            with pytest.raises(openai.InternalServerError, match="no such model"):
+                await client.chat.completions.create(model="ada", messages=[user("z")])
+
+
+async def test_a_retry_gets_the_answer_of_an_agent_that_was_paused_since_then(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        door.here.server.default = lambda request: "Yes."
+        async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=TOKEN, max_retries=0) as client:
+            first = await client.chat.completions.create(model="ada", messages=[user("x")])
+            await door.here.society.pause("ada")
+            assert (await client.chat.completions.create(model="ada", messages=[user("x")])).id == first.id
+            with pytest.raises(openai.InternalServerError, match="ada is paused"):
+                await client.chat.completions.create(model="ada", messages=[user("y")])
+        assert await sent_to(door) == ["x"]
+
+
+async def test_requests_at_once_to_one_agent_are_all_answered(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        door.here.server.default = lambda request: "Yes."
+        async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=TOKEN, max_retries=0) as client:
+
+            async def ask(text: str) -> str | None:
+                answer = await client.chat.completions.create(model="ada", messages=[user(text)])
+                later = await client.responses.retrieve(answer.id.replace("chatcmpl-", "resp_"))
+                assert (later.status, later.output_text) == ("completed", answer.choices[0].message.content)
+                return answer.choices[0].message.content
+
+            texts = [f"question {number}" for number in range(6)]
+            answers = await asyncio.wait_for(asyncio.gather(*map(ask, texts)), 60)
+        assert all(answer and "Yes." in answer for answer in answers)
+        assert sorted(await sent_to(door)) == texts
+
+
+async def test_an_unknown_model_gets_neither_messages_nor_files(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        file = {"type": "file", "file": {"filename": "n.txt", "file_data": "data:text/plain;base64,aGVsbG8="}}
+        await door.here.society.terminate_agent("bob")
+        async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=TOKEN, max_retries=0) as client:
+            for model in ("nobody", "user", "system", "bob", ""):
+                for content in ("hi", [file]):
+                    with pytest.raises(openai.NotFoundError) as refused:
+                        await client.chat.completions.create(model=model, messages=[user(content)])
+                    assert (refused.value.code, refused.value.param) == ("unknown_agent", "model")
+        assert await door.here.society.store.artifacts_before(None, 1) == []
 
 
 async def test_a_client_that_asks_for_it_stops_the_task_when_it_goes_away(tmp_path: Path) -> None:

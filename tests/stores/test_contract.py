@@ -90,6 +90,23 @@ async def test_sends_to_unknown_and_terminated_agents_are_refused(store: Store) 
     assert await refusal(store.send(to_ada())) == "recipient_terminated"
 
 
+async def test_a_send_that_must_be_new_is_refused_if_the_message_exists(store: Store) -> None:
+    new = to_ada(client_id="c", only_new=True)
+    first = await store.send(new)
+    assert await refusal(store.send(new)) == "already_sent"
+    assert await store.send(to_ada(client_id="c")) == first
+    assert len(await store.waiting("ada")) == 1
+
+
+async def test_a_send_that_nobody_should_wait_for_is_refused_by_a_paused_agent(store: Store) -> None:
+    await store.pause("ada")
+    assert await refusal(store.send(to_ada("now", unless_paused=True))) == "recipient_paused"
+    await store.send(to_ada("some time"))
+    await store.resume("ada")
+    await store.send(to_ada("now", unless_paused=True))
+    assert texts(await store.waiting("ada")) == ["some time", "now"]
+
+
 async def test_a_full_mailbox_refuses_until_messages_are_taken(store: Store) -> None:
     receipts = [await store.send(to_ada(str(n))) for n in range(5)]
     assert await refusal(store.send(to_ada("too many"))) == "mailbox_full"

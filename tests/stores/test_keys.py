@@ -154,7 +154,8 @@ async def test_the_messages_of_a_task_with_the_person_are_read_in_order_and_from
     claimed = await step(store, await claim(store), says("", message_to("bob"), message_to("user", "one moment")))
     await step(store, await run_send(store, await run_send(store, claimed)), said("done"))
     await send(store, "bob", "another task")
-    first, *rest = await store.task_messages(asked.task)
+    task, (first, *rest) = await store.task_with_messages(asked.task)
+    assert (task.id, task.state) == (asked.task, "working")  # bob has not answered
     assert [(one.sender, one.payload["text"]) for one in (first, *rest)] == [("ada", "one moment"), ("ada", "done")]
-    assert await store.task_messages(asked.task, after=first.seq) == rest
-    assert await store.task_messages("nothing") == []
+    assert await store.task_with_messages(asked.task, after=first.seq) == (task, rest)
+    assert await store.task_with_messages("nothing") == (None, [])

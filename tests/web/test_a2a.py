@@ -137,6 +137,18 @@ async def test_every_state_of_a_task_is_reached(tmp_path: Path, binding: str) ->
         assert [one.id for one in waiting.tasks] == [started.task.id]
 
 
+async def test_tasks_that_one_turn_answers_have_its_answer(tmp_path: Path) -> None:
+    async with mcp_stage(tmp_path) as here, asyncio.timeout(120), client_of(here) as client:
+        here.stage.server.default = lambda request: "For both."
+        await here.stage.society.pause("ada")
+        tasks = [(await sent(client, text, text, now=True))[0].task.id for text in ("one", "two")]
+        await here.stage.society.resume("ada")
+        for task in tasks:
+            await here.stage.ended(task)
+            assert texts(await task_of(client, task)) == ["For both."]
+        assert len(here.stage.server.requests) == 1
+
+
 @both
 async def test_files_and_data_go_both_ways(tmp_path: Path, binding: str) -> None:
     async with mcp_stage(tmp_path) as here, client_of(here, binding, streaming=False) as client:

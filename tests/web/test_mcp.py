@@ -229,6 +229,19 @@ async def test_work_goes_on_after_the_time_to_wait_is_over(tmp_path: Path) -> No
         assert stopped.structured_content["messages"] == 1
 
 
+async def test_messages_that_one_turn_reads_have_its_answer(tmp_path: Path) -> None:
+    async with mcp_stage(tmp_path) as here, here.client() as client:
+        here.stage.server.default = lambda request: "For both."
+        await here.stage.society.pause("ada")
+        arguments = {"agent": "ada", "waitSeconds": 0}
+        sent = [await client.call_tool("send", arguments | {"text": text}) for text in ("one", "two")]
+        await here.stage.society.resume("ada")
+        for task in [one.structured_content["task"] for one in sent]:
+            found = (await client.call_tool("task_status", {"task": task, "waitSeconds": 30})).structured_content
+            assert [one["text"] for one in found["messages"]] == ["For both."]
+        assert len(here.stage.server.requests) == 1
+
+
 # The tasks extension
 
 

@@ -11,6 +11,7 @@ from coterie import __version__
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
 from coterie.task_stream import TaskStreams
+from coterie.task_watch import TaskWatch
 from coterie.web import auth, metrics, openai, static_files
 from coterie.web.a2a import door as a2a_door
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
@@ -54,10 +55,12 @@ def build_app(
     state.health = metrics.Health(society.store, society.disk)
     state.uploads = Uploads(society.artifacts.max_file_bytes)
     state.hub = Hub(society, society.live, state.clock)
-    state.task_streams = TaskStreams(society.store, society.bus, society.live, state.clock)
+    watch = TaskWatch(society.bus, state.clock)
+    state.task_streams = TaskStreams(society.store, watch, society.live, state.clock)
     state.asking = Asking(society, state.clock)
-    mcp = mcp_door.McpDoor(society, state.clock)
-    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, state.task_streams.shut_down, mcp.shut_down])
+    mcp = mcp_door.McpDoor(society, watch, state.clock)
+    # MCP before the watch: a call that the stop ends must not return what there is of its answer.
+    state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, mcp.shut_down, watch.shut_down])
     state.metrics = metrics.Metrics(society, lambda: len(state.hub))
     install_error_handlers(app)
     install_openapi(app)
@@ -68,7 +71,7 @@ def build_app(
     for router in (metrics.router, auth.router, static_files.router):
         app.include_router(router)
     app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS], include_in_schema=False))
-    state.a2a = a2a = a2a_door.A2aDoor(society, state.clock, state.where.url)
+    state.a2a = a2a = a2a_door.A2aDoor(society, watch, state.clock, state.where.url)
     state.on_shutdown.append(a2a.push.shut_down)
     for path, methods in a2a_door.PATHS.items():
         app.router.routes.append(Route(path, a2a, methods=[*methods], include_in_schema=False))

@@ -181,8 +181,8 @@ class SqlOverview(SqlDatabase):
     async def task_tree(self, message_id: str) -> TaskTree | None:
         return await self._read(lambda db: task_queries.read_tree(db, message_id), in_snapshot=True)
 
-    async def task_messages(self, task_id: str, *, after: int = 0) -> Sequence[Message]:
-        return await self._read(lambda db: task_queries.read_person_messages(db, task_id, after))
+    async def task_with_messages(self, task_id: str, *, after: int = 0) -> tuple[Task | None, Sequence[Message]]:
+        return await self._read(lambda db: task_queries.read_with_messages(db, task_id, after))
 
     async def stop_task(self, task_id: str) -> StoppedTask:
         involved = await self._query(task_control.SELECT_INVOLVED, task=task_id)

@@ -253,9 +253,10 @@ def read_away(db: Connection, since: int, limit: int) -> Away:
     )
 
 
-def read_person_messages(db: Connection, task_id: str, after: int) -> list[Message]:
-    """Return the messages of a task from and to the person, without the first one of the task."""
-    return [to_message(row) for row in db.execute(_SELECT_OF_PERSON, {"task": task_id, "after": after})]
+def read_with_messages(db: Connection, task_id: str, after: int) -> tuple[Task | None, list[Message]]:
+    """Return a task, and its messages from and to the person without its first one."""
+    task = read_tasks_by_id(db, [task_id]).get(task_id)  # first: a task that has ended has all its messages
+    return task, [to_message(row) for row in db.execute(_SELECT_OF_PERSON, {"task": task_id, "after": after})]
 
 
 def read_tasks_by_id(db: Connection, ids: Sequence[str]) -> dict[str, Task]:

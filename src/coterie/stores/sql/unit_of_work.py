@@ -176,6 +176,8 @@ class UnitOfWork:
         if envelope.is_keyed:
             envelope = msgspec.structs.replace(envelope, id=keyed_id(self._session.secret, unkeyed_id))
         if envelope.may_exist and (receipt := self._existing_receipt(envelope, unkeyed_id)):
+            if envelope.only_new:
+                raise Refused("already_sent", f"the message {receipt.message_id} was sent already")
             return receipt
         mailbox = self._check_recipient(envelope)
         if envelope.every:
@@ -601,11 +603,11 @@ class UnitOfWork:
             raise Refused("unknown_recipient", f"there is no agent {envelope.to!r}: use the id of an existing one")
         if mailbox.state == "terminated":
             raise Refused("recipient_terminated", f"{envelope.to!r} was terminated and reads no more messages")
+        if envelope.unless_paused and mailbox.state == "paused":
+            raise Refused("recipient_paused", f"{envelope.to} is paused: the owner must resume it. Nothing was sent")
         is_full = mailbox.waiting >= limits.mailbox or mailbox.waiting_bytes >= limits.mailbox_bytes
         if is_full and mailbox.kind == "agent" and not _unblocks(envelope, mailbox):
-            raise Refused(
-                "mailbox_full", f"{mailbox.waiting:,} messages wait for {envelope.to!r} already: try again later"
-            )
+            raise Refused("mailbox_full", f"{mailbox.waiting:,} messages wait for {envelope.to!r}: try again later")
         return mailbox
 
     def _continue_chain(self, envelope: Envelope) -> tuple[int, str | None]:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coterie.clock import Clock
 from coterie.society import Society
+from coterie.task_watch import TaskWatch
 from coterie.web.a2a.push import PushSender
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope
@@ -34,9 +35,9 @@ AGENT = "/a2a/{agent}"
 class A2aDoor:
     """An ASGI application. Behind the security middleware, so that host, token, origin and limits are checked."""
 
-    def __init__(self, society: Society, clock: Clock, url: str) -> None:
+    def __init__(self, society: Society, watch: TaskWatch, clock: Clock, url: str) -> None:
         """`url`: the address of the server that other programs use."""
-        self._society, self._clock, self._url = society, clock, url
+        self._society, self._watch, self._clock, self._url = society, watch, clock, url
         self._handler: SocietyRequestHandler | None = None
         self._router: Router | None = None
         self.push = PushSender(society, clock, self._render_task)
@@ -57,7 +58,9 @@ class A2aDoor:
             # In a thread: the import takes half a second, in which other requests must be answered.
             module = await asyncio.to_thread(importlib.import_module, "coterie.web.a2a.handler")
             cards = module.Cards(self._society, self._url)
-            self._handler = module.SocietyRequestHandler(self._society, self._clock, cards, self.push.notify)
+            self._handler = module.SocietyRequestHandler(
+                self._society, self._watch, self._clock, cards, self.push.notify
+            )
         return self._handler
 
     async def _render_task(self, task_id: str) -> dict[str, Any] | None:

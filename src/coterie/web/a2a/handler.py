@@ -30,7 +30,8 @@ from coterie.ids import id_for, keyed_id, new_id
 from coterie.messages import PERSON, Message, Receipt
 from coterie.push_configs import PushConfig, is_allowed
 from coterie.society import Society
-from coterie.task_follower import TaskFollower, TaskProgress, is_open_question
+from coterie.task_follower import TaskFollower, TaskProgress, find_shared_answer, is_open_question
+from coterie.task_watch import TaskWatch
 from coterie.tasks import MessageNode, Task, TaskState, TaskTree
 from coterie.web.a2a.cards import Cards
 from coterie.web.caller_scope import CallerScope
@@ -52,9 +53,12 @@ Event = a2a.Task | a2a.TaskStatusUpdateEvent | a2a.TaskArtifactUpdateEvent | a2a
 
 
 class SocietyRequestHandler(RequestHandler):
-    def __init__(self, society: Society, clock: Clock, cards: Cards, on_push_config: Callable[[], None]) -> None:
+    def __init__(
+        self, society: Society, watch: TaskWatch, clock: Clock, cards: Cards, on_push_config: Callable[[], None]
+    ) -> None:
         """`on_push_config` is called after a push notification config was stored."""
-        self._society, self._clock, self.cards, self._on_push_config = society, clock, cards, on_push_config
+        self._society, self._watch, self._clock = society, watch, clock
+        self.cards, self._on_push_config = cards, on_push_config
 
     # Sending
 
@@ -267,6 +271,9 @@ class SocietyRequestHandler(RequestHandler):
         said = sorted(
             (one for one in found.values() if one.state not in ("withdrawn", "dead")), key=lambda one: one.seq
         )  # fmt: skip
+        if task.state == "done" and not any(one.to == PERSON for one in said):
+            shared = await find_shared_answer(self._society.store, task.id, task)
+            said += [shared] if shared else []
         history = [await self._message(task, one) for one in said]
         answers = [one for one in said if one.to == PERSON and not one.payload.get("quickReplies")]
         status = a2a.TaskStatus(state=STATES[task.state], timestamp=_timestamp(task))
@@ -319,7 +326,7 @@ class SocietyRequestHandler(RequestHandler):
 
     def _follower(self, message: Message) -> TaskFollower:
         society = self._society
-        return TaskFollower(message, store=society.store, bus=society.bus, live=society.live, clock=self._clock)
+        return TaskFollower(message, store=society.store, watch=self._watch, live=society.live, clock=self._clock)
 
     def _now(self) -> Timestamp:
         stamp = Timestamp()

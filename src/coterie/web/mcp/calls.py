@@ -21,6 +21,7 @@ from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Message, thread_of
 from coterie.society import Society
 from coterie.task_follower import TaskFollower, TaskOutcome, TaskProgress, is_open_question
+from coterie.task_watch import TaskWatch
 from coterie.web.caller_scope import CallerScope
 from coterie.web.mcp.tools import DEFAULT_WAIT_SECONDS, AnswerQuestion, Send, sent_result
 
@@ -62,8 +63,8 @@ class Call:
 
 
 class WaitingCalls:
-    def __init__(self, society: Society, clock: Clock) -> None:
-        self._society, self._clock = society, clock
+    def __init__(self, society: Society, watch: TaskWatch, clock: Clock) -> None:
+        self._society, self._watch, self._clock = society, watch, clock
         self._returned: dict[str, None] = {}
         """Requests whose answers this process has returned: their repetition is a new message."""
         self._sending = asyncio.Lock()
@@ -155,7 +156,7 @@ class WaitingCalls:
 
     def follower(self, message: Message) -> TaskFollower:
         society = self._society
-        return TaskFollower(message, store=society.store, bus=society.bus, live=society.live, clock=self._clock)
+        return TaskFollower(message, store=society.store, watch=self._watch, live=society.live, clock=self._clock)
 
     async def wait(
         self, call: Call, message: Message, seconds: float | None, params: types.CallToolRequestParams

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coterie.clock import Clock
 from coterie.society import Society
+from coterie.task_watch import TaskWatch
 from coterie.web.auth import caller_of
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ METHODS = ("GET", "POST", "DELETE")
 class McpDoor:
     """An ASGI application. Behind the security middleware, so that host, token, origin and limits are checked."""
 
-    def __init__(self, society: Society, clock: Clock) -> None:
-        self._society, self._clock = society, clock
+    def __init__(self, society: Society, watch: TaskWatch, clock: Clock) -> None:
+        self._society, self._watch, self._clock = society, watch, clock
         self._lock = asyncio.Lock()
         self._manager: StreamableHTTPSessionManager | None = None
         self._running: asyncio.Task[None] | None = None
@@ -56,7 +57,9 @@ class McpDoor:
                 # In a thread: the import takes half a second, in which other requests must be answered.
                 server = await asyncio.to_thread(importlib.import_module, "coterie.web.mcp.server")
                 manager: StreamableHTTPSessionManager
-                manager, self._close = server.make_session_manager(self._society, self._clock, self._stopping)
+                manager, self._close = server.make_session_manager(
+                    self._society, self._watch, self._clock, self._stopping
+                )
                 ready = asyncio.Event()
                 # A task of its own: the manager's task group must be entered and left by the same task.
                 self._running = asyncio.create_task(self._run(manager, ready), name="coterie-mcp-sessions")

@@ -30,6 +30,7 @@ from coterie.clock import Clock
 from coterie.errors import Refused, StoreError
 from coterie.messages import PERSON, Message
 from coterie.society import Society
+from coterie.task_watch import TaskWatch
 from coterie.web import schemas, task_schemas
 from coterie.web.auth import caller_of
 from coterie.web.caller_scope import CallerScope
@@ -78,13 +79,13 @@ class SocietyMcpServer(Server[Any]):
 
 
 def make_session_manager(
-    society: Society, clock: Clock, stopping: asyncio.Event
+    society: Society, watch: TaskWatch, clock: Clock, stopping: asyncio.Event
 ) -> tuple[StreamableHTTPSessionManager, Callable[[], Awaitable[None]]]:
     """Return the manager, and what to call after its end.
 
     `stopping`: set before all sessions are ended; what is cancelled then was not cancelled by a client.
     """
-    calls = WaitingCalls(society, clock)
+    calls = WaitingCalls(society, watch, clock)
     handlers = McpHandlers(society, calls, stopping)
     manager = StreamableHTTPSessionManager(
         handlers.make_server(),

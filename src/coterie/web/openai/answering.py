@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 from coterie.errors import CoterieError, Refused
 from coterie.messages import SYSTEM, Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Ended, Piece, Said, TaskFollower, TaskStreams
+from coterie.task_follower import find_shared_answer
+from coterie.task_stream import Ended, Piece, Said, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.errors import RequestRejected
 
@@ -58,8 +59,8 @@ class Outcome(msgspec.Struct):
             if self.task is None:
                 return RequestRejected(503, "unavailable", self.reason)
             return RequestRejected(503, "agent_resting", self.reason, headers=NO_RETRY)
-        if self.state == "failed":
-            reports = [str(one.payload.get("text", "")) for one in self.messages if one.sender == SYSTEM]
+        reports = [str(one.payload.get("text", "")) for one in self.messages if one.sender == SYSTEM]
+        if self.state == "failed" or (reports and not self.answers):
             detail = reports[-1] if reports else "the agent could not answer"
             return RequestRejected(502, "agent_failed", detail, headers=NO_RETRY)
         if not self.answers:
@@ -92,23 +93,18 @@ def record(outcome: Outcome, piece: Piece) -> None:
 
 async def read_outcome(streams: TaskStreams, asked: Message) -> Outcome:
     """What the message has led to so far, without waiting."""
-    task = (await streams.store.tasks_by_id([asked.task])).get(asked.task)
+    task, messages = await streams.store.task_with_messages(asked.task, after=asked.seq)
     outcome = Outcome(messages=[], task=task)
-    for message in await streams.store.task_messages(asked.task, after=asked.seq):
+    for message in messages:
         if message.sender != asked.sender:
             outcome.messages.append(message)
         elif outcome.messages:
             outcome.is_over = True  # the rest answers this newer message
             break
+    if task and task.state == "done" and not outcome.messages:
+        shared = await find_shared_answer(streams.store, asked.id, task)
+        outcome.messages += [shared] if shared else []
     return outcome
-
-
-async def require_work(society: Society, agent_id: str) -> None:
-    """Refuse a request to an agent that is paused: the client would wait in vain."""
-    agent = await society.store.agent(agent_id)
-    if (agent and agent.state == "paused") or society.store.seen_paused:
-        detail = f"{agent_id} is paused: the owner must resume it. Nothing was sent"
-        raise RequestRejected(503, "agent_resting", detail, headers=NO_RETRY)
 
 
 def frame(data: Any, event: str | None = None) -> bytes:
@@ -189,8 +185,8 @@ def stop_on_disconnect(society: Society, wanted: bool, sent: Receipt) -> Callabl
     return (lambda: society.stop_task(sent.task)) if wanted else None
 
 
-def follow(follower: TaskFollower, sent: Receipt) -> AsyncGenerator[Piece, None]:
-    return follower.follow(sent, KEEP_ALIVE)
+def follow(stream: TaskStream, sent: Receipt) -> AsyncGenerator[Piece, None]:
+    return stream.follow(sent, KEEP_ALIVE)
 
 
 def wants_stop(extra: Any) -> bool:

@@ -1,7 +1,8 @@
 """A request of an OpenAI client becomes one message to an agent: what is new in it, asked once even if it is retried.
 
 An agent has one memory. So only what the client's list has in addition to an earlier request is sent on. The ids of
-messages are derived from the requests, so the store itself knows what was asked, also after a restart:
+messages are derived from the requests, so the store itself knows what was asked, also after a restart. A request is
+sent without a look at the store if nothing in it needs one: the store refuses what was sent before.
 
 * The *base* id is a hash of key, agent, conversation and the client's own messages, up to some point of its list. If a
   message has the base id of a beginning of the list, that beginning is known.
@@ -22,9 +23,12 @@ import msgspec
 from coterie.clock import Clock, to_ms
 from coterie.errors import Refused
 from coterie.ids import id_for, keyed_id
-from coterie.messages import PERSON, Message, Receipt
+from coterie.messages import PERSON, Message, Receipt, make_envelope
 from coterie.society import Society
+from coterie.task_stream import TaskStream
 from coterie.web.auth import Caller
+from coterie.web.errors import RequestRejected
+from coterie.web.openai.answering import NO_RETRY
 from coterie.web.openai.content import (
     SYSTEM_ROLES,
     ClientMessage,
@@ -58,9 +62,20 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     previous: Message | None = None
     """The message of the request that this one continues: all `messages` are new."""
 
+    may_wait: bool = False
+    """Send it also to a paused agent, for which the client would wait in vain."""
+
     @property
     def instructions(self) -> str:
         return "\n\n".join(one.text for one in self.messages if one.role in SYSTEM_ROLES)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The message of a request."""
+
+    receipt: Receipt
+    is_new: bool = False
+    """It was sent just now. False: it may be that of an earlier attempt."""
 
 
 class Asking:
@@ -69,33 +84,66 @@ class Asking:
     def __init__(self, society: Society, clock: Clock) -> None:
         self._society, self._store, self._clock = society, society.store, clock
 
-    async def find_agent(self, caller: Caller, model: object) -> str:
-        """The agent that a model's name stands for. An agent that the key may not reach does not exist for it."""
-        if isinstance(model, str) and caller.may_reach(model):
-            agent = await self._store.agent(model)
-            if agent and agent.kind == "agent" and agent.state != "terminated":
-                return agent.id
-        raise Refused("unknown_agent", "there is no such model: GET /v1/models lists the agents", param="model")
-
-    async def ask(self, caller: Caller, ask: Ask) -> tuple[Receipt, Message | None]:
-        """Send the request, or find the message of an earlier attempt: its receipt, and that message."""
+    async def ask(self, caller: Caller, ask: Ask, stream: TaskStream | None = None) -> Asked:
+        """Send the request, or find the message of an earlier attempt. `stream`: expects the message."""
         own = [one for one in ask.messages if one.role not in SYSTEM_ROLES and one.role != "assistant"]
         if not own:
             raise Refused("payload_invalid", "messages: expected at least one message of the user", param="messages")
+        if ask.agent_id == PERSON or not caller.may_reach(ask.agent_id):
+            raise unknown_model()
+        if self._store.seen_paused and not ask.may_wait:
+            raise _resting("the society is paused: the owner must resume it. Nothing was sent")
+        try:
+            return await self._ask_once(caller, ask, own, stream)
+        except Refused as refusal:
+            if refusal.code in ("unknown_recipient", "recipient_terminated"):
+                raise unknown_model() from refusal
+            if refusal.code == "recipient_paused":
+                raise _resting(refusal.message) from refusal
+            raise
+
+    async def _ask_once(
+        self, caller: Caller, ask: Ask, own: Sequence[ClientMessage], stream: TaskStream | None
+    ) -> Asked:
         bases = self._bases(caller, ask, own)
         client_id = f"{bases[-1]}/key/{ask.idempotency_key}" if ask.idempotency_key else bases[-1]
+        if any(one.files for one in own):
+            await self._require_agent(ask)  # files are stored before the message
+        else:
+            if stream:
+                await stream.expect(self._message_id(client_id))
+            try:
+                return Asked(await self._send(caller, ask, own, bases, client_id, only_new=True), is_new=True)
+            except Refused as refusal:
+                if refusal.code != "already_sent":
+                    raise
         client_id, earlier = await self._choose_id(client_id, ask)
         if earlier:
-            return Receipt(message_id=earlier.id, state="pending", task=earlier.task), earlier
+            return Asked(Receipt(message_id=earlier.id, state="pending", task=earlier.task))
+        return Asked(await self._send(caller, ask, own, bases, client_id))
+
+    async def _require_agent(self, ask: Ask) -> None:
+        agent = await self._store.agent(ask.agent_id)
+        if agent is None or agent.state == "terminated":
+            raise unknown_model()
+        if agent.state == "paused" and not ask.may_wait:
+            raise _resting(f"{agent.id} is paused: the owner must resume it. Nothing was sent")
+
+    async def _send(
+        self,
+        caller: Caller,
+        ask: Ask,
+        own: Sequence[ClientMessage],
+        bases: Sequence[str],
+        client_id: str,
+        *,
+        only_new: bool = False,
+    ) -> Receipt:
+        """Send what is new. `only_new`: `Refused("already_sent")` if there is a message with this client id."""
         known, recent = await self._known_count(bases[:-1], ask)
         new = [one for one in ask.messages[known:] if one.role not in SYSTEM_ROLES]
         if not any(one.role != "assistant" for one in new):
             new = [own[-1]]  # nothing is new: the last message is asked again
-        return await self._send(caller, ask, new, client_id, recent), None
-
-    async def _send(
-        self, caller: Caller, ask: Ask, new: Sequence[ClientMessage], client_id: str, recent: Sequence[Message] | None
-    ) -> Receipt:
         instructions = ask.instructions
         if instructions:
             thread = await self._recent(ask.agent_id) if recent is None else recent
@@ -111,9 +159,17 @@ class Asking:
         reply = await self._find_question(caller, ask, new) if len(new) == 1 and not files else {}
         if reply:
             payload["text"] = reply.pop("text")
-        return await self._society.bus.send(
-            sender=PERSON, to=ask.agent_id, payload=payload, client_id=client_id, via=caller.key, **reply
+        envelope = make_envelope(
+            sender=PERSON,
+            to=ask.agent_id,
+            payload=payload,
+            client_id=client_id,
+            via=caller.key,
+            only_new=only_new,
+            unless_paused=not ask.may_wait,
+            **reply,
         )
+        return await self._society.bus.send_envelope(envelope)
 
     # Retries
 
@@ -152,10 +208,12 @@ class Asking:
 
     async def _find(self, client_ids: Sequence[str]) -> Mapping[str, Message]:
         """The messages that were sent with these client ids, in their order."""
-        secret = self._store.info.secret
-        ids = {one: keyed_id(secret, id_for("message", PERSON, one)) for one in client_ids}
+        ids = {one: self._message_id(one) for one in client_ids}
         found = await self._store.messages_by_id([*ids.values()])
         return {one: found[id_] for one, id_ in ids.items() if id_ in found}
+
+    def _message_id(self, client_id: str) -> str:
+        return keyed_id(self._store.info.secret, id_for("message", PERSON, client_id))
 
     # What is new
 
@@ -201,6 +259,23 @@ class Asking:
                     return {"in_reply_to": question.id, "option": option, "text": options[option]}
                 return {}
         return {}
+
+
+def find_model(model: object) -> str:
+    """The id of the agent that a model's name stands for, if there is such an agent."""
+    if isinstance(model, str):
+        return model
+    raise unknown_model()
+
+
+def unknown_model() -> Refused:
+    """An agent that the key may not reach does not exist for it."""
+    return Refused("unknown_agent", "there is no such model: GET /v1/models lists the agents", param="model")
+
+
+def _resting(detail: str) -> RequestRejected:
+    """The client would wait in vain."""
+    return RequestRejected(503, "agent_resting", detail, headers=NO_RETRY)
 
 
 def _same_instructions(asked: Message, instructions: str) -> bool:

@@ -13,7 +13,7 @@ from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskFollower, TaskStreams
+from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
 from coterie.web.openai.answering import (
@@ -26,11 +26,10 @@ from coterie.web.openai.answering import (
     follow,
     frame,
     record,
-    require_work,
     stop_on_disconnect,
     wants_stop,
 )
-from coterie.web.openai.asking import Ask, Asking
+from coterie.web.openai.asking import Ask, Asking, find_model, unknown_model
 from coterie.web.openai.content import answer_text, extra_fields, read_message
 from coterie.web.routing import Router, SocietyDep, json_response, openai_problems
 from coterie.web.schemas import Attachment, Schema
@@ -177,7 +176,7 @@ async def get_model(model: str, society: SocietyDep, caller: CallerDep) -> Model
     async for found in _models(society, caller):
         if found.id == model:
             return found
-    raise Refused("unknown_agent", "there is no such model: GET /v1/models lists the agents", param="model")
+    raise unknown_model()
 
 
 async def _models(society: Society, caller: Caller) -> AsyncIterator[Model]:
@@ -213,22 +212,24 @@ async def create_chat_completion(
     if not isinstance(body.messages, list):
         raise Refused("payload_invalid", "messages: expected a list of messages", param="messages")
     ask = Ask(
-        agent_id=await asking.find_agent(caller, body.model),
+        agent_id=find_model(body.model),
         messages=[read_message(one, f"messages[{index}]") for index, one in enumerate(body.messages)],
         conversation=conversation_of(body.metadata),
         user=body.user or "",
         idempotency_key=idempotency_key or "",
     )
-    await require_work(society, ask.agent_id)
-    sent, _ = await asking.ask(caller, ask)
-    on_disconnect = stop_on_disconnect(society, stops, sent)
     created = to_ms(request.app.state.clock.now()) // 1000
     if body.stream:
+        sent = (await asking.ask(caller, ask)).receipt
         writer = _ChunkWriter(ask.agent_id, sent, created, ignored, wants_usage=wants_usage)
-        return AnswerStream(writer.frames(streams.follower(ask.agent_id)), on_disconnect)
-    pieces = streams.follower(ask.agent_id, with_text=False).follow(sent)
-    outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
-    return _completion(outcome, ask.agent_id, sent, ignored, created)
+        on_disconnect = stop_on_disconnect(society, stops, sent)
+        return AnswerStream(writer.frames(streams.stream(ask.agent_id)), on_disconnect)
+    with streams.stream(ask.agent_id, with_text=False) as stream:
+        asked = await asking.ask(caller, ask, stream)
+        pieces = stream.follow(asked.receipt, is_new=asked.is_new)
+        on_disconnect = stop_on_disconnect(society, stops, asked.receipt)
+        outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
+    return _completion(outcome, ask.agent_id, asked.receipt, ignored, created)
 
 
 def check_options(n: int | None, tools: Any, tool_choice: Any, response_format: Any) -> list[str]:
@@ -303,11 +304,11 @@ class _ChunkWriter:
         self._needs_gap = False
         """Text was sent, and the next text is another message."""
 
-    async def frames(self, follower: TaskFollower) -> AsyncGenerator[bytes, None]:
+    async def frames(self, stream: TaskStream) -> AsyncGenerator[bytes, None]:
         outcome = Outcome(messages=[])
-        with follower:
+        with stream:
             yield self._chunk({"role": "assistant", "content": ""})
-            async for piece in follow(follower, self._sent):
+            async for piece in follow(stream, self._sent):
                 record(outcome, piece)
                 for data in self._write(piece):
                     yield data

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import Header, Query, Request
@@ -14,7 +14,7 @@ from coterie.clock import to_ms
 from coterie.errors import Refused
 from coterie.messages import PERSON, Message, Receipt
 from coterie.society import Society
-from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskFollower, TaskStreams
+from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
 from coterie.web.openai.answering import (
@@ -27,11 +27,10 @@ from coterie.web.openai.answering import (
     frame,
     read_outcome,
     record,
-    require_work,
     stop_on_disconnect,
     wants_stop,
 )
-from coterie.web.openai.asking import Ask, Asking
+from coterie.web.openai.asking import Ask, Asking, find_model
 from coterie.web.openai.chat import (
     CHOICE_SCHEMA,
     MESSAGES_SCHEMA,
@@ -174,32 +173,36 @@ async def create_response(
     if body.previous_response_id:
         previous = await _find_asked(streams, caller, body.previous_response_id, "previous_response_id")
     ask = Ask(
-        agent_id=await asking.find_agent(caller, body.model),
+        agent_id=find_model(body.model),
         messages=_read_input(body.input, body.instructions),
         conversation=_conversation(body),
         user=body.user or "",
         idempotency_key=idempotency_key or "",
         previous=previous,
+        may_wait=bool(body.background),
     )
-    if not body.background:
-        await require_work(society, ask.agent_id)
-    sent, _ = await asking.ask(caller, ask)
-    asked = await _find_asked(streams, caller, PREFIX + sent.message_id, "id")
-    shape = _Shape(asked, sent, ignored)
-    shape.echo = {
+    echo = {
         "background": bool(body.background),
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "metadata": body.metadata if isinstance(body.metadata, dict) else {},
         "user": body.user,
     }
-    on_disconnect = stop_on_disconnect(society, stops, sent)
-    if body.stream:
-        return AnswerStream(_EventWriter(shape).frames(streams.follower(ask.agent_id)), on_disconnect)
-    if body.background:
-        return shape.render(await read_outcome(streams, asked))
-    pieces = streams.follower(ask.agent_id, with_text=False).follow(sent)
-    outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
+    if body.stream or body.background:
+        sent = (await asking.ask(caller, ask)).receipt
+        asked = await _find_asked(streams, caller, PREFIX + sent.message_id, "id")
+        shape = _Shape(asked, sent, ignored, echo)
+        if not body.stream:
+            return shape.render(await read_outcome(streams, asked))
+        on_disconnect = stop_on_disconnect(society, stops, sent)
+        return AnswerStream(_EventWriter(shape).frames(streams.stream(ask.agent_id)), on_disconnect)
+    with streams.stream(ask.agent_id, with_text=False) as stream:
+        new = await asking.ask(caller, ask, stream)
+        asked = await _find_asked(streams, caller, PREFIX + new.receipt.message_id, "id")
+        pieces = stream.follow(new.receipt, is_new=new.is_new)
+        on_disconnect = stop_on_disconnect(society, stops, new.receipt)
+        outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
+    shape = _Shape(asked, new.receipt, ignored, echo)
     if failure := outcome.failure():
         raise failure
     return shape.render(outcome, is_over=True)
@@ -226,7 +229,7 @@ async def get_response(
     asked = await _find_asked(streams, caller, response_id, "response_id")
     shape = _Shape(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
     if stream:
-        return AnswerStream(_EventWriter(shape).frames(streams.follower(asked.to)))
+        return AnswerStream(_EventWriter(shape).frames(streams.stream(asked.to)))
     return shape.render(await read_outcome(streams, asked))
 
 
@@ -276,10 +279,11 @@ def _conversation(body: ResponseRequest) -> str:
 class _Shape:
     """Renders one response at any moment."""
 
-    def __init__(self, asked: Message, sent: Receipt, ignored: list[str]) -> None:
-        self.asked, self.sent, self._ignored = asked, sent, ignored
-        self.echo: dict[str, Any] = {}
-        """Fields of the request that its response repeats. They are not stored."""
+    def __init__(
+        self, asked: Message, sent: Receipt, ignored: list[str], echo: Mapping[str, Any] | None = None
+    ) -> None:
+        """`echo`: fields of the request that its response repeats. They are not stored."""
+        self.asked, self.sent, self._ignored, self._echo = asked, sent, ignored, echo or {}
 
     def status(self, outcome: Outcome, *, is_over: bool = False) -> Status:
         match outcome.state:
@@ -312,7 +316,7 @@ class _Shape:
             output=[self.item(one, (ids or {}).get(one.id)) for one in outcome.answers],
             usage=ResponseUsage.of(outcome.task) if outcome.task and has_ended else None,
             coterie=make_extra(outcome.answers, outcome, self.sent, self._ignored),
-            **self.echo,
+            **self._echo,
         )
 
     def item(self, message: Message, id_: str | None = None) -> OutputMessage:
@@ -338,13 +342,13 @@ class _EventWriter:
         """By draft."""
         self._ids: dict[str, str] = {}
 
-    async def frames(self, follower: TaskFollower) -> AsyncGenerator[bytes, None]:
+    async def frames(self, stream: TaskStream) -> AsyncGenerator[bytes, None]:
         outcome = Outcome(messages=[])
         response = replace(self._shape.render(outcome), status="in_progress", error=None)
-        with follower:
+        with stream:
             yield self._event("response.created", response=response)
             yield self._event("response.in_progress", response=response)
-            async for piece in follow(follower, self._shape.sent):
+            async for piece in follow(stream, self._shape.sent):
                 record(outcome, piece)
                 for data in self._write(piece):
                     yield data
