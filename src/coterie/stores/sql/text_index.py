@@ -48,7 +48,9 @@ _SELECT_STORED = "SELECT seq FROM messages WHERE seq > :after AND seq <= :upto"
 _REMOVE = "INSERT INTO message_grams (message_grams, rowid, grams) VALUES ('delete', :seq, :grams)"
 MERGED_PAGES = 16
 """Pages of SQLite's index that one step merges: a few milliseconds."""
-MERGE = f"INSERT INTO message_grams (message_grams, rank) VALUES ('merge', {MERGED_PAGES})"
+REMOVALS_PER_PAGE = 3
+"""Removed entries that make it necessary to merge about one page."""
+MERGE = "INSERT INTO message_grams (message_grams, rank) VALUES ('merge', :pages)"
 
 
 class DeletedMessage(NamedTuple):
@@ -158,7 +160,7 @@ def remove_from_index(db: Connection, deleted: Iterable[DeletedMessage]) -> None
     ]
     if entries:
         db.executemany(_REMOVE, entries)
-        db.execute(MERGE)
+        db.execute(MERGE, {"pages": min(MERGED_PAGES, 1 + len(entries) // REMOVALS_PER_PAGE)})
 
 
 def _read_text(payload: bytes | str) -> str:

@@ -61,8 +61,8 @@ DATABASE = "coterie.db"
 READERS = 2
 FREE_PART = 0.1
 """Part of the file that may be free pages."""
-RELEASED_PAGES = 128
-"""Free pages that one transaction gives back: some milliseconds."""
+RELEASED_PAGES = 32
+"""Free pages that one transaction gives back: one or two milliseconds."""
 SMALL_FILE_BYTES = 64 << 20
 """A file of an older version up to this size is rewritten at its first start: it takes less than a second."""
 _INCREMENTAL = 2
@@ -254,6 +254,7 @@ class SqliteStore(SqlStore):
     ) -> asyncio.Future[Any]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
+        self._write_count += not alone
         return self._writer.write(run, on_settled, small=small, durable=durable, alone=alone)
 
     def _transact(
