@@ -177,15 +177,17 @@ def _run_postgres(report: Report, source: Path, place: Path, url: str) -> None:
 
 
 async def _measure(report: Report, place: Path, engine: str) -> None:
-    began = time.perf_counter()
-    async with Society.open(place) as society:
-        report.line(f"{engine}: start", (time.perf_counter() - began) * 1000, "ms", at_most=START_TARGET_MS)
+    # Nothing is started: a running society indexes once a minute, too, and one process at a time does it.
+    async with Society.open_offline(place) as society:
         before, began = (await society.store.storage()).file_bytes, time.perf_counter()
         while await society.store.index_messages():
             pass
         report.line(f"{engine}: build the text index", time.perf_counter() - began, "s")
         after = (await society.store.storage()).file_bytes
         report.line(f"{engine}: size with the text index, compared to without", after / before, "x")
+    began = time.perf_counter()
+    async with Society.open(place) as society:
+        report.line(f"{engine}: start", (time.perf_counter() - began) * 1000, "ms", at_most=START_TARGET_MS)
         for name, look in looks(society).items():
             report.line(f"{engine}: {name}, p95", await _p95(look), "ms", at_most=TARGET_MS)
 

@@ -109,7 +109,12 @@ def run() -> None:
 def _large_steps() -> Iterator[None]:
     """Delete and index many rows at a time: nobody waits while the year is simulated."""
     rows: dict[str, Any] = {"DELETED_ROWS": 1_000, "FEWEST_ROWS": 1_000, "DELETED_EVENTS": 10_000, "STEP_SECONDS": 1.0}
-    grams: dict[str, Any] = {"BATCH_MESSAGES": 2_000, "BATCH_GRAMS": 200_000, "MERGED_PAGES": 1_000}
+    grams: dict[str, Any] = {
+        "BATCH_MESSAGES": 2_000,
+        "BATCH_GRAMS": 200_000,
+        "MERGED_PAGES": 1_000,
+        "REMOVED_ENTRIES": 1_000,
+    }
     with (
         mock.patch.multiple(retention, **rows),
         mock.patch.multiple(text_index, **grams),

@@ -7,6 +7,7 @@ insert that makes one too many, for up to 80 ms, so they are merged here in smal
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 
 import msgspec
 
@@ -21,9 +22,11 @@ from coterie.stores.sql.text_index import (
     MERGED_PAGES,
     Batch,
     Query,
+    Removal,
     add_to_index,
     make_grams,
     make_query,
+    remove_queued,
     scan_start,
 )
 
@@ -121,6 +124,11 @@ def _match_expression(query: Query) -> str:
 
 def index_batch(db: sqlite3.Connection, batch: Batch) -> Result:
     return Result(add_to_index(db, _ADD, batch), needs_flush=False)
+
+
+def remove_batch(db: sqlite3.Connection, removals: Sequence[Removal]) -> Result:
+    remove_queued(db, removals)
+    return Result(None, needs_flush=False)
 
 
 def merge_segments(db: sqlite3.Connection) -> Result:
