@@ -23,6 +23,7 @@ EMPTIED = (
     *(
         "summaries",
         "message_grams",
+        "index_removals",
         "push_configs",
         "tasks",
         "turns",

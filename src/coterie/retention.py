@@ -1,7 +1,8 @@
 """Deletes what is too old while the society runs, in short transactions with pauses between them.
 
-A run takes at most a quarter of the writer's time. `keep_days` and `keep_gb` in coterie.toml say what is too old;
-without them messages stay, and only old events, dead letters and unused files are deleted.
+A run takes at most a quarter of the writer's time, and a fiftieth while others write. `keep_days` and `keep_gb` in
+coterie.toml say what is too old; without them messages stay, and only old events, dead letters and unused files are
+deleted.
 """
 
 from __future__ import annotations
@@ -17,14 +18,11 @@ from coterie.clock import Clock
 from coterie.config import StoreSettings
 from coterie.errors import CoterieError, Refused
 from coterie.retention_store import Pruned, Retention, RetentionStore, StorageFigures
-from coterie.supervision import supervise
+from coterie.supervision import SHORTEST_STEP_PAUSE, Pace, supervise
 
 log = logging.getLogger(__name__)
 
 RUN_INTERVAL = timedelta(hours=1)
-PAUSE_FACTOR = 3
-"""A pause is this many times as long as the step before it."""
-SHORTEST_PAUSE = timedelta(milliseconds=2)
 OTHER_TRANSACTIONS = timedelta(seconds=15)
 """Longer than a transaction of another process takes, with its retries."""
 SHORTEST_KEPT = timedelta(days=1)
@@ -139,38 +137,32 @@ class RetentionService:
             retention = await self._read_retention()
             total = NOTHING
             on_progress(total, retention.messages)
-            began = self._clock.monotonic()
+            pace = Pace(self._clock, self._stopping, lambda: self._store.write_count)
             async for deleted in self._store.prune(retention, dry_run=dry_run, full=full):
                 total += deleted or NOTHING
                 on_progress(total, retention.messages)
-                grace = OTHER_TRANSACTIONS if deleted is None and self._is_shared else SHORTEST_PAUSE
-                if await self._pause(began, grace, dry_run=dry_run):
+                grace = OTHER_TRANSACTIONS if deleted is None and self._is_shared else SHORTEST_STEP_PAUSE
+                if await self._pause(pace, grace, dry_run=dry_run):
                     return total
-                began = self._clock.monotonic()
             async for count in self._artifacts.delete_unused(retention.unused_artifacts, dry_run=dry_run):
                 total += Pruned(artifacts=count)
                 on_progress(total, retention.messages)
-                if await self._pause(began, SHORTEST_PAUSE, dry_run=dry_run):
+                if await self._pause(pace, SHORTEST_STEP_PAUSE, dry_run=dry_run):
                     return total
-                began = self._clock.monotonic()
             if dry_run:
                 return total
             while await self._store.release_space():
-                if await self._pause(began, SHORTEST_PAUSE):
+                if await self._pause(pace, SHORTEST_STEP_PAUSE):
                     return total
-                began = self._clock.monotonic()
             await self._store.record_prune(total)
             if any(getattr(total, one.name) for one in fields(total)):
                 log.info("deleted %d old messages, %d rows of histories and %d events", total.messages, total.history,
                          total.events)  # fmt: skip
             return total
 
-    async def _pause(self, began: float, least: timedelta, *, dry_run: bool = False) -> bool:
+    async def _pause(self, pace: Pace, least: timedelta, *, dry_run: bool = False) -> bool:
         """Leave the writer to others. True: the society stops."""
-        if dry_run:
-            return self._stopping.is_set()
-        took = timedelta(seconds=self._clock.monotonic() - began)
-        return await self._clock.wait(self._stopping, max(least, PAUSE_FACTOR * took))
+        return self._stopping.is_set() if dry_run else await pace.pause(least)
 
     async def _read_retention(self) -> Retention:
         """What the settings say now. With `keep_gb` the age depends on how much is stored."""

@@ -76,6 +76,11 @@ class StorageFigures:
 
 
 class RetentionStore(Protocol):
+    @property
+    def write_count(self) -> int:
+        """How many transactions of this process callers have waited for. Background work is not counted."""
+        ...
+
     def prune(self, retention: Retention, *, dry_run: bool = False, full: bool = True) -> AsyncIterator[Pruned | None]:
         """Delete what is older than `retention` allows and no longer needed, oldest first.
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from coterie.agents import Agent
 from coterie.artifacts import Artifact
@@ -119,9 +119,8 @@ class Role:
     """The agent that defined it. None: unknown, from an old version; treated as the owner's."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredProfile:
-    """What the directory of agents keeps of an agent."""
+class StoredProfile(NamedTuple):
+    """What the directory of agents keeps of an agent. A tuple: a start reads those of all agents."""
 
     agent_id: str
     profile: str

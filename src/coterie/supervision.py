@@ -1,4 +1,4 @@
-"""Background loops that survive errors, and shutdown steps that all run."""
+"""Background loops that survive errors, pauses of background work, and shutdown steps that all run."""
 
 from __future__ import annotations
 
@@ -47,6 +47,38 @@ async def supervise(
         if await clock.wait(stopping or never, pause):
             return
         pause = max(first_pause, min(2 * pause, LONGEST_PAUSE))
+
+
+IDLE_FACTOR, BUSY_FACTOR = 3, 50
+"""A pause is this many times as long as the step before it: while nobody else writes, and while somebody does."""
+SHORTEST_STEP_PAUSE = timedelta(milliseconds=2)
+LONGEST_STEP_PAUSE = timedelta(milliseconds=100)
+
+
+class Pace:
+    """Pauses between the steps of background work that writes to the store, so that callers hardly wait for it."""
+
+    def __init__(self, clock: Clock, stopping: asyncio.Event, count_writes: Callable[[], int]) -> None:
+        """`count_writes`: returns a number that changes with every transaction that a caller waits for."""
+        self._clock, self._stopping, self._count_writes = clock, stopping, count_writes
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step begins now."""
+        self._began, self._writes = self._clock.monotonic(), self._count_writes()
+
+    async def pause(self, least: timedelta = SHORTEST_STEP_PAUSE) -> bool:
+        """End a step, pause, begin the next one. True: the work has to stop."""
+        took = timedelta(seconds=self._clock.monotonic() - self._began)
+        pause = max(least, min(IDLE_FACTOR * took, LONGEST_STEP_PAUSE))
+        if await self._clock.wait(self._stopping, pause):
+            return True
+        longer = min(BUSY_FACTOR * took, LONGEST_STEP_PAUSE) - pause
+        is_busy = self._count_writes() != self._writes
+        if is_busy and longer > timedelta(0) and await self._clock.wait(self._stopping, longer):
+            return True
+        self.begin()
+        return False
 
 
 class Shutdown:

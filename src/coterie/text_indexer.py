@@ -11,15 +11,15 @@ from typing import Protocol
 
 from coterie.clock import Clock
 from coterie.errors import StoreUnavailable
-from coterie.supervision import supervise
+from coterie.supervision import Pace, supervise
 
 INTERVAL = timedelta(minutes=1)
-PAUSE_FACTOR = 3
-"""A pause is this many times as long as the step before it, so that most of the writer's time is left to others."""
-SHORTEST_PAUSE = timedelta(milliseconds=2)
 
 
 class IndexedStore(Protocol):
+    @property
+    def write_count(self) -> int: ...
+
     async def index_messages(self) -> bool: ...
 
 
@@ -44,13 +44,12 @@ class TextIndexer:
             await supervise("indexing messages", self._index_all, self._clock, stopping=self._stopping)
 
     async def _index_all(self) -> None:
+        pace = Pace(self._clock, self._stopping, lambda: self._store.write_count)
         while True:
-            began = self._clock.monotonic()
             try:
                 if not await self._store.index_messages():
                     return
             except StoreUnavailable:
                 return  # the store has said why; the next round goes on from the stored position
-            took = timedelta(seconds=self._clock.monotonic() - began)
-            if await self._clock.wait(self._stopping, max(SHORTEST_PAUSE, PAUSE_FACTOR * took)):
+            if await pace.pause():
                 return

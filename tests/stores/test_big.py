@@ -16,6 +16,7 @@ from coterie.errors import Refused
 from coterie.store import Page
 from coterie.stores.sql import queries, task_queries
 from coterie.stores.sql.text_index import read_batch, read_position
+from coterie.stores.sqlite import SqliteStore
 from coterie.stores.sqlite.connection import open_reader, open_writer
 from coterie.stores.sqlite.search import index_batch, search
 from coterie.testing import FakeClock
@@ -97,6 +98,22 @@ def test_a_search_without_a_hit_costs_the_same_at_four_times_the_size(words: str
         assert big <= small * TOLERANCE
 
 
+def test_a_search_does_not_look_up_grams_that_most_messages_have(societies: tuple[Path, Path]) -> None:
+    db, statements = open_reader(societies[1]), list[str]()
+    db.set_trace_callback(statements.append)
+    (hit,) = search(db, "message 12345 harvest", Page(), None)
+    db.close()
+    assert hit.payload["text"].startswith("Message 12345 ")
+    (look_up,) = [sql for sql in statements if "MATCH" in sql]
+    assert '"123"' in look_up and '"har"' not in look_up
+
+
+async def test_the_filled_society_keeps_every_invariant(societies: tuple[Path, Path], clock: FakeClock) -> None:
+    store = await SqliteStore.open_read_only(societies[0].parent, clock)
+    assert [violation async for violation in store.violations()] == []
+    await store.close()
+
+
 class Explained:
     """A PostgreSQL connection that keeps the plan of every statement."""
 
@@ -119,4 +136,17 @@ async def test_every_look_can_use_an_index_of_postgresql(shared: Postgres, tmp_p
                 look(explained)
             scans = [plan.strip() for plan in explained.plans if re.search(r"Seq Scan on (?!agents|log|meta)", plan)]
             assert scans == [], name
+    await store.close()
+
+
+@pytest.mark.parametrize("name", ["snapshot", "tasks", "tasks of an agent", "working tasks", "task", "away"])
+async def test_a_look_reads_all_agents_of_postgresql_at_most_once(
+    name: str, shared: Postgres, tmp_path: Path, clock: FakeClock
+) -> None:
+    store = await shared.open(tmp_path, clock)
+    with shared.behind(tmp_path) as db:
+        db.execute("SET enable_seqscan = off")
+        explained: Any = Explained(db)
+        LOOKS[name](explained)
+        assert sum("Seq Scan on agents" in plan for plan in explained.plans) <= 1
     await store.close()

@@ -177,6 +177,31 @@ async def test_each_step_deletes_a_bounded_number_of_rows_and_keeps_every_invari
     assert steps > 12
 
 
+def test_a_transaction_that_took_long_is_followed_by_smaller_ones() -> None:
+    sizes = retention.StepSize()
+    for _ in range(20):
+        sizes.record("messages", 0.0001)
+        sizes.record("events", 0.0001)
+    assert (sizes["messages"], sizes["events"]) == (retention.DELETED_ROWS, retention.DELETED_EVENTS)
+    sizes.record("messages", retention.STEP_SECONDS)
+    assert sizes["messages"] == retention.DELETED_ROWS
+    for _ in range(20):
+        sizes.record("messages", 0.1)
+    assert (sizes["messages"], sizes["events"]) == (retention.FEWEST_ROWS, retention.DELETED_EVENTS)
+
+
+async def test_only_transactions_of_callers_count_as_writes(store: Society, clock: FakeClock) -> None:
+    await converse(store, "an old message")
+    await clock.advance(days=31)
+    before = store.write_count
+    await pruned(store, messages=MONTH)
+    while await store.index_messages() or await store.release_space():
+        pass
+    assert store.write_count == before
+    await send(store, "ada", "a new message")
+    assert store.write_count > before
+
+
 async def test_backup_and_figures_after_a_deletion(
     store: Society, clock: FakeClock, tmp_path: Path, engine: Engine
 ) -> None:

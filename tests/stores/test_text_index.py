@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,16 @@ async def test_an_indexed_search_goes_page_by_page(store: Society, clock: FakeCl
     assert pages == [f"word {number}" for number in range(30, -1, -1)]
 
 
-async def test_an_entry_goes_with_its_message(store: Society, clock: FakeClock, engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed_entries", [2, 50])
+async def test_an_entry_goes_with_its_message(
+    removed_entries: int,
+    store: Society,
+    clock: FakeClock,
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_index, "REMOVED_ENTRIES", removed_entries)
     for text in ("first report", "second report", "third"):
         await say(store, "ada", "user", text)
     await say(store, "bob", "user", "report of bob")
@@ -103,6 +113,32 @@ async def test_an_entry_goes_with_its_message(store: Society, clock: FakeClock, 
     await pruned(store, messages=timedelta(days=30))
     assert indexed(engine, tmp_path) == []
     assert await store.search("report", Page()) == [] and await violations(store) == []
+
+
+async def test_the_entries_of_a_long_cleared_conversation_are_removed_in_steps(
+    store: Society, clock: FakeClock, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_index, "REMOVED_ENTRIES", 4)
+    for number in range(10):
+        await say(store, "ada", "user", f"report {number}")
+    await say(store, "bob", "user", "report of bob")
+    await index_all(store, clock)
+
+    with monkeypatch.context() as stopped:  # as if the process stopped after the first transaction
+        stopped.setattr("coterie.stores.sqlite.engine.read_queued", lambda _: [])
+        await store.clear_thread("ada")
+
+    counts = [len(indexed(engine, tmp_path))]
+    assert counts[0] == (11 if engine.name == "sqlite" else 1)
+    while await store.index_messages():
+        counts.append(len(indexed(engine, tmp_path)))
+        assert texts(await store.search("report", Page())) == ["report of bob"]
+        assert await violations(store) == []
+    assert counts[-1] == 1 and all(before - after <= 4 for before, after in pairwise(counts))
+
+    await say(store, "ada", "user", "report after it")
+    await index_all(store, clock)
+    assert texts(await store.search("report", Page())) == ["report after it", "report of bob"]
 
 
 async def test_a_deleted_dead_letter_leaves_the_index(

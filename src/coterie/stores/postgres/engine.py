@@ -216,6 +216,7 @@ class PostgresStore(SqlStore):
     ) -> asyncio.Future[T]:
         if self._heartbeat is None:
             raise StoreError("this society was opened for reading only")
+        self._write_count += not alone
         claimer = EagerClaimer(self._worker, self._should_claim) if self._worker else None
 
         def work(db: PgConnection, session: PostgresSession) -> Result:

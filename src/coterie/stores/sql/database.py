@@ -39,6 +39,7 @@ class SqlDatabase(ABC):
         self._on_slots_changed: list[Callable[[], None]] = []
         self._on_change: list[Callable[[bool], None]] = []
         self._on_broadcast: list[Callable[[str], None]] = []
+        self._write_count = 0
 
     @property
     @abstractmethod
@@ -52,6 +53,10 @@ class SqlDatabase(ABC):
     async def is_only_process(self) -> bool:
         """Whether no other process runs this society."""
         return True
+
+    @property
+    def write_count(self) -> int:
+        return self._write_count
 
     def set_limits(self, limits: Limits) -> None:
         """Change the limits for transactions that start from now on."""

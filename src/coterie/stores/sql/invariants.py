@@ -477,7 +477,9 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "indexed messages exist": (
         "the text index has an entry for message number {0}, which does not exist",
         """
-        SELECT rowid FROM message_grams WHERE NOT EXISTS (SELECT 1 FROM messages WHERE seq = message_grams.rowid)
+        SELECT rowid FROM message_grams
+         WHERE NOT EXISTS (SELECT 1 FROM messages WHERE messages.seq = message_grams.rowid)
+           AND NOT EXISTS (SELECT 1 FROM index_removals WHERE index_removals.seq = message_grams.rowid)
         """,
     ),
     "messages are indexed": (

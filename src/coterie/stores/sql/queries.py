@@ -17,7 +17,7 @@ from coterie.clock import UNIX_EPOCH, from_ms
 from coterie.errors import Refused
 from coterie.ids import frame_mark
 from coterie.llm.service import ToolCall
-from coterie.messages import Message, State
+from coterie.messages import PERSON, Message, State
 from coterie.store import (
     MAX_LISTED,
     CallRecord,
@@ -33,7 +33,6 @@ from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
     ARTIFACT_COLUMNS,
-    IS_BUSY,
     LAST_SEQ,
     MESSAGE_COLUMNS,
     SHOWN_STATE,
@@ -46,7 +45,7 @@ from coterie.stores.sql.rows import (
     to_message,
 )
 from coterie.stores.sql.session import SELECT_PAUSED
-from coterie.stores.sql.task_queries import count_by_state, read_open_tasks
+from coterie.stores.sql.task_queries import count_by_state, ids_with_mail, read_busy_agents, read_open_tasks
 from coterie.turn_store import Claim, HistoryRow, HistoryView, StaleClaim
 
 ThreadPosition = tuple[int, int]
@@ -175,10 +174,6 @@ def read_profiles(db: Connection, ids: Sequence[str] | None, after: str) -> list
 
 
 _COUNT_AGENTS = "SELECT count(*) FROM agents WHERE kind = 'agent'"
-_COUNTS = f"""
-SELECT coalesce(sum(CASE WHEN id <> 'user' THEN waiting ELSE 0 END), 0), coalesce(sum(delayed), 0)
-  FROM agents WHERE {IS_BUSY}
-"""
 _LAST_OF_THREAD = """
 (SELECT seq FROM messages WHERE thread = agents.id AND delivered_at IS NOT NULL
   ORDER BY delivered_at DESC, seq DESC LIMIT 1)
@@ -215,7 +210,6 @@ SELECT DISTINCT thread FROM (SELECT thread FROM messages ORDER BY seq DESC LIMIT
 SELECT thread FROM (SELECT thread FROM messages WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending'
                      ORDER BY thread, delivered_at, seq LIMIT :messages) AS unread
 """
-_SELECT_WITH_MAIL = f"SELECT id FROM agents WHERE id <> 'user' AND waiting > 0 AND {IS_BUSY}"
 # Agents come first in the join: an index has the waiting messages of one agent together.
 _QUEUES = f"""
 SELECT {MESSAGE_COLUMNS} FROM agents CROSS JOIN messages
@@ -249,9 +243,9 @@ def read_snapshot(db: Connection, upto: int | None = None) -> Snapshot | None:
     if upto is not None and seq > upto:
         return None
     (agent_count,) = db.execute(_COUNT_AGENTS).fetchone()
-    queue_count, delayed_count = db.execute(_COUNTS).fetchone()
+    busy = read_busy_agents(db)
     threads = [thread for (thread,) in db.execute(_SELECT_THREADS, {"limit": MAX_COUNTED_THREADS})]
-    tasks, task_count = read_open_tasks(db, MAX_LISTED_TASKS)
+    tasks, task_count = read_open_tasks(db, MAX_LISTED_TASKS, busy)
     return Snapshot(
         seq=seq,
         paused=bool(db.execute(SELECT_PAUSED).fetchone()[0]),
@@ -259,10 +253,10 @@ def read_snapshot(db: Connection, upto: int | None = None) -> Snapshot | None:
         agent_count=agent_count,
         threads=_threads(db, threads),
         thread_count=len(threads),
-        queues=_queues(db),
-        queue_count=int(queue_count),
+        queues=_queues(db, ids_with_mail(busy)),
+        queue_count=sum(agent.waiting for agent in busy if agent.id != PERSON),
         delayed=_messages(db, _DELAYED),
-        delayed_count=int(delayed_count),
+        delayed_count=sum(agent.delayed for agent in busy),
         open_questions=read_open_questions(db, None, MAX_LISTED),
         question_count=count_open_questions(db),
         tasks=tasks,
@@ -292,9 +286,10 @@ def _threads(db: Connection, threads: Sequence[str]) -> list[Thread]:
     ]
 
 
-def _queues(db: Connection) -> list[Message]:
-    ids = sorted(agent_id for (agent_id,) in db.execute(_SELECT_WITH_MAIL))[:MAX_LISTED]
-    return [to_message(row) for row in db.execute(_QUEUES, {"ids": json_keys(ids), "limit": MAX_LISTED})]
+def _queues(db: Connection, ids: Sequence[str]) -> list[Message]:
+    """`ids`: all agents with mail."""
+    first = json_keys(sorted(ids)[:MAX_LISTED])
+    return [to_message(row) for row in db.execute(_QUEUES, {"ids": first, "limit": MAX_LISTED})]
 
 
 def _messages(db: Connection, sql: str) -> list[Message]:

@@ -10,12 +10,13 @@ messages of tasks that are not done, what delayed and recurring messages refer t
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,11 +27,16 @@ from coterie.stores.sql.rows import Connection, get_meta, json_keys, set_meta
 from coterie.stores.sql.text_index import DeletedMessage, remove_from_index
 from coterie.stores.sql.unit_of_work import UnitOfWork
 
+T = TypeVar("T")
+
 READ_ROWS = 500
 """Rows that one read looks at."""
 DELETED_ROWS = 50
-"""Rows with many indexes that one transaction deletes: about 3 ms."""
+"""Rows that one transaction deletes at most, with their entries in many indexes."""
 DELETED_EVENTS = 500
+FEWEST_ROWS = 5
+STEP_SECONDS = 0.0015
+"""Intended length of the statements of one transaction. Its commit takes about as long again."""
 FULL_PASS_INTERVAL = timedelta(days=1)
 """A run continues where the last one ended. So often it starts at the oldest rows, for those that were needed then."""
 _LAST_TURN_ROWS = 10_000
@@ -156,6 +162,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Write:
+    table: str
     run: Callable[[Connection, UnitOfWork], Pruned]
     expected: Pruned
     """What it deletes if nothing has changed since the read before it."""
@@ -193,6 +200,27 @@ class Positions(msgspec.Struct):
     model_calls: int = 0
 
 
+class StepSize:
+    """How many rows the next transaction deletes, by table, so that it takes about `STEP_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+
+    def __getitem__(self, table: str) -> int:
+        return self._rows.get(table, min(FEWEST_ROWS, _most_rows(table)))
+
+    def record(self, table: str, seconds: float) -> None:
+        """Adapt the number to the time that a transaction with so many rows took."""
+        if seconds > 1.5 * STEP_SECONDS:
+            self._rows[table] = max(min(FEWEST_ROWS, self[table]), self[table] // 2)
+        elif seconds < STEP_SECONDS / 2:
+            self._rows[table] = min(_most_rows(table), self[table] * 2)
+
+
+def _most_rows(table: str) -> int:
+    return DELETED_EVENTS if table == "events" else DELETED_ROWS
+
+
 @dataclass(slots=True)
 class PruneRun:
     """One run at the time `now`, in ms. A dry run reads as a real one, takes each step as done and changes nothing."""
@@ -207,6 +235,7 @@ class PruneRun:
     _messages: Counter[str] = field(default_factory=Counter)
     """By task: messages that a dry run counts as deleted."""
     _tasks: set[str] = field(default_factory=set)
+    _sizes: StepSize = field(default_factory=StepSize)
 
     def steps(self) -> Steps:
         """Yield the steps in order; the caller sends each one's result back."""
@@ -224,7 +253,7 @@ class PruneRun:
         positions.tasks = yield from self._prune_tasks(before, positions.tasks)
         positions.model_calls = yield from self._prune_model_calls(before, positions.model_calls)
         yield from self._prune_schedules(before)
-        yield Write(partial(_store_positions, positions=positions), Pruned())
+        yield Write("meta", partial(_store_positions, positions=positions), Pruned())
 
     async def execute(
         self, read: Callable[..., Awaitable[Any]], write: Callable[..., Awaitable[Pruned]]
@@ -244,7 +273,13 @@ class PruneRun:
             elif self.dry_run:
                 yield step.expected
             else:
-                yield await write(step.run, touches=step.touches)
+                yield await write(partial(self._run_timed, step), touches=step.touches)
+
+    def _run_timed(self, step: Write, db: Connection, uow: UnitOfWork) -> Pruned:
+        began = time.perf_counter()
+        deleted = step.run(db, uow)
+        self._sizes.record(step.table, time.perf_counter() - began)
+        return deleted
 
     def _before(self, age: timedelta) -> int:
         return self.now - age // _MS
@@ -259,24 +294,26 @@ class PruneRun:
     def _prune_events(self, before: int) -> Steps:
         after = 0
         while True:
-            rows = yield _read(_SELECT_EVENTS, after=after, limit=DELETED_EVENTS + 1)
+            limit = self._sizes["events"]
+            rows = yield _read(_SELECT_EVENTS, after=after, limit=limit + 1)
             # The last row read is the newest event, or is read again as the first of the next step.
-            old = [seq for seq, at in rows[:DELETED_EVENTS] if at < before]
+            old = [seq for seq, at in rows[:limit] if at < before]
             old = old[: len(rows) - 1]
             if not old:
                 return
             after = old[-1]
-            yield Write(partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after), Pruned(events=len(old)))
-            if len(old) < DELETED_EVENTS:
+            delete = partial(_delete, kind="events", sql=_DELETE_EVENTS, upto=after)
+            yield Write("events", delete, Pruned(events=len(old)))
+            if len(old) < limit:
                 return
 
     def _prune_dead(self, before: int) -> Steps:
         after = 0
-        while rows := (yield _read(_SELECT_DEAD, after=after, limit=DELETED_ROWS)):
+        while rows := (yield _read(_SELECT_DEAD, after=after, limit=self._sizes["dead"])):
             after = rows[-1][0]
             if ids := [message_id for _, message_id, created_at in rows if created_at < before]:
                 delete = partial(_delete_dead, ids=json_keys(ids), before=before)
-                yield Write(delete, Pruned(messages=len(ids)))
+                yield Write("dead", delete, Pruned(messages=len(ids)))
 
     def _prune_histories(self, before: int) -> Steps:
         after = ""
@@ -293,7 +330,7 @@ class PruneRun:
         """`upto`: the last row that a summary stands for. `turn_no`: the newest turn."""
         seq, last_turn = 0, 0
         find = partial(_find_old_turns, agent_id=agent_id, before=before, upto=upto, newest_turn=turn_no)
-        while old := (yield Read(partial(find, after=seq))):
+        while old := (yield Read(partial(find, after=seq, limit=self._sizes["history"]))):
             expected = Pruned(history=old.rows)
             if self.dry_run:
                 bounds = {"agent_id": agent_id, "after": last_turn, "turn_no": old.turn_no}
@@ -301,7 +338,7 @@ class PruneRun:
                 expected = Pruned(history=old.rows, plans=plans, calls=calls)
             self._history[agent_id] = old.seq
             seq, last_turn = old.seq, old.turn_no
-            yield Write(partial(_delete_turns, old=old), expected, (agent_id,))
+            yield Write("history", partial(_delete_turns, old=old), expected, (agent_id,))
 
     def _prune_messages(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
         """Return the position of the last message that was looked at."""
@@ -312,12 +349,11 @@ class PruneRun:
                 for _, message_id, _, task, agent_id, history_seq, is_deletable in old
                 if is_deletable and (agent_id is None or history_seq <= self._history.get(agent_id, 0))
             ]
-            for part in _parts(found):
+            for part in self._parts("messages", found):
                 self._messages.update(task for _, task in part)
                 ids = json_keys(message_id for message_id, _ in part)
-                yield Write(
-                    partial(_delete_messages, ids=ids, before=before), Pruned(messages=len(part)), touches=(PERSON,)
-                )
+                delete = partial(_delete_messages, ids=ids, before=before)
+                yield Write("messages", delete, Pruned(messages=len(part)), touches=(PERSON,))
             after = old[-1][0] if old else after
             if len(old) < len(rows):
                 return after
@@ -333,9 +369,10 @@ class PruneRun:
                 for _, task_id, _, turns, is_deletable, messages in old
                 if is_deletable and task_id not in busy and messages <= (self._messages[task_id] if self.dry_run else 0)
             ]
-            for part in _parts(found):
+            for part in self._parts("tasks", found):
                 self._tasks.update(task_id for task_id, _ in part)
                 yield Write(
+                    "tasks",
                     partial(_delete_tasks, ids=json_keys(task_id for task_id, _ in part), before=before),
                     Pruned(tasks=len(part), turns=sum(turns for _, turns in part)),
                 )
@@ -345,22 +382,29 @@ class PruneRun:
         return after
 
     def _prune_model_calls(self, before: int, after: int) -> Generator[Read | Write | Wait, Any, int]:
-        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=DELETED_ROWS)):
+        while rows := (yield _read(_SELECT_MODEL_CALLS, after=after, before=before, limit=self._sizes["model_calls"])):
             upto = rows[-1][0]
             count = sum(1 for _, task, is_loose in rows if is_loose or task in self._tasks)
             if count:
                 delete = partial(_delete, kind="model_calls", sql=_DELETE_MODEL_CALLS, after=after, upto=upto)
-                yield Write(delete, Pruned(model_calls=count))
+                yield Write("model_calls", delete, Pruned(model_calls=count))
             after = upto + 1
         return after
 
     def _prune_schedules(self, before: int) -> Steps:
         after = ""
-        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=DELETED_ROWS)):
+        while rows := (yield _read(_SELECT_SCHEDULES, before=before, after=after, limit=self._sizes["schedules"])):
             ids = [schedule_id for (schedule_id,) in rows]
             after = ids[-1]
             delete = partial(_delete, kind="schedules", sql=_DELETE_SCHEDULES, ids=json_keys(ids))
-            yield Write(delete, Pruned(schedules=len(ids)))
+            yield Write("schedules", delete, Pruned(schedules=len(ids)))
+
+    def _parts(self, table: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Yield the rows of each transaction. Its size is read when the one before it has ended."""
+        start = 0
+        while part := rows[start : start + self._sizes[table]]:
+            start += len(part)
+            yield part
 
 
 _NEVER = 1 << 62
@@ -368,10 +412,6 @@ _NEVER = 1 << 62
 
 def _read(sql: str, **parameters: Any) -> Read:
     return Read(lambda db: db.execute(sql, parameters).fetchall())
-
-
-def _parts(rows: Sequence[Any]) -> Iterable[Sequence[Any]]:
-    return (rows[start : start + DELETED_ROWS] for start in range(0, len(rows), DELETED_ROWS))
 
 
 def _delete(db: Connection, _: UnitOfWork, *, kind: str, sql: str, **parameters: Any) -> Pruned:
@@ -385,9 +425,12 @@ def mark_pruned(db: Connection) -> None:
 
 
 def _find_old_turns(
-    db: Connection, *, agent_id: str, before: int, after: int, upto: int, newest_turn: int
+    db: Connection, *, agent_id: str, before: int, after: int, upto: int, newest_turn: int, limit: int
 ) -> _OldTurns | None:
-    """Return the next turns whose messages were all taken before `before` and that are in no part of a request."""
+    """Return the next turns whose messages were all taken before `before` and that are in no part of a request.
+
+    The turn that reaches `limit` rows is the last one.
+    """
     shown = db.execute(_SELECT_SHOWN_TURN, {"agent_id": agent_id, "upto": upto}).fetchone()
     end_turn = min(newest_turn, shown[0] if shown else _NEVER)
     bounds = {"agent_id": agent_id, "after": after, "upto": upto}
@@ -405,7 +448,7 @@ def _find_old_turns(
             break
         count, seq, turn_no = count + len(its_rows), its_rows[-1][0], turn
         in_seq = max(in_seq, *(position or 0 for *_, position in its_rows))
-        if count >= DELETED_ROWS:
+        if count >= limit:
             break
     return _OldTurns(agent_id, count, seq, turn_no, in_seq) if count else None
 

@@ -167,10 +167,10 @@ class SqlOverview(SqlDatabase):
     # Tasks
 
     async def tasks(self, page: Page, *, state: TaskState | None = None, agent: str | None = None) -> Sequence[Task]:
-        return await self._read(lambda db: task_queries.read_tasks(db, page, state, agent))
+        return await self._read(lambda db: task_queries.read_tasks(db, page, state, agent), in_snapshot=True)
 
     async def tasks_by_id(self, ids: Sequence[str]) -> Mapping[str, Task]:
-        return await self._read(lambda db: task_queries.read_tasks_by_id(db, ids)) if ids else {}
+        return await self._read(lambda db: task_queries.read_tasks_by_id(db, ids), in_snapshot=True) if ids else {}
 
     async def open_tasks(self, limit: int) -> tuple[Sequence[Task], int]:
         return await self._read(lambda db: task_queries.read_open_tasks(db, limit), in_snapshot=True)

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from coterie.clock import from_ms
-from coterie.messages import Message
+from coterie.messages import PERSON, Message
 from coterie.store import Page
 from coterie.stores.sql.rows import (
     IS_BUSY,
@@ -70,15 +70,15 @@ SELECT {_TASK_COLUMNS} FROM tasks
  ORDER BY seq DESC LIMIT :limit
 """
 _SELECT_BY_ID = f"SELECT {_TASK_COLUMNS} FROM tasks WHERE id IN (SELECT key FROM json_each(:ids))"
-# Tasks at work are found by what keeps them at work: agents with a turn, messages in mailboxes, short delays.
-_SELECT_BUSY_IDS = f"""
-SELECT task, other_tasks FROM agents WHERE task IS NOT NULL AND {IS_BUSY}
- UNION
-SELECT coalesce(messages.task, messages.id), NULL FROM agents CROSS JOIN messages
- WHERE agents.id <> 'user' AND agents.waiting > 0 AND {IS_BUSY} AND messages.recipient = agents.id
+_SELECT_BUSY_AGENTS = f"SELECT id, waiting, delayed, task, other_tasks FROM agents WHERE {IS_BUSY}"
+# Tasks at work are found by what keeps them at work: agents with a turn, messages in mailboxes, short delays. Agents
+# come first in the joins: few have waiting messages, and an index has those of one agent together.
+_SELECT_QUEUED_IDS = """
+SELECT coalesce(messages.task, messages.id) FROM agents CROSS JOIN messages
+ WHERE agents.id IN (SELECT key FROM json_each(:mailboxes)) AND messages.recipient = agents.id
    AND messages.in_seq > agents.taken_seq AND messages.state = 'pending'
  UNION
-SELECT coalesce(task, id), NULL FROM messages
+SELECT coalesce(task, id) FROM messages
  WHERE state = 'delayed' AND deliver_at - created_at < 60000 AND schedule_id IS NULL
 """
 _SELECT_WORKING = f"""
@@ -100,11 +100,10 @@ SELECT thread, count(*) FROM messages
  WHERE thread IS NOT NULL AND sender <> 'user' AND state = 'pending' AND delivered_at >= :since GROUP BY thread
 """
 _COUNT_QUESTIONED = "SELECT count(*) FROM tasks WHERE state = 'waiting'"
-# Tasks without a row: their first message waits for an agent, and nothing else is there. Agents come first in the join:
-# few have waiting messages, and an index has those of one agent together.
+# Tasks without a row: their first message waits for an agent, and nothing else is there.
 _FROM_MAILBOXES = f"""
   FROM agents CROSS JOIN messages
- WHERE agents.id <> 'user' AND agents.waiting > 0 AND {IS_BUSY} AND messages.recipient = agents.id
+ WHERE agents.id IN (SELECT key FROM json_each(:mailboxes)) AND messages.recipient = agents.id
    AND messages.in_seq > agents.taken_seq AND {IS_WAITING_TASK}
 """
 _WAITING_COLUMNS = """
@@ -113,7 +112,7 @@ CAST(messages.payload AS BLOB)
 """
 _SELECT_WAITING = f"""
 SELECT {_WAITING_COLUMNS} {_FROM_MAILBOXES}
-   AND messages.seq < :before AND (:agent IS NULL OR messages.recipient = :agent)
+   AND messages.seq < :before
  ORDER BY messages.seq DESC LIMIT :limit
 """
 _SELECT_WAITING_BY_ID = f"""
@@ -124,11 +123,12 @@ WAITING_SEQ = 1 << 52
 """Added to the number of the first message of a task without a row: listings have such tasks before all others."""
 _COUNT_BY_STATE = "SELECT state, count(*) FROM tasks GROUP BY state"
 # Agents with an open turn for these tasks, and whether they have ended one for the same task.
-_SELECT_OPEN_TURNS = f"""
+_SELECT_OPEN_TURNS = """
 SELECT task, id, state,
        CASE WHEN EXISTS (SELECT 1 FROM turns WHERE turns.task = agents.task AND turns.agent_id = agents.id)
             THEN 1 ELSE 0 END
-  FROM agents WHERE task IN (SELECT key FROM json_each(:ids)) AND {IS_BUSY} ORDER BY turn_began, id
+  FROM agents WHERE id IN (SELECT key FROM json_each(:agents)) AND task IN (SELECT key FROM json_each(:ids))
+ ORDER BY turn_began, id
 """
 _SELECT_MESSAGES = """
 SELECT id, cause, sender, recipient, CAST(payload AS BLOB), state, created_at, delivered_at, taken_at, automatic,
@@ -194,47 +194,80 @@ class _TaskRow(NamedTuple):
     """Agents that have ended a turn for it."""
 
 
-def read_tasks(db: Connection, page: Page, state: TaskState | None, agent: str | None) -> list[Task]:
-    """Return tasks, newest first: those whose first message waits, then the others."""
+class BusyAgent(NamedTuple):
+    """An agent, or the person, with mail or a turn. Columns of `_SELECT_BUSY_AGENTS`."""
+
+    id: str
+    waiting: int
+    delayed: int
+    task: str | None
+    other_tasks: str | None
+
+
+def read_busy_agents(db: Connection) -> list[BusyAgent]:
+    """Read them once for all queries of a snapshot: without an index, PostgreSQL reads the whole table."""
+    return [BusyAgent._make(row) for row in db.execute(_SELECT_BUSY_AGENTS)]
+
+
+def ids_with_mail(busy: Sequence[BusyAgent]) -> list[str]:
+    return [agent.id for agent in busy if agent.waiting and agent.id != PERSON]
+
+
+def read_tasks(
+    db: Connection,
+    page: Page,
+    state: TaskState | None,
+    agent: str | None,
+    busy: Sequence[BusyAgent] | None = None,
+) -> list[Task]:
+    """Return tasks, newest first: those whose first message waits, then the others. Call it in a snapshot.
+
+    `busy`: all busy agents, if they are known.
+    """
     tasks = list[Task]()
+    busy = read_busy_agents(db) if busy is None else busy
+    mailboxes = json_keys(agent_id for agent_id in ids_with_mail(busy) if agent in (None, agent_id))
     if state in (None, "working") and (page.before is None or page.before > WAITING_SEQ):
         before = (page.before or 2 * WAITING_SEQ) - WAITING_SEQ
-        rows = db.execute(_SELECT_WAITING, {"before": before, "agent": agent, "limit": page.limit})
+        rows = db.execute(_SELECT_WAITING, {"before": before, "mailboxes": mailboxes, "limit": page.limit})
         tasks = [_to_waiting_task(row) for row in rows]
     if len(tasks) == page.limit:
         return tasks
     before = page.before or LAST_SEQ
     parameters = {"before": before, "state": state, "agent": agent, "limit": page.limit - len(tasks)}
     if agent is not None:
-        return tasks + _to_tasks(db, db.execute(_SELECT_TASKS_OF, parameters).fetchall())
+        return tasks + _to_tasks(db, db.execute(_SELECT_TASKS_OF, parameters).fetchall(), busy)
     match state:
         case "working":
-            rows = db.execute(_SELECT_WORKING, parameters | {"ids": _busy_ids(db)})
+            rows = db.execute(_SELECT_WORKING, parameters | {"ids": _busy_ids(db, busy)})
         case "waiting" | "failed" | "stopped":
             rows = db.execute(_SELECT_RARE, parameters)
         case _:
             rows = db.execute(_SELECT_TASKS, parameters)
-    return tasks + _to_tasks(db, rows.fetchall())
+    return tasks + _to_tasks(db, rows.fetchall(), busy)
 
 
-def read_open_tasks(db: Connection, limit: int) -> tuple[list[Task], int]:
-    """Return the newest tasks that work or wait for the person, and the number of all."""
-    page = Page(limit=limit)
-    tasks = read_tasks(db, page, "working", None) + read_tasks(db, page, "waiting", None)
+def read_open_tasks(db: Connection, limit: int, busy: Sequence[BusyAgent] | None = None) -> tuple[list[Task], int]:
+    """Return the newest tasks that work or wait for the person, and the number of all. Call it in a snapshot."""
+    page, busy = Page(limit=limit), read_busy_agents(db) if busy is None else busy
+    tasks = read_tasks(db, page, "working", None, busy) + read_tasks(db, page, "waiting", None, busy)
     (waiting,) = db.execute(_COUNT_QUESTIONED).fetchone()
-    return sorted(tasks, key=lambda task: -task.seq)[:limit], _count_working(db) + waiting
+    (with_row,) = db.execute(_COUNT_WORKING, {"ids": _busy_ids(db, busy)}).fetchone()
+    return sorted(tasks, key=lambda task: -task.seq)[:limit], with_row + _count_waiting(db, busy) + waiting
 
 
-def _count_working(db: Connection) -> int:
-    (with_row,) = db.execute(_COUNT_WORKING, {"ids": _busy_ids(db)}).fetchone()
-    (without_row,) = db.execute(_COUNT_WAITING).fetchone()
-    return int(with_row + without_row)
+def _count_waiting(db: Connection, busy: Sequence[BusyAgent]) -> int:
+    return int(db.execute(_COUNT_WAITING, {"mailboxes": json_keys(ids_with_mail(busy))}).fetchone()[0])
 
 
-def _busy_ids(db: Connection) -> str:
+def _busy_ids(db: Connection, busy: Sequence[BusyAgent]) -> str:
     """Return the ids of all tasks that may be at work, for `json_each`."""
-    found = db.execute(_SELECT_BUSY_IDS).fetchall()
-    return json_keys(task for own, others in found for task in (own, *(others.split() if others else ())))
+    queued = db.execute(_SELECT_QUEUED_IDS, {"mailboxes": json_keys(ids_with_mail(busy))})
+    ids = {task_id for (task_id,) in queued}
+    for agent in busy:
+        if agent.task is not None:
+            ids |= {agent.task, *(agent.other_tasks or "").split()}
+    return json_keys(ids)
 
 
 def read_away(db: Connection, since: int, limit: int) -> Away:
@@ -242,8 +275,9 @@ def read_away(db: Connection, since: int, limit: int) -> Away:
 
     def read(state: TaskState) -> list[Task]:
         rows = db.execute(_SELECT_SINCE, {"since": since, "state": state, "limit": limit})
-        return _to_tasks(db, rows.fetchall())
+        return _to_tasks(db, rows.fetchall(), busy)
 
+    busy = read_busy_agents(db)
     return Away(
         finished=read("done"),
         failed=read("failed"),
@@ -260,7 +294,8 @@ def read_with_messages(db: Connection, task_id: str, after: int) -> tuple[Task |
 
 
 def read_tasks_by_id(db: Connection, ids: Sequence[str]) -> dict[str, Task]:
-    tasks = {task.id: task for task in _to_tasks(db, db.execute(_SELECT_BY_ID, {"ids": json_keys(ids)}).fetchall())}
+    stored = db.execute(_SELECT_BY_ID, {"ids": json_keys(ids)}).fetchall()
+    tasks = {task.id: task for task in _to_tasks(db, stored, read_busy_agents(db) if stored else ())}
     if missing := [task_id for task_id in ids if task_id not in tasks]:
         rows = db.execute(_SELECT_WAITING_BY_ID, {"ids": json_keys(missing)})
         tasks |= {task.id: task for task in map(_to_waiting_task, rows)}
@@ -269,7 +304,7 @@ def read_tasks_by_id(db: Connection, ids: Sequence[str]) -> dict[str, Task]:
 
 def count_by_state(db: Connection) -> dict[str, int]:
     counts: dict[str, int] = dict(db.execute(_COUNT_BY_STATE).fetchall())
-    if waiting := db.execute(_COUNT_WAITING).fetchone()[0]:
+    if waiting := _count_waiting(db, read_busy_agents(db)):
         counts["working"] = counts.get("working", 0) + waiting
     return counts
 
@@ -377,13 +412,14 @@ def _turn_state(outcome: TurnState | None, agent_state: str | None) -> TurnState
     return "working"
 
 
-def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]]) -> list[Task]:
+def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]], busy: Sequence[BusyAgent]) -> list[Task]:
     found = [_TaskRow._make(row) for row in rows]
+    ids = {row.id for row in found}
     active: dict[str, list[str]] = {}
     beginners: Counter[str] = Counter()
-    if found:
+    if agents := [agent.id for agent in busy if agent.task in ids]:
         for task, agent_id, state, has_ended_turn in db.execute(
-            _SELECT_OPEN_TURNS, {"ids": json_keys(row.id for row in found)}
+            _SELECT_OPEN_TURNS, {"ids": json_keys(ids), "agents": json_keys(agents)}
         ):
             if state in _WORKING_STATES:
                 active.setdefault(task, []).append(agent_id)

@@ -7,7 +7,8 @@ that the index returns, so the index may return too many messages, but never too
 
 Messages are indexed in the background, in the order of `seq` and up to a position stored in `meta`. A search reads
 later messages one by one. Deleting a message deletes its entry in the same transaction: on SQLite by
-`remove_from_index`, on PostgreSQL by a trigger.
+`remove_from_index`, on PostgreSQL by a trigger. If SQLite has to remove many entries, it does so in later transactions.
+A search shows none of them meanwhile, because it reads the messages that the index returns.
 """
 
 from __future__ import annotations
@@ -46,9 +47,19 @@ SELECT seq, sender, recipient, CAST(payload AS BLOB), created_at FROM messages
 _SELECT_STORED = "SELECT seq FROM messages WHERE seq > :after AND seq <= :upto"
 # SQLite only
 _REMOVE = "INSERT INTO message_grams (message_grams, rowid, grams) VALUES ('delete', :seq, :grams)"
+REMOVED_ENTRIES = 50
+"""Entries that one transaction removes. If more messages are deleted at once, all are left to later transactions."""
+_QUEUE_REMOVAL = """
+INSERT INTO index_removals (seq, sender, recipient, payload)
+VALUES (:seq, :sender, :recipient, CAST(:payload AS TEXT))
+"""
+_SELECT_QUEUED = "SELECT seq, sender, recipient, CAST(payload AS BLOB) FROM index_removals ORDER BY seq LIMIT :limit"
+_DELETE_QUEUED = "DELETE FROM index_removals WHERE seq = :seq"
 MERGED_PAGES = 16
 """Pages of SQLite's index that one step merges: a few milliseconds."""
-MERGE = f"INSERT INTO message_grams (message_grams, rank) VALUES ('merge', {MERGED_PAGES})"
+REMOVALS_PER_PAGE = 3
+"""Removed entries that make it necessary to merge about one page."""
+MERGE = "INSERT INTO message_grams (message_grams, rank) VALUES ('merge', :pages)"
 
 
 class DeletedMessage(NamedTuple):
@@ -143,22 +154,47 @@ def add_to_index(db: Connection, sql: str, batch: Batch) -> bool:
     return True
 
 
+class Removal(NamedTuple):
+    """An entry that is to be removed: what SQLite's index has of the message."""
+
+    seq: int
+    grams: str
+
+
 def remove_from_index(db: Connection, deleted: Iterable[DeletedMessage]) -> None:
-    """Delete the entries of deleted messages. PostgreSQL has a trigger for it.
+    """Remove the entries of deleted messages, or queue them for `remove_queued`. PostgreSQL has a trigger for it.
 
     SQLite's index stores no texts: it must be told what it has of a message.
     """
     if not isinstance(db, sqlite3.Connection):
         return
     position = read_position(db)
-    entries = [
-        {"seq": one.seq, "grams": make_grams(one.sender, one.recipient, one.payload)}
-        for one in deleted
-        if one.seq <= position
-    ]
-    if entries:
-        db.executemany(_REMOVE, entries)
-        db.execute(MERGE)
+    indexed = [one for one in deleted if one.seq <= position]
+    if len(indexed) > REMOVED_ENTRIES:
+        db.executemany(_QUEUE_REMOVAL, [one._asdict() for one in indexed])
+    elif indexed:
+        _remove(db, [_to_removal(one) for one in indexed])
+
+
+def read_queued(db: sqlite3.Connection) -> list[Removal]:
+    """The entries that should be removed next."""
+    return [_to_removal(DeletedMessage(*row)) for row in db.execute(_SELECT_QUEUED, {"limit": REMOVED_ENTRIES})]
+
+
+def remove_queued(db: sqlite3.Connection, removals: Sequence[Removal]) -> None:
+    """Remove these entries, without those that were removed since `read_queued`."""
+    queued = [one for one in removals if db.execute(_DELETE_QUEUED, {"seq": one.seq}).rowcount]
+    if queued:
+        _remove(db, queued)
+
+
+def _to_removal(deleted: DeletedMessage) -> Removal:
+    return Removal(deleted.seq, make_grams(deleted.sender, deleted.recipient, deleted.payload))
+
+
+def _remove(db: sqlite3.Connection, removals: Sequence[Removal]) -> None:
+    db.executemany(_REMOVE, [one._asdict() for one in removals])
+    db.execute(MERGE, {"pages": min(MERGED_PAGES, 1 + len(removals) // REMOVALS_PER_PAGE)})
 
 
 def _read_text(payload: bytes | str) -> str:

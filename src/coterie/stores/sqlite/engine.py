@@ -31,7 +31,7 @@ from coterie.stores.sql.rows import (
 )
 from coterie.stores.sql.session import SqliteSession
 from coterie.stores.sql.store import SqlStore
-from coterie.stores.sql.text_index import read_batch, read_position
+from coterie.stores.sql.text_index import read_batch, read_position, read_queued
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.stores.sqlite.connection import (
     DATABASE_ERRORS,
@@ -47,7 +47,7 @@ from coterie.stores.sqlite.connection import (
     to_store_error,
     version_warnings,
 )
-from coterie.stores.sqlite.search import index_batch, merge_segments, search
+from coterie.stores.sqlite.search import index_batch, merge_segments, remove_batch, search
 from coterie.stores.sqlite.writer import Writer, rewrite_file
 from coterie.supervision import Shutdown
 from coterie.text import one_line
@@ -61,8 +61,8 @@ DATABASE = "coterie.db"
 READERS = 2
 FREE_PART = 0.1
 """Part of the file that may be free pages."""
-RELEASED_PAGES = 128
-"""Free pages that one transaction gives back: some milliseconds."""
+RELEASED_PAGES = 32
+"""Free pages that one transaction gives back: one or two milliseconds."""
 SMALL_FILE_BYTES = 64 << 20
 """A file of an older version up to this size is rewritten at its first start: it takes less than a second."""
 _INCREMENTAL = 2
@@ -189,9 +189,26 @@ class SqliteStore(SqlStore):
     async def search(self, words: str, page: Page, agent_id: str | None = None) -> Sequence[Message]:
         return await self._read(lambda db: search(db, words, page, agent_id), in_snapshot=True)
 
+    async def clear_thread(self, agent_id: str) -> int:
+        deleted = await super().clear_thread(agent_id)
+        # If the process stops meanwhile, `index_messages` removes the rest.
+        while await self._remove_queued():
+            pass
+        return deleted
+
+    async def _remove_queued(self) -> bool:
+        """Remove some entries of deleted messages from the text index. False: there are no more."""
+        if not (removals := await self._read(read_queued)):
+            return False
+        await self._write(lambda db: remove_batch(db, removals), alone=True, durable=False)
+        self._has_segments_to_merge = True
+        return True
+
     async def index_messages(self) -> bool:
         if self._has_segments_to_merge:
             self._has_segments_to_merge = await self._write(merge_segments, alone=True, durable=False)
+            return True
+        if await self._remove_queued():
             return True
         batch = await self._read(lambda db: read_batch(db, read_position(db)), in_snapshot=True)
         if batch is None:
@@ -254,6 +271,7 @@ class SqliteStore(SqlStore):
     ) -> asyncio.Future[Any]:
         if self._writer is None:
             raise StoreError("this society was opened for reading only")
+        self._write_count += not alone
         return self._writer.write(run, on_settled, small=small, durable=durable, alone=alone)
 
     def _transact(

@@ -411,6 +411,14 @@ CREATE VIRTUAL TABLE message_grams USING fts5 (
 INSERT INTO message_grams (message_grams, rank) VALUES ('automerge', 0);
 INSERT INTO message_grams (message_grams, rank) VALUES ('crisismerge', 1000);
 
+-- Deleted messages whose entries are still in the text index. FTS5 needs their texts to remove the entries.
+CREATE TABLE index_removals (
+    seq       INTEGER PRIMARY KEY,
+    sender    TEXT NOT NULL,
+    recipient TEXT NOT NULL,
+    payload   TEXT NOT NULL
+) STRICT;
+
 -- Addresses that get a POST when a task changes.
 CREATE TABLE push_configs (
     task     TEXT NOT NULL REFERENCES tasks (id) ON DELETE CASCADE,

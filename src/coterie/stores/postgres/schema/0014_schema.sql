@@ -411,6 +411,14 @@ $$;
 CREATE TRIGGER messages_text_index AFTER DELETE ON messages REFERENCING OLD TABLE AS deleted
     FOR EACH STATEMENT EXECUTE FUNCTION remove_from_text_index();
 
+-- Used on SQLite only: there the entries of a cleared conversation are removed later. `verify` reads it on both engines.
+CREATE TABLE index_removals (
+    seq       BIGINT PRIMARY KEY,
+    sender    TEXT COLLATE "C" NOT NULL,
+    recipient TEXT COLLATE "C" NOT NULL,
+    payload   TEXT COLLATE "C" NOT NULL
+);
+
 -- Addresses that get a POST when a task changes.
 CREATE TABLE push_configs (
     task     TEXT COLLATE "C" NOT NULL REFERENCES tasks (id) ON DELETE CASCADE,
