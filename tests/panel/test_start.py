@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import ViewportSize, expect
 
 from coterie.testing import ModelServer
 from tests.panel import newcomer, ui
-from tests.panel.harness import PHONE, Panel, without_model
+from tests.panel.harness import PHONE, WIDE, Panel, without_model
 
 WORDS = {
     "en-US": {
@@ -63,14 +63,19 @@ async def test_the_path_from_the_first_start_to_a_stopped_task_needs_nothing_twi
     assert len(path.typed) == len(set(path.typed)) == 3
 
 
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 @pytest.mark.parametrize("locale", newcomer.WORDS)
-async def test_a_phone_shows_one_hint_to_connect_a_model(panel: Panel, locale: str) -> None:
+async def test_one_hint_to_connect_a_model_is_shown(panel: Panel, locale: str, size: ViewportSize) -> None:
     await without_model(panel)
-    page = await panel.open(locale=locale, viewport=PHONE)
-    await expect(page.get_by_test_id("start-card")).to_be_visible()
-    await expect(page.get_by_test_id("banner-tour")).to_be_hidden()
-    await page.get_by_test_id("start-card").get_by_role("button").click()
-    await expect(page.get_by_test_id("banner-tour")).to_be_visible()
+    page = await panel.open(locale=locale, viewport=size)
+    card, banner = page.get_by_test_id("start-card"), page.get_by_test_id("banner-tour")
+    await expect(card).to_be_visible()
+    await expect(banner).to_be_hidden()
+    words = await card.get_by_role("link").inner_text()
+    await expect(page.get_by_text(words, exact=True).filter(visible=True)).to_have_count(1)
+    await card.get_by_role("button").click()
+    await expect(banner).to_be_visible()
+    await expect(page.get_by_text(words, exact=True).filter(visible=True)).to_have_count(1)
 
 
 async def test_a_service_that_answered_real_requests_is_not_called_untested(panel: Panel) -> None:
