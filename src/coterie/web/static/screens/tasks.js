@@ -130,7 +130,7 @@ function row(task, stop) {
     h(
       'a',
       { class: 'item-link', href: taskPath(task.id) },
-      h('span', { class: 'item-head' }, stateTag(task.state), h('span', { dir: 'auto', text: `${who(task.from)} → ${who(task.agent)}` }), when(task.createdAt)),
+      h('span', { class: 'item-head' }, stateTag(task.state), h('span', { dir: 'auto', text: `${who(task.from)} → ${who(task.to)}` }), when(task.createdAt)),
       h('span', { class: 'item-text clamp', dir: 'auto', text: task.text || t('noText') }),
     ),
     h('p', { class: 'item-foot' }, h('span', { class: 'meta', text: [taskWords(task), tokens > 0 && many('tokens', tokens, roughly(tokens))].filter(Boolean).join(' · ') }),
