@@ -5,7 +5,7 @@ import { button, empty, fill, h, setText } from '../dom.js';
 import { clockTime, count, dayAndTime, duration, many, money, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath } from '../router.js';
-import { budgetOf, everySecond, isOpenTask, now, on, PERSON, state, textOf, touch } from '../state.js';
+import { budgetOf, everySecond, isOpenTask, now, on, PERSON, state, textOf, touch, unmarked } from '../state.js';
 import { continueTask, costWords, stopButton, taskPath, taskWords } from '../task_line.js';
 import { busy, failed, table } from './parts.js';
 import { stateTag } from './tasks.js';
@@ -102,7 +102,7 @@ function header(task) {
     }
     fill(
       about,
-      h('h2', { class: 'clamp', dir: 'auto', text: now.text || t('noText') }),
+      h('h2', { class: 'clamp', dir: 'auto', text: unmarked(now.text) || t('noText') }),
       h('p', { class: 'item-head', 'data-testid': 'task-state' }, stateTag(now.state), h('span', { dir: 'auto', text: `${who(now.from)} → ${who(now.to)}` }), h('span', { class: 'meta', text: dayAndTime(now.createdAt) })),
       h('p', { class: 'meta', 'data-testid': 'task-words', text: taskWords(now) }),
       h('dl', { class: 'pairs', 'data-testid': 'task-figures' }, figures(now).map(([key, value]) => [h('dt', {}, t(key)), h('dd', {}, value)])),
