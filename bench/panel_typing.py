@@ -35,11 +35,14 @@ LIMITS = {
     "typing in a thread of 5,000 messages: p95": ("ms", 50.0),
     "typing while a reply is written: median": ("ms", 34.0),
     "typing while a reply is written: p95": ("ms", 50.0),
-    "JS heap after 20 conversations and every screen": ("MB", 16.0),
+    "JS heap after 20 conversations and every screen": ("MB", 8.0),
     "JS heap: growth over 8 repeats": ("MB", 0.5),
     "DOM nodes: growth over 8 repeats": ("nodes", 500.0),
 }
-"""Unit and highest value of each figure that has a limit. Two frames are 33 ms."""
+"""Unit and highest value of each figure that has a limit. Two frames are 33 ms.
+
+The heap grows by the machine code that the browser compiles: 0.3 MB, and 2 KB of objects, measured by heap snapshots.
+"""
 WORSE = {"ms": 1.25, "MB": 1.1}
 """Highest ratio to the other side, by unit: more than what the same code differs by from run to run."""
 WATCH_KEYS = """() => {
