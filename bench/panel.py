@@ -1,4 +1,4 @@
-"""The panel in a real browser: time to first paint, scrolling, and load with twenty streaming agents.
+"""The panel in a real browser: first paint, scrolling, twenty streaming agents, response times, typing and memory.
 
 Needs Chromium, like the panel's tests; `./dev test` installs it.
 """
@@ -14,100 +14,15 @@ from playwright.async_api import Browser, CDPSession, Page
 from tests.panel import chromium
 from tests.panel.harness import Panel, open_panel
 
-from bench import panel_moments
+from bench import panel_moments, panel_typing
+from bench.panel_frames import ALL_OF_IT, EMPTY_SCROLLS, FRAMES, JUMPS, SECONDS, TOKENS, opened, scrolled
 from bench.report import Report, percentile
 from coterie.testing import Says
 
 ROUNDS = 3
 MANY = 5_000
-AGENTS, TOKENS, SECONDS = 20, 50, 12
-WHEEL = 100
-"""Pixels per turn of the mouse wheel."""
-
-PAINTS = """
-window.shifts = 0;
-new PerformanceObserver(list => list.getEntries().forEach(
-    one => { if (!one.hadRecentInput) window.shifts += one.value; })).observe({type: 'layout-shift', buffered: true});
-"""
-FIRST = """async () => {
-  const until = async holds => { while (!holds()) await new Promise(requestAnimationFrame); return performance.now(); };
-  const painted = () => performance.getEntriesByName('first-contentful-paint')[0];
-  const usable = await until(() => document.querySelector('#composer'));
-  await until(painted);
-  await until(() => document.documentElement.dataset.ready === '' && performance.now() > usable + 1000);
-  return [painted().startTime, usable, window.shifts];
-}"""
-ALL_OF_IT = """() => import('/static/state.js').then(state => state.loadAround('ada', 'all of it'))"""
-TO_END = """() => { const box = document.querySelector('.thread'); box.scrollTop = box.scrollHeight; }"""
-SEEN = """
-  const box = document.querySelector('.thread');
-  const feed = box.querySelector('[role=feed]');
-  // Every point down the middle of the window lies on some article. Between two of them there may be a part of a pixel:
-  // they stand at whole pixels and are not always as high.
-  const blank = () => {
-    const {top, bottom, left, width} = box.getBoundingClientRect();
-    const shown = [...feed.querySelectorAll('article')].map(one => one.getBoundingClientRect());
-    const at = y => shown.some(one => one.top - 1 <= y && one.bottom + 1 >= y);
-    return ![.1, .5, .9].every(share => at(top + (bottom - top) * share));
-  };
-"""
-SCROLLS = (
-    "async ms => {"
-    + SEEN
-    + """
-  const frames = []; let nodes = 0, articles = 0, blanks = 0, last = performance.now();
-  const end = last + ms;
-  while (performance.now() < end) {
-    await new Promise(requestAnimationFrame);
-    const now = performance.now();
-    frames.push(now - last); last = now;
-    if (frames.length % 10) continue;
-    nodes = Math.max(nodes, document.querySelectorAll('*').length);
-    articles = Math.max(articles, feed.querySelectorAll('article').length);
-    blanks += blank();
-  }
-  return {frames, nodes, articles, blanks, top: box.scrollTop};
-}"""
-)
+AGENTS = 20
 EMPTY = "<div class='thread' style='height:100vh;overflow:auto'><div style='height:9999vh'></div></div>"
-EMPTY_SCROLLS = """async ms => {
-  const frames = []; let last = performance.now();
-  const end = last + ms;
-  while (last < end) {
-    await new Promise(requestAnimationFrame);
-    const now = performance.now();
-    frames.push(now - last); last = now;
-  }
-  return {frames};
-}"""
-JUMPS = (
-    "async count => {"
-    + SEEN
-    + """
-  const frame = () => new Promise(requestAnimationFrame);
-  const took = [];
-  for (let n = 0; n < count; n += 1) {
-    const start = performance.now();
-    box.scrollTop = (n * 0.618 % 1) * (box.scrollHeight - box.clientHeight);
-    do await frame(); while (blank() && performance.now() < start + 5000);
-    await new Promise(done => setTimeout(done));
-    took.push(performance.now() - start);
-  }
-  return took;
-}"""
-)
-FRAMES = """async ms => {
-  const frames = []; let longest = 0, last = performance.now();
-  new PerformanceObserver(list => list.getEntries().forEach(
-    one => { longest = Math.max(longest, one.duration); })).observe({type: 'longtask'});
-  const end = last + ms;
-  while (performance.now() < end) {
-    await new Promise(requestAnimationFrame);
-    const now = performance.now();
-    frames.push(now - last); last = now;
-  }
-  return {frames, longest};
-}"""
 COUNTS = """async () => {
   const { watchers } = await import('/static/state.js');
   window.counts = {deltas: 0, writes: 0, said: {}};
@@ -121,17 +36,22 @@ COUNTS = """async () => {
 }"""
 
 
-def run() -> None:
-    asyncio.run(_measure(Report("panel")))
+def run(beside: Path | None = None) -> None:
+    """`beside`: another checkout. Typing, memory and frame times of both are measured in turns."""
+    asyncio.run(_measure(Report("panel"), beside))
 
 
-async def _measure(report: Report) -> None:
+async def _measure(report: Report, beside: Path | None) -> None:
     async with chromium.launch() as browser:
+        if beside is not None:
+            await panel_typing.compare(report, browser, beside)
+            return
         await _first_paint(report, browser)
         await _long_thread(report, browser)
         await _many_streams(report, browser, "a/a0", "a thread", fps=58, p95=None)
         await _many_streams(report, browser, "inbox", "the inbox", fps=55, p95=20)
         await panel_moments.measure(report, browser)
+        await panel_typing.measure(report, browser)
 
 
 # First paint
@@ -151,15 +71,8 @@ async def _first_paint(report: Report, browser: Browser) -> None:
 
 async def _opened(panel: Panel, slower: int) -> list[float]:
     context = await panel.browser()
-    await context.add_init_script(PAINTS)
-    page = await context.new_page()
-    cdp = await context.new_cdp_session(page)
-    await cdp.send("Emulation.setCPUThrottlingRate", {"rate": slower})
-    await page.goto(f"{panel.url}/#/a/ada", wait_until="commit")
-    figures = list[float](await page.evaluate(FIRST))
-    await context.close()
     panel.contexts.pop()
-    return figures
+    return await opened(context, f"{panel.url}/#/a/ada", slower=slower)
 
 
 # A long conversation
@@ -176,12 +89,12 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             empty = await browser.new_page()
             await empty.set_content(EMPTY)
             before = await _work(cdp)
-            rounds = [await _scrolled(page)]
+            rounds = [await scrolled(page)]
             work = await _work(cdp, before)
-            plain = [await _scrolled(empty, EMPTY_SCROLLS)]
+            plain = [await scrolled(empty, EMPTY_SCROLLS)]
             for _ in range(1, ROUNDS):
-                rounds.append(await _scrolled(page))
-                plain.append(await _scrolled(empty, EMPTY_SCROLLS))
+                rounds.append(await scrolled(page))
+                plain.append(await scrolled(empty, EMPTY_SCROLLS))
             await empty.close()
             best = min(rounds, key=lambda one: percentile(one["frames"], 0.95))
             name = f"scrolling {MANY:,} messages"
@@ -197,18 +110,6 @@ async def _long_thread(report: Report, browser: Browser) -> None:
             jumps = [list[float](await page.evaluate(JUMPS, 40)) for _ in range(ROUNDS)]
             p95 = min(percentile(one, 0.95) for one in jumps)
             report.line("a jump to anywhere: p95", p95, "ms", at_most=100, check=30)
-
-
-async def _scrolled(page: Page, script: str = SCROLLS) -> dict[str, Any]:
-    await page.bring_to_front()
-    await page.evaluate(TO_END)
-    box = await page.locator(".thread").bounding_box()
-    assert box is not None
-    await page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    seen = asyncio.ensure_future(page.evaluate(script, 6_000))
-    while not seen.done():
-        await page.mouse.wheel(0, -WHEEL)
-    return dict(await seen)
 
 
 # Many streaming agents

@@ -83,7 +83,7 @@ class Task(Struct, frozen=True, kw_only=True, gc=False):
     parent: str | None
     """The task that scheduled its first message."""
     sender: str
-    agent: str
+    to: str
     """Recipient of its first message."""
     text: str
     state: TaskState
@@ -117,6 +117,11 @@ class Task(Struct, frozen=True, kw_only=True, gc=False):
     budget_question: str | None = None
     """The open question whether the task may go on."""
 
+    @property
+    def agent(self) -> str:
+        """The agent that works on it: the recipient of its first message, or the sender if that is the person."""
+        return self.sender if self.to == "user" else self.to
+
     def to_dict(self, budget: Budget | None = None, currency: str | None = None) -> dict[str, Any]:
         has_cost = self.requests > self.unpriced
         return {
@@ -124,6 +129,7 @@ class Task(Struct, frozen=True, kw_only=True, gc=False):
             "parentTask": self.parent,
             "person": "user",
             "from": self.sender,
+            "to": self.to,
             "agent": self.agent,
             "text": self.text,
             "state": self.state,

@@ -12,6 +12,7 @@ from playwright.async_api import Browser
 
 from tests.panel import chromium
 from tests.panel.harness import Panel, open_panel
+from tests.panel.words import LOCALES, Words
 
 HERE = Path(__file__).parent
 SKIP_VARIABLE = "COTERIE_SKIP_PANEL_TESTS"
@@ -40,6 +41,12 @@ def recorded_checks(request: pytest.FixtureRequest, record_property: Callable[[s
 def figure(record_property: Callable[[str, object], None]) -> Figure:
     """Records a measured figure for the report."""
     return lambda text: record_property("figure", text)
+
+
+@pytest.fixture(params=LOCALES)
+def words(request: pytest.FixtureRequest) -> Words:
+    """The texts of the page. A test that uses them runs in each language; it opens its pages with `words.locale`."""
+    return Words(request.param)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

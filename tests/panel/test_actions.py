@@ -13,6 +13,7 @@ from coterie.testing import Calls, Says
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import TIMEOUT_SECONDS, Panel, eventually, record_bodies
+from tests.panel.words import Words
 
 WORDS = {
     "en-US": {
@@ -242,7 +243,7 @@ async def test_a_message_is_sent_later_moved_and_edited(panel: Panel, locale: st
     await row.get_by_test_id("delayed-edit").click()
     await page.get_by_test_id("when-repeat").select_option("daily 09:30")
     await page.get_by_test_id("when-save").click()
-    await expect(row).to_contain_text("daily 09:30")
+    await expect(row).to_contain_text(Words(locale)("every_daily", time="09:30"))
     (schedule,) = await panel.society.store.schedules()
     assert schedule.every.startswith("daily 09:30") and await panel.society.bus.delayed_count() == 1
 

@@ -11,6 +11,7 @@ from playwright.async_api import expect
 
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel
+from tests.panel.words import Words
 
 TITLE = '[data-testid="title"]'
 WORDS = {
@@ -144,15 +145,15 @@ async def test_the_page_of_an_agent_tells_what_it_is_has_and_remembers(panel: Pa
     await expect(page.get_by_test_id("memory")).to_contain_text("You are Ada")
 
 
-async def test_undelivered_messages_are_sent_again_or_deleted(panel: Panel) -> None:
+async def test_undelivered_messages_are_sent_again_or_deleted(panel: Panel, words: Words) -> None:
     await panel.society.pause("bob")
     for text in ("Keep me", "Drop me"):
         await panel.society.send(to="bob", text=text)
     await panel.society.terminate_agent("bob")
-    page = await panel.open("#/dead")
+    page = await panel.open("#/dead", locale=words.locale)
     panel.allow("410")
     await expect(page.locator(".screen .item")).to_have_count(2)
-    await expect(page.locator(".screen .item").first).to_contain_text("recipient was terminated")
+    await expect(page.locator(".screen .item").first).to_contain_text(words("dead_recipient_terminated"))
     await page.locator(".item", has_text="Keep me").get_by_test_id("dead-resend").click()
     await expect(page.locator(ui.TOAST)).to_contain_text("terminated")
     await page.locator(".item", has_text="Drop me").get_by_test_id("dead-delete").click()

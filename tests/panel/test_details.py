@@ -12,6 +12,7 @@ from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, fail_requests, open_panel
 from tests.panel.test_conversation import at_work
+from tests.panel.words import Words
 from tests.test_setup import able
 
 MAC = "Object.defineProperty(Navigator.prototype, 'platform', {get: () => 'MacIntel'})"
@@ -133,11 +134,11 @@ WIDTH = "() => document.querySelector('.node rect').getBoundingClientRect().widt
 
 @pytest.mark.parametrize("count", [10, 100])
 async def test_the_organisation_graph_fits_and_can_be_zoomed_and_moved(
-    browser: Browser, tmp_path: Path, count: int
+    browser: Browser, tmp_path: Path, count: int, words: Words
 ) -> None:
     async with open_panel(tmp_path, browser, agents=wide_family(count - 2)) as panel:
-        page = await panel.open("#/org")
-        await page.get_by_role("button", name="Graph").click()
+        page = await panel.open("#/org", locale=words.locale)
+        await page.get_by_role("button", name=words("org_graph"), exact=True).click()
         await expect(page.locator(".node")).to_have_count(count)
         assert await page.evaluate(IN_FRAME) == count
         assert await page.evaluate(OVERLAPS) == 0
@@ -152,7 +153,7 @@ async def test_the_organisation_graph_fits_and_can_be_zoomed_and_moved(
         assert await page.locator(".graph").get_attribute("viewBox") != seen
         moved = await page.locator(".graph").get_attribute("viewBox")
         await panel.society.pause("a3")
-        await expect(page.locator(".node", has_text="Paused")).to_have_count(1)
+        await expect(page.locator(".node", has_text=words("paused"))).to_have_count(1)
         assert await page.locator(".graph").get_attribute("viewBox") == moved  # a repaint keeps what is seen
         await page.get_by_test_id("zoom-fit").click()
         assert await page.evaluate(IN_FRAME) == count
@@ -187,14 +188,16 @@ async def test_long_names_do_not_overflow(browser: Browser, tmp_path: Path) -> N
         assert await panel.errors() == []
 
 
-async def test_an_error_is_shown_after_a_reload_too(panel: Panel) -> None:
+async def test_an_error_is_shown_after_a_reload_too(panel: Panel, words: Words) -> None:
     panel.server.script(Status(401, "Incorrect API key provided: nope.", code="invalid_api_key"))
-    page = await panel.open(viewport=PHONE)
+    page = await panel.open(viewport=PHONE, locale=words.locale)
     await ui.send(page, "Hello")
     card = page.locator('[data-testid="problem"] .problem-what')
-    await expect(card).to_have_text("The model service rejected the key. (main, HTTP 401)")
+    await expect(card).to_contain_text(words("problem_auth"))
+    await expect(card).to_contain_text("main, HTTP 401")
+    said = await card.inner_text()
     await page.reload()
-    await expect(card).to_have_text("The model service rejected the key. (main, HTTP 401)")
+    await expect(card).to_have_text(said)
 
 
 async def test_an_opened_detail_stays_open_while_others_update(panel: Panel) -> None:

@@ -6,10 +6,11 @@ from playwright.async_api import expect
 
 from tests.panel import ui
 from tests.panel.harness import Panel
+from tests.panel.words import Words
 
 
-async def test_the_page_can_be_installed_and_tells_that_the_server_is_gone(panel: Panel) -> None:
-    context = await panel.browser(service_workers="allow")
+async def test_the_page_can_be_installed_and_tells_that_the_server_is_gone(panel: Panel, words: Words) -> None:
+    context = await panel.browser(service_workers="allow", locale=words.locale)
     manifest = await (await context.request.get(f"{panel.url}/static/app.webmanifest")).json()
     assert (manifest["start_url"], manifest["display"]) == ("/", "standalone")
     for icon in manifest["icons"]:
@@ -28,8 +29,8 @@ async def test_the_page_can_be_installed_and_tells_that_the_server_is_gone(panel
     await expect(page.locator(ui.COMPOSER)).to_be_visible()
 
 
-async def test_unread_messages_are_counted_in_the_title_and_the_icon(panel: Panel) -> None:
-    page = await panel.open("#/inbox")
+async def test_unread_messages_are_counted_in_the_title_and_the_icon(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/inbox", locale=words.locale)
     icon = page.locator('link[rel="icon"]')
     await expect(icon).to_have_attribute("href", "/static/icon.svg")
     message = await panel.send_as_agent("Hello")
@@ -43,8 +44,8 @@ async def test_unread_messages_are_counted_in_the_title_and_the_icon(panel: Pane
     assert "(" not in await page.title()
 
 
-async def test_a_notification_opens_its_message(panel: Panel) -> None:
-    context = await panel.browser()
+async def test_a_notification_opens_its_message(panel: Panel, words: Words) -> None:
+    context = await panel.browser(locale=words.locale)
     await context.add_init_script(
         """window.notes = [];
         window.Notification = class { constructor(title, told) { notes.push(this); } close() {}

@@ -23,6 +23,7 @@ from tests.panel.harness import (
     record_bodies,
     texts_of,
 )
+from tests.panel.words import Words
 
 TEN = [f"Option {n}" for n in range(1, 11)]
 LONG = "Sort the notes of yesterday by who has to do what, " * 4
@@ -215,14 +216,16 @@ async def test_a_typed_answer_that_fails_reopens_the_question_and_restores_the_t
 
 
 @pytest.mark.check(7)
-async def test_an_answer_is_shown_after_a_reload(panel: Panel) -> None:
+async def test_an_answer_is_shown_after_a_reload(panel: Panel, words: Words) -> None:
     message_id = await panel.send_as_agent("Which?", "one", "two")
-    page = await panel.open()
+    page = await panel.open(locale=words.locale)
     await options_of(page, message_id).nth(1).click()
     await eventually(lambda: _has(panel, 1))
     await page.reload()
     await eventually(lambda: is_closed(page, message_id))
     assert await pressed(page, message_id) == [1]
+    assert await texts_of(options_of(page, message_id).locator("visible=true")) == ["two"]  # the others are folded away
+    await expect(ui.state_line(page, message_id)).to_contain_text(words("qrChosen"))
 
 
 @pytest.mark.check(7)

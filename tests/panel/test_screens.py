@@ -10,6 +10,7 @@ from coterie.testing import Calls, ModelServer, Says, Status
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, eventually, options_of
 from tests.panel.test_conversation import PNG
+from tests.panel.words import Words
 
 
 async def test_open_questions_can_be_answered_in_the_inbox(panel: Panel) -> None:
@@ -59,19 +60,19 @@ async def test_a_key_for_a_program_is_made_shown_once_and_revoked(panel: Panel) 
     await expect(page.get_by_test_id("via")).to_have_text("Through the key webui")
 
 
-async def test_the_timeline_shows_all_messages_and_can_be_filtered(panel: Panel) -> None:
+async def test_the_timeline_shows_all_messages_and_can_be_filtered(panel: Panel, words: Words) -> None:
     panel.server.script(Says(calls=(Calls("look", {"name": "the bell"}),)), "Done")
     await panel.send_as_agent("Between agents", by="bob", to="ada")
     await panel.stage.state("ada", "idle")
     await panel.send_as_agent("From the seer", by="seer")
-    page = await panel.open("#/timeline")
+    page = await panel.open("#/timeline", locale=words.locale)
     rows = page.locator(".timeline .item")
-    await expect(rows.filter(has_text="From the seer")).to_contain_text("Seer → You")
+    await expect(rows.filter(has_text="From the seer")).to_contain_text(f"Seer → {words('you')}")
     await expect(rows.filter(has_text="Between agents")).to_contain_text("Bob → Ada")
     await expect(page.locator(".timeline .run")).to_have_count(1)
-    await page.get_by_label("Kind").select_option("message")
+    await page.get_by_label(words("timelineKind")).select_option("message")
     await expect(page.locator(".timeline .run")).to_have_count(0)
-    await page.get_by_label("Agent", exact=True).select_option("seer")
+    await page.locator(".screen").get_by_label(words("timelineAgent"), exact=True).select_option("seer")
     await expect(rows).to_have_count(1)
     await expect(rows).to_contain_text("From the seer")
     assert page.url.endswith("#/timeline?agent=seer&kind=message")
@@ -119,9 +120,9 @@ async def test_the_organisation_tree_can_be_used_by_keyboard(panel: Panel) -> No
     await expect(page.locator('[data-testid="title"]')).to_have_text("Bob")
 
 
-async def test_the_organisation_graph_links_to_the_agents(panel: Panel) -> None:
-    page = await panel.open("#/org")
-    await page.get_by_role("button", name="Graph").click()
+async def test_the_organisation_graph_links_to_the_agents(panel: Panel, words: Words) -> None:
+    page = await panel.open("#/org", locale=words.locale)
+    await page.get_by_role("button", name=words("org_graph"), exact=True).click()
     await expect(page.locator(".node")).to_have_count(3)
     await expect(page.locator(".edge")).to_have_count(1)
     await page.locator(".node").filter(has_text="Seer").click()
@@ -295,8 +296,8 @@ async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Panel) -> None
         assert await ui.sideways(page) == []
 
 
-async def test_a_hidden_page_shows_a_browser_notification(panel: Panel) -> None:
-    context = await panel.browser(permissions=["notifications"])
+async def test_a_hidden_page_shows_a_browser_notification(panel: Panel, words: Words) -> None:
+    context = await panel.browser(permissions=["notifications"], locale=words.locale)
     await context.add_init_script(
         """window.notified = [];
         window.Notification = class { constructor(title, {body}) { notified.push(`${title}: ${body}`); }
@@ -306,7 +307,7 @@ async def test_a_hidden_page_shows_a_browser_notification(panel: Panel) -> None:
     page = await panel.open("#/setup", context=context)
     await panel.send_as_agent("Not yet")
     await expect(ui.row(page, "ada").locator('[data-testid="unread"]')).to_have_text("1")
-    await page.get_by_label("Notify me").check()
+    await page.get_by_label(words("notifyOn")).check()
     await panel.send_as_agent("Now")
     await page.wait_for_function("() => window.notified.length > 0")
     assert await page.evaluate("() => window.notified") == ["Ada: Now"]
@@ -370,18 +371,20 @@ async def test_the_description_of_an_agent_is_shown_in_the_list_the_header_and_t
 
 
 async def test_a_recurring_message_is_shown_with_its_recurrence_and_can_be_paused_skipped_and_ended(
-    panel: Panel,
+    panel: Panel, words: Words
 ) -> None:
     sent = await panel.society.send(to="ada", text="Stand up", every="weekdays 08:00", time_zone="Europe/Berlin")
-    page = await panel.open("#/delayed")
+    page = await panel.open("#/delayed", locale=words.locale)
     screen = page.locator(".screen")
     item = screen.locator(".delayed-item")
-    await expect(item.get_by_test_id("every")).to_have_text("Repeats: weekdays 08:00 Europe/Berlin")
-    await item.get_by_role("button", name=re.compile("Skip once")).click()
+    await expect(item.get_by_test_id("every")).to_have_text(
+        words("recurs", every=words("every_weekdays", time="08:00") + " (Europe/Berlin)")
+    )
+    await item.get_by_role("button", name=words("recurSkipThis", text="")).click()
     await expect(screen.locator(f'[data-message-id="{sent.message_id}"]')).to_have_count(0)
     await expect(item).to_have_count(1)
     await item.get_by_test_id("schedule-pause").click()
-    await expect(screen.get_by_test_id("paused-schedule")).to_contain_text("Paused")
+    await expect(screen.get_by_test_id("paused-schedule")).to_contain_text(words("paused"))
     await page.reload()
     await screen.get_by_test_id("schedule-resume").click()
     await expect(item.get_by_test_id("schedule-pause")).to_be_visible()

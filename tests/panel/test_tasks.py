@@ -18,6 +18,7 @@ from coterie.testing.model_server import ReceivedRequest, Reply, count_tokens
 from tests.agent.stage import Bell, each
 from tests.panel import ui
 from tests.panel.harness import AGENTS, Panel, eventually, open_panel, options_of
+from tests.panel.words import Words
 
 PRICE = {"input": 100.0, "output": 200.0, "currency": "USD"}
 """Per million tokens: high, so that a short test costs something."""
@@ -58,20 +59,25 @@ async def priced_panel(folder: Path, browser: Browser, limits: str = "", **entry
 
 
 async def test_the_line_tells_who_is_at_work_and_then_how_long_it_took_and_what_it_cost(
-    browser: Browser, tmp_path: Path
+    browser: Browser, tmp_path: Path, words: Words
 ) -> None:
     async with priced_panel(tmp_path, browser) as panel:
-        page = await panel.open()
+        page = await panel.open(locale=words.locale)
         Bell.may_end.clear()
         panel.server.default = two_at_work()
         sent = await started(page, panel, "How many bells?")
         await expect(line(page, sent)).to_contain_text(
-            re.compile(r"^2 agents working · \d messages · \$\d+\.\d\dStop$")
+            re.compile(
+                rf"^{words('agentsAtWork', n=2)} · {words('n_many_messages', n='[0-9]')} · \$\d+\.\d\d{words('stop')}$"
+            )
         )
         await expect(page.get_by_test_id("link-tasks").locator(".badge")).to_have_text("1")
         Bell.may_end.set()
         await expect(line(page, sent)).to_have_text(
-            re.compile(r"^done in \d+(\.\d)? s · 2 agents · \$\d+\.\d\d(Stop)?$")
+            re.compile(
+                rf"^{words('taskDoneIn', time=words('lasted_s', n='[0-9.]+'))} · {words('n_many_agents', n=2)}"
+                rf" · \$\d+\.\d\d({words('stop')})?$"
+            )
         )
         await expect(line(page, sent).get_by_test_id("task-stop")).to_be_hidden()
         await expect(page.get_by_test_id("link-tasks").locator(".badge")).to_have_count(0)
@@ -294,7 +300,10 @@ async def test_the_screen_groups_tasks_filters_them_in_its_address_and_pages_bac
     await expect(page.get_by_role("heading", name="Waiting for you (1)")).to_be_visible()
     await page.get_by_role("button", name="Show older").click()
     await expect(rows).to_have_count(61)
+    await expect(rows.first.locator(".item-head")).to_contain_text("Ada → You")
     await expect(page.get_by_role("heading", name="Finished (60)")).to_be_visible()
+    await page.get_by_label("Agent", exact=True).select_option("ada")
+    await expect(rows).to_have_count(1)
     await page.get_by_label("Agent", exact=True).select_option("bob")
     await expect(rows).to_have_count(30)
     await page.get_by_label("State").select_option("done")
@@ -342,13 +351,15 @@ async def test_an_unknown_task_is_called_so(panel: Panel) -> None:
 # Usage
 
 
-async def test_cost_and_tokens_are_plotted_by_day_and_are_in_tables(browser: Browser, tmp_path: Path) -> None:
+async def test_cost_and_tokens_are_plotted_by_day_and_are_in_tables(
+    browser: Browser, tmp_path: Path, words: Words
+) -> None:
     async with priced_panel(tmp_path, browser) as panel:
         panel.server.default = each(ada=[ask_bob(), "I asked Bob", "Two"], bob=["Two bells"])
         sent = await panel.stage.say("How many bells?")
         await panel.stage.until(lambda: _has_state(panel, sent, "done"))
         (task,) = (await panel.society.store.tasks_by_id([sent])).values()
-        page = await panel.open("#/tasks?view=usage")
+        page = await panel.open("#/tasks?view=usage", locale=words.locale)
         await expect(page.locator("rect.usage-bar")).to_have_count(2)
         sums = page.locator('[aria-labelledby="usage-sums"] tbody tr')
         await expect(sums).to_have_count(3)
@@ -360,11 +371,11 @@ async def test_cost_and_tokens_are_plotted_by_day_and_are_in_tables(browser: Bro
             task.output_tokens,
         ]
         assert cells[4] == f"${task.cost / 1e9:.2f}"
-        await page.get_by_label("Group by", exact=True).select_option("service")
+        await page.get_by_label(words("usageBy"), exact=True).select_option("service")
         await expect(page.locator("rect.usage-bar")).to_have_count(1)
-        await page.get_by_label("Show", exact=True).select_option("cost")
-        await expect(page.get_by_role("img", name=re.compile("Cost by day"))).to_be_visible()
-        await page.get_by_text("Show as a table").click()
+        await page.get_by_label(words("usageMeasure"), exact=True).select_option("cost")
+        await expect(page.get_by_role("img", name=words("usageLabel", what=words("usage_cost"), n=30))).to_be_visible()
+        await page.get_by_text(words("asTable")).click()
         await expect(page.locator("details[open] tbody td").last).to_have_text(f"${task.cost / 1e9:.2f}")
 
 
@@ -408,7 +419,7 @@ async def test_the_budget_question_tells_what_it_is_about_and_continues_the_task
         question = await _budget_question(panel, sent)
         await page.goto(f"{panel.url}/#/inbox")
         card = page.locator(f'article.card[data-message-id="{question}"]')
-        for text in (words["asks"], words["limit"], "Ada, Bob", "$"):
+        for text in (words["asks"], words["limit"], "Ada、Bob" if chinese else "Ada, Bob", "$"):
             await expect(card).to_contain_text(text)
         assert await options_of(page, question).all_inner_texts() == words["options"]
         await options_of(page, question).first.click()
@@ -420,7 +431,7 @@ async def test_the_budget_question_tells_what_it_is_about_and_continues_the_task
         (stored,) = (await panel.society.store.messages_by_id([second])).values()
         await page.goto(f"{panel.url}/#/a/{stored.sender}")
         shown = ui.message(page, second)
-        await expect(shown.get_by_test_id("budget")).to_contain_text("Ada, Bob")
+        await expect(shown.get_by_test_id("budget")).to_contain_text("Ada、Bob" if chinese else "Ada, Bob")
         await expect(shown).to_contain_text(words["limit"].replace("4", "8"))
         await options_of(page, second).last.click()
         await eventually(lambda: _has_state(panel, sent, "stopped"))

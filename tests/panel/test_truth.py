@@ -17,6 +17,7 @@ from tests.agent.held_answer import HeldAnswer
 from tests.agent.stage import TOOLS, Bell
 from tests.panel import ui
 from tests.panel.harness import AGENTS, PHONE, WIDE, Panel, eventually, open_panel
+from tests.panel.words import Words
 
 LANGUAGES = {"en-US": 0, "zh-CN": 1}
 PAYMENT = """
@@ -63,8 +64,8 @@ async def reopened(page: Page) -> None:
     await page.wait_for_selector("[data-ready]")
 
 
-async def test_text_before_a_tool_call_stays_before_its_run(panel: Panel) -> None:
-    page = await panel.open()
+async def test_text_before_a_tool_call_stays_before_its_run(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
     Bell.may_end.clear()
     panel.server.script(Says("Let me **look** first.", calls=(Calls("ring", {"name": "bell"}),)), "It rang.")
     await ui.send(page, "Ring it")
@@ -76,13 +77,13 @@ async def test_text_before_a_tool_call_stays_before_its_run(panel: Panel) -> Non
     await expect(ui.messages(page).filter(has_text="It rang.")).to_be_visible()
     for _ in ("live", "after a reload"):
         await expect(said).to_be_visible()
-        await expect(page.get_by_test_id("runs")).to_contain_text("Ran ring")
-        await order(page, "Ring it", "Let me look first.", "Ran ring", "It rang.")
+        await expect(page.get_by_test_id("runs")).to_contain_text(words("ranTool", name="ring"))
+        await order(page, "Ring it", "Let me look first.", words("ranTool", name="ring"), "It rang.")
         await reopened(page)
 
 
-async def test_what_was_sent_while_a_reply_streamed_stands_after_that_reply(panel: Panel) -> None:
-    page = await panel.open()
+async def test_what_was_sent_while_a_reply_streamed_stands_after_that_reply(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
     held = HeldAnswer("The first answer")
     panel.server.script(held, "The second answer")
     await ui.send(page, "First question")
@@ -102,8 +103,8 @@ async def test_what_was_sent_while_a_reply_streamed_stands_after_that_reply(pane
         await reopened(page)
 
 
-async def test_what_is_typed_goes_to_the_composer_of_the_agent_in_sight(panel: Panel) -> None:
-    page = await panel.open()
+async def test_what_is_typed_goes_to_the_composer_of_the_agent_in_sight(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
     composer = page.locator(ui.COMPOSER)
     await expect(composer).to_be_focused()
     await page.keyboard.type("for ada")
@@ -261,8 +262,10 @@ def markup(of: Locator) -> Any:
     )
 
 
-async def test_markdown_is_rendered_while_it_is_written_and_does_not_change_at_the_end(panel: Panel) -> None:
-    page = await panel.open()
+async def test_markdown_is_rendered_while_it_is_written_and_does_not_change_at_the_end(
+    panel: Panel, words: Words
+) -> None:
+    page = await panel.open(locale=words.locale)
     held = HeldAnswer(MARKDOWN, "")
     panel.server.script(held)
     await ui.send(page, "A plan")
@@ -306,8 +309,8 @@ async def test_previews_are_plain_text_and_files_are_links_and_rendered(browser:
         assert await panel.errors() == []
 
 
-async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: Panel) -> None:
-    page = await panel.open()
+async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: Panel, words: Words) -> None:
+    page = await panel.open(locale=words.locale)
     lines = "\n".join(f"line {n} of a long text" for n in range(20_000))
     paste = """text => { const data = new DataTransfer(); data.setData('text/plain', text);
         const event = new ClipboardEvent('paste', {clipboardData: data, bubbles: true, cancelable: true});
@@ -315,13 +318,13 @@ async def test_a_long_paste_becomes_a_file_and_does_not_freeze_the_page(panel: P
         if (box.dispatchEvent(event)) document.execCommand('insertText', false, text); }"""
     await page.locator(ui.COMPOSER).focus()
     await page.evaluate(paste, lines)
-    await expect(page.locator(ui.CHIP)).to_contain_text("pasted text.txt")
+    await expect(page.locator(ui.CHIP)).to_contain_text(words("pastedName"))
     await expect(page.locator(ui.COMPOSER)).to_have_value("")
     # So many lines would freeze the page while they are laid out: they cannot be inserted.
-    await expect(page.locator(ui.TOAST).get_by_role("button", name="Insert as text")).to_have_count(0)
-    await page.locator(ui.CHIP).get_by_role("button", name="Remove").click()
+    await expect(page.locator(ui.TOAST).get_by_role("button", name=words("pasteAsText"))).to_have_count(0)
+    await page.locator(ui.CHIP).get_by_role("button", name=words("removeFile", name="")).click()
     await page.evaluate(paste, "word " * 5_000)
-    await page.locator(ui.TOAST).last.get_by_role("button", name="Insert as text").click()
+    await page.locator(ui.TOAST).last.get_by_role("button", name=words("pasteAsText")).click()
     await expect(page.locator(ui.COMPOSER)).to_have_value("word " * 5_000)
     await expect(page.locator(ui.CHIP)).to_have_count(0)
 
@@ -368,30 +371,30 @@ WATCH_CHIP = """() => { window.shown = []; const chip = document.querySelector('
 
 @pytest.mark.parametrize("is_long", [False, True], ids=["short", "long"])
 async def test_a_short_drop_shows_nothing_and_after_any_drop_the_page_is_right_again(
-    panel: Panel, is_long: bool
+    panel: Panel, is_long: bool, words: Words
 ) -> None:
-    page = await panel.open()
+    page = await panel.open(locale=words.locale)
     panel.allow("Failed to load resource|ERR_|net::")
     await page.evaluate(WATCH_CHIP)
     async with page.expect_event("requestfailed", lambda request: "/events" in request.url):
         await page.context.set_offline(True)
         panel.drop_streams()
     if is_long:
-        await expect(page.locator(ui.CONNECTION)).not_to_have_text("")
+        await expect(page.locator(ui.CONNECTION)).to_have_text(words("offline"))
     sent = await panel.send_as_agent("Meanwhile")
     await page.context.set_offline(False)
     await expect(ui.message(page, sent)).to_be_visible()
     assert bool(await page.evaluate("shown")) == is_long
 
 
-async def test_the_timeline_has_one_entry_per_message_grouped_by_task(panel: Panel) -> None:
+async def test_the_timeline_has_one_entry_per_message_grouped_by_task(panel: Panel, words: Words) -> None:
     message = {"to": "bob", "payload": {"text": "Can you help?"}}
     panel.server.default = "Done."
     panel.server.script(Says("I ask Bob.", calls=(Calls("send_message", message), Calls("look", {"name": "bell"}))))
     await panel.society.send(to="ada", text="Get help")
     await panel.stage.state("ada", "idle")
     await panel.stage.state("bob", "idle")
-    page = await panel.open("#/timeline")
+    page = await panel.open("#/timeline", locale=words.locale)
     group = page.get_by_test_id("timeline-group").filter(has_text="Get help")
     await expect(group).to_have_count(1)
     await expect(group.locator(".item-text", has_text="Can you help?")).to_have_count(1)

@@ -59,6 +59,14 @@ async def test_a_message_without_a_cause_starts_a_task(store: Society, sender: s
     assert (task.sender, task.agent, task.text, task.parent, task.messages) == (sender, "ada", "hello", None, 1)
 
 
+async def test_a_task_that_an_agent_begins_with_the_person_is_a_task_of_that_agent(store: Society) -> None:
+    begun = await send(store, sender="bob", to="user")
+    task = await task_of(store, begun.message_id)
+    assert (task.sender, task.to, task.agent) == ("bob", "user", "bob")
+    assert [one.id for one in await store.tasks(Page(), agent="bob")] == [begun.task]
+    assert list(await store.tasks(Page(), agent="ada")) == []
+
+
 async def test_messages_answers_and_approvals_inherit_the_task_of_their_cause(store: Society) -> None:
     task = (await send(store)).task
     claimed = await step(store, await claim(store), says("", message_to("bob"), call("pay", needs_approval=True)))

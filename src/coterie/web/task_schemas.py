@@ -30,9 +30,13 @@ class Task(Schema, kw_only=True):
 
     id: str
     parent_task: Annotated[str | None, Meta(description="The task that scheduled its first message.")]
-    agent: Annotated[str, Meta(description="Recipient of its first message.")]
+    agent: Annotated[
+        str,
+        Meta(description="Works on it: the recipient of its first message, or the sender if that is the person."),
+    ]
     person: str
     sender: str = field(name="from")
+    to: Annotated[str, Meta(description="Recipient of its first message.")]
     text: Annotated[str, Meta(description="The beginning of its first message.")]
     state: Annotated[
         TaskState,

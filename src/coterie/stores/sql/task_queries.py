@@ -50,9 +50,10 @@ _SELECT_TASKS = f"""
 SELECT {_TASK_COLUMNS} FROM tasks WHERE seq < :before AND (:state IS NULL OR state = :state)
  ORDER BY seq DESC LIMIT :limit
 """
-# Each part of the UNION uses an index. The last one is the open turn.
+# Each part of the UNION uses an index. `tasks.agent` is the first message's recipient. The last part is the open turn.
 _TASKS_OF = """
 (SELECT id FROM tasks WHERE agent = :agent
+  UNION SELECT id FROM tasks WHERE agent = 'user' AND sender = :agent
   UNION SELECT task FROM turns WHERE agent_id = :agent
   UNION SELECT task FROM agents WHERE id = :agent AND task IS NOT NULL)
 """
@@ -169,7 +170,7 @@ class _TaskRow(NamedTuple):
     id: str
     parent: str | None
     sender: str
-    agent: str
+    recipient: str
     state: TaskState
     created_at: int
     last_at: int
@@ -430,7 +431,7 @@ def _to_tasks(db: Connection, rows: Sequence[Sequence[Any]], busy: Sequence[Busy
             id=row.id,
             parent=row.parent,
             sender=row.sender,
-            agent=row.agent,
+            to=row.recipient,
             text="" if row.payload is None else _excerpt(row.id, row.payload, MAX_TITLE),
             state=row.state,
             created_at=from_ms(row.created_at),
@@ -466,7 +467,7 @@ def _to_waiting_task(row: Sequence[Any]) -> Task:
         id=message_id,
         parent=parent,
         sender=sender,
-        agent=recipient,
+        to=recipient,
         text=_excerpt(message_id, payload, MAX_TITLE),
         state="working",
         created_at=from_ms(created_at),

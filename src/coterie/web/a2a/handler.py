@@ -423,12 +423,12 @@ def _timestamp(task: Task) -> Timestamp:
 
 def _is_of(task: Task, agent_id: str) -> bool:
     """Whether a task is between the client and this agent: either may have sent its first message."""
-    return agent_id in (task.agent, task.sender)
+    return agent_id in (task.to, task.sender)
 
 
 def _context_id(task: Task) -> str:
     """An agent has one memory, so all its tasks have one context."""
-    return task.sender if task.agent == PERSON else task.agent
+    return task.agent
 
 
 def _plain(value: Any) -> Any:

@@ -53,6 +53,25 @@ export function dayName(when, today = new Date()) {
   return date.getFullYear() === today.getFullYear() ? text : `${date.getFullYear()} ${text}`;
 }
 
+const WEEK = ['sun', 'mon', 'tue', 'wed', 'thu', 'fri', 'sat'];
+const weekday = (name) => format('weekday', { weekday: 'short' }).format(new Date(2024, 0, 7 + WEEK.indexOf(name)));
+
+/** A recurrence in words: "Monday to Friday at 08:00". Cron fields stay as they are. A time zone is named if it is another one than here. */
+export function recurrence(every) {
+  const [, rule, zone] = /^(.*?)(?: (UTC|[A-Za-z_]+\/\S+))?$/.exec(every);
+  const [, days, time] = /^(monthly \w+|[a-z,-]+) (\d\d:\d\d)$/.exec(rule) ?? [];
+  const [, n, unit] = /^(\d+) (minute|hour|day|week)s?$/.exec(rule) ?? [];
+  const words = days ? onDays(days, time) : unit ? t('every', { time: new Intl.NumberFormat(locale(), { style: 'unit', unit, unitDisplay: 'long' }).format(Number(n)).replace(/(\d)(?=\p{Script=Han})/u, '$1 ') }) : rule;
+  return zone && zone !== Intl.DateTimeFormat().resolvedOptions().timeZone ? `${words} (${zone})` : words;
+}
+
+function onDays(days, time) {
+  const [, n] = /^monthly (\w+)$/.exec(days) ?? [];
+  if (n) return t(n === 'last' ? 'every_last' : 'every_month', { n, time });
+  if (/^(daily|weekdays|weekends)$/.test(days)) return t(`every_${days}`, { time });
+  return t('every_days', { days: days.split(',').map((part) => part.split('-').map(weekday).join('–')).join(t('comma')), time });
+}
+
 export const dayKey = (when) => midnight(new Date(when));
 const midnight = (date) => new Date(date.getFullYear(), date.getMonth(), date.getDate()).getTime();
 

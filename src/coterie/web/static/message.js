@@ -2,7 +2,7 @@
 
 import { avatar, button, fileIcon, fill, h, icon, setText } from './dom.js';
 import { artifactUrl, post } from './api.js';
-import { bytes, clockTime, dayAndTime, dayName, elapsed, t } from './i18n.js';
+import { bytes, clockTime, dayAndTime, dayName, elapsed, recurrence, t } from './i18n.js';
 import { growing, nodes } from './markdown.js';
 import { copyText, oops } from './notices.js';
 import { approvalOf, budgetOf, everySecond, nameOf, now, on, openQuestions, PERSON, plainText, problemText, state, SYSTEM, textOf, thread, threadOf, unmarked, untilNext, usedWords } from './state.js';
@@ -96,7 +96,7 @@ export function messageView(item, acts) {
     }
     if (message.via) parts.push(h('span', { 'data-testid': 'via' }, t('via', { key: message.via })));
     if (message.early) parts.push(t('early'));
-    if (message.every) parts.push(t('recurs', { every: message.every }));
+    if (message.every) parts.push(t('recurs', { every: recurrence(message.every) }));
     if (message.missed) parts.push(h('span', { class: 'warn', 'data-testid': 'missed' }, t('missed', { n: message.missed })));
     const key = parts.map((part) => part.textContent ?? part).join('|');
     if (foot.dataset.key === key) return;
@@ -161,7 +161,7 @@ export function approvalFacts(message) {
 export function budgetFacts(message) {
   const { task, agents, used, currency } = budgetOf(message);
   return h('div', { class: 'fields', 'data-testid': 'budget' },
-    h('dl', { class: 'pairs' }, agents.length > 0 && [h('dt', {}, t('taskWorked')), h('dd', { dir: 'auto' }, agents.join(', '))], h('dt', {}, t('taskUsed')), h('dd', {}, usedWords(used, currency))),
+    h('dl', { class: 'pairs' }, agents.length > 0 && [h('dt', {}, t('taskWorked')), h('dd', { dir: 'auto' }, agents.join(t('comma')))], h('dt', {}, t('taskUsed')), h('dd', {}, usedWords(used, currency))),
     h('a', { href: `#/tasks/${encodeURIComponent(task)}` }, t('taskOpen')));
 }
 

@@ -2,7 +2,7 @@
 
 import { get, query } from '../api.js';
 import { avatar, button, empty, fileIcon, fill, h } from '../dom.js';
-import { bytes, count, dayAndTime, t } from '../i18n.js';
+import { bytes, count, dayAndTime, recurrence, t } from '../i18n.js';
 import { agentPath } from '../router.js';
 import { on, state, takes } from '../state.js';
 import { doing, dot } from '../agents_list.js';
@@ -91,7 +91,7 @@ function scheduled(due, schedules) {
   if (!due.length && !paused.length) return h('p', { class: 'meta', text: t('delayedNone') });
   return [h('ul', { class: 'items' }, [...due.map((one) => [one, dayAndTime(one.deliverAt)]), ...paused.map((one) => [one, t('paused')])].map(([one, when]) =>
     h('li', { class: 'item' }, h('p', { class: 'item-head' }, h('span', { dir: 'auto', text: who(one.from) }), h('span', { class: 'meta', text: when })), h('p', { class: 'item-text clamp', dir: 'auto', text: one.payload?.text ?? t('noText') }),
-      one.every && h('span', { class: 'tag', dir: 'auto', text: t('recurs', { every: one.every }) })))), h('p', {}, h('a', { href: '#/delayed', text: t('edit') }))];
+      one.every && h('span', { class: 'tag', dir: 'auto', text: t('recurs', { every: recurrence(one.every) }) })))), h('p', {}, h('a', { href: '#/delayed', text: t('edit') }))];
 }
 
 const file = (one) => h('li', { class: 'item' }, h('a', { class: 'item-link file-link', href: `#/artifacts/${encodeURIComponent(one.artifactRef)}` }, fileIcon(one.type),

@@ -7,7 +7,7 @@ import { fill, h, iconButton } from '../dom.js';
 import { dayAndTime, many, t } from '../i18n.js';
 import { agentPath } from '../router.js';
 import { region, small } from '../shell.js';
-import { nameOf, now, on } from '../state.js';
+import { nameOf, now, on, unmarked } from '../state.js';
 import { taskPath, taskWords } from '../task_line.js';
 import { stateTag } from './tasks.js';
 import './parts.js';
@@ -86,6 +86,6 @@ function draw() {
     iconButton('close', t('awayClose'), { 'data-testid': 'away-close', onclick: close })));
 }
 
-const taskItem = (task) => h('li', {}, stateTag(task.state), ' ', h('a', { href: taskPath(task.id), dir: 'auto', text: task.text.slice(0, LENGTH) || t('noText') }), ' ', h('span', { class: 'meta', text: taskWords(task) }));
+const taskItem = (task) => h('li', {}, stateTag(task.state), ' ', h('a', { href: taskPath(task.id), dir: 'auto', text: unmarked(task.text).slice(0, LENGTH) || t('noText') }), ' ', h('span', { class: 'meta', text: taskWords(task) }));
 
 const threadItem = ({ agent, unread }) => h('li', {}, h('a', { href: agentPath(agent), dir: 'auto', text: nameOf(agent) }), ' ', h('span', { class: 'meta', text: t('unread', { n: unread }) }));

@@ -3,7 +3,7 @@
 import { del, newId, patch, query, send } from '../api.js';
 import { planned } from '../composer.js';
 import { button, empty, fill, flag, h, setText } from '../dom.js';
-import { dayAndTime, digits, t } from '../i18n.js';
+import { dayAndTime, digits, recurrence, t } from '../i18n.js';
 import { who } from '../message.js';
 import { everySecond, keep, now, on, PERSON, plainText, state, touch } from '../state.js';
 import { tooLate } from '../waiting.js';
@@ -91,7 +91,7 @@ function recurring(id, text, paused) {
   return [turn, end];
 }
 
-const recurrence = (every) => h('span', { class: 'tag', dir: 'auto', 'data-testid': 'every', text: t('recurs', { every }) });
+const recurs = (every) => h('span', { class: 'tag', dir: 'auto', 'data-testid': 'every', text: t('recurs', { every: recurrence(every) }) });
 
 function pausedRow(schedule) {
   return h(
@@ -99,7 +99,7 @@ function pausedRow(schedule) {
     { class: 'item delayed-item', 'data-testid': 'paused-schedule', data: { scheduleId: schedule.id } },
     h('p', { class: 'item-head', dir: 'auto', text: `${who(schedule.from)} → ${who(schedule.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(schedule) || t('noText') }),
-    h('p', { class: 'item-foot' }, h('span', { class: 'tag', text: t('paused') }), ' ', recurrence(schedule.every), recurring(schedule.id, plainText(schedule), true)),
+    h('p', { class: 'item-foot' }, h('span', { class: 'tag', text: t('paused') }), ' ', recurs(schedule.every), h('span', { class: 'item-acts' }, recurring(schedule.id, plainText(schedule), true))),
   );
 }
 
@@ -133,7 +133,8 @@ function row(message) {
     { class: 'item delayed-item', data: { messageId: message.id } },
     h('p', { class: 'item-head', dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
     h('p', { class: 'item-text', dir: 'auto', text: plainText(message) || t('noText') }),
-    h('p', { class: 'item-foot' }, left, ' ', at, message.every && recurrence(message.every), cancel, change, message.scheduleId && recurring(message.scheduleId, plainText(message), false)),
+    h('p', { class: 'item-foot' }, left, ' ', at, message.every && recurs(message.every),
+      h('span', { class: 'item-acts' }, cancel, change, message.scheduleId && recurring(message.scheduleId, plainText(message), false))),
   );
   return {
     el,

@@ -85,7 +85,7 @@ export function render(root, { compact }) {
 
 function capabilities(agent) {
   const reads = takes(agent);
-  const label = [t('takesIn'), ...reads.map((name) => t(`cap_${name}`))].join(', ');
+  const label = [t('takesIn'), reads.map((name) => t(`cap_${name}`)).join(t('comma'))].join(' ');
   return h('span', { class: 'org-caps', role: 'img', 'aria-label': label, title: label }, reads.map(icon));
 }
 

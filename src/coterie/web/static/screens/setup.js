@@ -100,7 +100,7 @@ function card(one, { edit, changed }) {
     h('h3', {}, h('span', { dir: 'auto', text: one.name }), one.tour && h('span', { class: 'tag', text: t('tour') })),
     !one.tour && h('p', { class: 'meta', dir: 'auto', text: `${one.model} · ${one.baseURL}` }),
     !one.tour && h('p', { class: 'meta', text: one.apiKey ? t('keyIs', { key: one.apiKey }) : t('keyNone') }),
-    one.usedBy.length > 0 && h('p', { class: 'meta clamp', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(', ') }) }),
+    one.usedBy.length > 0 && h('p', { class: 'meta clamp', dir: 'auto', text: t('usedBy', { names: one.usedBy.map((id) => state.agents.get(id)?.name ?? id).join(t('comma')) }) }),
     one.problems.map((problem) => h('p', { class: 'inline-error', dir: 'auto', text: problem.message })),
     outcome,
     h('p', { class: 'item-foot' }, test, !one.tour && button({ class: 'plain-btn', text: t('edit'), 'aria-label': t('editThis', { name: one.name }), onclick: () => edit(one) }), !one.tour && remove),

@@ -26,7 +26,7 @@ export function start() {
     if (!wanted) card?.remove();
     else if (!card?.isConnected) {
       card = h('section', { class: 'start-card', 'aria-label': t('startConnect'), 'data-testid': 'start-card' },
-        h('div', { class: 'start-words' }, h('strong', { text: t('startConnect') }), h('span', { class: 'meta', text: t('startAbout') })),
+        h('div', { class: 'start-words' }, h('strong', { text: t('startNoModel') }), h('span', { class: 'meta', text: t('startAbout') })),
         h('a', { class: 'primary start-go', href: '#/start', text: t('startConnect') }),
         iconButton('close', t('startLater'), { onclick: () => {
           localStorage.setItem(LATER, '1');

@@ -5,7 +5,7 @@ import { button, empty, fill, h, setText } from '../dom.js';
 import { clockTime, count, dayAndTime, duration, many, money, t } from '../i18n.js';
 import { who } from '../message.js';
 import { agentPath } from '../router.js';
-import { budgetOf, everySecond, isOpenTask, now, on, PERSON, state, textOf, touch } from '../state.js';
+import { budgetOf, everySecond, isOpenTask, now, on, PERSON, state, textOf, touch, unmarked } from '../state.js';
 import { continueTask, costWords, stopButton, taskPath, taskWords } from '../task_line.js';
 import { busy, failed, table } from './parts.js';
 import { stateTag } from './tasks.js';
@@ -88,7 +88,7 @@ export function render(root, { args, query }) {
 
 /** The head of the view. Its buttons are made once: a dialog returns the focus to the one that opened it. */
 function header(task) {
-  const other = task.from === PERSON ? task.agent : task.agent === PERSON ? task.from : null;
+  const other = [task.from, task.to].includes(PERSON) ? task.agent : null;
   const about = h('div', { class: 'viewer-head', tabindex: '-1' });
   const goOn = button({ class: 'primary', 'data-testid': 'task-continue', text: t('continue'), onclick: () => busy(goOn, () => continueTask(task)) });
   const stop = stopButton(task, { class: 'plain-btn danger' });
@@ -102,8 +102,8 @@ function header(task) {
     }
     fill(
       about,
-      h('h2', { class: 'clamp', dir: 'auto', text: now.text || t('noText') }),
-      h('p', { class: 'item-head', 'data-testid': 'task-state' }, stateTag(now.state), h('span', { dir: 'auto', text: `${who(now.from)} → ${who(now.agent)}` }), h('span', { class: 'meta', text: dayAndTime(now.createdAt) })),
+      h('h2', { class: 'clamp', dir: 'auto', text: unmarked(now.text) || t('noText') }),
+      h('p', { class: 'item-head', 'data-testid': 'task-state' }, stateTag(now.state), h('span', { dir: 'auto', text: `${who(now.from)} → ${who(now.to)}` }), h('span', { class: 'meta', text: dayAndTime(now.createdAt) })),
       h('p', { class: 'meta', 'data-testid': 'task-words', text: taskWords(now) }),
       h('dl', { class: 'pairs', 'data-testid': 'task-figures' }, figures(now).map(([key, value]) => [h('dt', {}, t(key)), h('dd', {}, value)])),
       now.budgetQuestion && h('p', { class: 'item-text', role: 'status', 'data-testid': 'task-budget', text: t('budgetOpen') }),

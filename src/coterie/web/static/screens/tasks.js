@@ -4,7 +4,7 @@ import { query } from '../api.js';
 import { button, empty, fill, h } from '../dom.js';
 import { many, roughly, t } from '../i18n.js';
 import { who } from '../message.js';
-import { isOpenTask, on, openTasks, state } from '../state.js';
+import { isOpenTask, on, openTasks, state, unmarked } from '../state.js';
 import { stopButton, taskPath, taskWords } from '../task_line.js';
 import { choice, failed, field, section, when } from './parts.js';
 
@@ -130,8 +130,8 @@ function row(task, stop) {
     h(
       'a',
       { class: 'item-link', href: taskPath(task.id) },
-      h('span', { class: 'item-head' }, stateTag(task.state), h('span', { dir: 'auto', text: `${who(task.from)} → ${who(task.agent)}` }), when(task.createdAt)),
-      h('span', { class: 'item-text clamp', dir: 'auto', text: task.text || t('noText') }),
+      h('span', { class: 'item-head' }, stateTag(task.state), h('span', { dir: 'auto', text: `${who(task.from)} → ${who(task.to)}` }), when(task.createdAt)),
+      h('span', { class: 'item-text clamp', dir: 'auto', text: unmarked(task.text) || t('noText') }),
     ),
     h('p', { class: 'item-foot' }, h('span', { class: 'meta', text: [taskWords(task), tokens > 0 && many('tokens', tokens, roughly(tokens))].filter(Boolean).join(' · ') }),
       isOpenTask(task) && stop),

@@ -148,9 +148,7 @@ function messageRow(message) {
     h(
       'p',
       { class: 'item-head' },
-      h('span', { dir: 'auto', text: who(message.from) }),
-      ' → ',
-      h('span', { dir: 'auto', text: who(message.to) }),
+      h('span', { dir: 'auto', text: `${who(message.from)} → ${who(message.to)}` }),
       message.state !== 'taken' && h('span', { class: `tag ${message.state}`, text: t(mine && message.state === 'pending' ? 'new' : `state_${message.state}`) }),
       message.from === SYSTEM && h('span', { class: 'tag', text: t('notice') }),
       when(message.createdAt),
