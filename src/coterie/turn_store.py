@@ -6,7 +6,7 @@ that is not pure, a message to the person. A crash of the machine may take back 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -122,6 +122,10 @@ AdmitFunction = Callable[[str, bool], bool]
 """`(agent_id, for_person) -> bool`: True if a turn of this agent may start."""
 
 
+ClaimKey = tuple[str, int]
+"""Agent id and epoch: one claim. The agent's next turn has another epoch, and may begin before this one has ended."""
+
+
 class Admission(Protocol):
     """Decides which agents may be claimed."""
 
@@ -225,8 +229,10 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def release_claims(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
-        """Release all claims of `worker`, except those for the agents in `busy`.
+    async def release_claims(
+        self, worker: str, *, only: Collection[ClaimKey] | None = None, busy: Collection[ClaimKey] = (), failed: bool
+    ) -> None:
+        """Release claims of `worker`: those of `only` that it still has; None: all except `busy`.
 
         `failed`: count each as a crash of its turn.
         """

@@ -1,4 +1,4 @@
-"""A turn can be stopped at any moment from its claim to its last write, and the stop ends no other turn."""
+"""Turns that are stopped at any moment, and claims of turns that failed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from coterie.agent.scheduler import Scheduler
 from coterie.live import LiveReply
+from coterie.testing import FakeClock
 from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
-from coterie.turn_store import Claim
+from coterie.turn import AskModel, Rules
+from coterie.turn_store import Claim, ClaimKey
 from tests.agent.stage import Stage, stage
 from tests.agent.tool_calls import HANG_SECONDS
 
@@ -106,3 +108,56 @@ def stop_at(moment: Moment, here: Stage, monkeypatch: pytest.MonkeyPatch, stop: 
     monkeypatch.setattr(store, "advance", advancing)
     here.server.default = answering
     here.society.live.subscribe(on_draft)
+
+
+class Turns:
+    """A handler whose turns end when the test says so, and a store that notes which claims are released."""
+
+    claims_per_round = 10
+
+    def __init__(self) -> None:
+        self.ends: dict[int, asyncio.Future[bool]] = {}
+        """By epoch."""
+        self.released: asyncio.Queue[ClaimKey] = asyncio.Queue()
+        self.may_release = asyncio.Event()
+
+    def start_turn(self, claim: Claim, slot: object) -> asyncio.Task[bool]:
+        self.ends[claim.epoch] = asyncio.get_running_loop().create_future()
+
+        async def run() -> bool:
+            return await self.ends[claim.epoch]
+
+        return asyncio.create_task(run())
+
+    def register_worker(self, worker: object) -> None: ...
+
+    async def wake_forgotten(self) -> None: ...
+
+    async def claim_ready(self, *_: object, **__: object) -> Sequence[Claim]:
+        return ()
+
+    async def release_claims(self, worker: str, *, only: set[ClaimKey] | None = None, failed: bool, **_: Any) -> None:
+        for key in only or ():
+            self.released.put_nowait(key)
+        await self.may_release.wait()
+
+    def is_full(self) -> bool:
+        return False
+
+
+async def test_the_claim_of_a_failed_turn_is_released_whatever_other_turns_do() -> None:
+    turns = Turns()
+    here: Any = turns
+    scheduler = Scheduler(here, here, FakeClock(), Rules(), "w", here, here)
+    scheduler.start()
+    claims = [Claim(agent_id="ada", epoch=n, step_no=0, turn_no=n, action=AskModel()) for n in (1, 2, 3)]
+    scheduler.start_turns(claims)
+    async with asyncio.timeout(HANG_SECONDS):
+        turns.ends[2].set_exception(RuntimeError("while the agent's earlier turn is still ending"))
+        assert await turns.released.get() == ("ada", 2)
+        turns.ends[3].set_exception(RuntimeError("while claims are being released"))
+        await asyncio.sleep(0)
+        turns.may_release.set()
+        assert await turns.released.get() == ("ada", 3)
+        turns.ends[1].set_result(True)
+        await scheduler.stop_claiming()

@@ -118,7 +118,7 @@ class World:
         assert claim.may_have_sent or not self.rows(sent, claim.agent_id, f"{claim.turn_no}/", f"{claim.turn_no}0")
 
     def release(self, worker: str) -> None:
-        self.transact(lambda db, uow: claims.release_claims(db, uow, worker, (), False))
+        self.transact(lambda db, uow: claims.release_claims(db, uow, worker=worker, failed=False))
 
     def pause(self, agent_id: str) -> None:
         self.transact(lambda db, uow: commands.pause(db, uow, agent_id))

@@ -344,8 +344,24 @@ async def test_a_release_keeps_the_claims_of_busy_agents(store: Society) -> None
     await ask(store, "ada")
     await ask(store, "bob")
     await store.claim_ready("w", RULES, 2)
-    await store.release_claims("w", busy=["ada"], failed=False)
+    await store.release_claims("w", busy=[("ada", 1)], failed=False)
     assert [claim.agent_id for claim in await store.claim_ready("w", RULES, 2)] == ["bob"]
+
+
+async def test_a_release_tells_two_claims_of_one_agent_apart(store: Society) -> None:
+    await ask(store)
+    ended = await claim_agent(store)
+    await advance(store, ended, says("done"))
+    await ask(store)
+    claim = await claim_agent(store)
+    earlier, later = ("ada", ended.epoch), ("ada", claim.epoch)
+
+    await store.release_claims("w", only=[earlier], failed=False)
+    assert not await store.claim_ready("w", RULES, 2)
+    await store.release_claims("w", only=[later], failed=True)
+    (again,) = await store.claim_ready("w", RULES, 2)
+    await store.release_claims("w", busy=[later], failed=True)
+    assert [one.epoch for one in await store.claim_ready("w", RULES, 2)] == [again.epoch + 1]
 
 
 # Termination

@@ -26,7 +26,7 @@ from coterie.llm.gateway import ModelGateway
 from coterie.supervision import Shutdown, supervise
 from coterie.telemetry import log_context
 from coterie.turn import Rules
-from coterie.turn_store import AdmitFunction, Claim, Interruption, TurnStore
+from coterie.turn_store import AdmitFunction, Claim, ClaimKey, Interruption, TurnStore
 
 log = logging.getLogger(__name__)
 
@@ -217,13 +217,15 @@ class Scheduler:
         self._store, self._handler, self._clock, self._disk = store, handler, clock, disk
         self.rules, self.worker = rules, worker
         self._wake = asyncio.Event()
-        self._turns: dict[asyncio.Task[bool], str] = {}
+        self._turns: dict[asyncio.Task[bool], ClaimKey] = {}
         self._slots = Slots()
         self._has_waiting = {False: False, True: False}
         """By `for_person`: agents wait for a slot, and later agents must not overtake them."""
-        self._has_orphaned_claims = False
-        """Claims of this worker may be stored for which no turn runs."""
-        self._abandoned: set[asyncio.Task[bool]] = set()
+        self._has_unknown_claims = False
+        """Claims of this worker may be stored that never reached it."""
+        self._failed: set[ClaimKey] = set()
+        """Claims of turns that ended with an error."""
+        self._abandoned: dict[asyncio.Task[bool], ClaimKey] = {}
         """Cancelled and lost turns whose claims must be released, unless another worker has them now."""
         self._is_stopping, self._stopping = False, asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -313,7 +315,7 @@ class Scheduler:
         return max(0, self._max_turns + extra - self.running_turns)
 
     def abandon_turns(self) -> None:
-        self._abandoned |= self._turns.keys()
+        self._abandoned |= self._turns
         for turn in self._turns:
             turn.cancel()
         self._wake.set()
@@ -328,7 +330,7 @@ class Scheduler:
         self._wake.set()
 
     def reconcile_claims(self) -> None:
-        self._has_orphaned_claims = True
+        self._has_unknown_claims = True
         self._wake.set()
 
     def on_service_capacity(self, service: str, for_person: bool) -> None:
@@ -366,7 +368,7 @@ class Scheduler:
         others = min(reserved, available, self._free_turns(for_person=False))
         claims: Sequence[Claim] = ()
         try:
-            if self._has_orphaned_claims or self._abandoned:
+            if self._has_unknown_claims or self._failed or self._abandoned:
                 await self._release_orphaned()
             if reserved:
                 claims = await self._store.claim_ready(
@@ -379,7 +381,7 @@ class Scheduler:
             return False
         except Exception:  # without further rounds no agent would ever work
             log.exception("claiming agents failed; trying again")
-            self._has_orphaned_claims = True  # the claims may be stored all the same
+            self._has_unknown_claims = True  # the claims may be stored all the same
             return False
         finally:
             self._slots.release(reserved - len(claims))
@@ -390,17 +392,27 @@ class Scheduler:
         return (0 < others <= agents) or 0 < reserved == len(claims)
 
     async def _release_orphaned(self) -> None:
-        """Release stored claims for which no turn runs."""
-        if self._abandoned:
-            await asyncio.wait(self._abandoned)
-        await self._store.release_claims(self.worker, busy=[*self._turns.values()], failed=self._has_orphaned_claims)
-        self._has_orphaned_claims = False
-        self._abandoned.clear()
+        """Release stored claims for which no turn runs. Turns that fail meanwhile are left for the next round."""
+        has_unknown, failed, abandoned = self._has_unknown_claims, self._failed, self._abandoned
+        self._has_unknown_claims, self._failed, self._abandoned = False, set(), {}
+        try:
+            if abandoned:
+                await asyncio.wait(abandoned)
+                await self._store.release_claims(self.worker, only={*abandoned.values()}, failed=False)
+            if has_unknown:
+                await self._store.release_claims(self.worker, busy={*self._turns.values()}, failed=True)
+            elif failed:
+                await self._store.release_claims(self.worker, only=failed, failed=True)
+        except BaseException:
+            self._has_unknown_claims |= has_unknown
+            self._failed |= failed
+            self._abandoned |= abandoned
+            raise
 
     def _start_turn(self, claim: Claim) -> None:
         slot = TurnSlot(self._slots, self._on_release)
         turn = self._handler.start_turn(claim, slot)
-        self._turns[turn] = claim.agent_id
+        self._turns[turn] = claim.agent_id, claim.epoch
         turn.add_done_callback(lambda ended: self._on_turn_end(ended, slot))
 
     def _on_release(self) -> None:
@@ -408,18 +420,18 @@ class Scheduler:
             self._wake.set()
 
     def _on_turn_end(self, turn: asyncio.Task[bool], slot: TurnSlot) -> None:
-        agent_id = self._turns.pop(turn)
+        key = self._turns.pop(turn)
         slot.release()
         self._on_release()  # the turn may have ended without a slot
         if turn.cancelled():
             return
         if error := turn.exception():
             # The claim is still stored. Releasing it counts as a crash of the turn.
-            self._has_orphaned_claims = True
+            self._failed.add(key)
             self._wake.set()
-            with log_context(agent=agent_id):
+            with log_context(agent=key[0]):
                 log.error("a turn ended with an unexpected error", exc_info=error)
         elif not turn.result():
             # After a crash of the database the claim may still be stored, with an earlier step.
-            self._abandoned.add(turn)
+            self._abandoned[turn] = key
             self._wake.set()

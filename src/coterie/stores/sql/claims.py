@@ -7,7 +7,7 @@ its turn cost one disk flush instead of two.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,7 +23,7 @@ from coterie.stores.sql.turn_transaction import MAX_CRASHES, TurnTransaction
 from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.text import to_storable
 from coterie.turn import Event, Rules
-from coterie.turn_store import Admission, AdmitFunction, Claim, Interruption, TurnWorker
+from coterie.turn_store import Admission, AdmitFunction, Claim, ClaimKey, Interruption, TurnWorker
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ SELECT id FROM agents WHERE runnable_at <= :now AND {_SUSPECT}
  ORDER BY runnable_at LIMIT 1 /*+ FOR UPDATE SKIP LOCKED */
 """
 _LOCK_WAITING_TOO_LONG = f"SELECT id FROM agents WHERE {_WAITS_TOO_LONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */"
-_SELECT_CLAIMED = "SELECT id FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') ORDER BY id"
+_SELECT_CLAIMED = "SELECT id, epoch FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') ORDER BY id"
 # The second condition finds messages that the counter has lost. Few agents have positions after the last taken one.
 SELECT_FORGOTTEN = """
 SELECT id FROM agents
@@ -203,12 +203,22 @@ def wake_forgotten(db: Connection, uow: UnitOfWork, agent_ids: Sequence[str]) ->
     return woken
 
 
-def release_claims(db: Connection, uow: UnitOfWork, worker: str, busy: Sequence[str], failed: bool) -> None:
-    claimed = db.execute(_SELECT_CLAIMED, {"worker": worker})
-    for agent_id in [agent_id for (agent_id,) in claimed if agent_id not in busy]:
+def release_claims(
+    db: Connection,
+    uow: UnitOfWork,
+    *,
+    worker: str,
+    only: Collection[ClaimKey] | None = None,
+    busy: Collection[ClaimKey] = (),
+    failed: bool,
+) -> None:
+    claimed = [(agent_id, epoch) for agent_id, epoch in db.execute(_SELECT_CLAIMED, {"worker": worker})]
+    for agent_id, epoch in claimed:
+        if (agent_id, epoch) in busy or (only is not None and (agent_id, epoch) not in only):
+            continue
         # One UPDATE of all rows locks in any order, and can deadlock with batches that lock in the order of ids.
         row = uow.mailbox(agent_id)
-        if row.worker != worker or row.state not in ("llm", "tools"):
+        if row.epoch != epoch or row.worker != worker or row.state not in ("llm", "tools"):
             continue  # another process took it over since the SELECT
         # An orderly release clears the worker; after a crash its name is left.
         row.runnable_at, row.worker = uow.now, worker if failed else None

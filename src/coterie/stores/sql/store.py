@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -74,7 +74,7 @@ from coterie.stores.sql.unit_of_work import UnitOfWork
 from coterie.tasks import Away, StoppedTask, Task, TaskState, TaskTree
 from coterie.turn import Event as TurnEvent
 from coterie.turn import ModelAnswered, Rules
-from coterie.turn_store import Admission, Claim, HistoryRow, HistoryView, StaleClaim
+from coterie.turn_store import Admission, Claim, ClaimKey, HistoryRow, HistoryView, StaleClaim
 
 log = logging.getLogger(__name__)
 
@@ -411,8 +411,11 @@ class SqlStore(SqlOverview):
             log.error("%s was idle although %d messages wait for it: its stored state is repaired", agent_id, waiting)
         return [agent_id for agent_id, _ in woken]
 
-    async def release_claims(self, worker: str, *, busy: Sequence[str] = (), failed: bool) -> None:
-        await self._transact(lambda db, uow: claims.release_claims(db, uow, worker, busy, failed), durable=False)
+    async def release_claims(
+        self, worker: str, *, only: Collection[ClaimKey] | None = None, busy: Collection[ClaimKey] = (), failed: bool
+    ) -> None:
+        release = partial(claims.release_claims, worker=worker, only=only, busy=busy, failed=failed)
+        await self._transact(release, durable=False)
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
         touches = [claim.agent_id, sends.to] if sends else [claim.agent_id]
