@@ -69,6 +69,15 @@ async def test_one_hint_to_connect_a_model_is_shown(panel: Panel, locale: str, s
     await expect(page.get_by_text(words, exact=True).filter(visible=True)).to_have_count(1)
 
 
+async def test_the_card_stays_when_there_is_nothing_to_tell_of_the_time_away(panel: Panel) -> None:
+    await without_model(panel)
+    page = await panel.open()
+    await expect(page.get_by_test_id("start-card")).to_be_visible()
+    # Whichever of the two modules is loaded last.
+    await page.evaluate("() => import('/static/screens/away.js').then(away => away.start())")
+    await expect(page.get_by_test_id("start-card")).to_be_visible(timeout=1)
+
+
 async def test_a_service_that_answered_real_requests_is_not_called_untested(panel: Panel, words: Words) -> None:
     await panel.stage.say("Hello")
     await panel.stage.heard()

@@ -3,7 +3,7 @@
 // The time of the last activity is shared by all tabs of this browser. So is the card: it stays until it is closed in one of them.
 
 import { query } from '../api.js';
-import { fill, h, iconButton } from '../dom.js';
+import { h, iconButton } from '../dom.js';
 import { dayAndTime, many, t } from '../i18n.js';
 import { agentPath } from '../router.js';
 import { region, small } from '../shell.js';
@@ -51,7 +51,8 @@ async function show() {
   const since = localStorage.getItem(SINCE);
   if (!since) {
     told = null;
-    return draw();
+    draw();
+    return;
   }
   if (told?.since === since) return;
   const seen = await query('/away', { since }).catch(() => null);
@@ -70,9 +71,12 @@ function close() {
 }
 
 function draw() {
-  const box = region('away');
-  if (!told) return fill(box);
-  const wasOpen = box.querySelector('details')?.open ?? !small.matches;
+  const shown = region('away').querySelector('.away'); // the region has other cards too
+  if (!told) {
+    shown?.remove();
+    return;
+  }
+  const wasOpen = shown?.querySelector('details')?.open ?? !small.matches;
   const { counts = {} } = told;
   const sums = ['waiting', 'failed', 'finished'].map((name) => [name, counts[name] ?? told[name].length]).filter(([, n]) => n).map(([name, n]) => t(`away_${name}`, { n }));
   if (told.messages) sums.push(many('messages', told.messages));
@@ -81,9 +85,11 @@ function draw() {
     h('ul', { class: 'away-list' }, tasks.slice(0, SHOWN).map(taskItem), told.threads.filter((one) => one.unread).slice(0, SHOWN).map(threadItem),
       h('li', {}, h('a', { href: '#/tasks', text: t('tasksAll') }))));
   more.open = wasOpen;
-  return fill(box, h('section', { class: 'banner away', 'aria-label': t('away'), 'data-testid': 'away' },
+  const card = h('section', { class: 'banner away', 'aria-label': t('away'), 'data-testid': 'away' },
     h('div', { class: 'banner-text' }, h('h2', {}, t('away'), ' ', h('span', { class: 'meta', text: t('awaySince', { time: dayAndTime(told.since) }) })), more),
-    iconButton('close', t('awayClose'), { 'data-testid': 'away-close', onclick: close })));
+    iconButton('close', t('awayClose'), { 'data-testid': 'away-close', onclick: close }));
+  if (shown) shown.replaceWith(card);
+  else region('away').prepend(card);
 }
 
 const taskItem = (task) => h('li', {}, stateTag(task.state), ' ', h('a', { href: taskPath(task.id), dir: 'auto', text: unmarked(task.text).slice(0, LENGTH) || t('noText') }), ' ', h('span', { class: 'meta', text: taskWords(task) }));
