@@ -46,7 +46,9 @@ def serve(sdk_script: Path) -> Iterator[MakeServer]:
         server.close()
 
 
-@pytest.mark.parametrize("refusal", ["", "400", "404", "410", "plain"])
+@pytest.mark.parametrize(
+    "refusal", ["", "404", *(pytest.param(one, marks=pytest.mark.full) for one in ("400", "410", "plain"))]
+)
 async def test_a_call_after_a_restart_of_an_http_server_runs_in_a_new_session(
     mcp: McpHarness, serve: MakeServer, refusal: str
 ) -> None:

@@ -82,7 +82,7 @@ def check_summaries(here: Stage, window: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [2_000, 4_000, 8_000])
+@pytest.mark.parametrize("window", [2_000, *(pytest.param(size, marks=pytest.mark.full) for size in (4_000, 8_000))])
 @pytest.mark.parametrize("is_declared", [True, False])
 async def test_a_long_conversation_in_a_small_window_is_never_blocked(
     tmp_path: Path, window: int, is_declared: bool

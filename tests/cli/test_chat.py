@@ -20,6 +20,14 @@ PASTE_START, PASTE_END = "\x1b[200~", "\x1b[201~"
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(params=["with a server", pytest.param("without one", marks=pytest.mark.full)])
+def either(request: pytest.FixtureRequest, env: Environment) -> Environment:
+    """As for the other commands. That a command starts a server of its own is tested with those."""
+    if request.param == "with a server":
+        env.serve()
+    return env
+
+
 def test_a_typed_line_is_sent_and_the_answer_is_shown(either: Environment) -> None:
     either.script("Good morning!")
     with Terminal("chat", "ada", "--dir", either.folder) as chat:

@@ -43,9 +43,10 @@ def figure(record_property: Callable[[str, object], None]) -> Figure:
     return lambda text: record_property("figure", text)
 
 
-@pytest.fixture(params=LOCALES)
+@pytest.fixture(params=[LOCALES[0], pytest.param(LOCALES[1], marks=pytest.mark.full)])
 def words(request: pytest.FixtureRequest) -> Words:
-    """The texts of the page. A test that uses them runs in each language; it opens its pages with `words.locale`."""
+    """The texts of the page. A test that uses them runs in each language (in Chinese in the long runs only;
+    `test_whole.py` shows every screen in both); it opens its pages with `words.locale`."""
     return Words(request.param)
 
 

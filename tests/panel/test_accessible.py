@@ -1,4 +1,4 @@
-"""axe finds no violation in any state of the page, in light and dark, wide and narrow."""
+"""axe finds no violation in any state of the page, wide in light and dark, narrow in light."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ async def test_axe_finds_no_violation(panel: Panel, scene: Scene, figure: Figure
     undecided = 0
     for name, size in (("wide", WIDE), ("phone", PHONE)):
         await page.set_viewport_size(size)  # type: ignore[arg-type]
-        for scheme in ("light", "dark"):
+        for scheme in ("light", "dark") if size is WIDE else ("light",):  # both sizes have the same colours
             await page.emulate_media(color_scheme=scheme)
             problems, left = await violations(page, colours_only=scheme == "dark")
             undecided += left

@@ -62,7 +62,7 @@ async def focus_stops(page: Page, place: str) -> dict[str, float]:
 
 
 @pytest.mark.check(25)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 async def test_every_focus_stop_has_a_visible_ring(panel: Panel, figure: Figure, scheme: Any) -> None:
     await panel.send_as_agent("Which?", "one", "two")
     await panel.send_as_agent("```python\nprint(1)\n```\n\n| a | b |\n|---|---|\n| 1 | [two](https://example.com) |")

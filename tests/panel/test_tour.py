@@ -28,7 +28,7 @@ def says(page: Page, text: str) -> Locator:
     return ui.messages(page).filter(has_text=text).last
 
 
-@pytest.mark.parametrize("chinese", [False, True], ids=["english", "chinese"])
+@pytest.mark.parametrize("chinese", [False, pytest.param(True, marks=pytest.mark.full)], ids=["english", "chinese"])
 async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Path, chinese: bool) -> None:
     def shown(words: Translated) -> str:
         return words.text(chinese).split("`")[0]  # the rest is code, which is rendered differently

@@ -99,7 +99,7 @@ async def events_of(stream: httpx.Response) -> AsyncIterator[tuple[str, dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chinese", [False, True], ids=["english", "chinese"])
+@pytest.mark.parametrize("chinese", [False, pytest.param(True, marks=pytest.mark.full)], ids=["english", "chinese"])
 async def test_the_whole_tour_takes_less_than_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chinese: bool
 ) -> None:
