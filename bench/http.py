@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -50,12 +49,14 @@ def measure(kind: str) -> float:
 async def serve(kind: str, folder: str) -> None:
     import uvicorn
 
-    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-    port = listener.getsockname()[1]
+    from coterie.web.server import listen, port_of
+
+    listeners = listen("127.0.0.1", 0)  # as `coterie serve` does: other sockets delay small packets by 40 ms
+    port = port_of(listeners)
     if kind == "empty":
         server = uvicorn.Server(uvicorn.Config(_empty_app(), log_level="warning", access_log=False))
         print(port, flush=True)
-        await server.serve([listener])
+        await server.serve(listeners)
         return
     from coterie.clock import SystemClock
     from coterie.society import Society
@@ -69,7 +70,7 @@ async def serve(kind: str, folder: str) -> None:
         app = build_app(society, access, where=addresses("127.0.0.1", port))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         print(port, flush=True)
-        await server.serve([listener])
+        await server.serve(listeners)
 
 
 def _empty_app() -> Any:

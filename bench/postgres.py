@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -313,15 +312,16 @@ async def _serve(home: str) -> None:
     from coterie.web.addresses import addresses
     from coterie.web.app import build_app
     from coterie.web.auth import Access
+    from coterie.web.server import listen, port_of
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
+    listeners = listen("127.0.0.1", 0)  # as `coterie serve` does: other sockets delay small packets by 40 ms
+    port = port_of(listeners)
     async with Society.open(home, work=False) as society:
         access = Access(TOKEN, society.store.info.log_id, SystemClock())
         app = build_app(society, access, where=addresses("127.0.0.1", port))
         server_ = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
         print(port, flush=True)
-        await server_.serve([listener])
+        await server_.serve(listeners)
 
 
 if __name__ == "__main__":
