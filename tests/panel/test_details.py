@@ -250,15 +250,16 @@ async def test_the_first_service_removes_the_tour_notice(browser: Browser, tmp_p
         (tmp_path / "llmservices.json").write_text('{"services": []}')
         await panel.society.reload()
         page = await panel.open("#/setup")
-        banner = page.locator('[data-testid="banner-tour"]')
-        await expect(banner).to_be_visible()
+        card = page.get_by_test_id("start-card")
+        await expect(card).to_be_visible()
         await page.get_by_role("button", name="Add a service").click()
         form = page.locator(".service-form")
         for label, words in (("Short name", "first"), ("Base URL", panel.server.base_url), ("Model", "m")):
             await form.get_by_label(label).fill(words)
         await form.get_by_role("button", name="Save").click()
         await expect(page.locator('[data-service="first"]')).to_be_visible()
-        await expect(banner).to_have_count(0)
+        await expect(card).to_have_count(0)
+        await expect(page.get_by_test_id("banner-tour")).to_have_count(0)
         assert await panel.errors() == []
 
 

@@ -77,7 +77,7 @@ async def test_the_whole_tour_works_in_the_panel(browser: Browser, tmp_path: Pat
         await expect(says(page, script.DELAY.arguments["payload"]["text"].text(chinese))).to_be_visible()
         await click(script.SETUP)
         await expect(says(page, shown(script.SETUP.then))).to_be_visible()
-        await page.locator('[data-testid="banner-tour"] a').click()
+        await page.get_by_test_id("start-card").get_by_role("link").click()
         await page.locator(".start a[href='#/setup']").click()
         await expect(page.locator(".setup")).to_be_visible()
         await expect(page.locator('[data-service="tour-sees"] h3 .tag')).to_be_visible()

@@ -170,7 +170,7 @@ async def test_a_first_start_without_keys_shows_the_tour(browser: Browser, tmp_p
         (tmp_path / "llmservices.json").write_text(json.dumps({"services": []}))
         await panel.society.reload()
         page = await panel.open("#/a/assistant")
-        await expect(page.locator('[data-testid="banner-tour"]')).to_be_visible()
+        await expect(page.get_by_test_id("start-card")).to_contain_text("The agents here follow a script")
         await ui.send(page, "Hello")
         await expect(page.locator(".quick-reply-btn").first).to_be_visible()
         await page.goto(f"{panel.url}/#/setup")
