@@ -36,8 +36,14 @@ async def send(store: Society, to: str = "ada", text: str = "hello", sender: str
 
 
 async def claim(store: Society, agent_id: str = "ada", worker: str = "w", rules: Any = RULES) -> Claim:
-    """Claim one agent; others that are ready are claimed too, and left to the next claim."""
-    found = {one.agent_id: one for one in await store.claim_ready(worker, rules, 1)}
+    """Claim one agent. Others that became ready in the same millisecond may be claimed first; they are released."""
+    found: dict[str, Claim] = {}
+    while agent_id not in found:
+        (one,) = await store.claim_ready(worker, rules, 1)
+        found[one.agent_id] = one
+    others = {(name, one.epoch) for name, one in found.items() if name != agent_id}
+    if others:
+        await store.release_claims(worker, only=others, failed=False)
     return found[agent_id]
 
 

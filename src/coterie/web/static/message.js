@@ -160,8 +160,16 @@ export function approvalFacts(message) {
 /** Who worked on a task that has used its budget, and what it used. */
 export function budgetFacts(message) {
   const { task, agents, used, currency } = budgetOf(message);
+  const words = h('dd', {}, usedWords(used, currency));
+  if (used.cost > 0 && !currency) {
+    // The question may come before the news of its task, which has the currency.
+    const stop = on(`task:${task}`, () => {
+      stop();
+      setText(words, usedWords(used, budgetOf(message).currency));
+    });
+  }
   return h('div', { class: 'fields', 'data-testid': 'budget' },
-    h('dl', { class: 'pairs' }, agents.length > 0 && [h('dt', {}, t('taskWorked')), h('dd', { dir: 'auto' }, agents.join(t('comma')))], h('dt', {}, t('taskUsed')), h('dd', {}, usedWords(used, currency))),
+    h('dl', { class: 'pairs' }, agents.length > 0 && [h('dt', {}, t('taskWorked')), h('dd', { dir: 'auto' }, agents.join(t('comma')))], h('dt', {}, t('taskUsed')), words),
     h('a', { href: `#/tasks/${encodeURIComponent(task)}` }, t('taskOpen')));
 }
 
