@@ -74,13 +74,21 @@ async def postgres_store(url: str, clock: FakeClock) -> AsyncIterator[Any]:
     store = await PostgresStore.open(url, clock, lease=timedelta(minutes=10))
     with psycopg.connect(url, autocommit=True) as db:
 
-        def has_flushed_all() -> bool:
-            row = db.execute("SELECT pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn()").fetchone()
-            return bool(row and row[0])
+        def positions() -> tuple[int, int]:
+            """How far the write-ahead log is flushed and written."""
+            row = db.execute(
+                "SELECT pg_current_wal_flush_lsn() - '0/0', pg_current_wal_insert_lsn() - '0/0'"
+            ).fetchone()
+            assert row is not None
+            return int(row[0]), int(row[1])
 
         async def flushed(operation: Awaitable[Any]) -> tuple[bool, Any]:
+            flushed_before, written_before = await asyncio.to_thread(positions)
             result = await operation
-            return await asyncio.to_thread(has_flushed_all), result
+            flushed_after, written_after = await asyncio.to_thread(positions)
+            # The second case: after the commit, a read has logged the removal of old row versions.
+            has_moved = flushed_after > flushed_before and flushed_after >= written_before
+            return flushed_after >= written_after or has_moved, result
 
         yield store, flushed
     await store.close()
