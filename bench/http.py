@@ -74,15 +74,14 @@ async def serve(kind: str, folder: str) -> None:
 
 
 def _empty_app() -> Any:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+    from starlette.routing import Route
 
-    app = FastAPI()
+    async def nothing(_: Any) -> Response:
+        return Response(b"{}", 202, media_type="application/json")
 
-    @app.post("/api/v1/messages", status_code=202)
-    async def nothing() -> dict[str, str]:
-        return {}
-
-    return app
+    return Starlette(routes=[Route("/api/v1/messages", nothing, methods=["POST"])])
 
 
 class Caller(asyncio.Protocol):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coterie.society import Society
 from coterie.testing import FakeClock
@@ -23,19 +23,19 @@ def access(society: Society, clock: FakeClock) -> Access:
 
 
 @pytest.fixture
-def app(society: Society, access: Access, clock: FakeClock) -> FastAPI:
+def app(society: Society, access: Access, clock: FakeClock) -> Starlette:
     return build_app(society, access, clock=clock)
 
 
 @pytest.fixture
-async def anonymous(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def anonymous(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """A client without a token."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE) as client:
         yield client
 
 
 @pytest.fixture
-async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def client(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     """A client with the token."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:

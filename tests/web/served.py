@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coterie.clock import SystemClock
 from coterie.society import Society
@@ -24,7 +24,7 @@ from tests.web.conftest import TOKEN
 @dataclass
 class Served:
     url: str
-    app: FastAPI
+    app: Starlette
     society: Society
     loop: asyncio.AbstractEventLoop
 

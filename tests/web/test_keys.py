@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coterie.config import DoorSettings
 from coterie.society import Society
@@ -28,13 +28,13 @@ async def make(client: httpx.AsyncClient, name: str, **more: Any) -> str:
 
 
 @asynccontextmanager
-async def program(app: FastAPI, token: str) -> AsyncIterator[httpx.AsyncClient]:
+async def program(app: Starlette, token: str) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=BASE, headers=headers) as client:
         yield client
 
 
-async def test_a_key_is_made_listed_and_revoked(client: httpx.AsyncClient, clock: FakeClock, app: FastAPI) -> None:
+async def test_a_key_is_made_listed_and_revoked(client: httpx.AsyncClient, clock: FakeClock, app: Starlette) -> None:
     token = await make(client, "webui", agents=["ada"], doors=["openai"])
     listing = await client.get(KEYS)
     assert token not in listing.text
@@ -60,7 +60,7 @@ async def test_a_key_is_made_listed_and_revoked(client: httpx.AsyncClient, clock
     )
 
 
-async def test_a_key_opens_only_its_doors(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_a_key_opens_only_its_doors(app: Starlette, client: httpx.AsyncClient) -> None:
     async with (
         program(app, await make(client, "all")) as webui,
         program(app, await make(client, "x", doors=["a2a"])) as x,
@@ -76,7 +76,7 @@ async def test_a_key_opens_only_its_doors(app: FastAPI, client: httpx.AsyncClien
                     assert code_in(answer) == "key_not_allowed"
 
 
-async def test_a_revoked_key_opens_nothing(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_a_revoked_key_opens_nothing(app: Starlette, client: httpx.AsyncClient) -> None:
     token = await make(client, "webui")
     await client.delete(f"{KEYS}/webui")
     for method, path, template in calls(app):

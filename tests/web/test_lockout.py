@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coterie.society import Society
 from coterie.testing import FakeClock
@@ -29,7 +29,7 @@ def cookie_of(access: Access) -> dict[str, str]:
     return {"Cookie": line.partition(";")[0]}
 
 
-def from_address(app: FastAPI, address: str) -> httpx.AsyncClient:
+def from_address(app: Starlette, address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 4000)), base_url=BASE)
 
 
@@ -153,7 +153,7 @@ async def test_a_client_of_a_trusted_proxy_cannot_forge_its_address(
         assert await guess_tokens(proxied, 1, **{"X-Forwarded-For": odd}) == [429]
 
 
-async def test_an_untrusted_peer_cannot_choose_its_address(app: FastAPI) -> None:
+async def test_an_untrusted_peer_cannot_choose_its_address(app: Starlette) -> None:
     async with from_address(app, "203.0.113.5") as client:
         statuses = [
             await guess_tokens(client, 1, **{"X-Forwarded-For": f"192.0.2.{n}", "Forwarded": f"for=192.0.2.{n}"})
@@ -164,7 +164,7 @@ async def test_an_untrusted_peer_cannot_choose_its_address(app: FastAPI) -> None
         assert await guess_tokens(client, 1) == [401]
 
 
-async def test_an_ipv6_network_shares_one_rate_limit(app: FastAPI) -> None:
+async def test_an_ipv6_network_shares_one_rate_limit(app: Starlette) -> None:
     """A customer of a provider gets 2^64 addresses."""
     for number in range(20):
         async with from_address(app, f"2001:db8:0:1::{number + 1:x}") as client:

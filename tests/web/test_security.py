@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coterie.files import LOW_SPACE_BYTES, MIN_SPACE_BYTES
 from coterie.society import Society
@@ -114,7 +114,7 @@ async def test_a_body_over_the_limit_gets_413(client: httpx.AsyncClient) -> None
 
 
 async def test_unauthenticated_requests_are_rate_limited_and_authenticated_ones_are_not(
-    app: FastAPI, anonymous: httpx.AsyncClient, client: httpx.AsyncClient, clock: FakeClock
+    app: Starlette, anonymous: httpx.AsyncClient, client: httpx.AsyncClient, clock: FakeClock
 ) -> None:
     statuses = [(await anonymous.get("/healthz")).status_code for _ in range(1_001)]
     assert statuses.count(200) == 1_000
@@ -128,7 +128,7 @@ async def test_unauthenticated_requests_are_rate_limited_and_authenticated_ones_
 
 
 async def test_a_stopping_server_refuses_new_requests_and_closes_the_connection(
-    app: FastAPI, client: httpx.AsyncClient
+    app: Starlette, client: httpx.AsyncClient
 ) -> None:
     app.state.health.draining = True
     answer = await client.post(LINK)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coterie.errors import CoterieError
 from coterie.society import Society
@@ -27,7 +27,7 @@ TIMEOUT = 120
 
 
 @pytest.fixture
-async def front(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[tuple[FastAPI, int]]:
+async def front(society: Society, access: Access, clock: FakeClock) -> AsyncIterator[tuple[Starlette, int]]:
     sockets = listen("127.0.0.1", 0)
     app = build_app(society, access, where=addresses("127.0.0.1", port_of(sockets)), clock=clock)
     server = WebServer(app, sockets, clock=clock)
@@ -37,7 +37,7 @@ async def front(society: Society, access: Access, clock: FakeClock) -> AsyncIter
 
 
 @pytest.fixture
-def port(front: tuple[FastAPI, int]) -> int:
+def port(front: tuple[Starlette, int]) -> int:
     return front[1]
 
 
@@ -162,7 +162,7 @@ async def test_an_upload_that_stops_gets_408_and_leaves_no_file(
 
 
 async def test_a_dropped_stream_client_is_disconnected_without_an_error_in_the_log(
-    front: tuple[FastAPI, int], caplog: pytest.LogCaptureFixture
+    front: tuple[Starlette, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     app, port = front
     async with Wire.to(port) as wire:
@@ -175,7 +175,7 @@ async def test_a_dropped_stream_client_is_disconnected_without_an_error_in_the_l
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_the_shutdown_callback_runs_while_the_store_is_open(society: Society, app: FastAPI) -> None:
+async def test_the_shutdown_callback_runs_while_the_store_is_open(society: Society, app: Starlette) -> None:
     calls: list[tuple[int, bool]] = []
 
     async def on_stop(early: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from coterie import __version__
 from coterie.clock import Clock, SystemClock
 from coterie.society import Society
 from coterie.task_stream import TaskStreams
@@ -15,17 +18,26 @@ from coterie.task_watch import TaskWatch
 from coterie.web import auth, metrics, openai, static_files
 from coterie.web.a2a import door as a2a_door
 from coterie.web.addresses import Addresses, ClientAddresses, addresses
-from coterie.web.api import ROUTERS
+from coterie.web.api import ROUTERS as API_ROUTERS
 from coterie.web.api.artifacts import Uploads
 from coterie.web.auth import Access
-from coterie.web.errors import OPENAI, install_error_handlers
+from coterie.web.errors import install_error_handlers
 from coterie.web.mcp import door as mcp_door
 from coterie.web.middleware import SecurityMiddleware
 from coterie.web.openai.asking import Asking
-from coterie.web.routing import install_openapi, operation_id
+from coterie.web.openapi import describe
+from coterie.web.routing import Router
 from coterie.web.sse import Hub
 
-API = "/api/v1"
+ROUTERS: list[Router] = [
+    *API_ROUTERS,
+    auth.links,
+    *openai.ROUTERS,
+    metrics.router,
+    auth.router,
+    static_files.router,
+]
+"""Busiest first: Starlette tries them in this order."""
 ShutdownHook = Callable[[int], Awaitable[None]]
 """Called on a graceful stop while the store is open, with the number of delayed messages that were delivered early."""
 
@@ -36,18 +48,11 @@ def build_app(
     *,
     where: Addresses | None = None,
     clock: Clock | None = None,
-) -> FastAPI:
+) -> Starlette:
     """`where`: the addresses that the server answers at; default: the configured ones."""
     server = society.config.server
-    app = FastAPI(
-        title="Coterie",
-        version=__version__,
-        summary="A society of LLM agents that people talk to.",
-        docs_url=None,  # these pages load scripts from other servers
-        redoc_url=None,
-        redirect_slashes=False,
-        generate_unique_id_function=operation_id,
-    )
+    app = Starlette()
+    app.router.redirect_slashes = False
     state = app.state
     state.society, state.access = society, access
     state.where = where or addresses(server.host, server.port, server.public_url, server.allowed_hosts)
@@ -63,18 +68,14 @@ def build_app(
     state.on_shutdown = list[ShutdownHook]([state.hub.shut_down, mcp.shut_down, watch.shut_down])
     state.metrics = metrics.Metrics(society, lambda: len(state.hub))
     install_error_handlers(app)
-    install_openapi(app)
-    for router in (*ROUTERS, auth.links):
-        app.include_router(router, prefix=API)
-    for router in openai.ROUTERS:
-        app.include_router(router, prefix=OPENAI)
-    for router in (metrics.router, auth.router, static_files.router):
-        app.include_router(router)
-    app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS], include_in_schema=False))
+    app.router.routes.append(Route("/openapi.json", _get_openapi))
+    for router in ROUTERS:
+        app.router.routes += router.routes
+    app.router.routes.append(Route(mcp_door.PATH, mcp, methods=[*mcp_door.METHODS]))
     state.a2a = a2a = a2a_door.A2aDoor(society, watch, state.clock, state.where.url)
     state.on_shutdown.append(a2a.push.shut_down)
     for path, methods in a2a_door.PATHS.items():
-        app.router.routes.append(Route(path, a2a, methods=[*methods], include_in_schema=False))
+        app.router.routes.append(Route(path, a2a, methods=[*methods]))
     app.add_middleware(
         SecurityMiddleware,
         access=access,
@@ -88,3 +89,12 @@ def build_app(
         clients=ClientAddresses(server.trusted_proxies),
     )
     return app
+
+
+@functools.cache
+def openapi_document() -> dict[str, Any]:
+    return describe(operation for router in ROUTERS for operation in router.operations)
+
+
+async def _get_openapi(request: Request) -> Response:
+    return JSONResponse(openapi_document())

@@ -1,4 +1,4 @@
-"""Authentication: the owner's token, one-time links, the browser's cookie that a link is exchanged for, and who calls.
+"""Authentication: the owner's token, one-time links, the cookie that a browser gets for a link, and the caller.
 
 `web/middleware` finds out who sends a request and what that caller may use; routes get the `Caller`.
 """
@@ -13,8 +13,8 @@ import secrets
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from fastapi import Depends, Request
 from msgspec import Struct
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from coterie.clock import Clock
@@ -25,7 +25,8 @@ from coterie.messages import Message
 from coterie.rate_limit import RateLimiter
 from coterie.web.addresses import client_key
 from coterie.web.errors import problem
-from coterie.web.routing import COMMON_PROBLEMS, Router, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Router, State
 from coterie.web.schemas import SessionCode, SessionLink
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Caller(Struct, frozen=True):
         return self.agents is None or agent_id in self.agents
 
     def may_see(self, first: Message) -> bool:
-        """Whether it may see the task that begins with the message `first`: the owner all, a program its own."""
+        """True if it may see the task that begins with `first`: the owner sees all, a program its own."""
         return self.is_owner or (first.via == self.key and self.may_reach(first.to))
 
 
@@ -146,11 +147,7 @@ def check_token(token: str, source: str) -> str:
     return token
 
 
-async def _access(request: Request) -> Access:
-    return cast(Access, request.app.state.access)
-
-
-AccessDep = Annotated[Access, Depends(_access)]
+AccessDep = Annotated[Access, State(lambda request: request.app.state.access)]
 
 
 def caller_of(request: Request) -> Caller:
@@ -158,15 +155,11 @@ def caller_of(request: Request) -> Caller:
     return cast(Caller, request.scope["state"]["caller"])
 
 
-async def _caller(request: Request) -> Caller:
-    return caller_of(request)
-
-
-CallerDep = Annotated[Caller, Depends(_caller)]
+CallerDep = Annotated[Caller, State(caller_of)]
 
 
 router = Router(tags=["session"])
-links = Router(tags=["session"], responses=COMMON_PROBLEMS)
+links = Router(prefix=API, tags=["session"], responses=COMMON_PROBLEMS)
 
 
 @router.post(

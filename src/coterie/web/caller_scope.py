@@ -24,7 +24,7 @@ SEARCHED_ARTIFACTS = 1_000
 
 
 class CallerScope:
-    """The reads of a door, limited to what its caller may see. What it may not see does not exist for it."""
+    """Reads for one caller. What the caller may not see is reported as unknown."""
 
     def __init__(self, society: Society, caller: Caller) -> None:
         self.society, self.caller = society, caller

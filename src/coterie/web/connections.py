@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
 import uvicorn
+from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coterie.clock import Clock
@@ -183,7 +184,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_request = False
         """A request has begun and is not read to its end."""
         self._closing_since: float | None = None
-        self._refusal: tuple[int, str] | None = None
+        self._parse_error: tuple[int, str] | None = None
+        """Status and sentence of the limit that a parser callback found exceeded."""
 
     # Called by `Connections`
 
@@ -256,8 +258,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(piece)
             if self.transport.is_closing():
                 return
-            if refusal := self._exceeded():
-                self._refuse(*refusal)
+            if error := self._exceeded():
+                self._refuse(*error)
                 return
 
     def _exceeded(self) -> tuple[int, str] | None:
@@ -274,7 +276,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn when the parser fails, also after a callback raised `LimitExceeded`."""
-        self._refuse(*(self._refusal or (400, msg)))
+        self._refuse(*(self._parse_error or (400, msg)))
 
     def _refuse(self, status: int, sentence: str) -> None:
         """Send an error if no other response is under way, and close the connection."""
@@ -357,11 +359,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self._abort_parsing(431, "The headers are too long.")
 
     def _abort_parsing(self, status: int, sentence: str) -> None:
-        self._refusal = (status, sentence)
+        self._parse_error = (status, sentence)
         raise LimitExceeded(sentence)
 
     def _set_authenticated(self, authenticated: bool) -> None:
         self._connections.set_authenticated(self, authenticated)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def check_deadlines_forever(connections: Connections, interval: timedelta) -> None:

@@ -12,15 +12,15 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.errors import Refused, StoreError, StoreUnavailable
 from coterie.ids import new_id
-from coterie.web.routing import PROBLEM_JSON
-from coterie.web.schemas import ErrorPlace
+from coterie.web.openapi import PROBLEM_JSON
+from coterie.web.routing import InvalidJson, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +100,12 @@ def internal_error(error: BaseException, path: str) -> Response:
     return error_response(path, 500, "internal_error", detail, id=incident)
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Turn expected errors of routes into problem documents. The middleware handles unexpected ones."""
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(StoreError, _store_error)
-    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(InvalidRequest, _invalid_request)
+    app.add_exception_handler(InvalidJson, _invalid_json)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(OSError, _os_error)
 
@@ -130,15 +131,14 @@ async def _os_error(request: Request, error: Any) -> Response:
 
 
 async def _invalid_request(request: Request, error: Any) -> Response:
-    path, invalid = request.scope["path"], error.errors()
-    if any(field["type"] == "json_invalid" for field in invalid):
-        return error_response(path, 400, "json_invalid", "the body is not JSON")
     # Values are not repeated: they may be long, or secret.
-    places = [
-        ErrorPlace(place=".".join(map(str, field["loc"])), message=field["msg"]) for field in invalid[:MAX_PLACES]
-    ]
+    places = error.places[:MAX_PLACES]
     detail = "; ".join(f"{place.place}: {place.message}" for place in places[:3])
-    return error_response(path, 422, "request_invalid", detail, places=places)
+    return error_response(request.scope["path"], 422, "request_invalid", detail, places=places)
+
+
+async def _invalid_json(request: Request, error: Any) -> Response:
+    return error_response(request.scope["path"], 400, "json_invalid", "the body is not JSON")
 
 
 async def _http_error(request: Request, error: Any) -> Response:

@@ -1,8 +1,8 @@
 """Server-sent events for rows of the event log: each payload is read from the store when the event is sent.
 
 Every row becomes exactly one event, so that a client detects missed events from `prev`: the position of the event
-before. Rows of the kind `task.changed` become none; `web/task_events` tells clients about tasks. An event about an
-object that no longer exists says `{"id": …, "gone": true}`.
+before. Rows of the kind `task.changed` become none; `web/task_events` sends summaries of tasks instead. The payload of
+an event about an object that no longer exists is `{"id": …, "gone": true}`.
 """
 
 from __future__ import annotations
@@ -127,9 +127,7 @@ class _Subjects:
             case "schedule.changed":
                 schedule = self.schedules[subject]
                 return schemas.Schedule.of(schedule).to_dict() if schedule else _gone(subject)
-            case "read" | "thread.cleared":
-                return {"thread": subject}
-            case "unread":
+            case "read" | "unread" | "thread.cleared":
                 return {"thread": subject}
             case "problem":
                 return {"agent": subject}

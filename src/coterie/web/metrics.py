@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast, get_args
 
-from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -19,7 +19,8 @@ from coterie.society import Society
 from coterie.store import Statistics, Store, Worker
 from coterie.tasks import TaskState
 from coterie.web.errors import RequestRejected
-from coterie.web.routing import Router, problems
+from coterie.web.openapi import problems
+from coterie.web.routing import Router
 from coterie.web.schemas import HealthStatus
 
 router = Router(tags=["health"])
@@ -153,7 +154,7 @@ class Health:
 
     @property
     def problem(self) -> tuple[str, str] | None:
-        """Code and sentence; None: ready."""
+        """Code and sentence of what is wrong; None: ready."""
         if self.draining:
             return "stopping", "the society is stopping"
         if not self._store.is_healthy:

@@ -1,7 +1,8 @@
-"""A FastAPI router whose handlers take and return msgspec structs, and the OpenAPI document made from their types.
+"""A router whose handlers take and return msgspec structs, on Starlette.
 
-FastAPI itself supports pydantic models only. Here a handler's parameter `body` is the JSON body, decoded as its type,
-and a returned struct is encoded as the answer. A handler may also return a Starlette response.
+The signature of a handler says what it reads: parameters of its path, query parameters, headers (`Header`), what the
+application keeps (`State`), and `body`, the JSON body decoded as its type. A returned struct is encoded as the answer;
+a handler may also return a Starlette response. `web/openapi` describes the routes.
 """
 
 from __future__ import annotations
@@ -9,68 +10,171 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from http import HTTPStatus
-from typing import Annotated, Any, cast, get_args, get_origin
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
+from msgspec import Meta
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from coterie.clock import Clock
-from coterie.errors import HTTP_STATUS, Refused
+from coterie.errors import Refused
 from coterie.society import Society
-from coterie.web import markdown
-from coterie.web.schemas import REFERENCE, OpenAIErrorDocument, ProblemDocument, Schema
+from coterie.web.openapi import JSON, Handler, Operation, Parameter, Responses, described_body, reference
+from coterie.web.schemas import ErrorPlace, Schema
 
-JSON = "application/json"
-PROBLEM_JSON = "application/problem+json"
-BYTES_SCHEMA = {"type": "string", "format": "binary"}
-
-Responses = dict[int | str, dict[str, Any]]
-"""FastAPI's `responses`: descriptions by status."""
-
-Limit = Annotated[int, Query(ge=1, le=200, description="How many items at most.")]
-Id = Annotated[str, Query(max_length=200)]
-Cursor = Annotated[str, Query(max_length=200, description="The `next` of the page before.")]
+# What a parameter of a handler is read from
 
 
-# Dependencies are coroutines, because FastAPI runs plain functions in a thread.
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A query parameter with another name than the handler's. Others need no mark."""
+
+    alias: str
 
 
-async def _society(request: Request) -> Society:
-    return cast(Society, request.app.state.society)
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header. Its name is that of the parameter, with hyphens."""
+
+    alias: str | None = None
+    is_described: bool = True
 
 
-async def _clock(request: Request) -> Clock:
-    return cast(Clock, request.app.state.clock)
+@dataclass(frozen=True, slots=True)
+class State:
+    """Something that the application or the middleware keeps."""
+
+    read: Callable[[Request], Any]
 
 
-SocietyDep = Annotated[Society, Depends(_society)]
-ClockDep = Annotated[Clock, Depends(_clock)]
+API = "/api/v1"
+"""Prefix of the paths that panel and command line use."""
+Limit = Annotated[int, Meta(ge=1, le=200, description="How many items at most.")]
+Id = Annotated[str, Meta(max_length=200)]
+Cursor = Annotated[str, Meta(max_length=200, description="The `next` of the page before.")]
+SocietyDep = Annotated[Society, State(lambda request: request.app.state.society)]
+ClockDep = Annotated[Clock, State(lambda request: request.app.state.clock)]
 
 
-class Router(APIRouter):
-    def add_api_route(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        signature = inspect.signature(endpoint, eval_str=True)
-        answer, body = signature.return_annotation, signature.parameters.get("body")
-        status, responses = options.get("status_code") or 200, options.get("responses") or {}
-        if body:
-            responses = BODY_PROBLEMS | responses
-            is_required = body.default is inspect.Parameter.empty
-            options["openapi_extra"] = described_body(JSON, _reference(_types(body)[1]), required=is_required)
-        if isinstance(answer, type) and issubclass(answer, Schema):
-            responses = {status: {"content": described_content(answer)}} | responses
-        else:
-            options["response_class"] = Response
-        options |= {"responses": responses, "response_model": None}
-        super().add_api_route(path, _adapted(endpoint, signature, status), **options)
+class InvalidRequest(Exception):
+    """Parameters or a body that are not of the described type."""
+
+    def __init__(self, *places: ErrorPlace) -> None:
+        self.places = places
+        super().__init__("; ".join(f"{place.place}: {place.message}" for place in places))
 
 
-def _types(body: inspect.Parameter) -> tuple[Any, type[Schema]]:
+class InvalidJson(Exception):
+    """A body that is not JSON."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Router:
+    """Collects the operations of one resource."""
+
+    prefix: str = ""
+    tags: Sequence[str] = ()
+    responses: Responses = field(default_factory=dict)
+    """Of each operation, besides its own."""
+    is_described: bool = True
+    operations: list[Operation] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
+
+    def get(self, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        return functools.partial(self._add, "GET", path, **options)
+
+    def post(self, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        return functools.partial(self._add, "POST", path, **options)
+
+    def put(self, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        return functools.partial(self._add, "PUT", path, **options)
+
+    def patch(self, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        return functools.partial(self._add, "PATCH", path, **options)
+
+    def delete(self, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        return functools.partial(self._add, "DELETE", path, **options)
+
+    def _add(
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        *,
+        status_code: int = 200,
+        summary: str | None = None,
+        tags: Sequence[str] = (),
+        responses: Responses | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> Handler:
+        """`body`: OpenAPI's `requestBody`, of a handler that reads the body itself."""
+        path = self.prefix + path
+        signature = inspect.signature(handler, eval_str=True)
+        answer = signature.return_annotation
+        operation = Operation(
+            method=method,
+            path=path,
+            handler=handler,
+            parameters=_parameters(path, signature),
+            body=body or _describe_body(signature.parameters.get("body")),
+            answer=answer if isinstance(answer, type) and issubclass(answer, Schema) else None,
+            status=status_code,
+            summary=summary,
+            tags=(*self.tags, *tags),
+            responses={**self.responses, **(responses or {})},
+            is_described=self.is_described,
+        )
+        self.operations.append(operation)
+        route = Route(path, _endpoint(operation, signature), methods=[method], name=handler.__name__)
+        assert route.methods is not None  # noqa: S101
+        route.methods.discard("HEAD")  # Starlette adds it to GET; a stream would begin
+        self.routes.append(route)
+        return handler
+
+
+def _parameters(path: str, signature: inspect.Signature) -> list[Parameter]:
+    in_path = set(re.findall(r"{(\w+)", path))
+    found = []
+    for argument, parameter in signature.parameters.items():
+        marks = get_args(parameter.annotation)[1:] if get_origin(parameter.annotation) is Annotated else ()
+        mark = next((one for one in marks if isinstance(one, Query | Header | State)), None)
+        if argument in ("request", "body") or isinstance(mark, State):
+            continue
+        name, source = argument, "path" if argument in in_path else "query"
+        if isinstance(mark, Query):
+            name = mark.alias
+        elif isinstance(mark, Header):
+            name, source = mark.alias or argument.replace("_", "-"), "header"
+        found.append(
+            Parameter(
+                argument=argument,
+                name=name,
+                source=source,  # type: ignore[arg-type]
+                type=parameter.annotation,
+                default=parameter.default,
+                is_described=not isinstance(mark, Header) or mark.is_described,
+            )
+        )
+    return found
+
+
+def _state(signature: inspect.Signature) -> dict[str, Callable[[Request], Any]]:
+    """The parameters that the application or the middleware keeps, and how to read each."""
+    return {
+        name: mark.read
+        for name, parameter in signature.parameters.items()
+        if get_origin(parameter.annotation) is Annotated
+        for mark in get_args(parameter.annotation)[1:]
+        if isinstance(mark, State)
+    }
+
+
+def _body_types(body: inspect.Parameter) -> tuple[Any, type[Schema]]:
     """The type to decode and the one to describe: `Annotated[dict[str, Any], Described]`, or one type for both."""
     if get_origin(body.annotation) is Annotated:
         decoded, described = get_args(body.annotation)
@@ -78,30 +182,62 @@ def _types(body: inspect.Parameter) -> tuple[Any, type[Schema]]:
     return body.annotation, body.annotation
 
 
-def _adapted(endpoint: Callable[..., Any], signature: inspect.Signature, status: int) -> Callable[..., Any]:
-    """The endpoint as FastAPI calls it: with `request` instead of `body`, returning a response."""
-    parameters = dict(signature.parameters)
-    body, takes_request = parameters.pop("body", None), "request" in parameters
-    decoder = msgspec.json.Decoder(_types(body)[0]) if body else None
-    is_optional = body is not None and body.default is not inspect.Parameter.empty
-    parameters["request"] = inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request)
+def _describe_body(body: inspect.Parameter | None) -> Mapping[str, Any] | None:
+    if body is None:
+        return None
+    is_required = body.default is inspect.Parameter.empty
+    return described_body(JSON, reference(_body_types(body)[1]), required=is_required)
 
-    @functools.wraps(endpoint)
-    async def adapted(*, request: Request, **arguments: Any) -> Response:
+
+def _endpoint(operation: Operation, signature: inspect.Signature) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function that Starlette calls."""
+    handler, parameters, status = operation.handler, operation.parameters, operation.status
+    state, takes_request = _state(signature), "request" in signature.parameters
+    body = signature.parameters.get("body")
+    decoder = msgspec.json.Decoder(_body_types(body)[0]) if body else None
+    is_optional = body is not None and body.default is not inspect.Parameter.empty
+
+    async def endpoint(request: Request) -> Response:
+        arguments = _read_parameters(parameters, request) if parameters else {}
+        for name, read in state.items():
+            arguments[name] = read(request)
         if takes_request:
             arguments["request"] = request
         if decoder:
             data = await request.body()
             if data or not is_optional:
                 arguments["body"] = _decode(decoder, data)
-        answer = await endpoint(**arguments)
+        answer = await handler(**arguments)
         if isinstance(answer, Response):
             return answer
         return Response(status_code=204) if answer is None else json_response(answer, status)
 
-    keyword_only = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters.values()]
-    adapted.__signature__ = inspect.Signature(keyword_only, return_annotation=Response)  # type: ignore[attr-defined]
-    return adapted
+    return endpoint
+
+
+def _read_parameters(parameters: Sequence[Parameter], request: Request) -> dict[str, Any]:
+    arguments, invalid = dict[str, Any](), list[ErrorPlace]()
+    for parameter in parameters:
+        try:
+            arguments[parameter.argument] = _read_parameter(parameter, request)
+        except msgspec.ValidationError as error:
+            invalid.append(ErrorPlace(place=f"{parameter.source}.{parameter.name}", message=_plain(error)))
+    if invalid:
+        raise InvalidRequest(*invalid)
+    return arguments
+
+
+def _read_parameter(parameter: Parameter, request: Request) -> Any:
+    if parameter.source == "path":
+        value = request.path_params[parameter.name]
+    else:
+        values = request.query_params if parameter.source == "query" else request.headers
+        value = values.get(parameter.name)
+    if value is not None:
+        return msgspec.convert(value, parameter.type, strict=False)
+    if parameter.is_required:
+        raise msgspec.ValidationError("missing")
+    return parameter.default
 
 
 _encode = msgspec.json.Encoder().encode
@@ -129,20 +265,25 @@ def _decode_surrogates(kind: Any, data: bytes) -> Any:
     except msgspec.ValidationError as error:
         raise _invalid_body(error) from error
     except (ValueError, RecursionError) as error:
-        raise RequestValidationError([{"type": "json_invalid", "loc": ("body",), "msg": str(error)}]) from error
+        raise InvalidJson(str(error)) from error
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not valid JSON")
 
 
-def _invalid_body(error: msgspec.ValidationError) -> RequestValidationError:
+def _invalid_body(error: msgspec.ValidationError) -> InvalidRequest:
     message, _, path = str(error).partition(" - at `$")
-    return RequestValidationError([{"type": "value_error", "loc": (f"body{path.rstrip('`')}",), "msg": message}])
+    return InvalidRequest(ErrorPlace(place=f"body{path.rstrip('`')}", message=message))
 
 
-def invalid_query(message: str, *names: str) -> RequestValidationError:
-    return RequestValidationError([{"type": "value_error", "loc": ("query", *names), "msg": message}])
+def _plain(error: msgspec.ValidationError) -> str:
+    """The message without "got `str`": all parameters are text."""
+    return str(error).removesuffix(", got `str`")
+
+
+def invalid_query(message: str, *names: str) -> InvalidRequest:
+    return InvalidRequest(ErrorPlace(place=".".join(("query", *names)), message=message))
 
 
 def parse_cursor(cursor: str) -> int | None:
@@ -162,85 +303,3 @@ def etag_matches(header: str | None, etag: str) -> bool:
     """Whether the header `If-None-Match` names the tag."""
     tags = [tag.strip().removeprefix("W/") for tag in (header or "").split(",")]
     return "*" in tags or etag in tags
-
-
-# The OpenAPI document
-
-
-def _reference(schema: type[Schema]) -> dict[str, Any]:
-    return {"$ref": REFERENCE.format(name=schema.__name__)}
-
-
-def described_content(schema: type[Schema]) -> dict[str, Any]:
-    return {JSON: {"schema": _reference(schema)}}
-
-
-def described_body(media_type: str, schema: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """FastAPI's `openapi_extra` for a body that FastAPI does not parse."""
-    return {"requestBody": {"required": required, "content": {media_type: {"schema": schema}}}}
-
-
-def problems(*codes: str, **more: str) -> Responses:
-    """Describe errors by the codes of `Refused`; others by status, as `_401="…"`."""
-    codes_by_status: dict[int, list[str]] = {}
-    for code in codes:
-        codes_by_status.setdefault(HTTP_STATUS[code], []).append(f"`{code}`")
-    for status, text in more.items():
-        codes_by_status.setdefault(int(status.removeprefix("_")), []).append(text)
-    content = {PROBLEM_JSON: {"schema": _reference(ProblemDocument)}}
-    return {status: {"description": ", ".join(texts), "content": content} for status, texts in codes_by_status.items()}
-
-
-COMMON_PROBLEMS = problems(
-    _401="`unauthorized`",
-    _403="`foreign_origin`",
-    _421="`unknown_host`",
-    _422="`request_invalid`",
-    _429="`too_many_requests`",
-    _500="`internal_error`",
-    _503="`store_unavailable`, `stopping`",
-    _507="`store_full`",
-)
-"""Any route may answer with these."""
-BODY_PROBLEMS = problems(_400="`json_invalid`", _413="`body_too_large`", _415="`unsupported_media_type`")
-
-
-def openai_problems(*statuses: int) -> Responses:
-    """Describe errors in the form of OpenAI's API."""
-    content = {JSON: {"schema": _reference(OpenAIErrorDocument)}}
-    return {status: {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
-
-
-def operation_id(route: APIRoute) -> str:
-    first, *rest = route.name.split("_")
-    return first + "".join(word.capitalize() for word in rest)
-
-
-def install_openapi(app: FastAPI) -> None:
-    """Make `app.openapi()` describe paths with FastAPI, and all bodies with msgspec."""
-
-    @functools.cache
-    def openapi() -> dict[str, Any]:
-        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
-        kinds = [markdown.Node, *_subclasses(Schema)]
-        (node, *_), components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
-        # msgspec repeats the union of all nodes at each use.
-        components = _replaced(components, node, {"$ref": REFERENCE.format(name="MarkdownNode")})
-        document["components"] = {"schemas": components | {"MarkdownNode": node}}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _subclasses(schema: type[Schema]) -> Iterator[type[Schema]]:
-    for subclass in schema.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)
-
-
-def _replaced(value: Any, old: Any, new: Any) -> Any:
-    if value == old:
-        return new
-    if isinstance(value, dict):
-        return {key: _replaced(item, old, new) for key, item in value.items()}
-    return [_replaced(item, old, new) for item in value] if isinstance(value, list) else value

@@ -193,7 +193,7 @@ class Receipt(Schema):
         Literal["pending", "queued", "delayed", "withdrawn"],
         Meta(
             description="`queued`: the recipient is working and reads the message at its next step. `withdrawn`:"
-            " nobody reads it: the question of `unlessAnswered` is answered, or it stopped its task."
+            " it is not delivered: the question of `unlessAnswered` is answered, or it stopped its task."
         ),
     ]
     task: Annotated[str, Meta(description="The task that it belongs to; its own id if it starts one.")]
@@ -303,7 +303,7 @@ class SchedulePage(Schema):
 
 
 class ScheduleChange(Schema):
-    """What is left out stays as it is."""
+    """Fields left out stay as they are."""
 
     every: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
     time_zone: Annotated[Any, Meta(extra_json_schema={"type": ["string", "null"]})] = None
@@ -383,7 +383,7 @@ class Capabilities(Schema):
 class Agent(AgentStatus, kw_only=True):
     id: str
     name: str
-    description: Annotated[str, Meta(description="What it is for; empty if nobody has said.")]
+    description: Annotated[str, Meta(description="What it is for; empty if there is no description.")]
     kind: Literal["person"] | UnsetType = UNSET
     service: str | None
     capabilities: Capabilities | None
@@ -391,9 +391,9 @@ class Agent(AgentStatus, kw_only=True):
     role: Annotated[str | None, Meta(description="The role it was created with, or as the owner named it, if any.")]
     colour: Annotated[agents.AgentColour | None, Meta(description="Of its initials; null: chosen by the id.")]
     initials: Annotated[str, Meta(description="Empty: the first letters of its name.")]
-    retired: Annotated[bool, Meta(description="The configuration no longer describes it: it keeps its mail.")]
-    remote: Annotated[bool, Meta(description="It is elsewhere, and A2A reaches it.")]
-    position: Annotated[int, Meta(description="Place in coterie.toml, from 0.")] | UnsetType = UNSET
+    retired: Annotated[bool, Meta(description="Removed from the configuration: it keeps its mail and does not answer.")]
+    remote: Annotated[bool, Meta(description="It runs elsewhere and is reached over A2A.")]
+    position: Annotated[int, Meta(description="Its number in the order of coterie.toml, from 0.")] | UnsetType = UNSET
     waiting: int
     delayed: int
     unread: int | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""uvicorn inside this process, on sockets that are bound here. Signals and logging stay the society's."""
+"""uvicorn inside this process, on sockets that are bound here. The society handles signals and logging."""
 
 from __future__ import annotations
 

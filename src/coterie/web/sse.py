@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from datetime import timedelta
 from typing import Annotated, Any, cast
 
-from fastapi import Header, Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,9 +24,10 @@ from coterie.errors import Lagged
 from coterie.live import PROGRESS_INTERVAL, CallProgress, LiveReplies, LiveReply
 from coterie.society import Society
 from coterie.supervision import supervise
-from coterie.web.connections import HANG_UP
+from coterie.web.connections import HANG_UP, wait_for_disconnect
 from coterie.web.event_payloads import EventSerializer, frame, has_frame
-from coterie.web.routing import COMMON_PROBLEMS, Router
+from coterie.web.openapi import COMMON_PROBLEMS
+from coterie.web.routing import API, Header, Id, Query, Router
 from coterie.web.task_events import CHUNK, GATHER, ChangedTasks, changed_tasks, recently_changed, task_frames
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -433,7 +434,7 @@ def _bursts(frames: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, byt
 
 # The endpoint
 
-router = Router(tags=["events"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["events"], responses=COMMON_PROBLEMS)
 
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -453,7 +454,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
         serving = asyncio.create_task(self._hub.serve(write, self._last_event_id), name="coterie-stream-client")
-        disconnected = asyncio.create_task(_disconnected(receive), name="coterie-stream-disconnect")
+        disconnected = asyncio.create_task(wait_for_disconnect(receive), name="coterie-stream-disconnect")
         try:
             await asyncio.wait({serving, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -467,12 +468,7 @@ class EventStream(Response):
         elif hang_up := scope.get("extensions", {}).get(HANG_UP):
             # The client reads nothing any more, so it would not read a proper end either.
             hang_up["now"]()
-            await _disconnected(receive)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+            await wait_for_disconnect(receive)
 
 
 @router.get(
@@ -484,8 +480,8 @@ async def _disconnected(receive: Receive) -> None:
 )
 async def stream_events(
     request: Request,
-    last_event_id: Annotated[str | None, Header(max_length=200)] = None,
-    last: Annotated[str | None, Query(alias="lastEventId", max_length=200)] = None,
+    last_event_id: Annotated[Id | None, Header()] = None,
+    last: Annotated[Id | None, Query("lastEventId")] = None,
 ) -> Response:
     """Continues after `Last-Event-ID`, or after `lastEventId` for pages that cannot set headers."""
     return EventStream(cast(Hub, request.app.state.hub), last_event_id or last)

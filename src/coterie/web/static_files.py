@@ -12,14 +12,14 @@ from importlib.resources.abc import Traversable
 from typing import Annotated
 
 import rjsmin
-from fastapi import Header, Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.web.auth import AccessDep, exchange_code
 from coterie.web.errors import problem
-from coterie.web.routing import Router, etag_matches
+from coterie.web.routing import Header, Id, Router, etag_matches
 
-router = Router(include_in_schema=False)
+router = Router(is_described=False)
 
 MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
@@ -53,15 +53,15 @@ class StaticFile:
 async def get_panel(
     request: Request,
     access: AccessDep,
-    code: Annotated[str | None, Query(max_length=200)] = None,
+    code: Id | None = None,
     if_none_match: Annotated[str | None, Header()] = None,
     accept: Annotated[str, Header()] = "",
     accept_encoding: Annotated[str, Header()] = "",
 ) -> Response:
     """The page. With `code`: a redirect that signs the browser in.
 
-    A link that was used already shows people the page all the same: it opens if the browser is signed in, and otherwise
-    tells how to sign in. Programs get the problem as JSON.
+    With a code that was used already, browsers also get the page: it opens if the browser is signed in, and otherwise
+    says how to sign in. Programs get the problem as JSON.
     """
     if code is None:
         return _respond("index.html", if_none_match, accept_encoding)

@@ -61,7 +61,7 @@ class ChangedTasks:
 
 
 def changed_tasks(events: Iterable[Event]) -> list[str]:
-    """Ids of the tasks that the events change or may start, each once. Those of other messages are among them."""
+    """Ids of the tasks that the events change or may start, each once. Some are ids of messages that start no task."""
     return list(
         dict.fromkeys(
             event.subject for event in events if event.kind == "task.changed" or event.kind.startswith(_FIRST_MESSAGE)
@@ -70,7 +70,7 @@ def changed_tasks(events: Iterable[Event]) -> list[str]:
 
 
 async def task_frames(society: Society, task_ids: Sequence[str]) -> list[bytes]:
-    """Frames of those that are tasks. At most `CHUNK` ids."""
+    """Frames of the ids that are tasks. At most `CHUNK` ids."""
     found = await society.store.tasks_by_id(task_ids)
     return [
         frame("task.changed", Task.of(society, found[task_id]).to_dict()) for task_id in task_ids if task_id in found

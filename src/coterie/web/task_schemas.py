@@ -32,7 +32,7 @@ class Task(Schema, kw_only=True):
     parent_task: Annotated[str | None, Meta(description="The task that scheduled its first message.")]
     agent: Annotated[
         str,
-        Meta(description="Works on it: the recipient of its first message, or the sender if that is the person."),
+        Meta(description="The recipient of its first message, or the sender if the person is the recipient."),
     ]
     person: str
     sender: str = field(name="from")
@@ -40,7 +40,7 @@ class Task(Schema, kw_only=True):
     text: Annotated[str, Meta(description="The beginning of its first message.")]
     state: Annotated[
         TaskState,
-        Meta(description="`waiting`: for an answer of the person. `failed`: its last word was a failure."),
+        Meta(description="`waiting`: for an answer of the person. `failed`: its last message reports a failure."),
     ]
     created_at: Time
     last_at: Time
@@ -219,7 +219,7 @@ class TaskTree(Task, kw_only=True):
 
 
 class StoppedTask(Schema):
-    """What the stop ended. All 0 if the task was stopped before."""
+    """What the stop ended. All counts are 0 if the task was stopped before."""
 
     turns: int
     messages: Annotated[int, Meta(description="Messages that were withdrawn.")]

@@ -1,4 +1,4 @@
-"""The addresses of A2A: hands requests to the routes of the SDK, which it builds with the first one.
+"""The addresses of A2A: passes requests to the routes of the SDK, which are built with the first request.
 
 The SDK is an extra, and slow to import. Without it the addresses say how to install it.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 CARD = "/.well-known/agent-card.json"
 PATHS = {"/a2a/{path:path}": ("GET", "POST", "DELETE"), CARD: ("GET",)}
-"""Its addresses, with their methods."""
+"""The addresses of the door, with their methods."""
 AGENT = "/a2a/{agent}"
 
 
 class A2aDoor:
-    """An ASGI application. Behind the security middleware, so that host, token, origin and limits are checked."""
+    """An ASGI application behind the security middleware, which checks host, token, origin and limits."""
 
     def __init__(self, society: Society, watch: TaskWatch, clock: Clock, url: str) -> None:
         """`url`: the address of the server that other programs use."""
@@ -50,7 +50,7 @@ class A2aDoor:
             raise RequestRejected(501, "not_installed", detail) from error
         if self._router is None:
             self._router = self._make_router(handler)
-        # A route of its own application: the path is matched again, from its beginning.
+        # Without the parameters of the outer route: the SDK's router matches the whole path again.
         await self._router({**scope, "path_params": {}}, receive, send)
 
     async def _load_handler(self) -> SocietyRequestHandler:

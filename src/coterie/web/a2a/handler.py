@@ -101,7 +101,7 @@ class SocietyRequestHandler(RequestHandler):
         async with aclosing(self._follower(message).follow(None)) as updates:
             async for update in updates:
                 if isinstance(update, TaskProgress):
-                    said = _said(task_id, message.to, [a2a.Part(text=update.text)], new_id())
+                    said = _agent_message(task_id, message.to, [a2a.Part(text=update.text)], new_id())
                     status = a2a.TaskStatus(state=a2a.TASK_STATE_WORKING, message=said, timestamp=self._now())
                     yield a2a.TaskStatusUpdateEvent(task_id=task_id, context_id=message.to, status=status)
         last = await self._read(scope, task_id, None)
@@ -281,7 +281,7 @@ class SocietyRequestHandler(RequestHandler):
         if last is not None and task.state in ("waiting", "failed"):
             status.message.CopyFrom(await self._message(task, last))
         elif task.state == "working" and (problem := (await self._follower_of(tree)).problem):
-            status.message.CopyFrom(_said(task.id, _context_id(task), [a2a.Part(text=problem)], new_id()))
+            status.message.CopyFrom(_agent_message(task.id, _context_id(task), [a2a.Part(text=problem)], new_id()))
         if history_length is not None:
             history = history[-history_length:] if history_length else []
         artifacts = [
@@ -409,7 +409,7 @@ def _history_length(configuration: a2a.SendMessageConfiguration) -> int | None:
     return configuration.history_length if configuration.HasField("history_length") else None
 
 
-def _said(task_id: str, agent_id: str, parts: list[a2a.Part], message_id: str) -> a2a.Message:
+def _agent_message(task_id: str, agent_id: str, parts: list[a2a.Part], message_id: str) -> a2a.Message:
     return a2a.Message(
         message_id=message_id, context_id=agent_id, task_id=task_id, role=a2a.ROLE_AGENT, parts=parts
     )  # fmt: skip
@@ -422,7 +422,7 @@ def _timestamp(task: Task) -> Timestamp:
 
 
 def _is_of(task: Task, agent_id: str) -> bool:
-    """Whether a task is between the client and this agent: either may have sent its first message."""
+    """True if the task is between the client and this agent: either may have sent its first message."""
     return agent_id in (task.to, task.sender)
 
 
@@ -432,7 +432,7 @@ def _context_id(task: Task) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The JSON value with whole numbers as such: in A2A every number is a floating-point one."""
+    """The JSON value with whole numbers as int: A2A transmits every number as a float."""
     match value:
         case dict():
             return {key: _plain(item) for key, item in value.items()}

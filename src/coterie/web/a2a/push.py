@@ -1,4 +1,4 @@
-"""Tells programs about changes of their tasks: POSTs the task to the addresses that they gave and the owner allows.
+"""Push notifications of A2A: POSTs changed tasks to the addresses that programs gave and the owner allows.
 
 Every process with a server does this; each change is claimed in the store first. A failed notification is sent again
 with growing pauses, also after a restart.
@@ -28,7 +28,7 @@ CLAIM_TIME = timedelta(seconds=30)
 MAX_ATTEMPTS = 12
 FIRST_RETRY, MAX_RETRY = timedelta(seconds=1), timedelta(minutes=10)
 CHECK_INTERVAL = timedelta(minutes=1)
-"""How often a process looks for changes that others did not tell."""
+"""How often a process looks for changes whose events it missed."""
 MAX_AT_ONCE = 8
 EVENT_BATCH = 100
 RenderTask = Callable[[str], Awaitable[dict[str, Any] | None]]
@@ -40,7 +40,7 @@ class PushSender:
         self._society, self._clock, self._render = society, clock, render
         self._news = asyncio.Event()
         self._has_open = True
-        """False: no task is waited for, as far as this process knows, so events need no look at the store."""
+        """False: this process knows of no open config, so events need no look at the store."""
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class PushSender:
             await asyncio.wait({self._running})
 
     def notify(self) -> None:
-        """There is a new config."""
+        """Look for changes now: a config was added."""
         self._has_open = True
         self._news.set()
 
@@ -83,17 +83,17 @@ class PushSender:
                     return
 
     async def _send_due(self, http: httpx.AsyncClient) -> timedelta:
-        """Tell all changes that are due. Returns the time until the next look."""
+        """Send all notifications that are due. Returns the time until the next look."""
         now, store = self._clock.now(), self._society.store
         found = await store.open_push_configs()
         self._has_open = bool(found)
         changed = [one for one in found if one.change != one.notified]
         due = [one for one in changed if one.next_at <= now][:MAX_AT_ONCE]
-        await asyncio.gather(*(self._tell(http, one) for one in due))
+        await asyncio.gather(*(self._notify_once(http, one) for one in due))
         later = [one.next_at - now for one in changed if one.next_at > now]
         return timedelta(0) if due else min([CHECK_INTERVAL, *later])
 
-    async def _tell(self, http: httpx.AsyncClient, seen: OpenPushConfig) -> None:
+    async def _notify_once(self, http: httpx.AsyncClient, seen: OpenPushConfig) -> None:
         store = self._society.store
         if not await store.claim_push_config(seen, self._clock.now() + CLAIM_TIME):
             return

@@ -8,10 +8,11 @@ from coterie.llm.service import Direction
 from coterie.society import Society
 from coterie.store import Store
 from coterie.text import one_line
-from coterie.web.routing import COMMON_PROBLEMS, Cursor, Id, Limit, Router, SocietyDep, position, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, position
 from coterie.web.schemas import Agent, AgentPage, HistoryItem, HistoryPage, NewAgent, SocietyState, Worker, WorkerPage
 
-router = Router(responses=COMMON_PROBLEMS)
+router = Router(prefix=API, responses=COMMON_PROBLEMS)
 
 _UNKNOWN = problems("unknown_agent")
 _NOT_RUNNING = problems("unknown_agent", "recipient_terminated")

@@ -9,9 +9,10 @@ from contextlib import aclosing
 from typing import Annotated
 from urllib.parse import quote
 
-from fastapi import Header, Query, Request
+from msgspec import Meta
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from coterie import artifacts
@@ -20,22 +21,11 @@ from coterie.artifacts import OCTET_STREAM
 from coterie.errors import Refused
 from coterie.ids import ID_LENGTH
 from coterie.web.errors import RequestRejected, problem
-from coterie.web.routing import (
-    BODY_PROBLEMS,
-    BYTES_SCHEMA,
-    COMMON_PROBLEMS,
-    Id,
-    Limit,
-    Responses,
-    Router,
-    SocietyDep,
-    described_body,
-    etag_matches,
-    problems,
-)  # fmt: skip
+from coterie.web.openapi import BODY_PROBLEMS, BYTES_SCHEMA, COMMON_PROBLEMS, Responses, described_body, problems
+from coterie.web.routing import API, Header, Id, Limit, Router, SocietyDep, etag_matches
 from coterie.web.schemas import Artifact, ArtifactPage
 
-router = Router(prefix="/artifacts", tags=["artifacts"], responses=COMMON_PROBLEMS | problems("unknown_artifact"))
+router = Router(prefix=f"{API}/artifacts", tags=["artifacts"], responses=COMMON_PROBLEMS | problems("unknown_artifact"))
 
 _REF = re.compile(rf"[0-9a-f]{{{ID_LENGTH}}}")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -56,12 +46,12 @@ class RangeNotSatisfiable(Exception):
     "",
     status_code=201,
     summary="Upload a file",
-    openapi_extra=described_body("multipart/form-data", _FORM),
+    body=described_body("multipart/form-data", _FORM),
     responses=BODY_PROBLEMS
     | problems("artifact_too_large", _408="`upload_stalled`", _429="`too_many_requests`, `too_many_uploads`"),
 )
 async def upload_artifact(request: Request, society: SocietyDep) -> Artifact:
-    # FastAPI's UploadFile would buffer the whole body first.
+    # Starlette's form parser would buffer the whole body first.
     async with aclosing(request.app.state.uploads.receive(request)) as upload:
         filename, chunks = await anext(upload)
         async with aclosing(chunks):
@@ -71,7 +61,7 @@ async def upload_artifact(request: Request, society: SocietyDep) -> Artifact:
 @router.get("", summary="List files, newest first")
 async def list_artifacts(
     society: SocietyDep,
-    before: Annotated[str | None, Query(max_length=ID_LENGTH)] = None,
+    before: Annotated[str, Meta(max_length=ID_LENGTH)] | None = None,
     limit: Limit = 50,
     agent: Id | None = None,
 ) -> ArtifactPage:

@@ -19,7 +19,8 @@ from coterie.errors import CoterieError
 from coterie.society import Society
 from coterie.web.api.agents import find_agent
 from coterie.web.api.services import config_errors
-from coterie.web.routing import COMMON_PROBLEMS, Id, Router, SocietyDep, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Id, Router, SocietyDep
 from coterie.web.schemas import Schema, ShortText, Time
 
 Language = Literal["en", "zh"]
@@ -193,7 +194,7 @@ class TemplatePage(Schema):
     next: None
 
 
-router = Router(tags=["definitions"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["definitions"], responses=COMMON_PROBLEMS)
 
 _CONFIG = "`config_invalid`"
 _INVALID = problems(_422=f"`request_invalid`, {_CONFIG}")

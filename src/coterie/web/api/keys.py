@@ -9,10 +9,11 @@ from msgspec.structs import asdict
 
 from coterie import keys
 from coterie.clock import to_rfc3339
-from coterie.web.routing import COMMON_PROBLEMS, Router, SocietyDep, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Router, SocietyDep
 from coterie.web.schemas import Schema, Time
 
-router = Router(tags=["keys"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["keys"], responses=COMMON_PROBLEMS)
 
 
 class Key(Schema, kw_only=True):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
-
-from fastapi import Request
 
 from coterie import messages
 from coterie.errors import Refused
-from coterie.society import Society
 from coterie.store import Page, Store
 from coterie.text import one_line
-from coterie.web.routing import COMMON_PROBLEMS, Cursor, Id, Limit, Router, SocietyDep, parse_cursor, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, parse_cursor
 from coterie.web.schemas import (
     DelayedPage,
     Message,
@@ -25,7 +22,7 @@ from coterie.web.schemas import (
     SchedulePage,
 )
 
-router = Router(tags=["messages"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["messages"], responses=COMMON_PROBLEMS)
 
 
 @router.post(
@@ -57,9 +54,7 @@ router = Router(tags=["messages"], responses=COMMON_PROBLEMS)
         _429="`too_many_requests`",
     ),
 )
-async def send_message(request: Request, body: NewMessage) -> Receipt:
-    # Every send passes here: a FastAPI dependency would cost more than the rest of this function.
-    society = cast(Society, request.app.state.society)
+async def send_message(body: NewMessage, society: SocietyDep) -> Receipt:
     receipt = await society.bus.send(
         sender=messages.PERSON,
         to=body.to,

@@ -19,7 +19,8 @@ from coterie.llm.discovery import (
     ModelList,
 )
 from coterie.web.errors import RequestRejected
-from coterie.web.routing import COMMON_PROBLEMS, Router, SocietyDep, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Router, SocietyDep
 from coterie.web.schemas import ErrorPlace, Schema, Time
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class ReloadResult(Schema):
     problems: list[ErrorPlace]
 
 
-router = Router(tags=["services"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["services"], responses=COMMON_PROBLEMS)
 
 _CONFIG = "`config_invalid`"
 _ServiceFields = Annotated[dict[str, Any], ServiceChange]

@@ -12,10 +12,11 @@ from coterie import retention
 from coterie.clock import to_rfc3339
 from coterie.retention import RetentionService
 from coterie.retention_store import Pruned
-from coterie.web.routing import COMMON_PROBLEMS, Router, SocietyDep, problems
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Router, SocietyDep
 from coterie.web.schemas import Schema, Time
 
-router = Router(tags=["society"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["society"], responses=COMMON_PROBLEMS)
 
 
 class DeletedRows(Schema):

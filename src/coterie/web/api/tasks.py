@@ -5,24 +5,15 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import Query
+from msgspec import Meta
 
 from coterie.messages import PERSON
 from coterie.tasks import TaskState
-from coterie.web.routing import (
-    COMMON_PROBLEMS,
-    Cursor,
-    Id,
-    Limit,
-    Router,
-    SocietyDep,
-    invalid_query,
-    parse_cursor,
-    problems,
-)  # fmt: skip
+from coterie.web.openapi import COMMON_PROBLEMS, problems
+from coterie.web.routing import API, Cursor, Id, Limit, Router, SocietyDep, invalid_query, parse_cursor
 from coterie.web.task_schemas import Away, AwayCounts, AwayThread, StoppedTask, Task, TaskPage, TaskTree
 
-router = Router(tags=["tasks"], responses=COMMON_PROBLEMS)
+router = Router(prefix=API, tags=["tasks"], responses=COMMON_PROBLEMS)
 
 MAX_AWAY = 20
 """Tasks in each list of `/away`."""
@@ -79,7 +70,7 @@ async def continue_task(task_id: str, society: SocietyDep) -> Task:
 @router.get("/away", tags=["overview"], summary="Get what happened since a moment")
 async def get_away(
     society: SocietyDep,
-    since: Annotated[str, Query(max_length=50, description="RFC 3339, such as 2030-01-01T08:00:00Z.")],
+    since: Annotated[str, Meta(max_length=50, description="RFC 3339, such as 2030-01-01T08:00:00Z.")],
 ) -> Away:
     moment = _parse_time(since)
     found = await society.store.away(moment, MAX_AWAY)

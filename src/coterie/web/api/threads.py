@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Annotated, Literal, Self
 
 import msgspec
-from fastapi import Header, Query
 from msgspec import Meta
 from starlette.responses import Response
 
@@ -19,20 +18,20 @@ from coterie.store import Page
 from coterie.web import markdown
 from coterie.web.api.agents import find_agent
 from coterie.web.api.messages import message_page, message_position
+from coterie.web.openapi import COMMON_PROBLEMS, described_content, problems
 from coterie.web.routing import (
-    COMMON_PROBLEMS,
+    API,
     ClockDep,
     Cursor,
+    Header,
     Id,
     Limit,
     Router,
     SocietyDep,
-    described_content,
     invalid_query,
     json_response,
     position,
-    problems,
-)  # fmt: skip
+)
 from coterie.web.schemas import (
     EMPTY_LIST,
     Agent,
@@ -52,7 +51,7 @@ from coterie.web.schemas import (
 from coterie.web.sse import epoch_of
 from coterie.web.task_schemas import Cost, Task, in_units
 
-router = Router(responses=COMMON_PROBLEMS)
+router = Router(prefix=API, responses=COMMON_PROBLEMS)
 
 MARKDOWN = "text/markdown"
 
@@ -267,8 +266,8 @@ async def export_thread(
     agent: str,
     society: SocietyDep,
     clock: ClockDep,
-    accept: Annotated[str, Header(include_in_schema=False)] = "",
-    format: Annotated[Literal["markdown", "json"] | None, Query()] = None,  # noqa: A002
+    accept: Annotated[str, Header(is_described=False)] = "",
+    format: Literal["markdown", "json"] | None = None,  # noqa: A002
 ) -> Response:
     """`format` decides, else the `Accept` header; the default is Markdown."""
     found = await find_agent(society.store, agent)
@@ -322,7 +321,7 @@ async def mark_unread(body: UnreadMark, society: SocietyDep) -> UnreadCount:
 )
 async def search_messages(
     society: SocietyDep,
-    q: Annotated[str, Query(min_length=1, max_length=500)],
+    q: Annotated[str, Meta(min_length=1, max_length=500)],
     agent: Id | None = None,
     before: Cursor | None = None,
     limit: Limit = 50,
@@ -347,6 +346,6 @@ async def render_markdown_blocks(body: GrowingText) -> RenderedBlocks:
 
 
 @router.get("/usage", tags=["overview"], summary="Get requests and tokens by day, agent and service")
-async def get_usage(society: SocietyDep, clock: ClockDep, days: Annotated[int, Query(ge=1, le=3660)] = 30) -> UsagePage:
+async def get_usage(society: SocietyDep, clock: ClockDep, days: Annotated[int, Meta(ge=1, le=3660)] = 30) -> UsagePage:
     rows = await society.store.usage(clock.now() - timedelta(days=days))
     return UsagePage(items=[Usage.of(society, row) for row in rows], next=None)

@@ -1,4 +1,4 @@
-"""The address /mcp: hands requests to the SDK's session manager, which it starts with the first one.
+"""The address /mcp: passes requests to the SDK's session manager, which is started with the first request.
 
 The SDK is imported then, too: its import takes longer than the start of a server.
 """
@@ -27,7 +27,7 @@ METHODS = ("GET", "POST", "DELETE")
 
 
 class McpDoor:
-    """An ASGI application. Behind the security middleware, so that host, token, origin and limits are checked."""
+    """An ASGI application behind the security middleware, which checks host, token, origin and limits."""
 
     def __init__(self, society: Society, watch: TaskWatch, clock: Clock) -> None:
         self._society, self._watch, self._clock = society, watch, clock

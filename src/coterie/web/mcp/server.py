@@ -222,10 +222,10 @@ class McpHandlers:
         if args.mark_read and call.scope.caller.is_owner:
             for message in shown:
                 await self._society.mark_read(message)
-        told = [tools.Told.of(message) for message in shown]
-        inbox = tools.Inbox(messages=told, more=len(visible) > len(shown))
+        received = [tools.AgentMessage.of(message) for message in shown]
+        inbox = tools.Inbox(messages=received, more=len(visible) > len(shown))
         return tools.structured(
-            inbox, *(tools.told_blocks(told) or [tools.text_block("There are no unread messages.")])
+            inbox, *(tools.message_blocks(received) or [tools.text_block("There are no unread messages.")])
         )
 
     async def _unread(self, call: Call, agent: str | None, after: int, limit: int) -> Sequence[Message]:
@@ -247,12 +247,12 @@ class McpHandlers:
         outcome = await self._calls.wait_once(call, first, args.wait_seconds)
         if args.wait_seconds or outcome.task is None:
             tree = await call.scope.task(args.task)
-        told = [tools.Told.of(message) for message in outcome.messages]
+        received = [tools.AgentMessage.of(message) for message in outcome.messages]
         nodes = task_schemas.TaskTree.of_tree(self._society, tree).nodes if args.tree else []
         task = task_schemas.Task.of(self._society, tree.task)
-        status = tools.Status(task=task, messages=told, nodes=nodes, problem=outcome.problem or UNSET)
+        status = tools.Status(task=task, messages=received, nodes=nodes, problem=outcome.problem or UNSET)
         summary = f"[task {task.id}: {task.state}; {task.messages} messages, {task.turns} turns]"
-        return tools.structured(status, *tools.told_blocks(told), tools.text_block(outcome.problem or summary))
+        return tools.structured(status, *tools.message_blocks(received), tools.text_block(outcome.problem or summary))
 
     async def _list_tasks(self, call: Call, args: tools.ListTasks, _: Any) -> types.CallToolResult:
         found = await call.scope.tasks(state=args.state, agent=args.agent, limit=args.limit)

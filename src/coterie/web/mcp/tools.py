@@ -89,7 +89,7 @@ class ReadInbox(Schema, forbid_unknown_fields=True):
 class AnswerQuestion(Schema, forbid_unknown_fields=True):
     question: Annotated[MessageId, Meta(description="Id of the message that asks.")]
     option: Annotated[int, Meta(ge=0, description="Index of the chosen option, from 0.")] | None = None
-    text: Annotated[Text, Meta(description="An answer in other words.")] | None = None
+    text: Annotated[Text, Meta(description="An answer in your own words.")] | None = None
     wait_seconds: Wait | None = None
 
 
@@ -126,7 +126,7 @@ class AgentList(Schema):
     agents: list[schemas.Agent]
 
 
-class Told(Schema, kw_only=True):
+class AgentMessage(Schema, kw_only=True):
     """A message to the person."""
 
     id: str
@@ -139,10 +139,10 @@ class Told(Schema, kw_only=True):
     options: Annotated[list[str], Meta(description="Quick replies that it offers.")] = msgspec.field(
         default_factory=list
     )
-    is_open: Annotated[bool, Meta(description="It is a question that nobody has answered.")] = False
+    is_open: Annotated[bool, Meta(description="It is a question without an answer.")] = False
 
     @classmethod
-    def of(cls, message: messages.Message) -> Told:
+    def of(cls, message: messages.Message) -> AgentMessage:
         payload = message.payload
         return cls(
             id=message.id,
@@ -164,22 +164,22 @@ class Sent(Schema, kw_only=True):
     task: str
     state: Annotated[
         Literal["working", "waiting", "done", "failed", "stopped", "delayed", "lost"],
-        Meta(description="`waiting`: an agent asks. `lost`: nobody will read the message."),
+        Meta(description="`waiting`: an agent asks. `lost`: the message will not be read."),
     ]
     answer: Annotated[str | None, Meta(description="The newest text to you; null: none yet.")]
-    messages: Annotated[list[Told], Meta(description="Everything that was sent to you for it, in order.")]
+    messages: Annotated[list[AgentMessage], Meta(description="Everything that was sent to you for it, in order.")]
     problem: Annotated[str, Meta(description="Who has to act before it goes on.")] | UnsetType = UNSET
     deliver_at: str | UnsetType = UNSET
 
 
 class Inbox(Schema):
-    messages: list[Told]
+    messages: list[AgentMessage]
     more: Annotated[bool, Meta(description="There are more unread ones.")]
 
 
 class Status(Schema, kw_only=True):
     task: task_schemas.Task
-    messages: Annotated[list[Told], Meta(description="What was sent to you for it, in order.")]
+    messages: Annotated[list[AgentMessage], Meta(description="What was sent to you for it, in order.")]
     nodes: Annotated[
         list[Any],
         Meta(description="With `tree`: messages and turns in the order of time, as GET /api/v1/tasks/ID has them."),
@@ -257,7 +257,7 @@ TOOLS: Mapping[str, ToolEntry] = {
         ToolEntry(
             name="read_inbox",
             title="Read unread messages",
-            description="Read the messages that agents have sent and nobody has read yet, oldest first.",
+            description="Read the unread messages that agents have sent, oldest first.",
             arguments=ReadInbox,
             result=Inbox,
         ),
@@ -374,26 +374,26 @@ def text_block(text: str) -> types.TextContent:
 
 
 def sent_result(message: messages.Message, outcome: TaskOutcome) -> types.CallToolResult:
-    told = [Told.of(one) for one in outcome.messages]
+    received = [AgentMessage.of(one) for one in outcome.messages]
     sent = Sent(
         message_id=message.id,
         task=message.task or message.id,
         state=outcome.state,
-        answer=told[-1].text if told else None,
-        messages=told,
+        answer=received[-1].text if received else None,
+        messages=received,
         problem=outcome.problem or UNSET,
         deliver_at=to_rfc3339(message.deliver_at) or UNSET if outcome.state == "delayed" else UNSET,
     )
     return structured(
-        sent, *told_blocks(told), text_block(_explain(sent)), is_error=outcome.state in ("failed", "lost")
+        sent, *message_blocks(received), text_block(_explain(sent)), is_error=outcome.state in ("failed", "lost")
     )  # fmt: skip
 
 
-def told_blocks(told: Sequence[Told]) -> list[types.ContentBlock]:
+def message_blocks(received: Sequence[AgentMessage]) -> list[types.ContentBlock]:
     """The messages as a model reads them, then links to their files."""
     blocks: list[types.ContentBlock] = []
-    for one in told:
-        name = f"{one.sender}: " if len(told) > 1 else ""
+    for one in received:
+        name = f"{one.sender}: " if len(received) > 1 else ""
         options = "".join(f"\n{index}. {option}" for index, option in enumerate(one.options))
         asks = f"\n(answer_question with question {one.id} and an option from 0)" if one.is_open else ""
         blocks.append(text_block(f"{name}{one.text}{options}{asks}"))

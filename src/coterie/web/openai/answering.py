@@ -19,15 +19,16 @@ from coterie.society import Society
 from coterie.task_follower import find_shared_answer
 from coterie.task_stream import Ended, Piece, Said, TaskStream, TaskStreams
 from coterie.tasks import Task
+from coterie.web.connections import wait_for_disconnect
 from coterie.web.errors import RequestRejected
 
 KEEP_ALIVE = timedelta(seconds=10)
-"""Proxies and clients end a connection on which nothing comes."""
+"""Proxies and clients close a silent connection."""
 KEEP_ALIVE_FRAME = b": at work\n\n"
 DONE_FRAME = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 NO_RETRY = {"x-should-retry": "false"}
-"""OpenAI's clients send a failed request again. Another attempt cannot succeed before the owner acts."""
+"""OpenAI's clients repeat failed requests. These cannot succeed before the owner acts."""
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
@@ -42,12 +43,12 @@ class Outcome(msgspec.Struct):
     reason: str = ""
     """Why it cannot go on, if it cannot."""
     is_over: bool = False
-    """The task may go on, but for a newer message."""
+    """The task may go on, but the rest of it answers a newer message."""
 
     @property
     def answers(self) -> list[Message]:
         """The messages without reports of the runtime about a failure."""
-        return [one for one in self.messages if not (one.sender == SYSTEM and "problem" in one.payload)]
+        return [one for one in self.messages if not is_failure_report(one)]
 
     @property
     def state(self) -> str:
@@ -66,13 +67,23 @@ class Outcome(msgspec.Struct):
         if not self.answers:
             if self.state == "stopped":
                 return RequestRejected(409, "task_stopped", "the owner stopped this task", headers=NO_RETRY)
-            return RequestRejected(502, "no_answer", "the agent has read it and said nothing", headers=NO_RETRY)
+            detail = "the agent read the request and sent no answer: the panel shows what it did"
+            return RequestRejected(502, "no_answer", detail, headers=NO_RETRY)
         return None
 
     @property
     def finish_reason(self) -> str:
         last = self.answers[-1].cut_off if self.answers else None
         return last or "stop"
+
+
+def is_failure_report(message: Message) -> bool:
+    return message.sender == SYSTEM and "problem" in message.payload
+
+
+def unsent_text(whole: str, sent: str) -> str:
+    """The rest of a message whose text was streamed up to `sent`. The stored text may lack spaces at the end."""
+    return whole.removeprefix(sent) if whole.startswith(sent) else whole.removeprefix(sent.rstrip())
 
 
 async def collect(pieces: AsyncGenerator[Piece, None]) -> Outcome:
@@ -157,13 +168,8 @@ async def _unless_disconnected(
     receive: Receive, work: Coroutine[Any, Any, None], on_disconnect: Callable[[], Awaitable[object]] | None
 ) -> bool:
     """Do `work`, or cancel it when the client goes away. True: it was done."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
     working = asyncio.create_task(work, name="coterie-openai-answer")
-    leaving = asyncio.create_task(disconnected(), name="coterie-openai-disconnect")
+    leaving = asyncio.create_task(wait_for_disconnect(receive), name="coterie-openai-disconnect")
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:

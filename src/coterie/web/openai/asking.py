@@ -1,8 +1,8 @@
 """A request of an OpenAI client becomes one message to an agent: what is new in it, asked once even if it is retried.
 
-An agent has one memory. So only what the client's list has in addition to an earlier request is sent on. The ids of
+An agent has one memory. So only what the client's list adds to an earlier request is sent. The ids of
 messages are derived from the requests, so the store itself knows what was asked, also after a restart. A request is
-sent without a look at the store if nothing in it needs one: the store refuses what was sent before.
+sent without a read of the store before: the store refuses what was sent already. Only files need a read first.
 
 * The *base* id is a hash of key, agent, conversation and the client's own messages, up to some point of its list. If a
   message has the base id of a beginning of the list, that beginning is known.
@@ -63,7 +63,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """The message of the request that this one continues: all `messages` are new."""
 
     may_wait: bool = False
-    """Send it also to a paused agent, for which the client would wait in vain."""
+    """Send it to a paused agent, too: the client does not wait for the answer."""
 
     @property
     def instructions(self) -> str:
@@ -86,20 +86,20 @@ class Asking:
 
     async def ask(self, caller: Caller, ask: Ask, stream: TaskStream | None = None) -> Asked:
         """Send the request, or find the message of an earlier attempt. `stream`: expects the message."""
-        own = [one for one in ask.messages if one.role not in SYSTEM_ROLES and one.role != "assistant"]
+        own = [one for one in ask.messages if _is_own(one)]
         if not own:
             raise Refused("payload_invalid", "messages: expected at least one message of the user", param="messages")
         if ask.agent_id == PERSON or not caller.may_reach(ask.agent_id):
             raise unknown_model()
         if self._store.seen_paused and not ask.may_wait:
-            raise _resting("the society is paused: the owner must resume it. Nothing was sent")
+            raise _agent_resting("the society is paused: the owner must resume it. Nothing was sent")
         try:
             return await self._ask_once(caller, ask, own, stream)
-        except Refused as refusal:
-            if refusal.code in ("unknown_recipient", "recipient_terminated"):
-                raise unknown_model() from refusal
-            if refusal.code == "recipient_paused":
-                raise _resting(refusal.message) from refusal
+        except Refused as refused:
+            if refused.code in ("unknown_recipient", "recipient_terminated"):
+                raise unknown_model() from refused
+            if refused.code == "recipient_paused":
+                raise _agent_resting(refused.message) from refused
             raise
 
     async def _ask_once(
@@ -114,8 +114,8 @@ class Asking:
                 await stream.expect(self._message_id(client_id))
             try:
                 return Asked(await self._send(caller, ask, own, bases, client_id, only_new=True), is_new=True)
-            except Refused as refusal:
-                if refusal.code != "already_sent":
+            except Refused as refused:
+                if refused.code != "already_sent":
                     raise
         client_id, earlier = await self._choose_id(client_id, ask)
         if earlier:
@@ -127,7 +127,7 @@ class Asking:
         if agent is None or agent.state == "terminated":
             raise unknown_model()
         if agent.state == "paused" and not ask.may_wait:
-            raise _resting(f"{agent.id} is paused: the owner must resume it. Nothing was sent")
+            raise _agent_resting(f"{agent.id} is paused: the owner must resume it. Nothing was sent")
 
     async def _send(
         self,
@@ -218,18 +218,18 @@ class Asking:
     # What is new
 
     async def _known_count(self, bases: Sequence[str], ask: Ask) -> tuple[int, Sequence[Message] | None]:
-        """How many messages of the list the agent knows; and the end of its thread, if that was read."""
+        """How many messages of the list the agent knows; and the newest messages of its thread, if they were read."""
         answers = [index for index, one in enumerate(ask.messages) if one.role == "assistant"]
         if ask.previous or not answers:
             return 0, None
         if ask.conversation:
             return answers[-1] + 1, None
-        places = [i for i, one in enumerate(ask.messages) if one.role not in SYSTEM_ROLES and one.role != "assistant"]
+        positions = [index for index, one in enumerate(ask.messages) if _is_own(one)]
         for end in range(len(bases), 0, -KNOWN_PAGE):
             start = max(0, end - KNOWN_PAGE)
             if found := await self._find(bases[start:end]):
                 longest = max(index for index in range(start, end) if bases[index] in found)
-                count = places[longest] + 1
+                count = positions[longest] + 1
                 # The answers to it follow; the client may have changed their text.
                 while count < len(ask.messages) and ask.messages[count].role == "assistant":
                     count += 1
@@ -261,6 +261,11 @@ class Asking:
         return {}
 
 
+def _is_own(message: ClientMessage) -> bool:
+    """True for messages of the client itself: neither instructions nor answers."""
+    return message.role not in SYSTEM_ROLES and message.role != "assistant"
+
+
 def find_model(model: object) -> str:
     """The id of the agent that a model's name stands for, if there is such an agent."""
     if isinstance(model, str):
@@ -273,8 +278,8 @@ def unknown_model() -> Refused:
     return Refused("unknown_agent", "there is no such model: GET /v1/models lists the agents", param="model")
 
 
-def _resting(detail: str) -> RequestRejected:
-    """The client would wait in vain."""
+def _agent_resting(detail: str) -> RequestRejected:
+    """The error for an agent that would not answer before the owner acts."""
     return RequestRejected(503, "agent_resting", detail, headers=NO_RETRY)
 
 

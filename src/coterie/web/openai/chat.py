@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated, Any, Literal, cast
 
-from fastapi import Header, Request
 from msgspec import UNSET, Meta, UnsetType, convert
+from starlette.requests import Request
 from starlette.responses import Response
 
 from coterie.clock import to_ms
@@ -16,6 +16,7 @@ from coterie.society import Society
 from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
+from coterie.web.errors import OPENAI
 from coterie.web.openai.answering import (
     DONE_FRAME,
     KEEP_ALIVE_FRAME,
@@ -25,16 +26,19 @@ from coterie.web.openai.answering import (
     collect,
     follow,
     frame,
+    is_failure_report,
     record,
     stop_on_disconnect,
+    unsent_text,
     wants_stop,
 )
 from coterie.web.openai.asking import Ask, Asking, find_model, unknown_model
 from coterie.web.openai.content import answer_text, extra_fields, read_message
-from coterie.web.routing import Router, SocietyDep, json_response, openai_problems
+from coterie.web.openapi import openai_problems
+from coterie.web.routing import Header, Id, Router, SocietyDep, json_response
 from coterie.web.schemas import Attachment, Schema
 
-router = Router(tags=["OpenAI"], responses=openai_problems(401, 403, 404, 421, 429, 500, 503))
+router = Router(prefix=OPENAI, tags=["OpenAI"], responses=openai_problems(401, 403, 404, 421, 429, 500, 503))
 CONTENT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -143,7 +147,7 @@ class Usage(OpenAISchema, kw_only=True):
 
 
 class Extra(OpenAISchema, kw_only=True):
-    """What OpenAI's fields have no place for."""
+    """What OpenAI's format has no fields for."""
 
     task: Annotated[str, Meta(description="The task, as in /api/v1/tasks.")]
     state: str
@@ -198,7 +202,7 @@ async def _models(society: Society, caller: Caller) -> AsyncIterator[Model]:
     },
 )
 async def create_chat_completion(
-    request: Request, body: ChatRequest, idempotency_key: Annotated[str | None, Header(max_length=200)] = None
+    request: Request, body: ChatRequest, idempotency_key: Annotated[Id | None, Header()] = None
 ) -> ChatCompletion | Response:
     """The answer comes when everything that the request set off has ended, or when an agent asks something.
 
@@ -331,10 +335,10 @@ class _ChunkWriter:
             case Superseded():
                 self._needs_gap = True
             case Said(message, draft_id):
-                if message.payload.get("problem") and message.sender == "system":
+                if is_failure_report(message):
                     return []
                 whole, sent = answer_text(message, self._agent_id), self._streamed.get(draft_id or "", "")
-                rest = whole.removeprefix(sent) if whole.startswith(sent) else whole.removeprefix(sent.rstrip())
+                rest = unsent_text(whole, sent)
                 written = self._text(rest, is_new=not sent) if rest else []
                 self._needs_gap = True
                 return written

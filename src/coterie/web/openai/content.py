@@ -39,21 +39,21 @@ class ClientMessage(msgspec.Struct, frozen=True):
     """Of role and content as they were sent."""
 
 
-def read_message(value: Any, place: str) -> ClientMessage:
-    """Decode a message of a chat, or an input item of a response. `Refused("payload_invalid")` names the place."""
+def read_message(value: Any, path: str) -> ClientMessage:
+    """Decode a message of a chat, or an input item of a response. `path`: where it is in the request, for errors."""
     if not isinstance(value, dict):
-        raise _invalid(place, "expected an object with role and content")
+        raise _invalid(path, "expected an object with role and content")
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
-        raise _invalid(f"{place}.role", f"expected one of {', '.join(sorted(ROLES))}")
+        raise _invalid(f"{path}.role", f"expected one of {', '.join(sorted(ROLES))}")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if parts is None and role == "assistant":
         parts = []  # it only called tools
     if not isinstance(parts, list):
-        raise _invalid(f"{place}.content", "expected a text or a list of parts")
+        raise _invalid(f"{path}.content", "expected a text or a list of parts")
     texts, files = list[str](), list[File]()
     for index, part in enumerate(parts):
-        found = _read_part(part, f"{place}.content[{index}]", len(files))
+        found = _read_part(part, f"{path}.content[{index}]", len(files))
         if isinstance(found, File):
             files.append(found)
         else:
@@ -62,58 +62,58 @@ def read_message(value: Any, place: str) -> ClientMessage:
     return ClientMessage(str(role), "\n".join(texts), tuple(files), digest)
 
 
-def _read_part(part: Any, place: str, number: int) -> str | File:
+def _read_part(part: Any, path: str, number: int) -> str | File:
     if not isinstance(part, dict):
-        raise _invalid(place, "expected an object with a type")
+        raise _invalid(path, "expected an object with a type")
     match part.get("type"):
         case "text" | "input_text" | "output_text" | "refusal":
             text = part.get("refusal" if part["type"] == "refusal" else "text")
             if not isinstance(text, str):
-                raise _invalid(f"{place}.text", "expected a text")
+                raise _invalid(f"{path}.text", "expected a text")
             return text
         case "image_url" | "input_image":
             image = part.get("image_url")
             url = image.get("url") if isinstance(image, dict) else image
-            return _read_data_url(url, f"{place}.image_url", f"picture-{number + 1}")
+            return _read_data_url(url, f"{path}.image_url", f"picture-{number + 1}")
         case "input_audio":
             audio = part.get("input_audio")
             if not isinstance(audio, dict) or not isinstance(audio.get("data"), str):
-                raise _invalid(f"{place}.input_audio", "expected data in base64, and its format")
+                raise _invalid(f"{path}.input_audio", "expected data in base64, and its format")
             name = f"sound-{number + 1}.{one_line(str(audio.get('format') or 'bin'))}"
-            return File(name, _from_base64(audio["data"], f"{place}.input_audio.data"))
+            return File(name, _from_base64(audio["data"], f"{path}.input_audio.data"))
         case "file" | "input_file":
             file = part.get("file") if part["type"] == "file" else part
             if not isinstance(file, dict) or not isinstance(file.get("file_data"), str):
-                raise _invalid(f"{place}.file_data", "expected the file itself, as a data: URL or in base64")
+                raise _invalid(f"{path}.file_data", "expected the file itself, as a data: URL or in base64")
             name = file.get("filename") or f"file-{number + 1}"
             data = file["file_data"]
             if data.startswith("data:"):
-                return File(str(name), _read_data_url(data, f"{place}.file_data", "").data)
-            return File(str(name), _from_base64(data, f"{place}.file_data"))
-    raise _invalid(f"{place}.type", "expected text, image_url, input_audio, file or their input_… forms")
+                return File(str(name), _read_data_url(data, f"{path}.file_data", "").data)
+            return File(str(name), _from_base64(data, f"{path}.file_data"))
+    raise _invalid(f"{path}.type", "expected text, image_url, input_audio, file or their input_… forms")
 
 
-def _read_data_url(url: Any, place: str, name: str) -> File:
+def _read_data_url(url: Any, path: str, name: str) -> File:
     if not isinstance(url, str) or not url.startswith("data:"):
         # The server contacts no addresses that a request names.
-        raise _invalid(place, "expected the content itself as a data: URL: Coterie loads nothing from other addresses")
+        raise _invalid(path, "expected the content itself as a data: URL: Coterie loads nothing from other addresses")
     head, _, data = url[5:].partition(",")
     media_type, *options = head.split(";")
     extension = mimetypes.guess_extension(media_type) or ""
     if "base64" in options:
-        return File(name + extension, _from_base64(data, place))
+        return File(name + extension, _from_base64(data, path))
     return File(name + extension, unquote_to_bytes(data))
 
 
-def _from_base64(data: str, place: str) -> bytes:
+def _from_base64(data: str, path: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise _invalid(place, "not valid base64") from None
+        raise _invalid(path, "not valid base64") from None
 
 
-def _invalid(place: str, message: str) -> Refused:
-    return Refused("payload_invalid", f"{place}: {message}", param=place)
+def _invalid(path: str, message: str) -> Refused:
+    return Refused("payload_invalid", f"{path}: {message}", param=path)
 
 
 # What is sent to the agent
@@ -153,7 +153,7 @@ def answer_text(message: Message, agent_id: str) -> str:
 
 
 def extra_fields(messages: Sequence[Message], task: str, state: str) -> dict[str, Any]:
-    """The field `coterie` of an answer: what OpenAI's fields have no place for."""
+    """The field `coterie` of an answer: what OpenAI's format has no fields for."""
     last: Mapping[str, Any] = messages[-1].payload if messages else {}
     files = [file for message in messages for file in message.payload.get("attachments") or ()]
     return {

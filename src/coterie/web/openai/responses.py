@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal, cast
 
-from fastapi import Header, Query, Request
 from msgspec import Meta, field
 from msgspec.structs import replace
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from coterie.clock import to_ms
@@ -17,6 +17,7 @@ from coterie.society import Society
 from coterie.task_stream import Delta, Piece, Progress, Said, Silence, Superseded, TaskStream, TaskStreams
 from coterie.tasks import Task
 from coterie.web.auth import Caller, CallerDep, caller_of
+from coterie.web.errors import OPENAI
 from coterie.web.openai.answering import (
     KEEP_ALIVE_FRAME,
     AnswerStream,
@@ -25,9 +26,11 @@ from coterie.web.openai.answering import (
     collect,
     follow,
     frame,
+    is_failure_report,
     read_outcome,
     record,
     stop_on_disconnect,
+    unsent_text,
     wants_stop,
 )
 from coterie.web.openai.asking import Ask, Asking, find_model
@@ -43,9 +46,10 @@ from coterie.web.openai.chat import (
     make_extra,
 )
 from coterie.web.openai.content import ClientMessage, answer_text, read_message
-from coterie.web.routing import Router, openai_problems
+from coterie.web.openapi import openai_problems
+from coterie.web.routing import Header, Id, Router
 
-router = Router(tags=["OpenAI"], responses=openai_problems(401, 403, 404, 421, 429, 500, 503))
+router = Router(prefix=OPENAI, tags=["OpenAI"], responses=openai_problems(401, 403, 404, 421, 429, 500, 503))
 PREFIX = "resp_"
 SKIPPED_ITEMS = frozenset({"reasoning", "item_reference"})
 """Items of an input that repeat what the agent knows."""
@@ -161,7 +165,7 @@ class Response(OpenAISchema, kw_only=True):
     },
 )
 async def create_response(
-    request: Request, body: ResponseRequest, idempotency_key: Annotated[str | None, Header(max_length=200)] = None
+    request: Request, body: ResponseRequest, idempotency_key: Annotated[Id | None, Header()] = None
 ) -> Response | HttpResponse:
     """The rules of chat completions hold. With `background` the answer comes at once, and a GET returns the rest."""
     society, caller = cast(Society, request.app.state.society), caller_of(request)
@@ -191,21 +195,21 @@ async def create_response(
     if body.stream or body.background:
         sent = (await asking.ask(caller, ask)).receipt
         asked = await _find_asked(streams, caller, PREFIX + sent.message_id, "id")
-        shape = _Shape(asked, sent, ignored, echo)
+        renderer = _ResponseRenderer(asked, sent, ignored, echo)
         if not body.stream:
-            return shape.render(await read_outcome(streams, asked))
+            return renderer.render(await read_outcome(streams, asked))
         on_disconnect = stop_on_disconnect(society, stops, sent)
-        return AnswerStream(_EventWriter(shape).frames(streams.stream(ask.agent_id)), on_disconnect)
+        return AnswerStream(_EventWriter(renderer).frames(streams.stream(ask.agent_id)), on_disconnect)
     with streams.stream(ask.agent_id, with_text=False) as stream:
         new = await asking.ask(caller, ask, stream)
         asked = await _find_asked(streams, caller, PREFIX + new.receipt.message_id, "id")
         pieces = stream.follow(new.receipt, is_new=new.is_new)
         on_disconnect = stop_on_disconnect(society, stops, new.receipt)
         outcome = await answer_or_stop(request, collect(pieces), on_disconnect)
-    shape = _Shape(asked, new.receipt, ignored, echo)
+    renderer = _ResponseRenderer(asked, new.receipt, ignored, echo)
     if failure := outcome.failure():
         raise failure
-    return shape.render(outcome, is_over=True)
+    return renderer.render(outcome, is_over=True)
 
 
 @router.get(
@@ -218,7 +222,7 @@ async def get_response(
     response_id: str,
     caller: CallerDep,
     stream: bool = False,
-    starting_after: Annotated[int | None, Query(description="Not supported: a stream begins with its start.")] = None,
+    starting_after: Annotated[int, Meta(description="Not supported: a stream begins with its start.")] | None = None,
 ) -> Response | HttpResponse:
     """With `stream` its events from the start, until it has ended."""
     if starting_after is not None:
@@ -227,10 +231,10 @@ async def get_response(
         )
     streams = cast(TaskStreams, request.app.state.task_streams)
     asked = await _find_asked(streams, caller, response_id, "response_id")
-    shape = _Shape(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
+    renderer = _ResponseRenderer(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
     if stream:
-        return AnswerStream(_EventWriter(shape).frames(streams.stream(asked.to)))
-    return shape.render(await read_outcome(streams, asked))
+        return AnswerStream(_EventWriter(renderer).frames(streams.stream(asked.to)))
+    return renderer.render(await read_outcome(streams, asked))
 
 
 @router.post("/responses/{response_id}/cancel", summary="Stop everything that a response set off")
@@ -238,12 +242,12 @@ async def cancel_response(request: Request, response_id: str, caller: CallerDep)
     """What tools have done stays done. A response that has ended stays as it is. Idempotent."""
     streams = cast(TaskStreams, request.app.state.task_streams)
     asked = await _find_asked(streams, caller, response_id, "response_id")
-    shape = _Shape(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
+    renderer = _ResponseRenderer(asked, Receipt(message_id=asked.id, state="pending", task=asked.task), [])
     outcome = await read_outcome(streams, asked)
-    if shape.status(outcome) in ("queued", "in_progress"):
+    if renderer.status(outcome) in ("queued", "in_progress"):
         await cast(Society, request.app.state.society).stop_task(asked.task)
         outcome = await read_outcome(streams, asked)
-    return shape.render(outcome)
+    return renderer.render(outcome)
 
 
 async def _find_asked(streams: TaskStreams, caller: Caller, response_id: str, param: str) -> Message:
@@ -276,8 +280,8 @@ def _conversation(body: ResponseRequest) -> str:
     return named or conversation_of(body.metadata)
 
 
-class _Shape:
-    """Renders one response at any moment."""
+class _ResponseRenderer:
+    """Renders a response in its current state."""
 
     def __init__(
         self, asked: Message, sent: Receipt, ignored: list[str], echo: Mapping[str, Any] | None = None
@@ -298,7 +302,7 @@ class _Shape:
         return "completed" if outcome.finish_reason == "stop" else "incomplete"
 
     def render(self, outcome: Outcome, *, is_over: bool = False, ids: dict[str, str] | None = None) -> Response:
-        """`ids`: under which ids messages were streamed."""
+        """`ids`: by message, the item id under which it was streamed."""
         status = self.status(outcome, is_over=is_over)
         failure = outcome.failure() if status == "failed" else None
         reasons: dict[str, Any] = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -335,8 +339,8 @@ class _Item:
 class _EventWriter:
     """Writes what happens as the events of one response."""
 
-    def __init__(self, shape: _Shape) -> None:
-        self._shape = shape
+    def __init__(self, renderer: _ResponseRenderer) -> None:
+        self._renderer = renderer
         self._number = self._index = 0
         self._items: dict[str, _Item] = {}
         """By draft."""
@@ -344,16 +348,16 @@ class _EventWriter:
 
     async def frames(self, stream: TaskStream) -> AsyncGenerator[bytes, None]:
         outcome = Outcome(messages=[])
-        response = replace(self._shape.render(outcome), status="in_progress", error=None)
+        response = replace(self._renderer.render(outcome), status="in_progress", error=None)
         with stream:
             yield self._event("response.created", response=response)
             yield self._event("response.in_progress", response=response)
-            async for piece in follow(stream, self._shape.sent):
+            async for piece in follow(stream, self._renderer.sent):
                 record(outcome, piece)
                 for data in self._write(piece):
                     yield data
         failure = outcome.failure()
-        final = self._shape.render(outcome, is_over=True, ids=self._ids)
+        final = self._renderer.render(outcome, is_over=True, ids=self._ids)
         if failure and final.status != "cancelled":
             final.status, final.error = "failed", ResponseError(message=str(failure.detail))
         kind = final.status if final.status in ("completed", "incomplete") else "failed"
@@ -368,21 +372,21 @@ class _EventWriter:
                 return self._close(self._items.pop(draft_id), "incomplete")
             case Said(message, draft_id):
                 return self._say(message, draft_id)
-            case Progress(task) if others := [agent for agent in task.active_agents if agent != self._shape.asked.to]:
-                return self._reason(f"{', '.join(others)} at work")
+            case Progress(task):
+                others = [agent for agent in task.active_agents if agent != self._renderer.asked.to]
+                return self._reason(f"{', '.join(others)} at work") if others else []
             case Silence():
                 return [KEEP_ALIVE_FRAME]
             case _:
                 return []
 
     def _say(self, message: Message, draft_id: str | None) -> list[bytes]:
-        if message.sender == "system" and "problem" in message.payload:
+        if is_failure_report(message):
             return []
         key = draft_id or message.id
         written = [] if key in self._items else self._open(key, f"msg_{message.id}")
-        item, whole = self._items.pop(key), answer_text(message, self._shape.asked.to)
-        rest = whole.removeprefix(item.text) if whole.startswith(item.text) else whole.removeprefix(item.text.rstrip())
-        if rest:
+        item, whole = self._items.pop(key), answer_text(message, self._renderer.asked.to)
+        if rest := unsent_text(whole, item.text):
             written.append(self._delta(item, rest))
         item.text = whole
         self._ids[message.id] = item.id
@@ -394,39 +398,39 @@ class _EventWriter:
         added = OutputMessage(id=item.id, status="in_progress", content=[])
         return [
             self._event("response.output_item.added", output_index=item.index, item=added),
-            self._event("response.content_part.added", **self._place(item), part=OutputText(text="")),
+            self._event("response.content_part.added", **self._item_fields(item), part=OutputText(text="")),
         ]
 
     def _delta(self, item: _Item, text: str) -> bytes:
         item.text += text
-        return self._event("response.output_text.delta", **self._place(item), delta=text, logprobs=[])
+        return self._event("response.output_text.delta", **self._item_fields(item), delta=text, logprobs=[])
 
     def _close(self, item: _Item, status: Literal["completed", "incomplete"]) -> list[bytes]:
         part = OutputText(text=item.text)
         done = OutputMessage(id=item.id, status=status, content=[part])
         return [
-            self._event("response.output_text.done", **self._place(item), text=item.text, logprobs=[]),
-            self._event("response.content_part.done", **self._place(item), part=part),
+            self._event("response.output_text.done", **self._item_fields(item), text=item.text, logprobs=[]),
+            self._event("response.content_part.done", **self._item_fields(item), part=part),
             self._event("response.output_item.done", output_index=item.index, item=done),
         ]
 
     def _reason(self, text: str) -> list[bytes]:
-        """A finished item that tells who works. It is no part of the final output."""
-        index, id_ = self._index, f"rs_{self._shape.asked.id}_{self._index}"
+        """A finished item that names the agents at work. It is not in the final output."""
+        index, id_ = self._index, f"rs_{self._renderer.asked.id}_{self._index}"
         self._index += 1
-        place = {"item_id": id_, "output_index": index, "summary_index": 0}
+        fields = {"item_id": id_, "output_index": index, "summary_index": 0}
         part = {"type": "summary_text", "text": text}
         item = {"id": id_, "type": "reasoning", "summary": list[Any]()}
         return [
             self._event("response.output_item.added", output_index=index, item=item),
-            self._event("response.reasoning_summary_part.added", **place, part=part | {"text": ""}),
-            self._event("response.reasoning_summary_text.delta", **place, delta=text),
-            self._event("response.reasoning_summary_text.done", **place, text=text),
-            self._event("response.reasoning_summary_part.done", **place, part=part),
+            self._event("response.reasoning_summary_part.added", **fields, part=part | {"text": ""}),
+            self._event("response.reasoning_summary_text.delta", **fields, delta=text),
+            self._event("response.reasoning_summary_text.done", **fields, text=text),
+            self._event("response.reasoning_summary_part.done", **fields, part=part),
             self._event("response.output_item.done", output_index=index, item=item | {"summary": [part]}),
         ]
 
-    def _place(self, item: _Item) -> dict[str, Any]:
+    def _item_fields(self, item: _Item) -> dict[str, Any]:
         return {"item_id": item.id, "output_index": item.index, "content_index": 0}
 
     def _event(self, kind: str, **data: Any) -> bytes:
