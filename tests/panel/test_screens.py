@@ -286,6 +286,11 @@ async def test_the_list_of_delayed_messages_is_not_limited_to_the_snapshot(panel
     page = await panel.open("#/delayed")
     await expect(page.locator(".screen .delayed-item")).to_have_count(510)
 
+    # A new snapshot, as after a lost connection, has the first ones only.
+    await page.evaluate("async () => { await (await import('/static/state.js')).resync(); }")
+    await panel.society.send(to="user", text="Later 510", sender="ada", delay_ms=3_600_000)
+    await expect(page.locator(".screen .delayed-item")).to_have_count(511)
+
 
 async def test_on_a_phone_the_drawer_leads_to_every_screen(panel: Panel) -> None:
     page = await panel.open(viewport=PHONE)

@@ -46,14 +46,13 @@ export function render(root, { compact, query: asked }) {
   );
   root.tabIndex = -1;
   draw();
-  if (!compact) loadAll().catch(() => {});
-  const rest = () => loadPaused().catch(() => {});
-  rest();
-  const stops = [on(['delayed', 'snapshot', 'agents'], draw), on('snapshot', rest), everySecond(tick)];
+  const load = () => Promise.all([compact || loadAll(), loadPaused()]).catch(() => {});
+  load();
+  const stops = [on(['delayed', 'agents'], draw), on('snapshot', load), everySecond(tick)];
   return () => stops.forEach((stop) => stop());
 }
 
-/** Loads all delayed messages; the snapshot has only the first ones. */
+/** Loads all delayed messages. Needed after every snapshot, which has only the first ones. */
 async function loadAll() {
   for (let after; ; ) {
     const page = await query('/delayed', { after, limit: 200 });
