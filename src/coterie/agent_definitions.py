@@ -295,7 +295,7 @@ class ChangeHistory:
         except FileNotFoundError:
             return []
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("the history of agent changes cannot be read and starts anew: %s", error)
+            log.warning("the history of agent changes cannot be read and starts empty: %s", error)
             return []
 
     def add(self, change: AgentChange) -> None:

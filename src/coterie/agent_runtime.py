@@ -414,7 +414,7 @@ class AgentRuntime:
         )
 
     async def _wait_for_answer(self, agent_id: str, question: str, position: int) -> str | None:
-        """Return what the person says next to the agent. None: nothing within `MAX_ANSWER_WAIT`.
+        """Return the text of the person's next message to the agent. None: there was none within `MAX_ANSWER_WAIT`.
 
         The message reaches the agent too, like every other. `position`: last event before the question.
         """
@@ -497,7 +497,7 @@ def with_remote_agents(services: ServiceRegistry, config: Config, find_key: KeyL
 async def load_remote_provider(config: Config) -> None:
     """Import the provider of remote agents, if there are any. In a thread: it takes half a second."""
     if config.remote:
-        with contextlib.suppress(ImportError):  # its requests say so
+        with contextlib.suppress(ImportError):  # its requests fail with the reason
             await asyncio.to_thread(importlib.import_module, "coterie.llm.providers.a2a")
 
 

@@ -34,7 +34,7 @@ WATCHER_QUEUE_SIZE = 256
 LOG_PAGE = 256
 """Events that are read from the log at once."""
 LogPages = dict[tuple[int, bool], Sequence[Event]]
-"""Pages of the log by the event before them, and whether they have only those of `SOCIETY_EVENTS`."""
+"""Pages of the log, by the number of the event before the page and whether it has only `SOCIETY_EVENTS`."""
 
 
 class Watcher:
@@ -53,10 +53,10 @@ class Watcher:
         `pages`: what other watchers have just read. Most are at the same position, so the log is read once for all.
         """
         while not self._lagged:
-            place = self._seen, self.about_society
-            if place not in pages:
-                pages[place] = await self._store.events(self._seen, LOG_PAGE, about_society=self.about_society)
-            events = pages[place]
+            position = self._seen, self.about_society
+            if position not in pages:
+                pages[position] = await self._store.events(self._seen, LOG_PAGE, about_society=self.about_society)
+            events = pages[position]
             for event in events:
                 if self._queue.qsize() >= self._size:
                     self._lagged = True
@@ -100,10 +100,10 @@ class MessageBus:
         self._wakes_at: float | None = None
         self._stopping = False
         self._kept = 0
-        """Delayed messages that a stop leaves scheduled, as the log says."""
+        """Delayed messages that stay scheduled after the stop, as last logged."""
         self._timer: asyncio.Task[None] | None = None
         self._waits_for_message = False
-        """True: the timer wakes when a message is due, not to look for one."""
+        """True: a message is due when the timer wakes. False: the timer wakes to look for due messages."""
         self._watchers: set[Watcher] = set()
         self._has_news = asyncio.Event()
         self._has_society_news = False
@@ -179,7 +179,7 @@ class MessageBus:
     def notify_others(self, about_society: bool) -> None:
         """Wake the log reader after a write of another process.
 
-        `about_society`: one of `SOCIETY_EVENTS` may be among it.
+        `about_society`: the write may have one of `SOCIETY_EVENTS`.
         """
         if about_society:
             self._has_society_news = True

@@ -268,7 +268,7 @@ class McpEntry:
     approve: tuple[str, ...] = _setting((), _strings)
     """Patterns of tools whose calls a person must approve."""
     roots: tuple[str, ...] = _setting((), _strings)
-    """Folders that the server is told to work in."""
+    """Folders that the server is asked to work in (MCP roots)."""
     sampling: bool = _setting(False, _is(bool, "true or false"))
     """The server may ask the model of an agent that calls it. The tokens count as the agent's."""
 
@@ -595,7 +595,7 @@ class ServerAddress:
     url: str
     """Without a trailing slash: `http://127.0.0.1:8642`."""
     pid: int
-    """The process that listens. The folder's lock tells whether it still runs the society."""
+    """The process that listens. The folder's lock shows whether it still runs the society."""
     version: str = __version__
     token: str | None = field(default=None, repr=False)
     """The token, if it was given to the server, which then keeps none in its folder."""

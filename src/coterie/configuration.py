@@ -77,7 +77,7 @@ class Configuration(Protocol):
         ...
 
     async def write(self, change: Change, expected_version: str | None = None) -> None:
-        """Change the configuration. `Society.change_configuration` calls it and applies the change in this process.
+        """Change the configuration. `RunningConfiguration.change` calls it and applies the change in this process.
 
         `Refused("config_changed")`: it has another version than `expected_version`. `ConfigError`: the change would
         add these problems. In both cases nothing was written.
@@ -179,7 +179,7 @@ class DatabaseConfiguration:
             version=str(self._version),
             config=replace(
                 files,
-                agents=stored.agents if self._version else (),  # nobody, until a server writes the first version
+                agents=stored.agents if self._version else (),  # no agents until a server writes the first version
                 remote=stored.remote,
                 limits=stored.limits,
                 interruption=stored.interruption,
@@ -249,8 +249,8 @@ def agent_of(entry: AgentEntry) -> Agent:
 def read_files(folder: SocietyFolder, *, strict: bool = False) -> tuple[Document, Sequence[Problem]]:
     """The document of the files in `folder`, and their problems.
 
-    `ConfigError`: a file cannot be read, or has a key where the name of one belongs. `strict`: report also what
-    depends on this process, as keys of the environment do not.
+    `ConfigError`: a file cannot be read, or has a key where the name of one belongs. `strict`: report also
+    the problems of services, but not missing keys: other processes have their own.
     """
     config = read_config(folder.path)
     problems = [problem for problem in config.problems if _is_in_document(problem)]
@@ -409,20 +409,21 @@ def list_differences(stored: Document, files: Document) -> Iterator[str]:
 
 def _differences(stored: Mapping[str, Any], files: Mapping[str, Any], path: str) -> Iterator[str]:
     for name in sorted({*stored, *files}):
-        place = f"{path}.{name}" if path else name
+        location = f"{path}.{name}" if path else name
         before, after = stored.get(name), files.get(name)
         if before == after:
             continue
-        is_group = place in ("agents", "remote", "services", *SECTIONS) or (place.count(".") == 1 and before and after)
-        if is_group and isinstance(before or {}, dict) and isinstance(after or {}, dict):
-            yield from _differences(before or {}, after or {}, place)
+        is_table = location in ("agents", "remote", "services", *SECTIONS)
+        is_table = is_table or (location.count(".") == 1 and bool(before and after))
+        if is_table and isinstance(before or {}, dict) and isinstance(after or {}, dict):
+            yield from _differences(before or {}, after or {}, location)
         elif before is None:
-            yield f"{place}: only in the files{_shown(after)}"
+            yield f"{location}: only in the files{_shown(after)}"
         elif after is None:
-            yield f"{place}: only in the database{_shown(before)}"
+            yield f"{location}: only in the database{_shown(before)}"
         else:
             before_text, after_text = _shown(before) or " one text", _shown(after) or " another"
-            yield f"{place}:{before_text} in the database,{after_text} in the files"
+            yield f"{location}:{before_text} in the database,{after_text} in the files"
 
 
 def _shown(value: Any) -> str:

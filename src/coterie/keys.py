@@ -22,7 +22,7 @@ DOORS: tuple[Door, ...] = get_args(Door)
 """Protocols that programs may speak: each has its own addresses and can be switched off in coterie.toml."""
 TOKEN_PREFIX = "cot_"  # noqa: S105 - the beginning of every token of a key
 TOKEN_BYTES = 24
-"""192 random bits: a plain hash protects them, and nobody can guess one."""
+"""192 random bits: too many to guess, so a plain hash protects them."""
 USE_INTERVAL = timedelta(minutes=1)
 """The time of the last use is stored at most this often."""
 

@@ -87,8 +87,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     message_id: str
     state: Literal["pending", "queued", "delayed", "withdrawn"]
-    """`queued`: the recipient is working on a turn; the message interrupts it. `withdrawn`: nobody will read it,
-    because the question of `unlessAnswered` is answered, or because the message stopped its own task."""
+    """`queued`: the recipient is working on a turn; the message interrupts it. `withdrawn`: the recipient will not read
+    it, because the question of `unlessAnswered` is answered, or because the message stopped its own task."""
     task: str = ""
     """The task that the message belongs to; it starts one if that is its own id."""
     scheduled_delivery_time: datetime | None = None
@@ -373,7 +373,7 @@ def validate_delay(value: object) -> timedelta:
 def _validate_every(every: object, time_zone: object, in_reply_to: object) -> str | None:
     if every is None:
         if time_zone is not None:
-            raise Refused("every_invalid", "timeZone needs every: it says in which time zone the message recurs")
+            raise Refused("every_invalid", "timeZone needs every: it is the time zone of the recurrence")
         return None
     if in_reply_to is not None:
         raise Refused("every_invalid", "an answer cannot recur: leave out every or inReplyTo")

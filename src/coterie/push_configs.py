@@ -28,7 +28,7 @@ class PushConfig(Struct, frozen=True, kw_only=True):
 
 
 class OpenPushConfig(Struct, frozen=True, kw_only=True):
-    """One whose task may change, or has changed since the last notification."""
+    """A config whose task may change, or has changed since the last notification."""
 
     config: PushConfig
     notified: str
@@ -63,11 +63,11 @@ class PushConfigStore(Protocol):
     async def open_push_configs(self) -> Sequence[OpenPushConfig]: ...
 
     async def claim_push_config(self, seen: OpenPushConfig, until: datetime) -> bool:
-        """Let no other process tell the change before `until`. False: another one does, or it was deleted."""
+        """Let no other process send the change before `until`. False: another one does, or the config was deleted."""
         ...
 
     async def record_push(self, seen: OpenPushConfig, *, next_at: datetime | None) -> None:
-        """The change was sent, or given up. `next_at`: it was not sent, and is tried again then."""
+        """Record that the change was sent or given up. `next_at`: it was not sent, and is tried again then."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Deletes what is too old while the society runs, in short transactions with pauses between them.
 
-A run takes at most a quarter of the writer's time, and a fiftieth while others write. `keep_days` and `keep_gb` in
+A run takes at most a quarter of the writer's time, and a fiftieth while callers write. `keep_days` and `keep_gb` in
 coterie.toml say what is too old; without them messages stay, and only old events, dead letters and unused files are
 deleted.
 """
@@ -161,7 +161,7 @@ class RetentionService:
             return total
 
     async def _pause(self, pace: Pace, least: timedelta, *, dry_run: bool = False) -> bool:
-        """Leave the writer to others. True: the society stops."""
+        """Pause, so that callers can write. True: the society stops."""
         return self._stopping.is_set() if dry_run else await pace.pause(least)
 
     async def _read_retention(self) -> Retention:

@@ -304,7 +304,7 @@ class Setup:
         return await list_models(self._prepare(service_id, {**fields, "model": fields.get("model") or "?"}, key).entry)
 
     async def _check(self, entry: ServiceEntry) -> HealthCheck:
-        is_scripted = entry.provider == TOUR  # its scripts know no trial
+        is_scripted = entry.provider == TOUR  # its script does not answer the requests that try capabilities
         return await check_health(entry, self._make_service, self._clock, try_capabilities=not is_scripted)
 
     def _view(self, entry: ServiceEntry, index: int | None) -> ServiceView:

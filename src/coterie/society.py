@@ -409,7 +409,7 @@ class Society:
         As `ask`, but nothing is marked as read.
         """
         if not is_shared(self.config):
-            self._require_runtime()  # else nobody would answer
+            self._require_runtime()  # otherwise no agent would answer
         follower = AnswerFollower(to, store=self.store, bus=self.bus, live=self.live, clock=self._clock)
 
         async def send() -> Receipt:

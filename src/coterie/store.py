@@ -1,8 +1,8 @@
 """The storage ports: `Store` for agents, messages, artifacts and events; `Overview` for what people look at.
 
-Each write method is one transaction: done when it returns, or not at all. It is then durable too, except for work that
-nobody outside depends on yet (`promote_due` of messages to agents, `prune`): a crash of the machine may take it back,
-never something that came before it. The engine supplies the time (SQLite: the machine's clock, PostgreSQL: the
+Each write method is one transaction: done when it returns, or not at all. It is then durable too, except for work on
+which no person or program depends yet (`promote_due` of messages to agents, `prune`): a crash of the machine may undo
+such work, but no write before it. The engine supplies the time (SQLite: the machine's clock, PostgreSQL: the
 database's). Callers pass and get durations and never compare clocks. `turn_store` has the port for turns.
 """
 

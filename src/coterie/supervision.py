@@ -50,7 +50,7 @@ async def supervise(
 
 
 IDLE_FACTOR, BUSY_FACTOR = 3, 50
-"""A pause is this many times as long as the step before it: while nobody else writes, and while somebody does."""
+"""A pause is this many times as long as the step before it: while no caller writes, and while one does."""
 SHORTEST_STEP_PAUSE = timedelta(milliseconds=2)
 LONGEST_STEP_PAUSE = timedelta(milliseconds=100)
 
@@ -82,7 +82,7 @@ class Pace:
 
 
 class Shutdown:
-    """Runs the steps of a stop, each whatever the steps before it did. `finish` raises the first error.
+    """Runs all steps of a stop, even if earlier ones failed. `finish` raises the first error.
 
     A cancellation counts as an error: it ends the current step, and the remaining steps still run.
     """

@@ -1,4 +1,4 @@
-"""Wakes those who follow tasks when something about them changes: one watcher of the event log for all of them."""
+"""Wakes subscribers when their tasks change. All subscribers share one watcher of the event log."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Tracing:
         return _NO_TURN_TRACE
 
     def tool(self, name: str, call_id: str, work: Awaitable[T], is_ok: Callable[[T], bool]) -> Awaitable[T]:
-        """`work` in the span of a tool call."""
+        """Return `work`, awaited in the span of a tool call."""
         return work
 
     def service(self, service: LLMService, entry: ServiceEntry) -> LLMService:
@@ -78,7 +78,6 @@ def make_tracing(find: FindMessage, environ: Mapping[str, str] = os.environ) -> 
     return open_tracing(find, collector=collector) or Tracing()
 
 
-LOG_CONTEXT_KEYS = ("agent", "message", "turn")
 _current: ContextVar[Mapping[str, str]] = ContextVar("coterie_log_context", default={})  # noqa: B039 - never written to
 
 

@@ -50,6 +50,6 @@ class TextIndexer:
                 if not await self._store.index_messages():
                     return
             except StoreUnavailable:
-                return  # the store has said why; the next round goes on from the stored position
+                return  # the store has logged why; the next round goes on from the stored position
             if await pace.pause():
                 return

@@ -14,7 +14,7 @@ How an interruption is handled:
 * A cut answer is withdrawn like a plan without calls.
 * All waiting mail is then taken in order, and the model is asked again. A burst that is too long for one request is
   taken in parts, at least one message each. The rest stays waiting and is mail like any other: it interrupts the next
-  plan, so each part costs at most one request, and no plan runs with only a part of what a person said.
+  plan, so each part costs at most one request, and no plan runs before all messages of the person are read.
 * A person's message always interrupts. Agents' messages withdraw at most `max_withdrawals` plans in a row.
 * No echo interrupts: a message from the agent to itself, an answer to one that this plan sent, or a person's question
   about a call that waits for approval. The model answers that one, and the plan stays open (`asks_back`).
@@ -178,7 +178,7 @@ class ModelFailed(Struct, frozen=True, kw_only=True, gc=False):
     recovery: Literal["retry", "block", "give_up"]
     delay: timedelta = timedelta(0)
     category: str = "server"
-    """Kind of the failure. Clients say it in their own language."""
+    """Kind of the failure. Clients translate it into their own language."""
     facts: dict[str, Any] = {}
     """What belongs to the category, such as `service` and `status`."""
     usage: TokenUsage = TokenUsage()
@@ -601,7 +601,7 @@ def _resume(turn: Turn) -> Step:
         # Its message is stored together with its result, so it was not sent.
         return _interrupt(turn, turn.plan.with_state(index, "planned"))
     if has_interruption or started.effect == "unsafe":
-        # It may have happened. Running it again would be wrong: it is unsafe, or somebody has spoken meanwhile.
+        # It may have happened. Running it again would be wrong: it is unsafe, or a message came meanwhile.
         return _continue_plan(turn, SetCallState(index, "unknown", UNKNOWN_RESULT))
     return Step((SetState(state="tools"),), RunCall(index, is_retry=True))
 
@@ -609,10 +609,10 @@ def _resume(turn: Turn) -> Step:
 def _stop(turn: Turn, stopped: Stopped) -> Step:
     text, plan = stopped.partial_text, turn.plan
     reply = SendReply(text, is_partial=True, attachments=stopped.attachments, asks_back=turn.answers_back)
-    said = (AppendText(text), reply) if text else ()
+    writes = (AppendText(text), reply) if text else ()
     if plan is not None:
-        return _finish(turn, *said, AppendCallGroup(plan.close_remaining(STOPPED_RESULT)))
-    return _finish(turn, *(said or (reply,)))  # without text, the person sees that nothing will come
+        return _finish(turn, *writes, AppendCallGroup(plan.close_remaining(STOPPED_RESULT)))
+    return _finish(turn, *(writes or (reply,)))  # a reply without text marks the stop for the person
 
 
 def _drop_task(turn: Turn) -> Step:

@@ -144,7 +144,7 @@ class Interruption(NamedTuple):
     position: int
     """Of the message in the agent's mailbox."""
     ended_epoch: int | None = None
-    """The turn was ended in the store: an action under an earlier epoch is in vain. None: a message arrived."""
+    """The turn was ended in the store: results under an earlier epoch are refused. None: a message arrived."""
 
 
 class TurnWorker(Protocol):
@@ -170,8 +170,8 @@ class TurnWorker(Protocol):
         """
         ...
 
-    def release_slots(self, count: int) -> None:
-        """Release reserved slots that were not used. Called from any thread."""
+    def release_slots(self, agent_ids: Collection[str]) -> None:
+        """Release the slots reserved for these agents, which were not claimed. Called from any thread."""
         ...
 
     def start_turns(self, claims: Sequence[Claim]) -> None:
@@ -229,10 +229,12 @@ class TurnStore(Protocol):
         """
         ...
 
-    async def release_claims(
-        self, worker: str, *, only: Collection[ClaimKey] | None = None, busy: Collection[ClaimKey] = (), failed: bool
-    ) -> None:
-        """Release claims of `worker`: those of `only` that it still has; None: all except `busy`.
+    async def claims_of(self, worker: str) -> Collection[ClaimKey]:
+        """Return the claims that are stored for `worker`."""
+        ...
+
+    async def release_claims(self, worker: str, *, only: Collection[ClaimKey] | None = None, failed: bool) -> None:
+        """Release claims of `worker`: those of `only` that it still has; None: all.
 
         `failed`: count each as a crash of its turn.
         """

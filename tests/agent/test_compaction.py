@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,11 @@ from coterie.agent.compaction import accept_summary, build_digest, find_cut, sum
 from coterie.agent.context import QUARANTINED_NOTE
 from coterie.agent.context_window import cut_text, estimate_tokens, summary_limit, text_tokens
 from coterie.clock import UNIX_EPOCH
+from coterie.errors import StoreUnavailable
 from coterie.llm.service import Completion
 from coterie.messages import Message
 from coterie.testing.model_server import ReceivedRequest, Says, Status, count_tokens
-from coterie.turn_store import HistoryRow
+from coterie.turn_store import Claim, HistoryRow, HistoryView
 from tests.agent.stage import stage
 
 
@@ -144,6 +146,35 @@ async def test_no_request_exceeds_a_known_context_window(tmp_path: Path) -> None
         )
         await here.state("ada", "idle")
         assert await here.society.store.tokens_used_since(UNIX_EPOCH) == used
+
+
+async def test_a_store_that_fails_after_a_summary_does_not_bring_the_old_history_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tmp_path, window=4_000, contextTokens=4_000) as here:
+        store, failures = here.society.store, ["the store is unavailable"]
+        read, summarise, summarised = store.history_view, store.summarise, list[int]()
+
+        async def failing_once(*arguments: Any) -> HistoryView:
+            if summarised and failures:
+                raise StoreUnavailable(failures.pop())
+            return await read(*arguments)
+
+        async def noted(claim: Claim, upto: int, *rest: Any) -> Claim:
+            summarised.append(upto)
+            return await summarise(claim, upto, *rest)
+
+        monkeypatch.setattr(store, "history_view", failing_once)
+        monkeypatch.setattr(store, "summarise", noted)
+        here.server.default = lambda request: "a summary of x" if is_summary(request) else "yes"
+        sent = 0
+        while not summarised:
+            sent += 1
+            await here.say(f"{sent} " + "x" * 1_500)
+            await here.heard(sent)
+        assert failures == [] and len(summarised) == 1
+        assert [is_summary(request) for request in here.server.requests[-2:]] == [True, False]
+        assert "a summary of x" in str(here.server.requests[-1].body["messages"][1]["content"])
 
 
 async def test_a_new_summary_replaces_the_previous_one(tmp_path: Path) -> None:

@@ -103,10 +103,10 @@ def test_the_reported_tokens_correct_the_estimate() -> None:
 
 def test_an_error_that_names_the_window_sets_the_limit() -> None:
     windows = ContextWindows()
-    windows.record_refusal(UNKNOWN, 5_000, ContextTooLong("too long", limit=4_096, sent=4_500))
+    windows.record_too_long(UNKNOWN, 5_000, ContextTooLong("too long", limit=4_096, sent=4_500))
     budget = windows.budget(UNKNOWN)
     assert budget is not None and budget <= 4_096
-    windows.record_refusal(ENTRY, 5_000, ContextTooLong("too long", limit=4_096, sent=10_000))
+    windows.record_too_long(ENTRY, 5_000, ContextTooLong("too long", limit=4_096, sent=10_000))
     smaller = windows.budget(ENTRY)
     assert smaller is not None and smaller <= 4_096 / 2
 
@@ -118,7 +118,7 @@ def test_after_every_refusal_the_next_request_is_strictly_smaller(
     for entry in (ENTRY, UNKNOWN):
         windows, size = ContextWindows(), 100_000
         for limit, sent in refusals:
-            after = windows.record_refusal(entry, size, ContextTooLong("too long", limit=limit, sent=sent))
+            after = windows.record_too_long(entry, size, ContextTooLong("too long", limit=limit, sent=sent))
             assert after <= size * 0.9
             assert after <= (windows.budget(entry) or 0)
             size = after
@@ -126,7 +126,7 @@ def test_after_every_refusal_the_next_request_is_strictly_smaller(
 
 def test_a_limit_found_by_trial_grows_again_and_can_be_forgotten() -> None:
     windows = ContextWindows()
-    first = windows.record_refusal(UNKNOWN, 10_000, ContextTooLong("too long"))
+    first = windows.record_too_long(UNKNOWN, 10_000, ContextTooLong("too long"))
     for _ in range(10):
         windows.record_answer(UNKNOWN, request_of(10), 10, TokenUsage(estimated=True))
     grown = windows.budget(UNKNOWN)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from coterie.agent.scheduler import Scheduler
+from coterie.agent.scheduler import CLAIM_INTERVAL, Scheduler
 from coterie.live import LiveReply
 from coterie.testing import FakeClock
 from coterie.testing.model_server import CustomReply, ReceivedRequest, Reply, ServerConnection, chunk
@@ -118,6 +118,7 @@ class Turns:
     def __init__(self) -> None:
         self.ends: dict[int, asyncio.Future[bool]] = {}
         """By epoch."""
+        self.stored: set[ClaimKey] = set()
         self.released: asyncio.Queue[ClaimKey] = asyncio.Queue()
         self.may_release = asyncio.Event()
 
@@ -136,10 +137,17 @@ class Turns:
     async def claim_ready(self, *_: object, **__: object) -> Sequence[Claim]:
         return ()
 
-    async def release_claims(self, worker: str, *, only: set[ClaimKey] | None = None, failed: bool, **_: Any) -> None:
+    async def claims_of(self, worker: str) -> set[ClaimKey]:
+        return set(self.stored)
+
+    async def release_claims(self, worker: str, *, only: set[ClaimKey] | None = None, failed: bool) -> None:
         for key in only or ():
+            self.stored.discard(key)
             self.released.put_nowait(key)
         await self.may_release.wait()
+
+    def admits(self, agent_id: str, for_person: bool) -> bool:
+        return True
 
     def is_full(self) -> bool:
         return False
@@ -150,7 +158,9 @@ async def test_the_claim_of_a_failed_turn_is_released_whatever_other_turns_do() 
     here: Any = turns
     scheduler = Scheduler(here, here, FakeClock(), Rules(), "w", here, here)
     scheduler.start()
-    claims = [Claim(agent_id="ada", epoch=n, step_no=0, turn_no=n, action=AskModel()) for n in (1, 2, 3)]
+    claims = [claim_of("ada", epoch) for epoch in (1, 2, 3)]
+    for claim in claims:
+        scheduler.reserve_slot(claim.agent_id, for_person=False)
     scheduler.start_turns(claims)
     async with asyncio.timeout(HANG_SECONDS):
         turns.ends[2].set_exception(RuntimeError("while the agent's earlier turn is still ending"))
@@ -161,3 +171,29 @@ async def test_the_claim_of_a_failed_turn_is_released_whatever_other_turns_do() 
         assert await turns.released.get() == ("ada", 3)
         turns.ends[1].set_result(True)
         await scheduler.stop_claiming()
+
+
+async def test_a_committed_claim_whose_turn_has_not_started_is_not_released() -> None:
+    turns, clock = Turns(), FakeClock()
+    turns.may_release.set()
+    here: Any = turns
+    scheduler = Scheduler(here, here, clock, Rules(), "w", here, here)
+    scheduler.start()
+    async with asyncio.timeout(HANG_SECONDS):
+        scheduler.reserve_slot("ada", for_person=False)
+        scheduler.reserve_slot("bob", for_person=False)
+        turns.stored |= {("ada", 1), ("bob", 1), ("eve", 1)}
+        # The commit of another transaction is uncertain; those of ada and bob are being reported.
+        scheduler.reconcile_claims()
+        assert await turns.released.get() == ("eve", 1)
+        scheduler.start_turns([claim_of("ada", 1)])
+        scheduler.release_slots(["bob"])  # the report was lost
+        await clock.advance(seconds=CLAIM_INTERVAL.total_seconds())
+        assert await turns.released.get() == ("bob", 1)
+        assert turns.stored == {("ada", 1)}
+        turns.ends[1].set_result(True)
+        await scheduler.stop_claiming()
+
+
+def claim_of(agent_id: str, epoch: int) -> Claim:
+    return Claim(agent_id=agent_id, epoch=epoch, step_no=0, turn_no=epoch, action=AskModel())

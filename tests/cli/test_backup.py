@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import Inspection, artifact_hashes, artifact_path
+from coterie.admin.inspect import Inspection, artifact_hashes
 from coterie.config import SocietyFolder
+from coterie.stores.blobs import blob_path
 
 from .commands import ServeProcess, coterie
 from .conftest import delayed, schedule, waiting
@@ -110,7 +111,7 @@ def test_a_backup_that_fails_leaves_nothing_behind(full: Path, tmp_path: Path, m
 
 def test_a_backup_reports_missing_artifact_bytes_and_succeeds(full: Path, tmp_path: Path) -> None:
     ((sha256, _),) = artifact_hashes(full / "data" / "coterie.db")
-    artifact_path(SocietyFolder(full), sha256).unlink()
+    blob_path(SocietyFolder(full).artifacts, sha256).unlink()
 
     done = coterie("backup", "--dir", full, "--to", tmp_path / "a.tar")
 

@@ -115,17 +115,17 @@ def test_chat_commands_attach_delay_and_withdraw(either: Environment, tmp_path: 
         chat.enter(f"/attach {tmp_path / 'gone.txt'}")
         chat.wait_for("not done")
         chat.enter(f"/attach {tmp_path / 'a.txt'}")
-        chat.wait_for("goes along")
+        chat.wait_for("is sent with your next message")
         chat.enter("/delay 1h look at this")
         chat.wait_for("due")
         (message,) = coterie("delayed", "--json", "--dir", either.folder).json["items"]
         assert message["payload"]["attachments"][0]["filename"] == "a.txt"
         chat.enter("/withdraw")
-        chat.wait_for("taken back")
+        chat.wait_for("withdrawn")
         chat.enter("/delay soon x")
         chat.wait_for("expected a duration")
         chat.enter("/nonsense")
-        chat.wait_for("there is no /nonsense")
+        chat.wait_for("there is no command /nonsense")
         chat.enter("/help")
         chat.wait_for("/attach FILE")
 
@@ -212,7 +212,7 @@ def test_earlier_input_lines_can_be_recalled(env: Environment) -> None:
         chat.enter("/help")
         chat.wait_for("/quit")
         chat.enter("/nonsense")
-        chat.wait_for("there is no /nonsense")
+        chat.wait_for("there is no command /nonsense")
         chat.type(UP + UP)
         chat.wait_for_screen("> /help")
 

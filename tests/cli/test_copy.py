@@ -39,7 +39,7 @@ def test_a_society_is_copied_to_postgresql_and_back_with_its_counts_printed(
     back = coterie("copy", use(tmp_path / "shared", url), tmp_path / "back", "--json")
 
     assert there.code == 0
-    assert "once store.url in coterie.toml names it" in there.stdout
+    assert "set store.url in coterie.toml to this address" in there.stdout
     assert "4 messages, 1 artifact; everything was counted and checked" in there.stdout
     assert back.json["rows"]["messages"] == 4 and back.json["artifacts"] == 1 and back.json["lost"] == []
     assert back.json["to"] == str(tmp_path / "back")

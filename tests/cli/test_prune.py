@@ -10,7 +10,7 @@ def test_prune_counts_first_and_then_deletes(either: Environment) -> None:
     counted = coterie("prune", "--dry-run", "--dir", either.folder)
     assert counted.stdout == (
         "Would delete nothing.\n"
-        "Messages are kept for ever: set store.keep_days or store.keep_gb in coterie.toml to change that.\n"
+        "All messages are kept: set store.keep_days or store.keep_gb in coterie.toml to change that.\n"
     )
     done = coterie("prune", "--vacuum", "--json", "--dir", either.folder).json
     assert (done["dryRun"], done["keptDays"], done["deleted"]["messages"]) == (False, None, 0)

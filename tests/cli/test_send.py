@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import Inspection, artifact_path
+from coterie.admin.inspect import Inspection
+from coterie.stores.blobs import blob_path
 from coterie.stores.sqlite.connection import Durability, FolderLock, open_writer
 
 from .commands import coterie, coterie_process
@@ -131,7 +132,7 @@ def _bytes_of(folder: Path, ref: str) -> bytes:
     async def read() -> bytes:
         async with Inspection.open(folder) as society:
             artifact = (await society.store.artifacts([ref]))[ref]
-            return artifact_path(society.folder, artifact.sha256).read_bytes()
+            return blob_path(society.folder.artifacts, artifact.sha256).read_bytes()
 
     return asyncio.run(read())
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie.admin.inspect import artifact_hashes, artifact_path
+from coterie.admin.inspect import artifact_hashes
 from coterie.config import SocietyFolder
+from coterie.stores.blobs import blob_path
 
 from .commands import Result, coterie
 from .conftest import schedule
@@ -19,7 +20,7 @@ def artifact(folder: Path, tmp_path: Path) -> Path:
     (tmp_path / "note.txt").write_text("twelve bytes")
     coterie("send", "assistant", "read this", "--attach", tmp_path / "note.txt", "--dir", folder)
     ((sha256, _),) = artifact_hashes(folder / "data" / "coterie.db")
-    return artifact_path(SocietyFolder(folder), sha256)
+    return blob_path(SocietyFolder(folder).artifacts, sha256)
 
 
 def test_verify_passes_a_valid_society(folder: Path, artifact: Path) -> None:

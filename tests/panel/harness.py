@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
 from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, Route, expect
+from starlette.applications import Starlette
 
 from coterie.clock import SystemClock
 from coterie.messages import Message
@@ -42,7 +42,7 @@ _TOKEN = "a-token-of-the-tests-0123456789abcdef"
 class Panel:
     """A running panel of one society, with the browser contexts that a test opens."""
 
-    def __init__(self, there: Stage, app: FastAPI, url: str, access: Access, browser: Browser) -> None:
+    def __init__(self, there: Stage, app: Starlette, url: str, access: Access, browser: Browser) -> None:
         self.stage, self.app, self.url, self._access, self._browser = there, app, url, access, browser
         self.society, self.server = there.society, there.server
         self.contexts: list[tuple[BrowserContext, PageErrors]] = []

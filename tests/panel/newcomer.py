@@ -86,7 +86,7 @@ class Newcomer:
         await self._type(page, '[data-testid="start-url"]', url)
         await self._type(page, '[data-testid="start-key"]', KEY)
         await page.get_by_test_id("start-key").press("Tab")
-        await expect(page.get_by_test_id("models-told")).to_have_text(count)
+        await expect(page.get_by_test_id("models-status")).to_have_text(count)
         await page.get_by_test_id("models").select_option("small")
         await self._take(page, "connect")
         await page.get_by_test_id("start-save").click()

@@ -357,7 +357,9 @@ class Oracle:
             "SELECT m.id, m.state, coalesce(m.task, m.id), m.parent_task, m.delivered_at, a.state, a.created_at"
             " FROM messages m JOIN messages q ON q.id = m.unless_answered LEFT JOIN messages a"
             " ON a.state <> 'withdrawn' AND a.recipient = m.sender"
-            " AND (a.id = q.answered_by OR (a.in_reply_to = q.id AND a.sender = q.recipient)) ORDER BY m.seq, a.seq"
+            " AND (a.id = q.answered_by"
+            " OR (a.in_reply_to = q.id AND a.sender = q.recipient AND coalesce(a.option, 0) >= 0))"
+            " ORDER BY m.seq, a.seq"
         )
         for message_id, state, task, parent, delivered_at, answer_state, answered_at in rows:
             if state == "withdrawn":

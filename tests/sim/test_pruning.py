@@ -16,7 +16,7 @@ import pytest
 
 from coterie.retention_store import Pruned, Retention
 from coterie.stores.sql import claims
-from coterie.stores.sql.retention import PruneRun, Read, Steps, Write
+from coterie.stores.sql.retention import Pruner, Read, Steps, Write
 from coterie.turn import AskModel
 from coterie.turn_store import Claim, HistoryView, StaleClaim
 from tests.engines import Postgres
@@ -71,7 +71,7 @@ class PruningSimulation(Simulation):
         self.world.worker = None
         for _ in range(steps):
             if self._steps is None:
-                run = PruneRun(KEPT, self.world.now, full=self._rng.random() < 0.5)
+                run = Pruner(KEPT, self.world.now, full=self._rng.random() < 0.5)
                 self._steps, self._result = run.steps(), None
             try:
                 step = self._steps.send(self._result)

@@ -121,10 +121,10 @@ class World:
         self.transact(lambda db, uow: claims.release_claims(db, uow, worker=worker, failed=False))
 
     def pause(self, agent_id: str) -> None:
-        self.transact(lambda db, uow: commands.pause(db, uow, agent_id))
+        self.transact(lambda _, uow: commands.pause(uow, agent_id))
 
     def resume(self, agent_id: str) -> None:
-        self.transact(lambda db, uow: commands.resume(db, uow, agent_id))
+        self.transact(lambda _, uow: commands.resume(uow, agent_id))
 
     def history(self, agent_id: str, after: int = 0) -> list[HistoryRow]:
         return queries.read_history(self.db, agent_id, after)

@@ -22,7 +22,8 @@ from tests.conftest import PEOPLE
 from tests.engines import Engine
 
 from .processes import Opener, envelope
-from .task_steps import Society, claim, claims, message, press, said, send, step, task_of
+from .steps import call, says
+from .task_steps import Society, claim, claims, message, press, questions, said, send, step, task_of
 
 HOUR = 3_600_000
 
@@ -224,3 +225,15 @@ async def test_an_answer_that_comes_while_the_reminder_is_stored_withdraws_it(
     await asking.send(envelope("ada", "cyd", "no", delay_ms=HOUR, unless_answered=asked))
     await asyncio.wrap_future(answers[0])
     assert await delayed(asking) == []
+
+
+async def test_asking_about_a_call_is_no_answer_to_its_question(store: Society) -> None:
+    await send(store, "ada", "please pay")
+    await step(store, await claim(store), says("", call("pay", needs_approval=True)))
+    (question,) = await questions(store)
+    before = await remind(store, question.id)
+    await send(store, "ada", "why?", in_reply_to=question.id, asks_back=True)
+    after = await remind(store, question.id)
+    assert (after.state, sorted(await delayed(store))) == ("delayed", sorted([before.message_id, after.message_id]))
+    await press(store, question, 0)
+    assert await delayed(store) == []

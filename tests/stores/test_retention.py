@@ -111,6 +111,19 @@ async def test_unread_messages_to_the_person_do_not_stay_for_ever(store: Society
     assert person is not None and person.waiting == 1
 
 
+async def test_a_question_may_outlast_the_button_that_answered_it(store: Society, clock: FakeClock) -> None:
+    question = (await send(store, "user", "well?", "bob", quick_replies=["Yes"])).message_id
+    pressed = await press(store, (await questions(store))[0], 0)
+    await step(store, await claim(store, "bob"), said())
+    await store.terminate("bob")
+    await clock.advance(days=25)
+    await store.mark_read("bob", question)
+    await clock.advance(days=6)
+    await pruned(store, messages=MONTH)
+    assert set(await store.messages_by_id([question, pressed.message_id])) == {question}
+    assert [violation async for violation in store.violations()] == []
+
+
 async def test_the_whole_history_of_a_terminated_agent_gets_old(store: Society, clock: FakeClock) -> None:
     await converse(store, "last words", to="bob")
     await store.terminate("bob")

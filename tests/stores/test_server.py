@@ -158,7 +158,7 @@ def test_an_address_of_another_database_is_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     failure = coterie("copy", "home", target).failure
-    assert failure.startswith(f"{target.partition('//')[0]}// is no address of a store") and "secret" not in failure
+    assert failure.startswith(f"{target.partition('//')[0]}// is not an address of a store") and "secret" not in failure
     assert list(tmp_path.iterdir()) == []
 
 

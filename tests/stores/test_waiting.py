@@ -340,11 +340,14 @@ async def test_a_turn_that_fails_repeatedly_is_quarantined(store: Society) -> No
     assert effects == [AskModel(), AskModel(), AskModel(), Rest()]
 
 
-async def test_a_release_keeps_the_claims_of_busy_agents(store: Society) -> None:
+async def test_claims_are_listed_by_worker_and_released_one_by_one(store: Society) -> None:
     await ask(store, "ada")
     await ask(store, "bob")
     await store.claim_ready("w", RULES, 2)
-    await store.release_claims("w", busy=[("ada", 1)], failed=False)
+    assert await store.claims_of("w") == [("ada", 1), ("bob", 1)]
+    assert await store.claims_of("another") == []
+    await store.release_claims("w", only=[("bob", 1)], failed=False)
+    assert await store.claims_of("w") == [("ada", 1)]
     assert [claim.agent_id for claim in await store.claim_ready("w", RULES, 2)] == ["bob"]
 
 
@@ -360,7 +363,7 @@ async def test_a_release_tells_two_claims_of_one_agent_apart(store: Society) -> 
     assert not await store.claim_ready("w", RULES, 2)
     await store.release_claims("w", only=[later], failed=True)
     (again,) = await store.claim_ready("w", RULES, 2)
-    await store.release_claims("w", busy=[later], failed=True)
+    await store.release_claims("w", failed=True)
     assert [one.epoch for one in await store.claim_ready("w", RULES, 2)] == [again.epoch + 1]
 
 

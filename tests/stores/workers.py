@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from coterie.turn_store import Claim, Interruption
 
@@ -32,8 +32,8 @@ class ManualWorker:
         self.reserved += 1
         return True
 
-    def release_slots(self, count: int) -> None:
-        self.reserved -= count
+    def release_slots(self, agent_ids: Collection[str]) -> None:
+        self.reserved -= len(agent_ids)
 
     def start_turns(self, claims: Sequence[Claim]) -> None:
         self.reserved -= len(claims)

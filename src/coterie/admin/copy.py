@@ -52,7 +52,7 @@ class StoreLocation:
             return cls(StoreSettings(url=text))
         if found := _SCHEME.match(text):
             raise StoreUnusable(
-                f"{found[0]} is no address of a store: name a society's folder, or a PostgreSQL as"
+                f"{found[0]} is not an address of a store: name a society's folder, or a PostgreSQL as"
                 " postgresql://user@host/name"
             )
         return read_location(SocietyFolder(Path(text)))

@@ -17,7 +17,6 @@ from coterie.config import Config, SocietyFolder, read_config
 from coterie.errors import ConfigError, Problem, StoreBroken, StoreUnusable
 from coterie.messages import PERSON, CutOff, Message
 from coterie.store import Overview
-from coterie.stores.blobs import blob_path
 from coterie.stores.open import is_shared, open_store_read_only, require_database, require_society
 from coterie.stores.sql.store import SqlStore
 from coterie.stores.sqlite.connection import (
@@ -31,7 +30,7 @@ from coterie.stores.sqlite.engine import DATABASE
 BLOB_PAGE_ROWS = 500
 THREAD_PAGE_MESSAGES = 200
 MAX_FILE_FINDINGS = 20
-"""Findings that SQLite reports at most about a damaged file."""
+"""The most findings that SQLite reports about a damaged file."""
 
 
 class Inspection:
@@ -125,11 +124,6 @@ def storage_problems(folder: SocietyFolder) -> Sequence[Problem]:
     return (Problem(f"data/{DATABASE}", loss, fatal=True),) if loss else ()
 
 
-def artifact_path(folder: SocietyFolder, sha256: str) -> Path:
-    """Path of an artifact's bytes in a society with SQLite."""
-    return blob_path(folder.artifacts, sha256)
-
-
 def artifact_hashes(database: Path) -> list[tuple[str, int]]:
     """Hash and size of every blob that artifacts in the SQLite file reference."""
     with _open_file(database) as db:
@@ -144,9 +138,15 @@ def _check_file(database: Path, deep: bool) -> list[str]:
 
 @contextmanager
 def _open_file(database: Path) -> Iterator[sqlite3.Connection]:
+    with sqlite_errors(database), closing(open_reader(database)) as db:
+        yield db
+
+
+@contextmanager
+def sqlite_errors(database: Path) -> Iterator[None]:
+    """Raise errors of SQLite as store errors; for a damaged file with the advice to restore a backup."""
     try:
-        with closing(open_reader(database)) as db:
-            yield db
+        yield
     except DATABASE_ERRORS as error:
         store_error = to_store_error(error)
         if isinstance(store_error, StoreBroken):

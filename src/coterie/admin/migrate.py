@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
+from coterie.admin.inspect import sqlite_errors
 from coterie.config import SocietyFolder, StoreSettings, read_config
-from coterie.errors import StoreBroken, StoreUnusable
 from coterie.store_url import SQLITE, redact_url
 from coterie.stores.open import require_driver
 from coterie.stores.sql.migrations import (
@@ -16,14 +16,7 @@ from coterie.stores.sql.migrations import (
     schema_scripts,
     sqlite_version,
 )
-from coterie.stores.sqlite.connection import (
-    DATABASE_ERRORS,
-    FolderLock,
-    check_filesystem,
-    open_reader,
-    open_writer,
-    to_store_error,
-)
+from coterie.stores.sqlite.connection import FolderLock, check_filesystem, open_reader, open_writer
 from coterie.stores.sqlite.engine import DATABASE
 
 
@@ -58,13 +51,8 @@ def migrate_society(folder: SocietyFolder) -> Schema:
 
 def _sqlite_schema(folder: SocietyFolder, *, apply: bool) -> Schema:
     path = folder.data / DATABASE
-    try:
+    with sqlite_errors(path):
         version = _migrate_file(folder) if apply else _read_file_version(folder)
-    except DATABASE_ERRORS as error:
-        store_error = to_store_error(error)
-        if isinstance(store_error, StoreBroken):
-            store_error = StoreUnusable(f"{path} is damaged ({error}): restore a backup with coterie restore FILE")
-        raise store_error from error
     return Schema(engine="sqlite", location=str(path), version=version, newest=schema_scripts("sqlite").newest)
 
 

@@ -80,7 +80,7 @@ def summary_request(summary: str, rows: Sequence[HistoryRow], budget: int) -> Mo
 
 
 def _newest(lines: Sequence[str], space: int, pinned: int) -> list[str]:
-    """Return the first `pinned` lines and as many of the last ones as fit."""
+    """Return the first `pinned` lines and as many of the newest ones as fit."""
     shown = list[str]()
     space -= sum(map(_line_tokens, lines[:pinned])) + _line_tokens("…")
     for line in reversed(lines[pinned:]):

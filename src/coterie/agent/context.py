@@ -321,7 +321,7 @@ class RequestBuilder:
         conversation, tools = await self._conversation(claim), self._prepare(profile, prompt)
         added = _question_back(claim)
         request = prompt.request(tools.specs, conversation.summary, (*conversation.items, *added))
-        # Their number is a sum over messages and tools, of which most are the same in each request.
+        # The estimate is a sum over messages and tools. The cached conversation and tool list have their parts of it.
         first = request.messages[: len(request.messages) - len(conversation.items) - len(added)]
         tokens = sum(map(message_tokens, (*first, *added))) + conversation.tokens + tools.tokens
         return replace(_with_settings(claim, profile, request), estimate=tokens)
@@ -398,7 +398,7 @@ def _with_settings(claim: Claim, profile: Profile, request: ModelRequest) -> Mod
 
 
 def _question_back(claim: Claim) -> tuple[UserMessage, ...]:
-    """Return what the model must know to answer a question about a call that waits for approval. Empty: none waits.
+    """Describe the call that waits for approval, so that the model can answer a question about it. Empty: none waits.
 
     The call is not in the history yet: it is appended together with its result.
     """

@@ -45,11 +45,11 @@ MARGIN = 1.05
 MIN_RATIO, MAX_RATIO = 0.7, 8.0
 """Bounds of the learned ratio. Some services report fewer tokens than they read, because some were cached."""
 MIN_CALIBRATION_TOKENS = 200
-REFUSED_FACTOR = 0.6
-"""After a refusal that names no numbers, the next request has at most this part of the refused one."""
+REJECTED_FACTOR = 0.6
+"""After an error that names no numbers, the next request has at most this part of the rejected one."""
 STRICTLY_SMALLER = 0.9
 GROWTH = 1.02
-"""After each accepted request, a limit that was found by trial grows by this factor."""
+"""After each accepted request, `max_estimate` grows by this factor."""
 OLDER_WIDTHS = (4_000, 1_500, 600, 200)
 """Characters to which older texts are shortened, in this order, until the request fits."""
 FILE_WIDTH = 600
@@ -133,7 +133,7 @@ class _Learned:
     ratio: float = 1.0
     """Tokens that the service counts per estimated token."""
     max_estimate: float | None = None
-    """Found by trial, for a service whose errors name no numbers."""
+    """Largest estimate to send, found by rejected requests, for a service whose errors name no numbers."""
 
 
 class ContextWindows:
@@ -164,8 +164,8 @@ class ContextWindows:
         # A higher ratio counts at once, a lower one by degrees.
         learned.ratio = ratio if ratio > learned.ratio else learned.ratio * 0.75 + ratio * 0.25
 
-    def record_refusal(self, entry: ServiceEntry, estimate: int, error: ContextTooLong) -> int:
-        """Learn from a refused request. Returns the new budget, which is smaller than `estimate`."""
+    def record_too_long(self, entry: ServiceEntry, estimate: int, error: ContextTooLong) -> int:
+        """Learn from a rejected request. Returns the new budget, which is smaller than `estimate`."""
         learned = self._learned.setdefault(entry, _Learned())
         if error.limit:
             learned.window = min(error.limit, learned.window or error.limit)
@@ -173,11 +173,11 @@ class ContextWindows:
             learned.ratio = min(max(error.sent / estimate, learned.ratio), MAX_RATIO)
         budget = self.budget(entry)
         if budget is None or budget > estimate * STRICTLY_SMALLER:
-            learned.max_estimate = estimate * REFUSED_FACTOR
+            learned.max_estimate = estimate * REJECTED_FACTOR
         return min(int(estimate * STRICTLY_SMALLER), self.budget(entry) or 0)
 
     def forget(self, entry: ServiceEntry) -> None:
-        """Forget what was learned by refusals that shortening did not end."""
+        """Forget the learned limits of a service that also rejects shortened requests."""
         self._learned.pop(entry, None)
 
 

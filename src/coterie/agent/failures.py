@@ -1,4 +1,4 @@
-"""What follows a failed model request: a retry, a blocked agent, or the end of the turn."""
+"""Decides what follows a failed model request: a retry, a blocked agent, or the end of the turn."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def may_have_cost(error: ServiceError | None, *, has_text: bool) -> bool:
 
 
 def _category(error: ServiceError) -> str:
-    """Return the kind of the failure for clients, which say it in their own language."""
+    """Return the kind of the failure. Clients translate it into their own language."""
     match error:
         case PermanentError(category=category):  # auth, quota, daily_limit, model, content, request
             return category
@@ -91,6 +91,6 @@ def missing_service_failure(error: UnknownService, *, is_fixed: bool) -> ModelFa
 
 
 def _backoff(retries: int, jitter: float) -> timedelta:
-    """Full jitter below a limit that doubles with every failure; at least 50 ms."""
+    """Return a random delay below a limit that doubles with every failure; at least 50 ms."""
     limit = min(MAX_RETRY_DELAY, FIRST_RETRY_DELAY * (1 << retries))
     return max(timedelta(milliseconds=50), limit * jitter)

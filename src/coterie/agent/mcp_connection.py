@@ -1,6 +1,6 @@
 """One connection to an MCP server: a child process, or a session over HTTP.
 
-`McpConnection.request` says how a failed request failed: `NotRun` (the server did not run it, so any call may be
+`McpConnection.request` classifies a failed request: `NotRun` (the server did not run it, so any call may be
 repeated on a new connection), `ConnectionLost` (it may have run), or the server's own error. A connection that is no
 longer usable takes no new requests, but those under way may end.
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0
 """Time for a server to end before its connection is cut."""
 PROBE_SECONDS = 10.0
-"""Time to answer after a request that was cancelled, for example at its deadline."""
+"""Time for the server to answer a probe after a cancelled request, for example one past its deadline."""
 MAX_RESUBSCRIBE_DELAY = timedelta(minutes=1)
 _READ_SECONDS = 3600.0
 """Silence on an HTTP response. The deadline of the tool ends a call before."""
@@ -114,7 +114,7 @@ class ResolvedServer:
     sampling: bool
     """The server may ask the models of the agents that call it."""
     secrets: tuple[str, ...]
-    """Redacted from everything that the server says."""
+    """Removed from all text of the server."""
 
 
 def resolve_server(entry: McpServerEntry, find_key: KeyLookup) -> ResolvedServer:
@@ -168,7 +168,7 @@ def secrets_of(entry: McpServerEntry, find_key: KeyLookup) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class HttpExchange:
-    """What HTTP tells about the request that runs in the same context."""
+    """HTTP facts about the request that runs in the same context."""
 
     status: int = 0
     """Of the last response; 0: none."""

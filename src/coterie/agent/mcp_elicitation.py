@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported only where a server is connected
 DECLINE, ACCEPT, DONE = "Decline", "Accept", "Done"
 _YES, _NO = "Yes", "No"
 MAX_TRIES = 3
-"""Answers to one question. After the last unusable one the question is cancelled."""
+"""Answers to one question. If the last one is unusable too, the question is cancelled."""
 MAX_FIELDS = 20
 
 
@@ -87,9 +87,9 @@ async def _ask_field(schema: Mapping[str, Any], text: str, ask: AskFunction, *, 
         if answer is None:
             raise _Cancelled
         match answer.strip().casefold():
-            case said if said == DECLINE.casefold():
+            case choice if choice == DECLINE.casefold():
                 raise _Declined
-            case said if is_optional and said in ("", _SKIP.casefold()):
+            case choice if is_optional and choice in ("", _SKIP.casefold()):
                 return None
         try:
             return _parse(schema, answer.strip())

@@ -72,7 +72,7 @@ class Sampler:
         except (CoterieError, OSError) as error:
             log.warning("a request of the MCP server %s to a model failed: %s", self._server, error)
             return ErrorData(code=_FAILED, message=one_line(str(error), 500))
-        text, reason = _end_of(answer, params.stop_sequences or ())
+        text, reason = _cut_at_stop(answer, params.stop_sequences or ())
         content = TextContent(type="text", text=text)
         return CreateMessageResult(
             role="assistant", content=content, model=answer.model or answer.service, stop_reason=reason
@@ -99,7 +99,7 @@ class Sampler:
         return ModelRequest(messages=tuple(messages), sampling=sampling)
 
     async def _message(self, message: Any, number: int) -> ChatMessage:
-        parts = [await self._part(block, f"{number}.{place}") for place, block in enumerate(message.content_as_list)]
+        parts = [await self._part(block, f"{number}.{index}") for index, block in enumerate(message.content_as_list)]
         if message.role != "assistant":
             return UserMessage(tuple(parts))
         return AssistantMessage("\n".join(part.text for part in parts if isinstance(part, TextPart)))
@@ -134,9 +134,9 @@ def _size(message: ChatMessage) -> int:
     return 0
 
 
-def _end_of(answer: Completion, stop_sequences: Sequence[str]) -> tuple[str, str]:
+def _cut_at_stop(answer: Completion, stop_sequences: Sequence[str]) -> tuple[str, str]:
     """Return the text up to the first stop sequence, and why it ends. Not every service knows stop sequences."""
-    ends = [place for stop in stop_sequences if stop and (place := answer.text.find(stop)) >= 0]
+    ends = [end for stop in stop_sequences if stop and (end := answer.text.find(stop)) >= 0]
     if ends:
         return answer.text[: min(ends)], "stopSequence"
     return answer.text, "maxTokens" if answer.finish_reason == "length" else "endTurn"

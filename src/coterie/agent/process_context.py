@@ -1,8 +1,8 @@
 """The `ToolContext` of a tool that runs in its own process.
 
-The process knows the plain fields. `send` and the methods of `artifacts` are calls to the runtime, which checks them as
-it checks any other: over a socket, one after the other, as frames of msgpack after four bytes with their size. Nothing
-that the process sends is executed.
+The process has the plain fields. `send` and the methods of `artifacts` are calls to the runtime, with the same checks
+as any other call. They run one after the other over a socket, as msgpack frames after four bytes with their size. The
+runtime executes nothing that the process sends.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ log = logging.getLogger(__name__)
 
 _CUT_OFF: dict[str, CutOff] = {"length": "length", "content_filter": "content_filter"}
 """By finish reason."""
-MAX_REFUSALS = 12
-"""Requests of one step that a service may refuse as too long. Each has at most 9/10 of the one before."""
+MAX_TOO_LONG_ERRORS = 12
+"""Requests of one step that a service may reject as too long. Each has at most 9/10 of the one before."""
 MAX_MODEL_SUMMARIES = 2
 """Summaries of one step that the model is asked for. Further ones are made without it."""
 PAIR_BURST, PAIR_MESSAGES_PER_SECOND = 100, 1
@@ -202,7 +202,7 @@ class LlmHandler:
         return is_at_rest or turn.is_ended
 
     async def _count_refused(self, claim: Claim, result: ActionResult | None) -> None:
-        """Count the tokens of a request whose answer was refused: they are paid for all the same."""
+        """Count the tokens of a request whose step the store refused: they are paid for all the same."""
         event = result.event if result else None
         if isinstance(event, ModelAnswered | ModelFailed | Stopped | Interrupted) and event.usage.input_tokens:
             service, usage = event.service, event.usage
@@ -279,8 +279,8 @@ class LlmHandler:
                 turn.end_action()
         turn.is_stopping = False
         service, usage = self._estimate_unanswered(turn)
-        said, attachments = await self._fit_text(claim, "".join(turn.streamed_text))
-        return ActionResult(event=Stopped(said, usage=usage, service=service, attachments=attachments))
+        text, attachments = await self._fit_text(claim, "".join(turn.streamed_text))
+        return ActionResult(event=Stopped(text, usage=usage, service=service, attachments=attachments))
 
     def _interrupted(self, claim: Claim, turn: RunningTurn) -> Interrupted:
         service, usage = self._estimate_unanswered(turn)
@@ -326,7 +326,7 @@ class LlmHandler:
 
     async def _ask(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Event:
         try:
-            answer = await self._retry_store(claim, lambda: self._answer(claim, profile, turn))
+            answer = await self._answer(claim, profile, turn)
         except StaleClaim:
             raise
         except SocietyPaused:
@@ -344,7 +344,7 @@ class LlmHandler:
         except UnknownService as error:
             return missing_service_failure(error, is_fixed=claim.agent_id in self._directory)
         except Exception:
-            # An unexpected error must end the turn, or the agent would stay busy for ever.
+            # An unexpected error must end the turn. Otherwise the agent would stay busy for ever.
             log.exception("%s cannot ask its model", claim.agent_id)
             service, usage = self._estimate_unanswered(turn)
             message = "something went wrong inside the runtime; the log has the details"
@@ -360,8 +360,8 @@ class LlmHandler:
                 failed = classify_failure(problem, claim.model_failures, random.random())
                 return msgspec.structs.replace(failed, usage=answer.usage, service=answer.service)
         # Text beside calls is not sent, so it need not fit a message.
-        is_silent = answer.calls and claim.plan is None
-        text, attachments = (answer.text, ()) if is_silent else await self._fit_text(claim, answer.text, answer.files)
+        is_unsent = answer.calls and claim.plan is None
+        text, attachments = (answer.text, ()) if is_unsent else await self._fit_text(claim, answer.text, answer.files)
         return ModelAnswered(
             text=text,
             calls=tuple(self._plan_call(call, profile) for call in answer.calls),
@@ -384,39 +384,44 @@ class LlmHandler:
         return fitted, attachments
 
     async def _answer(self, claim: Claim, profile: Profile, turn: RunningTurn) -> Completion:
-        """Ask the model. A request that exceeds the context window is shortened until the service accepts it."""
+        """Ask the model. A request that exceeds the context window is shortened until the service accepts it.
+
+        Each access to the store is retried by itself: after a summary, only the updated claim has the right version of
+        the history.
+        """
         service = self._directory.service_of(claim.agent_id)
-        request = await self._requests.build(claim, profile, turn.prompt)
-        size, refusals, limit = estimate_tokens(request), list[ContextTooLong](), math.inf
-        await self._reserve_tokens(claim, service.id, size)
-        while len(refusals) <= MAX_REFUSALS:
+        request = await self._retry_store(claim, partial(self._requests.build, claim, profile, turn.prompt))
+        size, too_long, limit = estimate_tokens(request), list[ContextTooLong](), math.inf
+        await self._retry_store(claim, partial(self._reserve_tokens, claim, service.id, size))
+        while len(too_long) <= MAX_TOO_LONG_ERRORS:
             budget = min(limit, self._windows.budget(service) or math.inf)
             if size > budget:
                 try:
                     claim = await self._compact(claim, profile, service, turn, int(budget))
-                    request = await self._requests.build_short(claim, profile, turn.prompt, int(budget))
+                    build = partial(self._requests.build_short, claim, profile, turn.prompt, int(budget))
+                    request = await self._retry_store(claim, build)
                 except PermanentError as error:
                     self._windows.forget(service)  # its window may have been changed
-                    raise refusals[-1] if refusals else error from None
+                    raise too_long[-1] if too_long else error from None
                 size = estimate_tokens(request)
             try:
-                answer = await self._ask_model(service.id, request, claim, turn)
+                answer = await self._retry_store(claim, partial(self._ask_model, service.id, request, claim, turn))
             except ContextTooLong as error:
                 turn.pending_request = None  # the service rejected it, so it cost nothing
-                limit = self._learn_from_refusal(error, service, size)
-                refusals.append(error)
+                limit = self._learn_window(error, service, size)
+                too_long.append(error)
                 continue
             if answer.service == service.id:
                 self._windows.record_answer(service, request, size, answer.usage)
             return answer
         self._windows.forget(service)
-        raise refusals[-1]
+        raise too_long[-1]
 
-    def _learn_from_refusal(self, error: ContextTooLong, service: ServiceEntry, size: int) -> int:
-        """Return the largest estimate that the next request may have. `size`: estimate of the refused one."""
-        refusing = self._models.entry(error.service) if error.service else service
-        limit = self._windows.record_refusal(refusing, size, error)
-        log.info("service %s refused a request as too long; the next one has at most %d tokens", refusing.id, limit)
+    def _learn_window(self, error: ContextTooLong, service: ServiceEntry, size: int) -> int:
+        """Return the largest estimate that the next request may have. `size`: estimate of the rejected one."""
+        rejecting = self._models.entry(error.service) if error.service else service
+        limit = self._windows.record_too_long(rejecting, size, error)
+        log.info("service %s rejected a request as too long; the next one has at most %d tokens", rejecting.id, limit)
         return limit
 
     async def _ask_model(
@@ -477,7 +482,7 @@ class LlmHandler:
         """
         limit = summary_limit(budget)
         space = budget - limit - estimate_tokens(self._requests.fixed_part(profile, turn.prompt))
-        view = await self._store.history_view(claim.agent_id, claim)
+        view = await self._retry_store(claim, partial(self._store.history_view, claim.agent_id, claim))
         if space <= 0 or (upto := find_cut(view.rows, space // 2)) is None:
             return claim
         older, answer = [row for row in view.rows if row.seq <= upto], None
@@ -486,16 +491,17 @@ class LlmHandler:
             turn.summaries += 1
             request = summary_request(view.summary, older, budget)
             try:
-                answer = await self._ask_model(service.id, request, claim, turn, publish=False)
+                ask = partial(self._ask_model, service.id, request, claim, turn, publish=False)
+                answer = await self._retry_store(claim, ask)
                 text = accept_summary(answer, view.summary, older, limit)
             except ServiceError as error:
                 log.warning("%s gets a digest instead of a summary: %s", claim.agent_id, error)
                 if isinstance(error, ContextTooLong):
-                    self._learn_from_refusal(error, service, estimate_tokens(request))
+                    self._learn_window(error, service, estimate_tokens(request))
                 asked, usage = self._estimate_unanswered(turn, error)
                 answer = Completion(text="", usage=usage, service=asked) if usage.input_tokens else None
         text = text or build_digest(view.summary, older, limit)
-        compacted = await self._store.summarise(claim, upto, text, answer)
+        compacted = await self._retry_store(claim, partial(self._store.summarise, claim, upto, text, answer))
         log.info("%s: the model now sees a summary of the history up to row %d", claim.agent_id, upto)
         return compacted
 

@@ -59,7 +59,7 @@ class RunningCalls:
         redact: Callable[[str], str],
         metrics: ModelCallMetrics,
     ) -> None:
-        """`redact`: removes keys from what a tool says."""
+        """`redact`: removes keys from the text of a tool."""
         self._redact, self._metrics = redact, metrics
         self._store, self._models, self._directory = store, models, directory
         self._live, self._clock, self._is_paused = live, clock, is_paused
@@ -109,7 +109,7 @@ class RunningCalls:
             if await self._store.tokens_used_since(today) >= tokens_per_day:
                 limit = f"{tokens_per_day:,} tokens"
                 raise PermanentError(f"today's limit of {limit} is spent (limits.tokens_per_day)", category="quota")
-        said = list[str]()
+        received = list[str]()
         answer: Completion | None = None
         sent: SentRequest | None = None
 
@@ -128,10 +128,10 @@ class RunningCalls:
                     if isinstance(piece, Completion):
                         answer = piece
                     else:
-                        said.append(piece.text)
+                        received.append(piece.text)
         except (ServiceError, asyncio.CancelledError) as error:
-            if sent and may_have_cost(error if isinstance(error, ServiceError) else None, has_text=bool(said)):
-                await self._record(claim, sent, estimate_usage(request, "".join(said)))
+            if sent and may_have_cost(error if isinstance(error, ServiceError) else None, has_text=bool(received)):
+                await self._record(claim, sent, estimate_usage(request, "".join(received)))
             raise
         assert answer is not None and sent is not None  # noqa: S101 - the gateway ends with an answer or an error
         answer = fill_usage(request, answer)
@@ -139,7 +139,7 @@ class RunningCalls:
         return answer
 
     async def _record(self, claim: Claim, sent: SentRequest, usage: TokenUsage) -> None:
-        """Store the tokens, also if the call is cancelled meanwhile."""
+        """Store the tokens, even if the call is cancelled meanwhile."""
         usage = sent.complete_usage(usage, self._clock.monotonic())
         self._metrics.count_usage(sent.entry, usage)
         adding = self._add_usage(claim, sent.entry.id, usage)

@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MAX_TURN_SLOTS = 256
 """Turns that start or run tools at the same time."""
 PERSON_SHARE = 8
-"""One turn for the person's messages may start in addition to so many others."""
+"""Per this many turns, one additional turn may start for the person's messages."""
 EXTRA_PERSON_SLOTS = MAX_TURN_SLOTS // PERSON_SHARE
 """Additional slots for people's messages, so that agents in long tool calls do not delay people."""
 
@@ -127,7 +127,7 @@ class TurnSlot:
 
 
 class ServiceAdmission:
-    """Admits agents while the queue of their service has room.
+    """Admits agents while the queue of their service has capacity.
 
     Other agents stay unclaimed: they cost no memory, and another process may claim them. People's messages have their
     own queue limit.
@@ -141,7 +141,7 @@ class ServiceAdmission:
 
     def admits(self, agent_id: str, for_person: bool) -> bool:
         """True if an agent that just got mail may start a turn. Called from any thread."""
-        if self._is_left(agent_id):
+        if self._is_left_to_others(agent_id):
             return False
         key = self._key(agent_id, for_person)
         if key is None or (key not in self._waiting and self._models.has_capacity(*key)):
@@ -151,15 +151,15 @@ class ServiceAdmission:
 
     def begin_round(self) -> AdmitFunction | None:
         self._waiting.clear()
-        leaves_some = self._leaves_keyless and self._directory.lacks_keys
-        return self._admits_in_round if leaves_some or self._models.is_any_full() else None
+        leaves_agents = self._leaves_keyless and self._directory.lacks_keys
+        return self._admits_in_round if leaves_agents or self._models.is_any_full() else None
 
     def has_waiting_agent(self, service: str, for_person: bool) -> bool:
         """True if an agent waits unclaimed for this service."""
         return (service, for_person) in self._waiting
 
     def _admits_in_round(self, agent_id: str, for_person: bool) -> bool:
-        if self._is_left(agent_id):
+        if self._is_left_to_others(agent_id):
             return False
         key = self._key(agent_id, for_person)
         if key is None or self._models.has_capacity(*key):
@@ -167,7 +167,7 @@ class ServiceAdmission:
         self._waiting.add(key)
         return False
 
-    def _is_left(self, agent_id: str) -> bool:
+    def _is_left_to_others(self, agent_id: str) -> bool:
         if not self._leaves_keyless or not self._directory.lacks_keys:
             return False
         with contextlib.suppress(Refused):  # it has no service
@@ -187,7 +187,7 @@ CLAIM_INTERVAL = timedelta(seconds=1)
 SWEEP_INTERVAL = timedelta(seconds=5)
 """Longest time that an agent with an inconsistent stored state stays idle while mail waits for it."""
 MAX_RELEASE_ATTEMPTS = 3
-"""After these, turns stay claimed until the next start or the end of the lease, and count as crashed."""
+"""After the last attempt, turns stay claimed until the next start or the end of the lease, and count as crashed."""
 MAX_TURNS = 10_000
 """Turns that run here at the same time, those that wait for their model included."""
 
@@ -211,8 +211,9 @@ class Scheduler:
     ) -> None:
         """`max_turns`: turns that run here at the same time, those that wait for their model included."""
         self._admission, self._max_turns = admission, max_turns
-        self._reserved = 0
-        """Slots that the store has reserved for claims that it has not committed yet."""
+        self._reserved = Counter[str]()
+        """Slots by agent, reserved for claims that are not committed, or committed and not started yet."""
+        self._reserved_count = 0
         self._reserved_lock = threading.Lock()
         self._store, self._handler, self._clock, self._disk = store, handler, clock, disk
         self.rules, self.worker = rules, worker
@@ -277,7 +278,7 @@ class Scheduler:
 
     @property
     def running_turns(self) -> int:
-        return len(self._turns) + self._reserved
+        return len(self._turns) + self._reserved_count
 
     @property
     def max_turns(self) -> int:
@@ -288,15 +289,17 @@ class Scheduler:
             return False
         if not self._free_turns(for_person=for_person) or not self._slots.try_acquire(1, for_person=for_person):
             return False
-        self._count_reserved(1)
+        with self._reserved_lock:
+            self._reserved[agent_id] += 1
+            self._reserved_count += 1
         return True
 
-    def release_slots(self, count: int) -> None:
-        self._count_reserved(-count)
-        self._slots.release(count)
+    def release_slots(self, agent_ids: Collection[str]) -> None:
+        self._end_reservations(agent_ids)
+        self._slots.release(len(agent_ids))
 
     def start_turns(self, claims: Sequence[Claim]) -> None:
-        self._count_reserved(-len(claims))
+        self._end_reservations([claim.agent_id for claim in claims])
         self._start_turns(claims)
 
     def _start_turns(self, claims: Sequence[Claim]) -> None:
@@ -305,9 +308,13 @@ class Scheduler:
         for claim in claims:
             self._start_turn(claim)
 
-    def _count_reserved(self, count: int) -> None:
+    def _end_reservations(self, agent_ids: Collection[str]) -> None:
         with self._reserved_lock:
-            self._reserved += count
+            for agent_id in agent_ids:
+                self._reserved[agent_id] -= 1
+                if not self._reserved[agent_id]:
+                    del self._reserved[agent_id]
+            self._reserved_count -= len(agent_ids)
 
     def _free_turns(self, *, for_person: bool) -> int:
         """How many turns may start here. A few more may start for the person."""
@@ -334,7 +341,7 @@ class Scheduler:
         self._wake.set()
 
     def on_service_capacity(self, service: str, for_person: bool) -> None:
-        """The queue of this service has room again. Called on the event loop."""
+        """The queue of this service has capacity again. Called on the event loop."""
         if self._admission.has_waiting_agent(service, for_person):
             self._wake.set()
 
@@ -348,7 +355,7 @@ class Scheduler:
                 await self._clock.wait(self._wake, CLAIM_INTERVAL)
 
     async def _sweep(self) -> None:
-        """Wake agents that wrongly rest while mail waits for them, at most once per `SWEEP_INTERVAL`."""
+        """Wake agents that are idle although mail waits for them, at most once per `SWEEP_INTERVAL`."""
         now = self._clock.monotonic()
         if self._swept_at is not None and now - self._swept_at < SWEEP_INTERVAL.total_seconds():
             return
@@ -399,15 +406,23 @@ class Scheduler:
             if abandoned:
                 await asyncio.wait(abandoned)
                 await self._store.release_claims(self.worker, only={*abandoned.values()}, failed=False)
-            if has_unknown:
-                await self._store.release_claims(self.worker, busy={*self._turns.values()}, failed=True)
-            elif failed:
-                await self._store.release_claims(self.worker, only=failed, failed=True)
+            unknown = await self._find_unknown_claims() if has_unknown else set()
+            if failed or unknown:
+                await self._store.release_claims(self.worker, only=failed | unknown, failed=True)
         except BaseException:
             self._has_unknown_claims |= has_unknown
             self._failed |= failed
             self._abandoned |= abandoned
             raise
+
+    async def _find_unknown_claims(self) -> set[ClaimKey]:
+        """Return the stored claims for which no turn runs and none is about to start."""
+        stored = {*await self._store.claims_of(self.worker)} - {*self._turns.values()}
+        with self._reserved_lock:
+            starting = {key for key in stored if key[0] in self._reserved}
+        # The next round looks again: the transaction that reserved such a slot may still end with an error.
+        self._has_unknown_claims |= bool(starting)
+        return stored - starting
 
     def _start_turn(self, claim: Claim) -> None:
         slot = TurnSlot(self._slots, self._on_release)

@@ -29,7 +29,7 @@ class AgentDirectory:
     def __init__(self, services: ServiceRegistry, learned_limits: LearnedLimits, agents: Iterable[Profile]) -> None:
         self._services, self._learned_limits = services, learned_limits
         self._agents: dict[str, Profile | str] = {profile.id: profile for profile in agents}
-        """Profiles by id. One that the store has given is parsed when it is first used: there may be very many."""
+        """Profiles by id. A profile of the store stays JSON until its first use: there may be very many."""
         self._terminated: set[str] = set()
         self._changes = 0
 

@@ -227,7 +227,7 @@ class Toolbox:
             return self._redact(exception_result(name, error))
 
     def redact_text(self, text: str) -> str:
-        """Remove the secrets from what a tool says."""
+        """Remove the secrets from the text of a tool."""
         return redact(text, self._secrets)
 
     def _redact(self, output: Output) -> Output:

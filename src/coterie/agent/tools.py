@@ -3,7 +3,7 @@
 A tool is a Python function. Its signature and docstring become the JSON Schema for the model, and the model's arguments
 are converted to the types of its parameters.
 
-Converts return values and exceptions of tools to results for the model. Long results become artifacts.
+The module also converts return values and exceptions of tools to results for the model. Long results become artifacts.
 """
 
 from __future__ import annotations
@@ -88,28 +88,28 @@ class CallTimer:
     def __init__(self, max_with_progress: timedelta = MAX_WITH_PROGRESS) -> None:
         self._pauses = 0
         self._woken: asyncio.Future[None] | None = None
-        """Set while `wait` waits; done when it has to look again."""
+        """Set while `wait` waits; done when `wait` must compute its timeout again."""
         self._max_seconds = max_with_progress.total_seconds()
-        self._has_news = False
+        self._is_restarted = False
         self.has_progressed = False
         """The call has reported progress at least once."""
 
     def restart(self) -> None:
         """Measure from now on: the call has reported progress."""
-        self._has_news = self.has_progressed = True
-        self._look_again()
+        self._is_restarted = self.has_progressed = True
+        self._recompute()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         self._pauses += 1
-        self._look_again()
+        self._recompute()
         try:
             yield
         finally:
             self._pauses -= 1
-            self._look_again()
+            self._recompute()
 
-    def _look_again(self) -> None:
+    def _recompute(self) -> None:
         if self._woken:
             _wake(self._woken)
 
@@ -119,7 +119,7 @@ class CallTimer:
         left, total = seconds, max(seconds, self._max_seconds)
         while not call.done() and left > 0:
             began, is_paused = loop.time(), self._pauses > 0
-            self._has_news = False
+            self._is_restarted = False
             woken = self._woken = loop.create_future()
             timeout = None if is_paused else loop.call_later(left, _wake, woken)
             on_done = partial(_wake, woken)
@@ -132,7 +132,7 @@ class CallTimer:
                     timeout.cancel()
             worked = 0.0 if is_paused else loop.time() - began
             total -= worked
-            left = min(seconds if self._has_news else left - worked, total)
+            left = min(seconds if self._is_restarted else left - worked, total)
 
 
 def _wake(woken: asyncio.Future[None], _: object = None) -> None:
@@ -153,7 +153,7 @@ class ToolContext:
     idempotency_key: str
     """Stable when this call runs again after a crash."""
     ask: AskFunction | None = None
-    """Asks the person. None: nobody can be asked."""
+    """Asks the person. None: the person cannot be asked."""
     report_progress: ProgressFunction = ignore_progress
     """Shows the person how far the call is: `await ctx.report_progress(3, 10, "copying")`."""
     sample: SampleFunction | None = None
@@ -372,7 +372,7 @@ class ToolResult:
     text: str
     """Plain text or JSON for the model."""
     artifact_ref: str | None = None
-    """Artifact with the resolved result, if `text` is only a part of it."""
+    """Artifact with the whole result, if `text` is only a part of it."""
     is_outcome_unknown: bool = False
     """The call started, but it may or may not have taken effect."""
     attachments: tuple[Artifact, ...] = ()

@@ -151,7 +151,7 @@ def _collect_tools(
             yield Problem(location, f"the tool {tool.name} is left out: a built-in tool has that name")
             continue
         kept, where = found.setdefault(tool.name, (tool, location))
-        if kept is not tool:  # the same one comes again where another file imports it
+        if kept is not tool:  # a file that imports a tool of another file has the same object
             yield Problem(location, f"the tool {tool.name} is left out: {where} has one of that name")
 
 
@@ -630,7 +630,7 @@ def _describe_exit(status: int) -> str:
 
 
 async def _wait_or_kill(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of the process, then kill its process group. Completes even if it is cancelled."""
+    """Wait for the end of the process; kill its process group if it takes too long. Completes even if cancelled."""
     ended = asyncio.create_task(process.wait())
     try:
         await asyncio.wait({ended}, timeout=_SWEEP_SECONDS)

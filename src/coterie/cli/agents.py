@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coterie.cli.options import DEFAULT_FOLDER, AgentArgument, Dir, Json, Token, complete_agent
-from coterie.cli.output import count_of, format_status, print_json, print_line, print_table, run_quietly
+from coterie.cli.output import count_of, format_status, print_json, print_line, print_table, run_quietly, sort_as_tree
 
 if TYPE_CHECKING:
     from coterie.cli.client import Client
@@ -25,7 +25,7 @@ FIELDS = (
 """What --json writes about an agent."""
 PARALLEL_REQUESTS = 32
 Order = Literal["stop", "pause", "resume"]
-_RESULTS = {"stop": "was told to stop", "pause": "is paused; its mail waits", "resume": "goes on"}
+_RESULTS = {"stop": "is stopping", "pause": "is paused; its mail waits", "resume": "is resumed"}
 
 
 def agents(dir: Dir = DEFAULT_FOLDER, token: Token = None, json: Json = False) -> None:  # noqa: A002
@@ -35,7 +35,7 @@ def agents(dir: Dir = DEFAULT_FOLDER, token: Token = None, json: Json = False) -
         items = [{key: agent[key] for key in FIELDS if key in agent} for agent in found]
         print_json({"items": items, "workers": workers})
         return
-    rows = [_row(agent, depth) for agent, depth in _sort_as_tree(found)]
+    rows = [_row(agent, depth) for agent, depth in sort_as_tree(found)]
     if rows:
         shown = [n for n, name in enumerate(COLUMNS) if name not in OPTIONAL_COLUMNS or any(row[n] for row in rows)]
         print_table([COLUMNS[n] for n in shown], [[row[n] for n in shown] for row in rows])
@@ -54,25 +54,6 @@ async def _read_agents(
 
     async with connect(folder, token, private="read") as client:
         return await client.agents(), (await client.get("/workers"))["items"]
-
-
-def _sort_as_tree(agents: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Each agent behind its parent, with its depth. Agents whose parent is unknown are at the top."""
-    ids = {agent["id"] for agent in agents}
-    children: dict[str | None, list[Mapping[str, Any]]] = {}
-    for agent in agents:
-        children.setdefault(agent["parent"] if agent["parent"] in ids else None, []).append(agent)
-    tree: list[tuple[Mapping[str, Any], int]] = []
-
-    def add_children(parent: str | None, depth: int) -> None:
-        for agent in children.pop(parent, ()):
-            tree.append((agent, depth))
-            add_children(agent["id"], depth + 1)
-
-    add_children(None, 0)
-    for parent in list(children):  # a cycle of parents, which coterie.toml can describe
-        add_children(parent, 0)
-    return tree
 
 
 def _row(agent: Mapping[str, Any], depth: int) -> tuple[str, ...]:
@@ -96,13 +77,13 @@ def _control_command(order: Order, description: str) -> Callable[..., None]:
                 metavar="AGENT", help="The id of an agent.", autocompletion=complete_agent, show_default=False
             ),
         ] = None,
-        all: Annotated[bool, typer.Option("--all", help="Everybody at once.")] = False,  # noqa: A002
+        all: Annotated[bool, typer.Option("--all", help="All agents.")] = False,  # noqa: A002
         dir: Dir = DEFAULT_FOLDER,  # noqa: A002
         token: Token = None,
         json: Json = False,
     ) -> None:
         if (agent is None) != all:
-            raise typer.BadParameter("name one agent, or say --all")
+            raise typer.BadParameter("name one agent, or give --all")
         _run_order(order, agent, dir, token, json)
 
     command.__name__, command.__doc__ = order, description
@@ -125,7 +106,7 @@ def stop(
         str | None,
         typer.Argument(metavar="AGENT", help="The id of an agent.", autocompletion=complete_agent, show_default=False),
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="Everybody at once.")] = False,  # noqa: A002
+    all: Annotated[bool, typer.Option("--all", help="All agents.")] = False,  # noqa: A002
     task: Annotated[
         str | None, typer.Option(metavar="ID", help="Stop a whole task instead: all its turns, messages and questions.")
     ] = None,
@@ -133,11 +114,11 @@ def stop(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """End what an agent is doing; its mail is kept. Or stop everything that a task set off."""
+    """End the turn of an agent; its mail is kept. With --task: stop everything that a message set off."""
     from coterie.cli.tasks import format_stopped, stop_task
 
     if (agent is not None) + all + (task is not None) != 1:
-        raise typer.BadParameter("name one agent, or say --all or --task ID")
+        raise typer.BadParameter("name one agent, or give --all or --task ID")
     if task is None:
         _run_order("stop", agent, dir, token, json)
         return
@@ -148,17 +129,17 @@ def stop(
         print_line(format_stopped(counts))
 
 
-pause = _control_command("pause", "Let an agent rest until it is resumed. Its mail waits.")
-resume = _control_command("resume", "Let a paused or blocked agent go on.")
+pause = _control_command("pause", "Pause an agent until it is resumed. Its mail waits.")
+resume = _control_command("resume", "Resume a paused agent, or let a blocked one try again.")
 
 
 def _describe_result(order: Order, state: str, was_active: bool, is_for_all: bool) -> str:
     if order == "stop" and not was_active:
-        return "was doing nothing"
+        return "was not at work"
     if is_for_all and order == "pause" and state == "active":
         return "ends its step, then pauses; its mail waits"
     if is_for_all and order == "resume" and state == "paused":
-        return "stays paused: it was paused by itself"
+        return "stays paused: it was paused individually"
     return _RESULTS[order]
 
 
@@ -200,7 +181,7 @@ async def _control_one(client: Client, order: Order, agent_id: str) -> tuple[str
 
 def clear(
     agent: AgentArgument,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without a question.")] = False,
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     token: Token = None,
     json: Json = False,
@@ -209,7 +190,7 @@ def clear(
     if not yes:
         run_quietly(_find_agent(agent, dir, token))
         if not sys.stdin.isatty():
-            raise typer.BadParameter("there is no terminal to ask on: say --yes", param_hint="--yes")
+            raise typer.BadParameter("there is no terminal to ask on: give --yes", param_hint="--yes")
         question = f"Delete your conversation with {agent} and all that it remembers? This cannot be undone."
         typer.confirm(question, abort=True, err=True)
     deleted = run_quietly(_clear(agent, dir, token))

@@ -146,7 +146,7 @@ def _flush_output(code: int) -> int:
         sys.stdout.flush()
     except OSError as error:
         if not code:
-            print_error(f"Error: the output could not be written ({error.strerror}): choose another place for it")
+            print_error(f"Error: the output could not be written ({error.strerror}): write to another file or device")
         # Python flushes again at exit and would report the same failure a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or 1

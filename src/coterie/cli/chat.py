@@ -1,4 +1,4 @@
-"""A chat session on a terminal or a pipe: messages are shown, and what the person types is sent or carried out."""
+"""A chat session on a terminal or a pipe: shows messages, and sends or carries out what the person types."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ MAX_REASON = 400
 PROGRESS_SECONDS = 2.0
 """Between two lines about the progress of a tool call, where no status is shown."""
 HELP = (
-    "a number          answer with that quick reply; any other words are an answer of your own",
-    "/attach FILE      send a file along with what you say next",
-    "/delay 10s TEXT   say it later: 500ms, 10s, 5m, 2h, 1d",
-    "/withdraw         take back what you said last, if it was not read yet",
+    "a number          answer with that quick reply; any other text is an answer of your own",
+    "/attach FILE      send a file with your next message",
+    "/delay 10s TEXT   send it later: 500ms, 10s, 5m, 2h, 1d",
+    "/withdraw         withdraw your last message, if it was not read yet",
     "/stop             end what the agent is doing; Ctrl-C does the same",
     "/quit             leave; so do Ctrl-D, and Ctrl-C while nothing runs",
 )
 CUT_OFF = {
-    "length": "cut off at the length limit; say Continue to get the rest",
+    "length": "cut off at the length limit; send Continue to get the rest",
     "content_filter": "cut off by the content filter of the model service",
 }
 Action = Callable[[], Awaitable[object]]
@@ -180,7 +180,7 @@ class ChatSession:
             self._view.mark_shown(message.id)
             self._screen.print(*format_message(message, self._screen))
             self._note_question(message)
-        self._print_note(f"You talk to {self.conversation.agent_id}. /help lists what you can type.")
+        self._print_note(f"You talk to {self.conversation.agent_id}. /help lists the commands.")
         self._show_status(await self.conversation.status())
         await self.mark_read(messages)
 
@@ -236,8 +236,8 @@ class ChatSession:
         """Carry out a line and return the receipt of the message that it sent, if any."""
         try:
             return await self._carry_out(line.strip())
-        except Refused as refusal:
-            self.report_failure(refusal.message)
+        except Refused as refused:
+            self.report_failure(refused.message)
         except OSError as error:
             self.report_failure(f"{error.filename} cannot be read ({error.strerror})")
         except ValueError as error:
@@ -272,10 +272,10 @@ class ChatSession:
             case "/delay":
                 duration, _, text = rest.strip().partition(" ")
                 if not text.strip():
-                    raise ValueError("say when and what, as in: /delay 10s Tea is ready")
+                    raise ValueError("expected a delay and a text, as in: /delay 10s Tea is ready")
                 return await self._send(text.strip(), delay_ms=parse_duration_ms(duration))
             case _ if command.startswith("/") and not rest and command[1:].isalpha():
-                raise ValueError(f"there is no {command}: /help lists what you can type")
+                raise ValueError(f"there is no command {command}: /help lists the commands")
             case _:
                 return await self._answer_or_send(line)
         return None
@@ -301,8 +301,8 @@ class ChatSession:
         )
         try:
             receipt = await self.conversation.send(message)
-        except Refused as refusal:
-            if refusal.code == "already_answered":
+        except Refused as refused:
+            if refused.code == "already_answered":
                 self._question = None
             raise
         if in_reply_to:
@@ -326,19 +326,19 @@ class ChatSession:
     async def _attach(self, name: str) -> None:
         file = _expand_home(name)
         self._attachments.append(await self.conversation.upload(file))
-        self._print_note(f"  {file.name} goes along with what you say next")
+        self._print_note(f"  {file.name} is sent with your next message")
 
     async def _withdraw(self) -> None:
         if not self._sent:
-            raise ValueError("you have said nothing here yet")
+            raise ValueError("there is no message of yours to withdraw")
         await self.conversation.withdraw(self._sent[-1])
         self._queued.pop(self._sent.pop(), None)
-        self._print_note("  taken back")
+        self._print_note("  withdrawn")
 
     async def _stop_turn(self) -> None:
         self._is_stopping = self._status.state == "active"
         await self.conversation.stop_turn()
-        self._print_note("  stopping; Ctrl-C again leaves" if self._is_stopping else "  nothing runs")
+        self._print_note("  stopping; Ctrl-C again leaves" if self._is_stopping else "  the agent is not at work")
 
     def _print_note(self, text: str) -> None:
         self._screen.print(self._screen.dim(text))

@@ -1,7 +1,7 @@
-"""Finds the mistakes in the owner's files before the society runs into them: the work of `coterie check`.
+"""Checks of `coterie check`: mistakes in the owner's files, and with --deep unreachable servers and services.
 
 `check_files` reads coterie.toml, llmservices.json, tools.py and the stored society, and starts nothing. It connects to
-a PostgreSQL that keeps the society.
+a PostgreSQL that stores the society.
 `try_connections` starts each MCP server and sends each service one small request.
 """
 
@@ -51,14 +51,14 @@ MCP_SEPARATOR = "__"
 _WILDCARDS = "*?["
 _MAY_CREATE = "SELECT has_schema_privilege(current_schema(), 'CREATE')"
 MAX_USUAL_PRICE, MIN_USUAL_PRICE = 1_000, 0.001
-"""For a million tokens. A price beyond these is probably one for another number of tokens."""
+"""Per million tokens. A price outside these limits is probably meant for another number of tokens."""
 _SMALL_UNITS = frozenset({"IDR", "JPY", "KRW", "VND"})
 """Currencies in which usual prices are above `MAX_USUAL_PRICE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionResult:
-    """What a try of one MCP server, model service or remote agent gave."""
+    """The result of one attempt to connect to an MCP server, model service or remote agent."""
 
     kind: Literal["mcp", "service", "remote"]
     id: str
@@ -153,7 +153,7 @@ class SocietyCheck:
             else:  # the id of a remote agent begins with the name of its table
                 path = f"{CONFIG_FILE}: {'mcp.' if result.kind == 'mcp' else ''}{result.id}"
             # A missing program and a missing key were found in the files already.
-            if not result.ok and not reported & {f"{path}.command", f"{path}.apiKey", *_header_places(reported, path)}:
+            if not result.ok and not reported & {f"{path}.command", f"{path}.apiKey", *_header_paths(reported, path)}:
                 self.report.problems.append(Problem(path, result.message))
             if names := one_line(", ".join(result.left_out), 500):
                 self.report.warnings.append(
@@ -416,7 +416,7 @@ async def _try_service(entry: ServiceEntry, clock: Clock) -> ConnectionResult:
     return ConnectionResult(kind="service", id=entry.id, ok=health.ok, message=message)
 
 
-def _header_places(reported: Iterable[str], path: str) -> Iterator[str]:
+def _header_paths(reported: Iterable[str], path: str) -> Iterator[str]:
     return (place for place in reported if place.startswith(f"{path}.headers."))
 
 

@@ -43,10 +43,10 @@ RESPONSE_TIMEOUT_SECONDS = 30.0
 STREAM_TIMEOUT_SECONDS = 35.0
 """Longest silence on the event stream. The server pings every 15 seconds."""
 PAGE_SIZE = 200
-TOKEN_FILE = "token"  # noqa: S105 - as in coterie.web.auth, whose import would load FastAPI
+TOKEN_FILE = "token"  # noqa: S105 - as in coterie.web.auth, whose import would load Starlette
 Response = httpx.Response
 PrivateMode = Literal["read", "store", "work"]
-"""What a private society does: `read` changes nothing, `store` keeps what is sent, `work` also lets agents answer."""
+"""What a private society does: `read` changes nothing, `store` stores messages, `work` also lets agents answer."""
 _STORE_ERRORS = ("store_full", "store_unavailable")
 
 
@@ -188,7 +188,7 @@ def _check_response(response: httpx.Response) -> None:
         problem = response.json()
         code, detail = str(problem["code"]), str(problem["detail"])
     except (ValueError, KeyError, TypeError):
-        code, detail = str(response.status_code), "it gave no reason, so it may be no Coterie"
+        code, detail = str(response.status_code), "it gave no reason: it may be another program than Coterie"
     if code == "stopping":
         raise ServerStopping(detail)
     if code in HTTP_STATUS:

@@ -29,10 +29,10 @@ keys = typer.Typer(
 def add_key(
     name: KeyName,
     agents: Annotated[
-        str | None, typer.Option(metavar="IDS", help="Agents it may reach, such as ada,bob; all when not given.")
+        str | None, typer.Option(metavar="IDS", help="Agents it may reach, such as ada,bob; all if not given.")
     ] = None,
     doors: Annotated[
-        str | None, typer.Option(metavar="DOORS", help="Of openai, mcp and a2a; all when not given.")
+        str | None, typer.Option(metavar="DOORS", help="Some of openai, mcp and a2a; all if not given.")
     ] = None,
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     token: Token = None,

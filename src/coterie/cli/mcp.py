@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PATH = "/mcp"
 GIVE_UP_SECONDS = 60.0
-"""How long the relay looks for a server that was lost, before it answers with an error."""
+"""How long the relay looks for a lost server before it answers with an error."""
 RETRY_SECONDS = 0.25
 SILENCE_SECONDS = 60.0
 """The server pings every 15 seconds while it works on a call."""
@@ -40,7 +40,8 @@ Write = Callable[["JSONRPCMessage"], Awaitable[None]]
 def mcp(
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Of a server elsewhere, instead of a folder.", show_default=False)
+        str | None,
+        typer.Option(metavar="URL", help="Address of a server elsewhere, instead of a folder.", show_default=False),
     ] = None,
     token: Token = None,
 ) -> None:
@@ -236,7 +237,7 @@ class Relay:
         return headers
 
     def _failure(self, response: Response, body: Mapping[str, Any]) -> Exception:
-        """What an HTTP error means: try again, or tell the client."""
+        """The exception for an HTTP error: `_Lost` to try again, `_Rejected` to answer the client with an error."""
         if response.status_code == 404 and self._session and body.get("method") != "initialize":
             self._session = None
             return _Lost("it was restarted")
@@ -265,17 +266,17 @@ class Relay:
                 continue
             for event in parser.feed(chunk):
                 found = jsonrpc_message_adapter.validate_json(event.data, by_name=False)
-                self._notice(body, found)
+                self._note_version(body, found)
                 await write(found)
                 if isinstance(found, JSONRPCResponse | JSONRPCError):
                     return
         if is_stream or not whole:
             raise _Lost("it ended without an answer")
         found = jsonrpc_message_adapter.validate_json(bytes(whole), by_name=False)
-        self._notice(body, found)
+        self._note_version(body, found)
         await write(found)
 
-    def _notice(self, body: Mapping[str, Any], found: Any) -> None:
-        """Note the revision of the protocol that the handshake settled."""
+    def _note_version(self, body: Mapping[str, Any], found: Any) -> None:
+        """Remember the protocol revision that the handshake agreed on."""
         if body.get("method") == "initialize" and isinstance(result := getattr(found, "result", None), dict):
             self._version = result.get("protocolVersion")

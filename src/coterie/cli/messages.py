@@ -1,6 +1,6 @@
 """Send and read messages: `send`, `chat`, `delayed`, `history`, `export`.
 
-They speak HTTP, except `export`: it writes a file, and reads the store like the other commands about files.
+They use the HTTP API, except `export`, which reads the store like other commands about files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def send(
     to: Annotated[
         str, typer.Argument(metavar="TO", help="The id of an agent.", show_default=False, autocompletion=complete_agent)
     ],
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="What to say.", show_default=False)],
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text of the message.", show_default=False)],
     delay: Annotated[float | None, duration_option("Deliver later: 500ms, 10s, 5m, 2h, 1d.")] = None,
     every: Annotated[
         str | None,
@@ -65,15 +65,15 @@ def send(
     quick_reply: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Offer an answer to pick; up to 10 times.")
     ] = None,
-    attach: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Send a file along; repeatable.")] = None,
+    attach: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Attach a file; repeatable.")] = None,
     unless_answered: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="With --delay: not if an agent has answered this message of yours by then."),
+        typer.Option(metavar="ID", help="With --delay: withdraw it if this message of yours is answered first."),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until all that it sets off is done, and write the answers.")
     ] = False,
-    timeout: Annotated[float | None, duration_option("With --wait: give up after so long.")] = None,
+    timeout: Annotated[float | None, duration_option("With --wait: how long to wait at most.")] = None,
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     token: Token = None,
     json: Json = False,
@@ -122,7 +122,7 @@ def chat(
         str | None,
         typer.Argument(
             metavar="[AGENT]",
-            help="The id of an agent; the first of coterie.toml when not given.",
+            help="The id of an agent; the first of coterie.toml if not given.",
             show_default=False,
             autocompletion=complete_agent,
         ),
@@ -200,7 +200,7 @@ async def _send_and_wait(
 def delayed(
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     recipient: Annotated[str | None, typer.Option(metavar="AGENT", help="Only messages to this agent.")] = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many, the next due first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at most, the next due first.")] = 50,
     watch: Annotated[bool, typer.Option("--watch", help="Count down on the terminal until Ctrl-C.")] = False,
     token: Token = None,
     json: Json = False,
@@ -341,7 +341,7 @@ def export(
         Format | None, typer.Option("--format", help="How to write it.", show_default="md, or json with --json")
     ] = None,
     to: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write; standard output when not given.")
+        Path | None, typer.Option(metavar="FILE", help="The file to write; standard output if not given.")
     ] = None,
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     json: Json = False,
@@ -350,7 +350,7 @@ def export(
     import sys
 
     if json and to is None and format is Format.MD:
-        raise typer.BadParameter("Markdown is no JSON: leave out one of them, or name a file with --to")
+        raise typer.BadParameter("--json cannot print Markdown: leave out one of them, or name a file with --to")
     chosen = format or (Format.JSON if json else Format.MD)
     text = run_quietly(_read_export(dir, agent, chosen))
     if to is not None:

@@ -26,12 +26,12 @@ NOT_IN_BACKUP = "the access token and the keys of model services (data/token, da
 COPY_HELP = "A society's folder, or the address of a PostgreSQL: postgresql://user@host/name."
 
 
-def init(place: DirArgument = None, dir: OptionalDir = None, json: Json = False) -> None:  # noqa: A002
-    """Make a society's folder, with commented templates."""
+def init(given: DirArgument = None, dir: OptionalDir = None, json: Json = False) -> None:  # noqa: A002
+    """Create a society's folder, with commented templates."""
     from coterie.config import SocietyFolder
     from coterie.errors import StoreUnusable
 
-    folder = SocietyFolder(place or dir or DEFAULT_FOLDER)
+    folder = SocietyFolder(given or dir or DEFAULT_FOLDER)
     if folder.exists:
         raise StoreUnusable(f"there is a society in {folder.path} already: run it with coterie serve {folder.path}")
     written = folder.create()
@@ -45,42 +45,42 @@ def init(place: DirArgument = None, dir: OptionalDir = None, json: Json = False)
 
 
 def serve(
-    place: DirArgument = None,
+    given: DirArgument = None,
     dir: OptionalDir = None,  # noqa: A002
     host: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", envvar="COTERIE_HOST", help="Listen here instead of server.host."),
+        typer.Option(metavar="ADDRESS", envvar="COTERIE_HOST", help="Address to listen on, instead of server.host."),
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(
-            metavar="PORT", envvar="COTERIE_PORT", min=0, max=65535, help="Instead of server.port; 0: one that is free."
+            metavar="PORT", envvar="COTERIE_PORT", min=0, max=65535, help="Instead of server.port; 0: any free port."
         ),
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", envvar="COTERIE_TOKEN", help="Who has it may do anything; made when not given."),
+        typer.Option(metavar="TOKEN", envvar="COTERIE_TOKEN", help="Gives full access; created if not given."),
     ] = None,
     no_agents: Annotated[
         bool, typer.Option("--no-agents", help="Leave all turns to coterie worker. Needs a PostgreSQL as store.url.")
     ] = False,
     turns: Turns = None,
 ) -> None:
-    """Run a society until Ctrl-C or SIGTERM. A missing folder is made, with commented templates."""
+    """Run a society until Ctrl-C or SIGTERM. A missing folder is created, with commented templates."""
     import asyncio
 
     from coterie.cli import logs, server
 
     logs.start()
-    folder = (place or dir or DEFAULT_FOLDER).resolve()
+    folder = (given or dir or DEFAULT_FOLDER).resolve()
     options = server.ServeOptions(
         folder=folder, host=host, port=port, token=token or None, run_turns=not no_agents, max_turns=turns
     )
     raise typer.Exit(asyncio.run(server.run_server(options)))
 
 
-def worker(place: DirArgument = None, dir: OptionalDir = None, turns: Turns = None) -> None:  # noqa: A002
-    """Let agents of a shared society work here, too, until Ctrl-C or SIGTERM.
+def worker(given: DirArgument = None, dir: OptionalDir = None, turns: Turns = None) -> None:  # noqa: A002
+    """Run agents of a shared society in this process, too, until Ctrl-C or SIGTERM.
 
     The address of its PostgreSQL is store.url, or COTERIE_STORE in the environment: then no folder is needed.
     """
@@ -89,25 +89,25 @@ def worker(place: DirArgument = None, dir: OptionalDir = None, turns: Turns = No
     from coterie.cli import logs, server
 
     logs.start()
-    with server.worker_folder((place or dir or DEFAULT_FOLDER).resolve()) as folder:
+    with server.worker_folder((given or dir or DEFAULT_FOLDER).resolve()) as folder:
         code = asyncio.run(server.run_worker(folder, turns))
     raise typer.Exit(code)
 
 
 def apply(
-    place: DirArgument = None,
+    given: DirArgument = None,
     dir: OptionalDir = None,  # noqa: A002
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; write what differs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; only list what differs.")] = False,
     json: Json = False,
 ) -> None:
-    """Make the agents, services and limits in the files those of a society in PostgreSQL. Running processes follow.
+    """Write agents, services and limits of the files to a society in PostgreSQL. Running processes follow.
 
     Keys do not go to the database. With SQLite the files themselves count, and this command is not needed.
     """
     from coterie.cli import logs
 
     logs.silence()
-    folder = place or dir or DEFAULT_FOLDER
+    folder = given or dir or DEFAULT_FOLDER
     version, differences = run_quietly(_apply_files(folder, dry_run))
     if json:
         print_json({"version": version, "differences": list(differences), "applied": not dry_run})
@@ -195,7 +195,7 @@ def check(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Look for mistakes in the society's files. Names every one with its file and place."""
+    """Look for mistakes in the society's files. Each is reported with its file and location."""
     from coterie.cli import logs
     from coterie.cli.check import SocietyCheck
     from coterie.clock import SystemClock
@@ -250,7 +250,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Read all artifacts again and compare their hashes.")] = False,
     json: Json = False,
 ) -> None:
-    """Check that the stored society keeps every promise. Works beside a running one."""
+    """Check the stored data: every invariant, and the bytes of every artifact. Works beside a running society."""
     with Progress.show("Checking") as progress:
         violations = run_quietly(_find_violations(dir, deep, progress))
     if json:
@@ -262,7 +262,8 @@ def verify(
         if violations:
             print_line(f"{found} found in {dir}: keep it as it is, and restore a backup into a new folder.")
         else:
-            print_line(f"{dir} is sound: every invariant holds, every artifact has its {'very ' if deep else ''}bytes.")
+            hashes = " with the right hash" if deep else ""
+            print_line(f"{dir} is valid: every invariant holds, and the bytes of every artifact are there{hashes}.")
     raise typer.Exit(1 if violations else 0)
 
 
@@ -285,7 +286,7 @@ def prune(
     token: Token = None,
     json: Json = False,
 ) -> None:
-    """Delete what is older than keep_days, or beyond keep_gb, now. A running society does so every hour."""
+    """Delete old data now, by keep_days and keep_gb. A running society does so every hour."""
     from coterie.errors import ServerUnusable
 
     if dry_run and vacuum:
@@ -302,13 +303,13 @@ def prune(
     counted = [f"{deleted[key]:,} {name}" for key, name in _PRUNED_NAMES.items() if deleted[key]]
     print_line(f"{'Would delete' if dry_run else 'Deleted'} {', '.join(counted) or 'nothing'}.")
     if run["keptDays"] is None:
-        print_line("Messages are kept for ever: set store.keep_days or store.keep_gb in coterie.toml to change that.")
+        print_line("All messages are kept: set store.keep_days or store.keep_gb in coterie.toml to change that.")
     if not dry_run:
         print_line(f"The database has {after:,} bytes; it had {before:,}.")
 
 
 _PRUNED_NAMES = {
-    "messages": "messages", "history": "rows of histories", "plans": "plans", "calls": "tool calls",
+    "messages": "messages", "history": "history rows", "plans": "plans", "calls": "tool calls",
     "modelCalls": "model calls", "tasks": "tasks", "schedules": "ended schedules", "events": "events",
     "artifacts": "unused files",
 }  # fmt: skip
@@ -318,7 +319,7 @@ _POLL_SECONDS = 0.2
 async def _prune(
     folder: Path, token: str | None, dry_run: bool, vacuum: bool, progress: Progress
 ) -> tuple[Mapping[str, Any], int, int]:
-    """Run it in the server; return the ended run, and the size of the database before and after."""
+    """Start the deletion in the server and wait. Return the run, and the size of the database before and after."""
     import asyncio
 
     from coterie.cli.client import connect
@@ -343,7 +344,7 @@ def backup(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Write the society into one file. Works beside a running one."""
+    """Write the society into one file. Works beside a running society."""
     from coterie.admin.backup import back_up
 
     with _long_operation("Backing up") as progress:
@@ -369,19 +370,19 @@ def _backup_file(folder: Path, to: Path | None) -> Path:
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What coterie backup wrote.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that coterie backup wrote.", show_default=False)],
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     store: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where it shall be kept: sqlite, or postgresql://user@host/name. It becomes store.url.",
+            help="Where to store it: sqlite, or postgresql://user@host/name. It becomes store.url.",
             show_default="as it was, if that is SQLite",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Put the society of a backup into a folder that holds none, and if wanted into an empty PostgreSQL."""
+    """Restore a backup into a folder without a society, and with --store into an empty PostgreSQL database."""
     from coterie.admin.backup import restore as restore_backup
     from coterie.store_url import SQLITE, is_postgres_url
 
@@ -404,18 +405,18 @@ def restore(
 def migrate(
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit 1 when there is something to do.")
+        bool, typer.Option("--check", help="Change nothing; exit with 1 if a migration is needed.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Bring the society's database to the schema of this version. A start does so, too."""
+    """Migrate the society's database to the schema of this version. A start does so, too."""
     from coterie.admin.migrate import migrate_society, read_schema
     from coterie.cli import logs
     from coterie.stores.open import require_society
 
     logs.silence()
     folder = require_society(dir)
-    with Progress.show("Looking at the database"):
+    with Progress.show("Migrating the database" if not check else "Reading the schema version"):
         schema = read_schema(folder) if check else migrate_society(folder)
     if json:
         migrated = not check and not schema.is_current
@@ -426,15 +427,13 @@ def migrate(
         versions = f"schema {schema.version}, the newest is {schema.newest}"
         print_line(f"{schema.location} has {versions}: run coterie migrate --dir {dir}")
     else:
-        print_line(f"Brought {schema.location} from schema {schema.version} to {schema.newest}.")
+        print_line(f"Migrated {schema.location} from schema {schema.version} to {schema.newest}.")
     raise typer.Exit(1 if check and not schema.is_current else 0)
 
 
 def copy(
     source: Annotated[str, typer.Argument(metavar="FROM", help=COPY_HELP, show_default=False)],
-    target: Annotated[
-        str, typer.Argument(metavar="TO", help="The same; nothing may be in it yet.", show_default=False)
-    ],
+    target: Annotated[str, typer.Argument(metavar="TO", help="Like FROM; it must be empty.", show_default=False)],
     json: Json = False,
 ) -> None:
     """Copy a society from one database to another, from SQLite to PostgreSQL or back. Stop the society first.
@@ -457,10 +456,10 @@ def copy(
     messages, artifacts = count_of(copied.rows["messages"], "message"), count_of(copied.artifacts, "artifact")
     print_line(f"Copied {origin} to {goal}: {messages}, {artifacts}; everything was counted and checked.")
     if goal.folder:
-        print_line(f"It goes on there with: coterie serve {goal.folder.path}, once your own files are there, too.")
+        print_line(f"To continue there: copy your own files there, then run coterie serve {goal.folder.path}.")
     else:
-        print_line("It goes on there once store.url in coterie.toml names it.")
-    print_line("Do not run both: from here on they would differ.")
+        print_line("To continue there: set store.url in coterie.toml to this address.")
+    print_line("Do not run both copies: they would diverge.")
 
 
 @contextmanager

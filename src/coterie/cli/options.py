@@ -87,7 +87,7 @@ _dir = typer.Option(
     "--dir",
     envvar="COTERIE_DIR",
     metavar="DIR",
-    help="The society's folder; ./coterie-home when not given.",
+    help="The society's folder; ./coterie-home if not given.",
     show_default=False,
     parser=_parse_folder,
 )
@@ -102,7 +102,10 @@ AgentArgument = Annotated[
 Token = Annotated[
     str | None,
     typer.Option(
-        envvar="COTERIE_TOKEN", metavar="TOKEN", help="Of the running server; otherwise data/token.", show_default=False
+        envvar="COTERIE_TOKEN",
+        metavar="TOKEN",
+        help="Token of the running server; data/token if not given.",
+        show_default=False,
     ),
 ]
 Turns = Annotated[
@@ -111,7 +114,7 @@ Turns = Annotated[
         metavar="N",
         envvar="COTERIE_TURNS",
         min=1,
-        help="Most turns that run here at once, those that wait for a model included. Claims follow free capacity.",
+        help="How many turns run here at once, those that wait for a model included.",
         show_default=False,
     ),
 ]

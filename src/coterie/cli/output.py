@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -123,8 +123,23 @@ def no_such_agent(name: str, known: Collection[str]) -> str:
     return f'there is no agent "{one_line(name)}": {hint}'
 
 
+def sort_as_tree(items: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Each item after its parent, with its depth. Items whose `parent` is unknown are at the top."""
+    ids = {item["id"] for item in items}
+    children: dict[str | None, list[Mapping[str, Any]]] = {}
+    for item in items:
+        children.setdefault(item["parent"] if item["parent"] in ids else None, []).append(item)
+    # Not recursive: a chain of messages may be longer than the interpreter's stack.
+    for parent in (None, *children):  # after the top, cycles of parents, which coterie.toml can describe
+        stack = [(item, 0) for item in reversed(children.pop(parent, []))]
+        while stack:
+            item, depth = stack.pop()
+            yield item, depth
+            stack += [(child, depth + 1) for child in reversed(children.pop(item["id"], []))]
+
+
 class Progress:
-    """Shows what is going on once it has taken a while: animated on a terminal, line by line elsewhere."""
+    """Shows the progress of a command after a delay: animated on a terminal, line by line elsewhere."""
 
     def __init__(self, title: str, delay_seconds: float) -> None:
         self._title, self._is_shown = title, False

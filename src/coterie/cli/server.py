@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = timedelta(seconds=1)
 FORCED_EXIT_SECONDS = 0.5
-"""How long a forced exit waits for writes under way."""
+"""How long a forced exit waits for running writes."""
 LISTED_AGENTS = 10
 GREETING_ID = "tour greeting"
 """Client id of the greeting: sent again at the next start, it is the same message."""

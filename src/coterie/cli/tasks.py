@@ -12,7 +12,16 @@ from urllib.parse import quote
 import typer
 
 from coterie.cli.options import DEFAULT_FOLDER, Dir, Json, Token, complete_agent
-from coterie.cli.output import count_of, format_duration, local_time, print_json, print_line, print_table, run_quietly
+from coterie.cli.output import (
+    count_of,
+    format_duration,
+    local_time,
+    print_json,
+    print_line,
+    print_table,
+    run_quietly,
+    sort_as_tree,
+)
 
 if TYPE_CHECKING:
     from coterie.cli.client import Client
@@ -49,7 +58,7 @@ def tasks(
         str | None,
         typer.Option(metavar="AGENT", help="Only those that this agent worked on.", autocompletion=complete_agent),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="At most so many, the newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="How many at most, the newest first.")] = 20,
     dir: Dir = DEFAULT_FOLDER,  # noqa: A002
     token: Token = None,
     json: Json = False,
@@ -112,8 +121,8 @@ async def find_task(client: Client, name: str) -> Mapping[str, Any]:
     try:
         tree: Mapping[str, Any] = await client.get(f"/tasks/{quote(name, safe='')}")
         return tree
-    except Refused as refusal:
-        if refusal.code != "unknown_task":
+    except Refused as refused:
+        if refused.code != "unknown_task":
             raise
     matches = [task["id"] for task in await _list(client, SEARCHED) if task["id"].startswith(name)]
     if len(matches) != 1:
@@ -203,7 +212,7 @@ def format_tree(tree: Mapping[str, Any]) -> Iterator[str]:
     yield " · ".join(parts)
     if tree["activeAgents"]:
         yield format_work(tree)
-    for node, depth in _sort_as_tree(tree["nodes"]):
+    for node, depth in sort_as_tree(tree["nodes"]):
         indent = "  " * min(depth, MAX_INDENT)
         if node["kind"] == "message":
             at = datetime.fromisoformat(node["createdAt"]).astimezone().strftime("%H:%M:%S")
@@ -224,17 +233,3 @@ def _format_turn(turn: Mapping[str, Any], currency: str | None) -> str:
         parts += [cost] if (cost := format_cost(turn, currency)) and turn["cost"] is not None else []
     names = [call["name"] for call in turn["calls"]]
     return " · ".join([*parts, *([f"tools {', '.join(names)}"] if names else [])])
-
-
-def _sort_as_tree(nodes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Each node behind its parent, with its depth, children in the order of time."""
-    ids = {node["id"] for node in nodes}
-    children: dict[str | None, list[Mapping[str, Any]]] = {}
-    for node in nodes:
-        children.setdefault(node["parent"] if node["parent"] in ids else None, []).append(node)
-    # Not recursive: a chain of messages may be longer than the interpreter's stack.
-    stack = [(node, 0) for node in reversed(children.get(None, []))]
-    while stack:
-        node, depth = stack.pop()
-        yield node, depth
-        stack += [(child, depth + 1) for child in reversed(children.get(node["id"], []))]

@@ -462,21 +462,21 @@ def read_headers(node: JsonNode, find_key: KeyLookup) -> tuple[tuple[Header, ...
         return (), None
     headers, missing = list[Header](), None
     for name, value in node.value.items():
-        place = node.child(one_line(name, 40))
+        header = node.child(one_line(name, 40))
         if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
-            place.report("expected the name of an HTTP header that the runtime does not set itself")
+            header.report("expected the name of an HTTP header that the runtime does not set itself")
             continue
         if not isinstance(value, str) or "${" in _KEY_REFERENCE.sub("", value):
-            place.report('expected a string, with references such as "${TEAM_TOKEN}" for secrets')
+            header.report('expected a string, with references such as "${TEAM_TOKEN}" for secrets')
             continue
         secrets = {reference[1]: find_key(reference[1]) or "" for reference in _KEY_REFERENCE.finditer(value)}
         if absent := next((secret for secret, found in secrets.items() if not found), None):
-            place.report(f"{absent} is set neither in the environment nor in data/secrets.json")
+            header.report(f"{absent} is set neither in the environment nor in data/secrets.json")
             missing = missing or absent
             continue
         text = _replace_references(value, secrets)
         if not (text.isascii() and text.isprintable()):
-            place.report("the value contains characters that an HTTP header cannot have")
+            header.report("the value contains characters that an HTTP header cannot have")
             continue
         headers.append(Header(name=name, value=Secret(text), secrets=tuple(secrets.values())))
     return tuple(headers), missing

@@ -44,7 +44,7 @@ from coterie.text import one_line, to_storable
 HEALTH_CHECK_TIMEOUT = timedelta(seconds=40)
 """Longest silence: a local server may have to load its model."""
 HEALTH_CHECK_MAX_TOKENS = 256
-"""Enough for a short thought before the word."""
+"""Enough for short reasoning before the word."""
 HEALTH_CHECK_PROMPT = "Answer with the single word: ok"
 
 HealthCode = Literal["ok", "auth", "unreachable", "no_model", "quota", "refused", "timeout", "malformed"]
@@ -67,7 +67,7 @@ class HealthCheck:
     """Which of `tool_calling` and `vision` were tried, and whether they work."""
 
     def declared_capabilities(self) -> dict[str, list[str]] | None:
-        """`capabilities` of an entry, as far as they were found out; None if nothing was."""
+        """Return `capabilities` for the entry, as far as they are known; None if none is known."""
         if not self.capabilities:
             return None
         return {
@@ -93,9 +93,9 @@ async def check_health(
     if entry.missing_key:
         error = PermanentError(f'service "{entry.id}" has no key: {entry.missing_key} is not set', category="auth")
     else:
-        service = make_service(_limit(entry))
+        service = make_service(_with_limits(entry))
         try:
-            error = await _fails(service, ModelRequest(messages=(_say(HEALTH_CHECK_PROMPT),)))
+            error = await _find_error(service, ModelRequest(messages=(_user_message(HEALTH_CHECK_PROMPT),)))
             ms = round((time.monotonic() - started) * 1000)
             if error is None and try_capabilities:
                 found = await _find_capabilities(service)
@@ -113,7 +113,7 @@ async def check_health(
     )
 
 
-def _limit(entry: ServiceEntry) -> ServiceEntry:
+def _with_limits(entry: ServiceEntry) -> ServiceEntry:
     """Return the entry with the time and token limits of a health check: the owner waits, and tokens cost money."""
     return replace(
         entry,
@@ -132,7 +132,7 @@ async def _ask(service: LLMService, request: ModelRequest) -> Completion:
     raise MalformedResponse(f'service "{service.id}" ended its stream without an answer')
 
 
-async def _fails(service: LLMService, request: ModelRequest) -> ServiceError | None:
+async def _find_error(service: LLMService, request: ModelRequest) -> ServiceError | None:
     try:
         await _ask(service, request)
     except ServiceError as error:
@@ -140,15 +140,15 @@ async def _fails(service: LLMService, request: ModelRequest) -> ServiceError | N
     return None
 
 
-# What the model can do: one tool and one picture are tried
+# Capabilities of the model: one tool and one picture are tried
 
 
 async def _find_capabilities(service: LLMService) -> dict[str, bool]:
-    """Whether each tried capability works. One that could not be found out is left out."""
+    """Return whether each tried capability works. A capability without a clear result is left out."""
     found: dict[str, bool] = {}
     for capability, request, is_proved in (
-        ("tool_calling", _TOOL_TRIAL, _calls_the_tool),
-        ("vision", _PICTURE_TRIAL, _sees_the_picture),
+        ("tool_calling", _TOOL_REQUEST, _calls_the_tool),
+        ("vision", _PICTURE_REQUEST, _sees_the_picture),
     ):
         try:
             answer = await _ask(service, request)
@@ -156,9 +156,9 @@ async def _find_capabilities(service: LLMService) -> dict[str, bool]:
             if isinstance(error, UnsupportedCapability) or error.category in ("request", "content"):
                 found[capability] = False
         except ServiceError:
-            pass  # too slow or too busy to tell
+            pass  # no result: the service is too slow or too busy
         else:
-            if is_proved(answer) or answer.finish_reason != "length":  # a long thought is no answer
+            if is_proved(answer) or answer.finish_reason != "length":  # reasoning up to the token limit is no answer
                 found[capability] = is_proved(answer)
     return found
 
@@ -171,12 +171,12 @@ def _sees_the_picture(answer: Completion) -> bool:
     return any(word in answer.text.lower() for word in ("yellow", "gold", "黄"))
 
 
-def _say(text: str, *files: InlineFile) -> UserMessage:
+def _user_message(text: str, *files: InlineFile) -> UserMessage:
     return UserMessage((TextPart(text), *files))
 
 
 def _yellow_png(size: int = 32) -> bytes:
-    """A picture of one colour that a model without eyes would hardly guess."""
+    """Return a picture of one colour. A model that reads no pictures is unlikely to guess it."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -191,9 +191,11 @@ _TOOL = ToolSpec(
     description="Confirm that you can call tools.",
     parameters={"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
 )
-_TOOL_TRIAL = ModelRequest(messages=(_say("Call the tool confirm with the word: ready"),), tools=(_TOOL,))
+_TOOL_REQUEST = ModelRequest(messages=(_user_message("Call the tool confirm with the word: ready"),), tools=(_TOOL,))
 _PICTURE = InlineFile(type="image", filename="colour.png", mime_type="image/png", data=_yellow_png())
-_PICTURE_TRIAL = ModelRequest(messages=(_say("Which colour has this picture? Answer with one word.", _PICTURE),))
+_PICTURE_REQUEST = ModelRequest(
+    messages=(_user_message("Which colour has this picture? Answer with one word.", _PICTURE),)
+)
 _FOUND = {
     ("tool_calling", True): "It calls tools.",
     ("tool_calling", False): "It does not call tools.",
@@ -342,7 +344,7 @@ class DiscoveredService:
             "baseURL": self.base_url,
             "apiKey": self.key_name and f"${{{self.key_name}}}",
             "models": list(self.models),
-            # Those of a local model are found out by a health check.
+            # A health check finds out those of a local model.
             "capabilities": {"input": ["text", "vision"], "output": ["text", "tool_calling"]}
             if self.has_vision
             else None,

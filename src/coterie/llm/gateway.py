@@ -1,7 +1,7 @@
 """Gateway to model services: every request of an agent goes through `ModelGateway.generate`.
 
 It adapts the request to the service, applies the concurrency limit and the circuit breaker, and tries fallback
-services. Retries after a transient error are the caller's task.
+services. The caller retries after a transient error.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CircuitBreaker:
             self._probe_at = max(self._probe_at, now + at_least)
 
     def record_abandoned(self, *, probe: bool) -> None:
-        """The caller cancelled the request; this says nothing about the service."""
+        """Record that the caller cancelled the request. This is neither a success nor a failure of the service."""
         if probe:
             self._probing = False
 

@@ -1,4 +1,4 @@
-"""Reading of a JSON file that reports each wrong value with its place and goes on."""
+"""Reads the values of a JSON file. Each wrong value is reported with its path, and reading goes on."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class CapabilityRouter:
 
 
 def accepts_tools(entry: ServiceEntry, learned_limits: LearnedLimits) -> bool:
-    """True also for entries without declared capabilities: those were always sent tools."""
+    """True if the service gets tools. Entries without declared capabilities get them, as in earlier versions."""
     if learned_limits.is_refused(entry, "tool_calling"):
         return False
     return entry.capabilities.inferred or entry.capabilities.has("tool_calling", "input")

@@ -16,14 +16,14 @@ def is_number(value: object, most: float) -> TypeGuard[float]:
 
 
 def check_effort(value: object) -> str | None:
-    """What was expected of `reasoningEffort`; None if it is right. Services have names of their own."""
+    """Return what was expected of `reasoningEffort`; None if it is right. Services define their own names."""
     if isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_-]*", value):
         return None
     return "expected a word such as none, minimal, low, medium, high"
 
 
 def check_extra_body(value: Any, kind: str) -> str | None:
-    """What was expected of additional keys of a request; None if they are right. `kind`: the file's word."""
+    """Return what was expected of additional keys of a request; None if they are right. `kind`: the file's word."""
     if not isinstance(value, dict):
         return f"expected {kind}"
     if reserved := next((key for key in _RESERVED if key in value), None):

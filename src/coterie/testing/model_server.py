@@ -112,18 +112,18 @@ class ModelServer:
         async with self._request_arrived:
             self.requests.append(request)
             self._request_arrived.notify_all()
-        refusal = self._check_request(request)
-        if refusal:
-            self.refused.append(str(refusal.error))
-            await send_reply(refusal, request, connection)
+        error = self._check_request(request)
+        if error:
+            self.refused.append(str(error.error))
+            await send_reply(error, request, connection)
             return
         reply = self._script.popleft() if self._script else self.default
         await send_reply(reply(request) if callable(reply) else reply, request, connection)
 
     async def _list_models(self, request: ReceivedRequest, connection: ServerConnection) -> None:
         """Answer `GET /v1/models`. It is not among `requests`: no completion was asked for."""
-        if refusal := self._check_key(request):
-            await send_reply(refusal, request, connection)
+        if error := self._check_key(request):
+            await send_reply(error, request, connection)
             return
         models = [{"id": name, "object": "model"} for name in sorted(self._models or {"m"})]
         await connection.respond(200, json.dumps({"object": "list", "data": models}).encode())
@@ -138,8 +138,8 @@ class ModelServer:
         """Return the error of a real service, in its order of checks; None if the request is valid."""
         if request.method != "POST" or request.path != "/v1/chat/completions":
             return Status(404, f"Invalid URL ({request.method} {request.path})")
-        if refusal := self._check_key(request):
-            return refusal
+        if error := self._check_key(request):
+            return error
         try:
             body = request.body
         except (ValueError, RecursionError):

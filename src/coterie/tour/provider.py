@@ -110,7 +110,7 @@ class TourService:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cues:
-    """What the script evaluates of a request."""
+    """The facts of a request that the script evaluates."""
 
     new: tuple[UserMessage, ...]
     """User messages since the last assistant message, oldest first."""
@@ -162,7 +162,7 @@ class Cues:
         return next(filter(None, map(_described, self.new)), None)
 
     @property
-    def told(self) -> str | None:
+    def seer_answer(self) -> str | None:
         """The seer's answer."""
         texts = [_text(message) for message in self.new]
         match = next(filter(None, (seen.search(text) for text in texts for seen in (script.SEEN, script.DONE))), None)
@@ -229,8 +229,8 @@ def _menu(cues: Cues, scene: Scene) -> ScriptedAnswer:
     if cues.first and scene in (script.HELLO, script.UNKNOWN):
         remaining.append(script.LANGUAGE)
     text, options = scene.then.text(cues.chinese), [other.option.text(cues.chinese) for other in remaining]
-    if cues.told:
-        text = f"{script.RELAYS.text(cues.chinese).format(cues.told)}\n\n{text}"
+    if cues.seer_answer:
+        text = f"{script.RELAYS.text(cues.chinese).format(cues.seer_answer)}\n\n{text}"
     if "send_message" not in cues.tools:
         return ScriptedAnswer(" ".join([text, *options]))
     message: dict[str, Any] = {"to": "user", "payload": {"text": text}}
@@ -241,7 +241,7 @@ def _forward(cues: Cues, attachment: dict[str, Any]) -> list[ScriptedAnswer]:
     agents = attachment.get("capableAgents") or []
     facts = {key: attachment.get(key, "?") for key in ("filename", "mimeType", "size")}
     if not agents or "send_message" not in cues.tools:
-        return [ScriptedAnswer(script.NOBODY.text(cues.chinese).format(**facts))]
+        return [ScriptedAnswer(script.NO_READER.text(cues.chinese).format(**facts))]
     agent = str(agents[0])
     please = script.PLEASE_LOOK.text(cues.chinese)
     payload = {"text": please, "attachments": [{"artifactRef": attachment.get("artifactRef")}]}

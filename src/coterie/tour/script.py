@@ -101,7 +101,7 @@ ASK = Scene(
         "这里没有别的智能体可以问。如果有，你的消息下方会有一行字，写着谁在为你工作。接下来看什么？",
     ),
 )
-"""`then` is sent only if nobody could be asked; otherwise `ASKED`, and `ANSWERED` with the answer."""
+"""`then` is sent only if there is no second agent; otherwise `ASKED`, and `ANSWERED` with the answer."""
 INTERJECTION = Scene(
     option=Translated("Let me interrupt you", "让我插一句话"),
     cue=re.compile(r"\binterrupt|interject|插话|打断", re.I),
@@ -187,7 +187,7 @@ PASSES_ON = Translated(
 )
 PASSED_ON = Translated("I will tell you what {agent} says.", "等 {agent} 回话，我就告诉你。")
 PLEASE_LOOK = Translated("Please tell me what this is.", "请告诉我这是什么。")
-NOBODY = Translated(
+NO_READER = Translated(
     "I cannot read {filename} ({mimeType}, {size} bytes), and nobody here can: set up a model that does.",
     "我读不了 {filename}（{mimeType}，{size} 字节），这里也没有谁可以：请设置一个能读的模型。",
 )

@@ -1,8 +1,8 @@
-"""Service provider for an agent elsewhere that speaks A2A (extra `coterie[a2a]`): its answers are the "model's".
+"""Service provider for an agent elsewhere that speaks A2A (extra `coterie[a2a]`). Its answers replace those of a model.
 
-Nothing is kept here. Our message id is the id of the A2A message, so a repeated request asks once: a task that has
+This module stores nothing. The A2A message has the id of our message, so a repeated request asks once: a task that has
 the message already is followed instead. A question of the remote agent becomes a call of `send_message`; one more
-argument of that call names the remote task, so the history says where an answer belongs.
+argument of that call names the remote task, so the history shows which task an answer belongs to.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the remote agent said to one message."""
+class RemoteAnswer:
+    """The answer of the remote agent to one message."""
 
     to: str
     text: str
@@ -169,12 +169,12 @@ class RemoteAgentService:
 
     # Asking
 
-    async def _ask(self, incoming: Incoming, tasks: list[str]) -> Answer:
+    async def _ask(self, incoming: Incoming, tasks: list[str]) -> RemoteAnswer:
         """Send the message unless the remote agent has it, and wait for the answer. Adds its task to `tasks`."""
         client = await self._connect()
         if incoming.cancels:
             self._cancel_later([incoming.task])
-            return Answer(incoming.sender, "I asked to cancel the task.")
+            return RemoteAnswer(incoming.sender, "I asked to cancel the task.")
         known = await self._find(client, incoming)
         seen = set[str]()
         if known is not None and (known.status.state != a2a.TASK_STATE_INPUT_REQUIRED or not incoming.task):
@@ -189,11 +189,11 @@ class RemoteAgentService:
             pause = min(MAX_POLL, pause * 2)
             found = await client.get_task(a2a.GetTaskRequest(id=found.id))
         if isinstance(found, a2a.Message):
-            return Answer(incoming.sender, *_content(found.parts))
+            return RemoteAnswer(incoming.sender, *_content(found.parts))
         return self._answer(found, incoming, seen)
 
     async def _find(self, client: Client, incoming: Incoming) -> a2a.Task | None:
-        """The task whose question the message answers, or one that has the message. Without a question: it was sent."""
+        """Return the task whose question the message answers, or that has the message. None: it was not sent."""
         if incoming.task:
             return await client.get_task(a2a.GetTaskRequest(id=incoming.task))
         try:
@@ -243,7 +243,7 @@ class RemoteAgentService:
         return await client.get_task(a2a.GetTaskRequest(id=task_id))
 
     async def _start(self, events: AsyncGenerator[a2a.StreamResponse, None]) -> a2a.StreamResponse | None:
-        """The first event of a stream. A stop before it waits for it in the background, to cancel the task it names."""
+        """Return the first event of a stream. After a stop, a background task cancels the task it names."""
         first = asyncio.ensure_future(anext(events, None))
         try:
             return await asyncio.shield(first)
@@ -269,30 +269,30 @@ class RemoteAgentService:
         finally:
             await events.aclose()
 
-    def _answer(self, task: a2a.Task, incoming: Incoming, seen: set[str]) -> Answer:
+    def _answer(self, task: a2a.Task, incoming: Incoming, seen: set[str]) -> RemoteAnswer:
         """The answer that an ended or waiting task has for the message."""
-        state, said = task.status.state, _content(task.status.message.parts)
+        state, (status_text, status_files) = task.status.state, _content(task.status.message.parts)
         if state == a2a.TASK_STATE_INPUT_REQUIRED:
-            asked = task.status.message
-            return Answer(incoming.sender, said[0] or "Please say more.", said[1], task.id, _options(asked))
+            text, options = status_text or "Please say more.", _options(task.status.message)
+            return RemoteAnswer(incoming.sender, text, status_files, task.id, options)
         if state == a2a.TASK_STATE_AUTH_REQUIRED:
-            message = f'remote agent "{self._id}" wants an authorization: {said[0] or "it does not say which"}'
+            message = f'remote agent "{self._id}" wants an authorization: {status_text or "it does not say which"}'
             raise PermanentError(message, category="auth")
         if state != a2a.TASK_STATE_COMPLETED:
-            reason = f": {said[0]}" if said[0] else ""
+            reason = f": {status_text}" if status_text else ""
             message = f'the task of remote agent "{self._id}" {_FAILED.get(state, "ended in an unknown state")}{reason}'
             raise PermanentError(redact(message, self._secrets), category="content")
         at = _position(task, incoming.id)
         later = [one for one in task.history[at + 1 :] if one.role == a2a.ROLE_AGENT] if at is not None else []
         artifacts = [artifact for artifact in task.artifacts if artifact.artifact_id not in seen]
-        # After an answer to a question, the artifacts may hold what was said before it.
+        # After an answer to a question, the artifacts may hold text from before it.
         parts = [part for one in (later if incoming.task and later else artifacts) for part in one.parts]
         text, files = _content(parts or [part for one in later for part in one.parts])
         if not text and not files:
-            text, files = said
-        return Answer(incoming.sender, text or "Done.", files)
+            text, files = status_text, status_files
+        return RemoteAnswer(incoming.sender, text or "Done.", files)
 
-    def _completion(self, answers: Sequence[Answer]) -> Completion:
+    def _completion(self, answers: Sequence[RemoteAnswer]) -> Completion:
         files = tuple(file for answer in answers for file in answer.files)
         if not any(answer.question_of for answer in answers):
             text = "\n\n".join(answer.text for answer in answers)
@@ -423,7 +423,7 @@ def _options(message: a2a.Message) -> tuple[str, ...]:
 
 
 def _content(parts: Iterable[Any]) -> tuple[str, tuple[InlineFile, ...]]:
-    """The text of parts, and their files. Data is JSON in the text, unless the text before says the same."""
+    """The text of parts, and their files. Data becomes JSON in the text, unless the text before it is the same JSON."""
     texts, files = list[str](), list[InlineFile]()
     for part in parts:
         match part.WhichOneof("content"):

@@ -118,11 +118,11 @@ class AnyLLMService:
             response = errors.parse_error_body(status, body, getattr(error, "retry_after", None))
             return errors.classify(context, response, self._clock.now())
         if isinstance(original, ValueError | RecursionError | AttributeError | TypeError):
-            return errors.malformed(context, "it is no JSON of the expected shape")
+            return errors.malformed(context, "it is no JSON of the expected form")
         return errors.unreachable(context, original)
 
     async def _send(self, client: Any, request: ModelRequest, context: RequestContext, timer: DeadlineTimer) -> Any:
-        # The vendors' libraries take unknown fields and headers apart.
+        # The vendors' libraries take other fields and headers as separate arguments.
         chosen = self._sampling.override_with(request.sampling)
         request = msgspec.structs.replace(request, sampling=replace(chosen, extra_body=""))
         body = Dialect().body(request, self._model, None, stream=True)

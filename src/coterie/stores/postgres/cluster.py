@@ -6,7 +6,7 @@ renew for most of a lease drops its claims before other processes may take them 
 
 `Listener` receives notifications of other processes. They are only hints: without them, processes poll every second.
 
-Concurrency slots of model services, divided between the processes of one society.
+`request_slots` divides the concurrency slots of a model service between the processes of one society.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Heartbeat:
         self._channels, self._loads = channels, loads
         self.process, self._name = channels.process, worker_name()
         self._worker: TurnWorker | None = None
-        self._has_said_load = False
+        self._has_sent_load = False
         self._db: PgConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._renewed_at = time.monotonic()
@@ -105,7 +105,7 @@ class Heartbeat:
         self._thread.start()
 
     def set_worker(self, worker: TurnWorker) -> None:
-        """Renew the worker's claims from now on, and tell other processes that it takes turns."""
+        """Renew the worker's claims from now on, and notify other processes that this one runs turns."""
         self._worker = worker
         self._due.set()
 
@@ -160,8 +160,8 @@ class Heartbeat:
             )
             if worker:
                 db.execute(_RENEW_CLAIMS, {"worker": worker.worker, "lease_ms": lease_ms})
-                if not self._has_said_load:
-                    self._notify_load(db, load)  # the first change notice of this process may be a long time away
+                if not self._has_sent_load:
+                    self._notify_load(db, load)  # the first change notice of this process may come much later
             others = db.execute(_SELECT_LOADS, {"id": self.process, "lease_ms": lease_ms})
             db.execute_now("COMMIT")
         except psycopg.Error as error:
@@ -170,7 +170,7 @@ class Heartbeat:
             return
         self._renewed_at, self._is_at_risk = started_at, False
         counters.heartbeats += 1
-        self._has_said_load = worker is not None
+        self._has_sent_load = worker is not None
         self._loads.replace_all({process: Load(running, limit) for process, running, limit in others})
 
     def _notify_load(self, db: PgConnection, load: Load) -> None:
@@ -227,8 +227,8 @@ MAX_CLAIMERS_IN_NOTICE = 32
 _CHANGED, _WORK_AVAILABLE, _SLOTS_CHANGED, _LOAD_CHANGED = "news", "work", "room", "load"
 """Kinds of notices. The values are sent to processes of other versions."""
 _LOAD, _CLAIMER, _ABOUT_SOCIETY = "load=", "claimer=", "society"
-"""Words of a notice: the load of its process, a process that should claim the agents that became ready, and that the
-write has one of `SOCIETY_EVENTS`."""
+"""Words of a notice: the load of its process; a process that should claim the agents that became ready; the write has
+one of `SOCIETY_EVENTS`."""
 _ENDED = "ended-"
 """Before the epoch of an ended turn in a notice."""
 
@@ -271,7 +271,7 @@ class NotifyChannels:
         """Channel and payload that announce a write. `has_work`: an agent can be claimed.
 
         `load`: of this process. `claimers`: the processes that should claim the ready agents; if there are none, all.
-        `about_society`: one of `SOCIETY_EVENTS` is among it. All these words stand before the kind, where processes of
+        `about_society`: the write has one of `SOCIETY_EVENTS`. All these words come before the kind, where processes of
         older versions ignore them. Interruptions that do not fit are left out.
         """
         shared = [_ABOUT_SOCIETY] if about_society else []
@@ -285,7 +285,7 @@ class NotifyChannels:
         return self.change_channel, " ".join([self.process, *shared, *words[:MAX_INTERRUPTIONS_IN_NOTICE], kind])
 
     def load_notice(self, load: Load) -> tuple[str, str]:
-        """Channel and payload that tell other processes the load of this one."""
+        """Channel and payload that report the load of this process to the others."""
         return self.change_channel, f"{self.process} {_LOAD}{load.running}/{load.limit} {_LOAD_CHANGED}"
 
     def read_load(self, notice: str) -> tuple[str, Load] | None:
@@ -327,7 +327,7 @@ class ChangeNotice(NamedTuple):
     has_work: bool
     """This process should claim agents."""
     about_society: bool
-    """One of `SOCIETY_EVENTS` may be among it."""
+    """The write may have one of `SOCIETY_EVENTS`."""
 
 
 class Listener:
@@ -389,8 +389,8 @@ class Listener:
             notices = [notice for notice in notices if self._channels.is_from_other_process(notice)]
             kinds = {notice.rpartition(" ")[2] for notice in notices}
             for notice in notices:
-                if said := self._channels.read_load(notice):
-                    self._loads.update(*said)
+                if reported := self._channels.read_load(notice):
+                    self._loads.update(*reported)
             if interruptions := [one for notice in notices for one in self._channels.interruptions(notice)]:
                 self._call(self._on_interruptions, interruptions)
             if kinds - {_SLOTS_CHANGED, _LOAD_CHANGED}:

@@ -98,7 +98,7 @@ class PostgresStore(SqlStore):
         self.info, self._clock, self.limits = info, clock, limits
         self._url, self._time, self._lease, self._read_limits = url, time, lease, read_limits
         self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="coterie-reader")
-        # Read-only commands delay nobody, so their statements have no timeout.
+        # Read-only commands delay no other process, so their statements have no timeout.
         self._pool = ReaderPool(url, "" if read_only else _SET_READ_TIMEOUT)
         self._loop = asyncio.get_running_loop()
         self.broken: asyncio.Future[StoreBroken] = self._loop.create_future()
@@ -378,7 +378,7 @@ def _open(url: str, *, read_only: bool = False) -> StoreInfo:
     return StoreInfo(engine="postgresql", version=version, log_id=log_id, last_seen=from_ms(last_at), secret=secret)
 
 
-# Deleted rows leave free space in the files, whose size PostgreSQL does not tell. So the part in use is estimated: the
+# Deleted rows leave free space in the files. PostgreSQL does not report its size, so the part in use is estimated: the
 # number of live rows times their average width, relative to the table. Indexes are taken to be filled like their table.
 _SELECT_SIZES = """
 SELECT relname, n_live_tup, pg_total_relation_size(relid), pg_table_size(relid),
@@ -424,14 +424,14 @@ DELETE FROM blobs WHERE (sha256 = :sha256 OR sha256 LIKE 'incoming %') AND at <=
 """
 
 
-class Runner(Protocol):
+class RunWithConnection(Protocol):
     async def __call__(self, run: Callable[[PgConnection], T], /) -> T: ...
 
 
 class PostgresBlobStore:
     """Blob store in the society's database."""
 
-    def __init__(self, run: Runner, grace: timedelta = DELETE_GRACE) -> None:
+    def __init__(self, run: RunWithConnection, grace: timedelta = DELETE_GRACE) -> None:
         """`run`: calls a function with a connection."""
         self._run, self._grace_ms = run, grace // timedelta(milliseconds=1)
 

@@ -1,8 +1,8 @@
 """Which process should claim a new turn: the one with the most free capacity.
 
-Every notice of a process says how many turns it runs and how many it can run; its heartbeats store the same.
-`WorkerLoads` collects what the other processes say. These figures are hints: they may be old or missing. An agent that
-its chosen process does not claim within `CLAIM_DELAY` is claimed by any process.
+Every notice of a process reports how many turns it runs and how many it can run; its heartbeats store the same.
+`WorkerLoads` collects the reports of the other processes. They are hints: they may be old or missing. If the chosen
+process does not claim an agent within `CLAIM_DELAY`, any process may claim it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Load(NamedTuple):
 class _Peer:
     load: Load
     assigned: int = 0
-    """Turns that were left to it since it last said its load."""
+    """Turns that were left to it since its last report."""
     assigned_at: float | None = None
     """When the first of them was left to it, by the monotonic clock."""
     is_new: bool = False
-    """It said its load after the last `replace_all`."""
+    """It reported its load after the last `replace_all`."""
 
     @property
     def free(self) -> int:
@@ -50,7 +50,7 @@ class _Peer:
 
     @property
     def is_responsive(self) -> bool:
-        """False if it has said nothing since turns were left to it: it may hang."""
+        """False if it has reported nothing since turns were left to it: it may hang."""
         return self.assigned_at is None or time.monotonic() - self.assigned_at < CLAIM_DELAY.total_seconds()
 
 
@@ -62,7 +62,7 @@ class WorkerLoads:
         self._peers: dict[str, _Peer] = {}
 
     def update(self, process: str, load: Load) -> None:
-        """Another process said its load. A limit of 0: it claims no more turns."""
+        """Store the load that another process reported. A limit of 0: it claims no more turns."""
         with self._lock:
             if load.limit > 0:
                 self._peers[process] = _Peer(load, is_new=True)
@@ -70,11 +70,11 @@ class WorkerLoads:
                 self._peers.pop(process, None)
 
     def replace_all(self, stored: Mapping[str, Load]) -> None:
-        """Take over the live processes from the database. A load that was said meanwhile is newer than the stored."""
+        """Replace the processes by the live ones of the database. A load reported meanwhile is newer and stays."""
         with self._lock:
-            said = {process: peer for process, peer in self._peers.items() if peer.is_new and process in stored}
+            newer = {process: peer for process, peer in self._peers.items() if peer.is_new and process in stored}
             live = {process: _Peer(load) for process, load in stored.items() if load.limit > 0}
-            self._peers = live | {process: replace(peer, is_new=False) for process, peer in said.items()}
+            self._peers = live | {process: replace(peer, is_new=False) for process, peer in newer.items()}
 
     def __len__(self) -> int:
         return len(self._peers)

@@ -17,7 +17,7 @@ from coterie.stores.sql.rows import LAST_SEQ, MESSAGE_COLUMNS, to_message
 from coterie.stores.sql.text_index import ANY_WORDS, POSITION, Query, add_to_index, make_query, read_batch, scan_start
 
 OPEN_TRANSACTIONS_MS = 60_000
-"""Longer than any transaction. A message of an older one may still become visible, before messages that already are."""
+"""Longer than any transaction. A running transaction may still add messages with lower numbers than visible ones."""
 SEARCH_PAGE_ROWS = 500
 _ADD = """
 INSERT INTO message_grams (rowid, grams) VALUES (:seq, array_to_tsvector(string_to_array(:grams, ' ')))
@@ -97,7 +97,7 @@ def _tsquery(query: Query) -> str:
 
 
 def index_next(db: PgConnection, now: int) -> bool:
-    """Index the next messages in a transaction of its own. False: nothing is to do, or another process does it."""
+    """Index the next messages in a transaction of its own. False: nothing to index, or another process does it."""
     db.execute_now(_BEGIN)
     row = db.execute(_LOCK_POSITION).fetchone()
     batch = read_batch(db, int(row[0]), now - OPEN_TRANSACTIONS_MS) if row else None

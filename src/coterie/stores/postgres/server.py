@@ -1,4 +1,4 @@
-"""What the PostgreSQL of a society must be, and why one cannot be used: one sentence with the cause and the remedy.
+"""Requirements for the PostgreSQL server, and error messages for one that cannot be used: the cause and the remedy.
 
 Connecting gives no error codes, only texts in the server's language. The known English texts have their own remedies;
 any other text is shown whole.
@@ -66,11 +66,11 @@ def unusable(error: psycopg.Error, url: str) -> StoreUnusable:
 
 
 def cause_of(error: psycopg.Error, url: str = "") -> str:
-    """What the server or the operating system said, on one line, without the password of the URL."""
+    """The error message of the server or the operating system, on one line, without the password of the URL."""
     text = str(error) or type(error).__name__
     # Several addresses of one host fail each with a message of its own.
-    said = _SERVER_ERROR.findall(text) or _CLIENT_ERROR.findall(text) or [text]
-    return one_line(_without_password("; ".join(dict.fromkeys(map(str.strip, said))), url), MAX_CAUSE_CHARACTERS)
+    causes = _SERVER_ERROR.findall(text) or _CLIENT_ERROR.findall(text) or [text]
+    return one_line(_without_password("; ".join(dict.fromkeys(map(str.strip, causes))), url), MAX_CAUSE_CHARACTERS)
 
 
 def require_suitable(raw: psycopg.Connection[Any]) -> None:
@@ -94,8 +94,8 @@ def _location(url: str) -> str:
     except psycopg.Error:
         return "of store.url "
     host, port, name = (found.get(key) for key in ("host", "port", "dbname"))
-    place = f"{host or 'the local socket'}{f':{port}' if port else ''}"
-    return f"at {place}{f', database {name},' if name else ''} "
+    address = f"{host or 'the local socket'}{f':{port}' if port else ''}"
+    return f"at {address}{f', database {name},' if name else ''} "
 
 
 def _without_password(text: str, url: str) -> str:

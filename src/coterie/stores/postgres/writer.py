@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 RETRY_BUDGET_SECONDS = 5.0
 """How long a batch is retried before its jobs fail."""
 MAX_RETRY_DELAY_SECONDS = 1.0
-# Nobody outside depends on it yet, and the next commit that is flushed makes it durable too.
+# No person or program depends on this commit yet. The next flushed commit makes it durable too.
 _COMMIT_WITHOUT_FLUSH = "SET LOCAL synchronous_commit = off; COMMIT"
 BeginSession = Callable[[PgConnection, set[str], int, set[str]], PostgresSession]
 """Begins a transaction. Arguments: connection, agents to lock, number of messages to them, tasks to lock."""
@@ -98,7 +98,7 @@ class Writer:
                 self._commit(part)
                 try:
                     self._loop.call_soon_threadsafe(settle_batch, part)
-                except RuntimeError:  # the loop is closed: nobody waits
+                except RuntimeError:  # the loop is closed: no caller waits
                     return
 
     def _commit(self, batch: list[Job]) -> None:

@@ -66,7 +66,7 @@ SELECT id FROM agents WHERE runnable_at <= :now AND {_SUSPECT}
  ORDER BY runnable_at LIMIT 1 /*+ FOR UPDATE SKIP LOCKED */
 """
 _LOCK_WAITING_TOO_LONG = f"SELECT id FROM agents WHERE {_WAITS_TOO_LONG} ORDER BY id /*+ FOR UPDATE SKIP LOCKED */"
-_SELECT_CLAIMED = "SELECT id, epoch FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') ORDER BY id"
+SELECT_CLAIMED = "SELECT id, epoch FROM agents WHERE worker = :worker AND state IN ('llm', 'tools') ORDER BY id"
 # The second condition finds messages that the counter has lost. Few agents have positions after the last taken one.
 SELECT_FORGOTTEN = """
 SELECT id FROM agents
@@ -175,7 +175,7 @@ def claim_woken_agent(db: Connection, uow: UnitOfWork, agent_id: str, worker: Tu
 
 
 def _claim_agent(db: Connection, uow: UnitOfWork, agent_id: str, worker: str, rules: Rules) -> Claim:
-    """Claim one agent. `UnclaimableAgent`: its stored turn is damaged, which must not block other agents."""
+    """Claim one agent. Raise `UnclaimableAgent` if its stored turn is damaged, so that other agents are not blocked."""
     try:
         return TurnTransaction(db, uow, agent_id, rules).claim(worker)
     except db.IntegrityError as error:
@@ -209,12 +209,11 @@ def release_claims(
     *,
     worker: str,
     only: Collection[ClaimKey] | None = None,
-    busy: Collection[ClaimKey] = (),
     failed: bool,
 ) -> None:
-    claimed = [(agent_id, epoch) for agent_id, epoch in db.execute(_SELECT_CLAIMED, {"worker": worker})]
+    claimed = [(agent_id, epoch) for agent_id, epoch in db.execute(SELECT_CLAIMED, {"worker": worker})]
     for agent_id, epoch in claimed:
-        if (agent_id, epoch) in busy or (only is not None and (agent_id, epoch) not in only):
+        if only is not None and (agent_id, epoch) not in only:
             continue
         # One UPDATE of all rows locks in any order, and can deadlock with batches that lock in the order of ids.
         row = uow.mailbox(agent_id)
@@ -247,8 +246,8 @@ def summarise(db: Connection, uow: UnitOfWork, claim: Claim, upto: int, text: st
 
 
 def add_usage(db: Connection, uow: UnitOfWork, claim: Claim, service: str, usage: TokenUsage) -> None:
-    """Write the tokens of a request beside the answer of the step: a summary, one for the server of a tool, or one that
-    a stop has cut off. Not fenced: they are paid for in any case."""
+    """Write the tokens of a further request of the step: for a summary, for the server of a tool, or one that was
+    stopped. Not fenced: the tokens are paid for in any case."""
     if claim.task:
         uow.tasks.of(claim.task).add_usage(usage)
     db.execute(
@@ -345,7 +344,7 @@ class EagerClaimer:
             # The error may have come after the commit: then the database has claims that no worker knows.
             self._worker.reconcile_claims()
         committed = committed or EagerClaims()
-        self._worker.release_slots(len(self._reserved) - len(committed.claims))
+        self._worker.release_slots(self._reserved.difference(claim.agent_id for claim in committed.claims))
         if committed.claims:
             self._worker.start_turns(committed.claims)
         if committed.has_unclaimed:

@@ -141,7 +141,7 @@ def write_configuration(db: Connection, uow: UnitOfWork, document: str, expected
     if raised.rowcount == 0:
         raise Refused("config_changed", "another process changed the configuration meanwhile: read it again")
     set_meta(db, "configuration", document)
-    # Before the events of the agents: who renders those must know the new configuration.
+    # Recorded before the events of the agents: a process that renders those must know the new configuration.
     uow.record_event("configuration.changed", "configuration", {"version": version})
     if agents:
         add_agents(db, uow, agents)
@@ -169,7 +169,7 @@ def terminate(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
     uow.record_event("agent.removed", agent_id)
 
 
-def pause(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
+def pause(uow: UnitOfWork, agent_id: str) -> None:
     mailbox = _active_mailbox(uow, agent_id)
     mailbox.hold = 1
     if mailbox.state in ("idle", "ready"):
@@ -177,7 +177,7 @@ def pause(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
     uow.record_event("agent.state", agent_id)
 
 
-def resume(db: Connection, uow: UnitOfWork, agent_id: str) -> None:
+def resume(uow: UnitOfWork, agent_id: str) -> None:
     mailbox = _active_mailbox(uow, agent_id)
     mailbox.hold = 0
     if mailbox.state == "paused":
@@ -251,10 +251,10 @@ def promote_due(db: Connection, uow: UnitOfWork, limit: int, early: bool) -> Pro
 
 
 def _lock_delayed(db: Connection, uow: UnitOfWork, limit: int, early: bool) -> tuple[list[StoredMessage], bool]:
-    """Return the due messages in order, and True if it stops at one that another transaction is changing now.
+    """Return the due messages up to the first one that another transaction has locked, and True if there is one.
 
-    It does not wait for that transaction, which may wait for one of the messages before. Messages behind it are left,
-    so that they do not overtake it.
+    It does not wait for that transaction, which may wait for one of the messages returned. Messages after the locked
+    one are left, so that they do not overtake it.
     """
     bounds = {"limit": limit} if early else {"now": uow.now, "limit": limit}
     locked = db.execute(f"{_SELECT_DELAYED if early else _SELECT_DUE} /*+ FOR UPDATE SKIP LOCKED */", bounds)

@@ -47,11 +47,11 @@ class SqlDatabase(ABC):
 
     @property
     def write_error(self) -> str | None:
-        """Why writes do not get through, in one sentence, as far as it is known without trying."""
+        """Why writes fail, in one sentence, as far as known without trying. None: no reason is known."""
         return None
 
     async def is_only_process(self) -> bool:
-        """Whether no other process runs this society."""
+        """True if no other process runs this society."""
         return True
 
     @property
@@ -65,7 +65,7 @@ class SqlDatabase(ABC):
     def subscribe_changes(self, callback: Callable[[bool], None]) -> None:
         """Call `callback` on the event loop when another process has written something.
 
-        The argument is True if one of `SOCIETY_EVENTS` may be among it.
+        The argument is True if the write may have one of `SOCIETY_EVENTS`.
         """
         self._on_change.append(callback)
 
@@ -73,7 +73,7 @@ class SqlDatabase(ABC):
         """Call `callback` on the event loop with each text that a process broadcasts, this one included."""
         self._on_broadcast.append(callback)
 
-    async def broadcast(self, texts: Sequence[str]) -> None:  # noqa: B027 - one process has nobody to notify
+    async def broadcast(self, texts: Sequence[str]) -> None:  # noqa: B027 - one process has no other to notify
         """Send texts to every process that runs this society. Best effort; nothing is stored.
 
         A text must not be empty and must have fewer than 8,000 bytes.
@@ -117,8 +117,8 @@ class SqlDatabase(ABC):
 
         `touches`: agents whose rows it changes, which are locked first and in order. `messages`: number of messages
         that it sends to them. `small`: it is short enough to run on the event loop. `durable`: the commit is flushed
-        to disk first. If false, that happens only if somebody outside depends on it (`UnitOfWork.needs_flush`).
-        `alone`: no other change is in its transaction.
+        to disk first. If false, it is flushed only if a person or another program depends on it
+        (`UnitOfWork.needs_flush`). `alone`: no other change is in its transaction.
         """
         ...
 

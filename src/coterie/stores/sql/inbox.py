@@ -1,8 +1,8 @@
 """The waiting messages of one agent within one transaction: those that may interrupt its plan, and those it takes.
 
-`turn.py` decides; this module looks up the facts. What it reads for a decision does not grow with the mailbox: the
-person's first message, by an index, and a few messages after those that are known as echoes. What it takes is limited
-by the agent's mail budget.
+`turn.py` decides; this module looks up the facts. For a decision it reads a number of messages that does not grow with
+the mailbox: the person's first message, by an index, and a few messages after the known echoes. It takes as many
+messages as the agent's mail budget allows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WITH RECURSIVE chain (id) AS
 SELECT 1 FROM messages JOIN chain ON messages.id = chain.id WHERE messages.sender = :sender AND messages.plan = :plan
 """
 MAX_EXAMINED = 32
-"""Messages examined per check. Those behind 32 echoes that no check has seen before are left to the next check."""
+"""Messages examined per check. If all of them are echoes, the next check examines the messages after them."""
 MAX_ASKED_BACK = 1
 """Messages read in the first query that ask back about a call of the plan. More of them are read in pages."""
 PAGE_SIZE = 64
@@ -115,7 +115,7 @@ class Inbox:
             examined.append(self._examine(header, plan, plan_name))
             if not examined[-1].is_echo:
                 return tuple(examined)
-        while len(examined) == page:  # the person asked back many times, and may have said something else after that
+        while len(examined) == page:  # the person asked back many times, and may have sent another message after that
             after = examined[-1].position
             page += PAGE_SIZE
             for row in self._db.execute(SELECT_FROM_PERSON, bounds | {"after": after, "limit": PAGE_SIZE}).fetchall():

@@ -276,7 +276,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
                 OR (answer.state = 'withdrawn'
                     AND NOT EXISTS (SELECT 1 FROM tasks WHERE tasks.id = coalesce(asked.task, asked.id)
                                        AND tasks.stopped_at IS NOT NULL))
-                OR (asked.answered_option IS NOT NULL
+                OR (asked.answered_option IS NOT NULL AND answer.id IS NOT NULL
                     AND (answer.option IS NULL OR answer.option <> asked.answered_option
                          OR answer.in_reply_to <> asked.id))
                 OR (answer.id IS NULL AND NOT EXISTS (SELECT 1 FROM meta WHERE key = 'pruned')))
@@ -294,7 +294,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
     "threads": (
         "message {0} is in the wrong conversation: {1}",
         """
-        SELECT id, coalesce(thread, 'nobody') FROM messages
+        SELECT id, coalesce(thread, 'none') FROM messages
          WHERE (sender = 'user' AND recipient <> 'user' AND (thread IS NULL OR thread <> recipient))
             OR (recipient = 'user' AND sender NOT IN ('user', 'system') AND (thread IS NULL OR thread <> sender))
             OR (thread IS NOT NULL AND (sender = 'user') = (recipient = 'user'))
@@ -442,7 +442,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "T6 one budget question": (
-        "the task {0} has {1} open budget questions, but says {2}",
+        "the task {0} has {1} open budget questions, but its row names {2}",
         """
         SELECT tasks.id, count(messages.id), coalesce(tasks.budget_question, 'none')
           FROM tasks
@@ -452,7 +452,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
         """,
     ),
     "T7 messages that an answer withdraws": (
-        "{0} counts {1} of them, but has {2}",
+        "{0} counts {1} delayed messages that an answer withdraws, but has {2}",
         """
         SELECT agents.id, agents.reminders, count(messages.id)
           FROM agents
@@ -470,6 +470,7 @@ INVARIANTS: dict[str, tuple[str, str]] = {
           LEFT JOIN messages AS answer ON answer.in_reply_to = asked.id AND answer.sender = asked.recipient
                                       AND answer.recipient = asked.sender
                                       AND answer.state NOT IN ('withdrawn', 'dead')
+                                      AND coalesce(answer.option, 0) >= 0
          WHERE delayed.state = 'delayed' AND delayed.unless_answered IS NOT NULL
            AND ((asked.answered_by IS NOT NULL AND asked.answered_by <> asked.id) OR answer.id IS NOT NULL)
         """,

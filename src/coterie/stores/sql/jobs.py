@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MAX_BATCH_JOBS = 256
-"""Jobs per commit. It bounds how long the first job waits for the last."""
+"""Jobs per commit. This limit bounds how long the first job waits for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Result:
     claims: Any = None
     """Argument of `Job.on_settled`."""
     needs_flush: bool = True
-    """Somebody outside depends on the commit, so it must be flushed to disk before the caller gets the result."""
+    """A person or another program depends on the commit: it is flushed to disk before the caller gets the result."""
     moved_pages: int = 0
     """Pages of the SQLite file that it wrote without changing rows."""
 
@@ -62,7 +62,7 @@ JobQueue = queue.SimpleQueue[Job | None]
 
 
 def collect_batch(jobs: JobQueue, first: Job) -> tuple[list[Job], bool]:
-    """Return `first` with the jobs that are queued already, and whether the queue has ended."""
+    """Return `first` with the jobs that are queued already, and True if no more jobs follow."""
     batch = [first]
     while len(batch) < MAX_BATCH_JOBS:
         try:

@@ -69,7 +69,7 @@ class Mailbox(Struct, gc=False):
     """1: blocked because `task` has used its budget. 2: the open turn goes on for another task, whose budget is checked
     before the next request."""
     reminders: int = 0
-    """Delayed messages from here that an answer withdraws."""
+    """Delayed messages from this sender that an answer withdraws."""
 
     def add_message(self, size: int, now: int, sender: str = "") -> int:
         """Count a new waiting message of `size` characters, and return its position. Wake the agent if it is idle."""
@@ -92,7 +92,7 @@ class Mailbox(Struct, gc=False):
             self.state, self.runnable_at = "idle", None
 
     def is_joining(self, now: int) -> bool:
-        """True if the agent lets answers wait for others that belong to the same plan."""
+        """True if the agent waits for further answers to the same plan before it reads those that arrived."""
         return self.state == "ready" and self.runnable_at is not None and self.runnable_at > now
 
     def is_claimed(self) -> bool:
@@ -161,9 +161,9 @@ class Mailboxes:
         ]
 
     def save(self, now: int) -> bool:
-        """Write the changed rows and release all mailboxes. True: a lease began or ended.
+        """Write the changed rows and release all mailboxes. True: a lease began or ended; flush the commit.
 
-        A process outlives a crash of its database. If that took back a claim, two processes could have the same epoch.
+        A process outlives a crash of its database. If the crash undid a claim, two processes could have the same epoch.
         """
         has_leases, is_lease_changed = self._session.lease_ms is not None, False
         changed: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -180,7 +180,7 @@ class Mailboxes:
             row["id"] = agent_id
             changed.setdefault(columns, []).append(row)
             self._session.cache_agent(agent_id, mailbox)
-        # A connection that joins writes has a method for it.
+        # PostgreSQL's connection joins several writes into one statement.
         update_row = getattr(self._db, "update_row", None)
         for columns, rows in changed.items():
             if update_row:

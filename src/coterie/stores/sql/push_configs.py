@@ -29,7 +29,7 @@ SELECT push_configs.task, push_configs.id, push_configs.config, push_configs.not
 _CLAIM = """
 UPDATE push_configs SET next_at = :until WHERE task = :task AND id = :id AND next_at = :seen AND notified = :notified
 """
-_TOLD = """
+_SENT = """
 UPDATE push_configs SET notified = :change, attempts = 0, next_at = 0, ended = :ended WHERE task = :task AND id = :id
 """
 _FAILED = "UPDATE push_configs SET attempts = attempts + 1, next_at = :next_at WHERE task = :task AND id = :id"
@@ -69,7 +69,7 @@ def read(db: Connection, task: str) -> list[PushConfig]:
     return [PushConfig(task=row[0], id=row[1], config=row[2]) for row in db.execute(_SELECT, {"task": task})]
 
 
-def delete(db: Connection, uow: UnitOfWork, task: str, config_id: str) -> bool:
+def delete(db: Connection, task: str, config_id: str) -> bool:
     return bool(db.execute(_DELETE, {"task": task, "id": config_id}).rowcount)
 
 
@@ -77,14 +77,14 @@ def read_open(db: Connection) -> list[OpenPushConfig]:
     return [_OpenRow._make(row).to_open_config() for row in db.execute(_SELECT_OPEN)]
 
 
-def claim(db: Connection, uow: UnitOfWork, seen: OpenPushConfig, until: int) -> bool:
+def claim(db: Connection, seen: OpenPushConfig, until: int) -> bool:
     values = _key(seen) | {"until": until, "seen": to_ms(seen.next_at), "notified": seen.notified}
     return bool(db.execute(_CLAIM, values).rowcount)
 
 
-def record(db: Connection, uow: UnitOfWork, seen: OpenPushConfig, next_at: int | None) -> None:
+def record(db: Connection, seen: OpenPushConfig, next_at: int | None) -> None:
     if next_at is None:
-        db.execute(_TOLD, _key(seen) | {"change": seen.change, "ended": int(seen.is_last)})
+        db.execute(_SENT, _key(seen) | {"change": seen.change, "ended": int(seen.is_last)})
     else:
         db.execute(_FAILED, _key(seen) | {"next_at": next_at})
 

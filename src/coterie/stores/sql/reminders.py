@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from coterie.stores.sql.unit_of_work import UnitOfWork
 
 _SELECT_QUESTION = "SELECT seq, sender, recipient, state, question, answered_by FROM messages WHERE id = :id"
+# A message that asks about a call is no answer to its question.
 _SELECT_ANSWER = """
 SELECT 1 FROM messages
- WHERE seq > :seq AND in_reply_to = :id AND sender = :sender AND state NOT IN ('withdrawn', 'dead') LIMIT 1
+ WHERE seq > :seq AND in_reply_to = :id AND sender = :sender AND state NOT IN ('withdrawn', 'dead')
+   AND coalesce(option, 0) >= 0 LIMIT 1
 """
-# Only an answer of the one who was asked counts.
+# Only an answer of the recipient of the question counts.
 _SELECT_ANSWERED = """
 SELECT seq FROM messages
  WHERE unless_answered = :question AND sender = :asker AND state = 'delayed'
@@ -52,7 +54,7 @@ def is_answered(db: Connection, uow: UnitOfWork, reminder: Envelope) -> bool:
 
 
 def withdraw_answered(db: Connection, uow: UnitOfWork, answer: Envelope, questions: set[str]) -> None:
-    """Withdraw the reminders of the asker that this answer makes needless."""
+    """Withdraw the reminders of the asker that wait for this answer."""
     uow.flush_messages()  # a reminder of the same transaction may not be written yet
     for question in sorted(questions):
         parameters = {"question": question, "asker": answer.to, "answerer": answer.sender}
@@ -64,7 +66,8 @@ def withdraw_answered(db: Connection, uow: UnitOfWork, answer: Envelope, questio
 def restore_reminders(db: Connection, uow: UnitOfWork, answer_id: str, reopened: Iterable[str]) -> None:
     """Schedule the messages again that an answer had withdrawn, because the answer itself is withdrawn.
 
-    `reopened`: the questions that are open again. A message to an agent has an answer without being one of them.
+    `reopened`: the questions that are open again. The message that the answer replies to may be none of them: messages
+    to agents are answered too.
     """
     (asked,) = db.execute("SELECT in_reply_to FROM messages WHERE id = :id", {"id": answer_id}).fetchone()
     rows = [

@@ -65,7 +65,7 @@ def send_replies(
 ) -> tuple[str, ...]:
     """Send `reply` once to each asker, as the answer to its newest unanswered message; return the message ids.
 
-    The mark of a stop before the first word, a partial reply without text, is sent to the person only.
+    A partial reply without text marks a stop before the first word. Only the person gets such a mark.
 
     Each reply belongs to the task of the message that it answers. A stopped task gets none. `only`: the only asker, if
     it is known; not used for an answer to messages with `asks_back`. `may_have_sent`: the turn may have sent the same
@@ -78,9 +78,9 @@ def send_replies(
     targets = (only,) if only and not reply.asks_back else find_askers(db, agent_id, turn_no, reply.asks_back).values()
     for target in targets:
         if is_mark and target.sender != PERSON:
-            continue  # agents are told nothing: they would answer it
+            continue  # agents get no mark: they would answer it
         if (is_mark or target.task not in open_tasks) and is_stopped(db, target.task):
-            continue  # the stop of a task leaves no mark: the task itself says that it was stopped
+            continue  # the task itself shows that it was stopped
         if reply.is_error:
             problem = {"agent": agent_id, **reply.problem}
             sent.append(_send(uow, SYSTEM, target, {"text": reply.text, "problem": problem}))
@@ -135,7 +135,10 @@ def find_askers(db: Connection, agent_id: str, turn_no: int, asks_back: bool = F
 
 
 def _newest_unanswered(db: Connection, messages: list[ReplyTarget]) -> ReplyTarget:
-    """Of requests of earlier turns. If all are answered, the newest: its answer may have been `please wait`."""
+    """Return the newest unanswered one of these requests of earlier turns.
+
+    If all are answered, return the newest: its answer may have been `please wait`.
+    """
     if len(messages) == 1:
         return messages[0]
 

@@ -1,6 +1,6 @@
 """Retention: finds what is old enough and no longer needed, and deletes it in small transactions.
 
-A `PruneRun` walks each table once, oldest rows first, and yields its steps. A `Read` looks at a bounded number of rows
+A `Pruner` walks each table once, oldest rows first, and yields its steps. A `Read` looks at a bounded number of rows
 on a reader, where it delays no writer. A `Write` deletes a bounded number of them and checks again that nothing needs
 them.
 
@@ -38,7 +38,8 @@ FEWEST_ROWS = 5
 STEP_SECONDS = 0.0015
 """Intended length of the statements of one transaction. Its commit takes about as long again."""
 FULL_PASS_INTERVAL = timedelta(days=1)
-"""A run continues where the last one ended. So often it starts at the oldest rows, for those that were needed then."""
+"""A run continues where the last one ended. After this time a run starts at the oldest rows again, because rows that
+were needed then may be deletable now."""
 _LAST_TURN_ROWS = 10_000
 """More rows than one turn has."""
 _MS = timedelta(milliseconds=1)
@@ -92,7 +93,7 @@ _COUNT_PLANS = """
 SELECT (SELECT count(*) FROM plans WHERE agent_id = :agent_id AND turn_no > :after AND turn_no <= :turn_no),
        (SELECT count(*) FROM calls WHERE agent_id = :agent_id AND turn_no > :after AND turn_no <= :turn_no)
 """
-# A cleared conversation starts its history again at 1, so the position alone does not tell.
+# A cleared conversation starts its history again at 1, so `seq` alone does not identify the rows.
 _DELETE_HISTORY = "DELETE FROM history WHERE agent_id = :agent_id AND seq <= :seq AND turn_no <= :turn_no"
 _DELETE_CALLS = "DELETE FROM calls WHERE agent_id = :agent_id AND turn_no <= :turn_no"
 _DELETE_PLANS = "DELETE FROM plans WHERE agent_id = :agent_id AND turn_no <= :turn_no"
@@ -210,7 +211,7 @@ class StepSize:
         return self._rows.get(table, min(FEWEST_ROWS, _most_rows(table)))
 
     def record(self, table: str, seconds: float) -> None:
-        """Adapt the number to the time that a transaction with so many rows took."""
+        """Adapt the number of rows to the time that the last transaction took."""
         if seconds > 1.5 * STEP_SECONDS:
             self._rows[table] = max(min(FEWEST_ROWS, self[table]), self[table] // 2)
         elif seconds < STEP_SECONDS / 2:
@@ -222,7 +223,7 @@ def _most_rows(table: str) -> int:
 
 
 @dataclass(slots=True)
-class PruneRun:
+class Pruner:
     """One run at the time `now`, in ms. A dry run reads as a real one, takes each step as done and changes nothing."""
 
     retention: Retention

@@ -355,7 +355,7 @@ class StoredMessage(NamedTuple):
 
 NEW_MESSAGES = f"messages ({', '.join(NewMessageRow.__struct_fields__)})"
 """Table and columns for `insert` of `NewMessageRow`."""
-DAMAGED_TEXT = "[This message is damaged: what it said is lost.]"
+DAMAGED_TEXT = "[This message is damaged: its text is lost.]"
 _decode = msgspec.json.Decoder(Payload).decode
 _encode = msgspec.json.Encoder().encode
 

@@ -66,7 +66,7 @@ class ScheduleRow(NamedTuple):
     cause: str | None
     message_id: str
     due_at: int
-    """When the next occurrence is due by the recurrence. A person may have moved the message itself."""
+    """When the next occurrence is due by the recurrence. The person may have rescheduled the message itself."""
     previous_id: str | None
     """The occurrence that was delivered last."""
 
@@ -142,7 +142,7 @@ class Repetition(NamedTuple):
     following: int | None
     """When the next one is due, in ms. None: the schedule cannot go on."""
     is_waiting: bool
-    """The occurrence before it still waits for the agent, which needs no second one."""
+    """The previous occurrence still waits for the agent, so this one is postponed."""
 
 
 def read_repetition(db: Connection, row: StoredMessage, now: int) -> Repetition | None:

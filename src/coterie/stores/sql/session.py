@@ -95,7 +95,7 @@ class Session(Protocol):
         ...
 
     def retry_with(self, agent_id: str) -> NoReturn:
-        """Roll the transaction back and run it again with this agent locked first: what it read has changed."""
+        """Roll the transaction back and run it again with this agent locked first: rows that it read have changed."""
         ...
 
     def next_message_seq(self, recipient: str) -> int:

@@ -53,7 +53,7 @@ from coterie.stores.sql import (
 from coterie.stores.sql.database import SqlDatabase
 from coterie.stores.sql.invariants import INVARIANTS, describe_violation
 from coterie.stores.sql.quarantine import UnclaimableAgent, UnreadableMessage, quarantine
-from coterie.stores.sql.retention import DatabaseSize, PruneRun
+from coterie.stores.sql.retention import DatabaseSize, Pruner
 from coterie.stores.sql.rows import (
     AGENT_COLUMNS,
     AGENTS_WITH_CALL,
@@ -222,10 +222,10 @@ class SqlStore(SqlOverview):
         await self._transact(lambda db, uow: commands.terminate(db, uow, agent_id), touches=[agent_id])
 
     async def pause(self, agent_id: str) -> None:
-        await self._transact(lambda db, uow: commands.pause(db, uow, agent_id), touches=[agent_id])
+        await self._transact(lambda _, uow: commands.pause(uow, agent_id), touches=[agent_id])
 
     async def resume(self, agent_id: str) -> None:
-        await self._transact(lambda db, uow: commands.resume(db, uow, agent_id), touches=[agent_id])
+        await self._transact(lambda _, uow: commands.resume(uow, agent_id), touches=[agent_id])
 
     async def pause_all(self) -> None:
         await self._transact(commands.pause_all)
@@ -411,10 +411,11 @@ class SqlStore(SqlOverview):
             log.error("%s was idle although %d messages wait for it: its stored state is repaired", agent_id, waiting)
         return [agent_id for agent_id, _ in woken]
 
-    async def release_claims(
-        self, worker: str, *, only: Collection[ClaimKey] | None = None, busy: Collection[ClaimKey] = (), failed: bool
-    ) -> None:
-        release = partial(claims.release_claims, worker=worker, only=only, busy=busy, failed=failed)
+    async def claims_of(self, worker: str) -> Collection[ClaimKey]:
+        return [(agent_id, epoch) for agent_id, epoch in await self._query(claims.SELECT_CLAIMED, worker=worker)]
+
+    async def release_claims(self, worker: str, *, only: Collection[ClaimKey] | None = None, failed: bool) -> None:
+        release = partial(claims.release_claims, worker=worker, only=only, failed=failed)
         await self._transact(release, durable=False)
 
     async def advance(self, claim: Claim, event: TurnEvent, rules: Rules, *, sends: Envelope | None = None) -> Claim:
@@ -528,17 +529,17 @@ class SqlStore(SqlOverview):
         return await self._read(lambda db: push_configs.read(db, task))
 
     async def delete_push_config(self, task: str, config_id: str) -> bool:
-        return await self._transact(lambda db, uow: push_configs.delete(db, uow, task, config_id))
+        return await self._transact(lambda db, _: push_configs.delete(db, task, config_id))
 
     async def open_push_configs(self) -> Sequence[OpenPushConfig]:
         return await self._read(push_configs.read_open)
 
     async def claim_push_config(self, seen: OpenPushConfig, until: datetime) -> bool:
-        return await self._transact(lambda db, uow: push_configs.claim(db, uow, seen, to_ms(until)))
+        return await self._transact(lambda db, _: push_configs.claim(db, seen, to_ms(until)))
 
     async def record_push(self, seen: OpenPushConfig, *, next_at: datetime | None) -> None:
         at = None if next_at is None else to_ms(next_at)
-        await self._transact(lambda db, uow: push_configs.record(db, uow, seen, at))
+        await self._transact(lambda db, _: push_configs.record(db, seen, at))
 
     # Event log and maintenance
 
@@ -566,9 +567,9 @@ class SqlStore(SqlOverview):
     async def prune(
         self, retention: Retention, *, dry_run: bool = False, full: bool = True
     ) -> AsyncIterator[Pruned | None]:
-        run = PruneRun(retention, await self._now_ms(), dry_run=dry_run, full=full)
+        pruner = Pruner(retention, await self._now_ms(), dry_run=dry_run, full=full)
         write = partial(self._transact, alone=True, durable=False)
-        async for deleted in run.execute(self._read, write):
+        async for deleted in pruner.execute(self._read, write):
             yield deleted
 
     async def unused_artifacts(self, age: timedelta, after: tuple[int, str] = (0, "")) -> UnusedArtifacts:

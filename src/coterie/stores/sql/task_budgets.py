@@ -100,7 +100,7 @@ def find_budget_task(db: Connection, question: str) -> str | None:
 
 
 def reopen_budget_question(db: Connection, uow: UnitOfWork, question: str) -> None:
-    """Let a question count again whose answer was withdrawn. Close it if it is no longer needed."""
+    """Open a budget question again whose answer was withdrawn. Close it if it is no longer needed."""
     if (task_id := find_budget_task(db, question)) is None:
         return
     if _read(db, uow, task_id).budget_question or is_stopped(db, task_id):

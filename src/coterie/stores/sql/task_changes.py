@@ -1,11 +1,11 @@
-"""The counters of tasks: what one transaction adds to them.
+"""Changes of the counters of tasks within one transaction.
 
 Every message that is stored, taken or withdrawn, every turn and every model request changes the counters of its task in
 its own transaction. A transaction never reads a counter to change it: it adds to it, and the state follows in SQL. So a
 process remembers nothing of a task, and transactions of several processes need no lock before they commit.
 
-Only a task of which there is nothing but a first message that waits for an agent has no row. Its row is written when
-the message leaves the mailbox (`UnitOfWork.leave_queue`), so a send costs no more than its message.
+A task has no row while it consists only of a first message that waits for an agent. The row is written when the
+message leaves the mailbox (`UnitOfWork.leave_queue`), so a send costs no more than its message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coterie.stores.sql.rows import Connection, insert
 IS_WAITING_TASK = """
 messages.task IS NULL AND messages.state = 'pending' AND messages.deliver_at IS NULL AND messages.recipient <> 'user'
 """
-"""True for a message that is all there is of its task: the task has no row yet."""
+"""True for a message that is the only part of its task so far: the task has no row yet."""
 
 
 def starts_with_row(recipient: str, deliver_at: int | None) -> bool:
@@ -90,7 +90,7 @@ class TaskChange(msgspec.Struct, gc=False):
 
     @property
     def is_visible(self) -> bool:
-        """True if the change is worth an event. One of tokens, cost and tool calls alone is not: another follows."""
+        """True if the change is worth an event. Tokens, cost and tool calls alone are not: another change follows."""
         return (
             any(astuple(self)[:VISIBLE])
             or bool(self.budgets or self.budget_asks or self.budget_question or self.closes_question)
@@ -137,7 +137,7 @@ def _update_sql(
 
 _SUMMED = TaskChange.__struct_fields__[: TaskChange.__struct_fields__.index("failed")]
 VISIBLE = 5
-"""The first fields are those that watchers are told of: all but usage."""
+"""Number of first fields whose change is worth an event: all but usage."""
 _EMPTY = TaskChange()
 
 

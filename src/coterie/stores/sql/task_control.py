@@ -44,7 +44,7 @@ SELECT id FROM messages
 def stop_task(db: Connection, uow: UnitOfWork, task_id: str) -> StoppedTask:
     """End everything of the task that runs or would run. What tools have done stays done. Idempotent."""
     uow.flush_messages()
-    uow.write_tasks()  # one that this transaction started must be in the database
+    uow.write_tasks()  # a task that this transaction started must be in the database
     if _stop_waiting(db, uow, task_id):
         return StoppedTask(messages=1)
     # Locked before its messages are read: a transaction that adds one waits, and then finds the task stopped.
@@ -64,7 +64,7 @@ def stop_task(db: Connection, uow: UnitOfWork, task_id: str) -> StoppedTask:
 
 
 def _stop_waiting(db: Connection, uow: UnitOfWork, task_id: str) -> bool:
-    """Stop a task of which there is only a first message that waits. False: it is not such a task."""
+    """Stop a task that consists only of a first message that waits. False: it is not such a task."""
     seq = db.execute(_SELECT_WAITING, {"id": task_id}).fetchone()
     if seq is None:
         return False

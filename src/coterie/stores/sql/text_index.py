@@ -27,7 +27,7 @@ GRAM_CHARS = 3
 UNINDEXED_MESSAGES = 1_000
 """Messages that are left to the scan of a search: few enough for some milliseconds."""
 SCANNED_MESSAGES = 2_000
-"""A search reads so many of the newest messages first. Frequent words are found there, without the index."""
+"""Newest messages that a search reads first. Frequent words are found there, without the index."""
 BATCH_MESSAGES = 100
 BATCH_GRAMS = 8_000
 """A batch ends with the message that reaches one of the two limits: a few milliseconds of the writer."""
@@ -87,16 +87,16 @@ class Query(NamedTuple):
     agent: str | None
 
 
-class _Said(msgspec.Struct):
+class _TextPayload(msgspec.Struct):
     text: str = ""
 
 
 def make_grams(sender: str, recipient: str, payload: bytes | str) -> str:
     """Return the entry of a message: its grams and agents, separated by spaces."""
-    found = {_AGENT + _plain(sender), _AGENT + _plain(recipient)}
+    agents = {_AGENT + _plain(sender), _AGENT + _plain(recipient)}
     words = _plain(_read_text(payload)).split()
     grams = {word[at : at + GRAM_CHARS] for word in words for at in range(len(word))}
-    return " ".join(found | grams if len(grams) <= MAX_GRAMS else found | {ANY_WORDS})
+    return " ".join(agents | grams if len(grams) <= MAX_GRAMS else agents | {ANY_WORDS})
 
 
 def make_query(words: Sequence[str], agent_id: str | None) -> Query:
@@ -145,7 +145,7 @@ def read_batch(db: Connection, position: int, created_before: int = LAST_SEQ) ->
 
 
 def add_to_index(db: Connection, sql: str, batch: Batch) -> bool:
-    """Store the entries with `sql`, without those of messages deleted meanwhile. False: another one was faster."""
+    """Store the entries with `sql`, without those of messages deleted meanwhile. False: another process was faster."""
     if read_position(db) != batch.after:
         return False
     stored = {seq for (seq,) in db.execute(_SELECT_STORED, {"after": batch.after, "upto": batch.upto})}
@@ -155,7 +155,7 @@ def add_to_index(db: Connection, sql: str, batch: Batch) -> bool:
 
 
 class Removal(NamedTuple):
-    """An entry that is to be removed: what SQLite's index has of the message."""
+    """An entry to remove, with all grams that SQLite's index has of the message."""
 
     seq: int
     grams: str
@@ -164,7 +164,7 @@ class Removal(NamedTuple):
 def remove_from_index(db: Connection, deleted: Iterable[DeletedMessage]) -> None:
     """Remove the entries of deleted messages, or queue them for `remove_queued`. PostgreSQL has a trigger for it.
 
-    SQLite's index stores no texts: it must be told what it has of a message.
+    SQLite's index stores no texts: a removal must name the grams of the message.
     """
     if not isinstance(db, sqlite3.Connection):
         return
@@ -202,7 +202,7 @@ def _read_text(payload: bytes | str) -> str:
     if isinstance(payload, bytes):
         payload = payload.decode(errors="replace")
     try:
-        return msgspec.json.decode(payload, type=_Said).text
+        return msgspec.json.decode(payload, type=_TextPayload).text
     except msgspec.DecodeError:
         return ""
 

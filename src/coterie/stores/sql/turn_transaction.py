@@ -182,7 +182,7 @@ class TurnTransaction:
         self._end_turn()
 
     def drop_task(self, task: str) -> None:
-        """Go on without a task that was stopped: close the plan, hide its messages, continue with the others."""
+        """Remove a stopped task from the turn: close the plan, hide its messages, go on with the other tasks."""
         self.mailbox.epoch += 1
         self._load_turn()
         self._inbox.leave_for_next_turn()
@@ -383,12 +383,12 @@ class TurnTransaction:
         return last is not None and last[0] == PERSON
 
     def _block_for_budget(self, step: Step) -> Step:
-        """Block the turn until the person decides. They are asked once, however many agents come to the limit."""
+        """Block the turn until the person decides. The person is asked once, also if several agents reach the limit."""
         assert self.mailbox.task is not None  # noqa: S101 - only tasks have budgets
         self._write(SetState(state="blocked", reason=BUDGET_REASON, category="budget"))
         self.mailbox.over_budget = 1
         if self.mailbox.waiting:
-            self.mailbox.runnable_at = self._uow.now  # the rest of the mail may be the person's, or of another task
+            self.mailbox.runnable_at = self._uow.now  # the waiting mail may be the person's, or of another task
         task_budgets.ask_about_budget(
             self._db, self._uow, self.mailbox.task, self._rules.budget, self._agent_id, self._cause
         )

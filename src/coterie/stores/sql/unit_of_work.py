@@ -108,7 +108,7 @@ class UnitOfWork:
         self.frees_other_agents = False
         """Agents became claimable whose rows this transaction did not lock."""
         self.needs_flush = False
-        """Somebody outside depends on this transaction: its commit must be durable before it is visible."""
+        """A person or another program depends on this transaction: its commit must be durable before it is visible."""
         self._new_rows: list[NewMessageRow] = []
         """Messages that are not written yet."""
         self._new_waiting: dict[str, list[NewMessageRow]] = {}
@@ -124,7 +124,7 @@ class UnitOfWork:
         self.interruptions: dict[str, int] = {}
         """Positions of new messages that may cut a model's answer, by id of the agent whose model is asked."""
         self.ended_epochs: dict[str, int] = {}
-        """Agents whose turns this transaction ended: actions under an earlier epoch than this are in vain."""
+        """By agent whose turn this transaction ended: results of actions under an earlier epoch are refused."""
 
     @property
     def timestamp(self) -> int:
@@ -288,7 +288,7 @@ class UnitOfWork:
         return make_receipt(envelope.id, queued, deliver_at, schedule_id, task_id, is_withdrawn=is_withdrawn)
 
     def _count_message(self, row: NewMessageRow, envelope: Envelope) -> None:
-        """Count a new message for its task, unless it starts one when it is due or taken: then it is counted then."""
+        """Count a new message for its task. One that starts a task when it is due or taken is counted at that time."""
         if row.task is None:
             if row.starts_task_when_due:
                 return
@@ -301,7 +301,7 @@ class UnitOfWork:
             change.failed = int(row.sender == SYSTEM and envelope.about_agent is not None)
 
     def leave_queue(self, message: MessageRow | NewMessageRow | StoredMessage) -> None:
-        """Count a message that waited for an agent, or was delayed, and does no longer."""
+        """Count a message that no longer waits for an agent, or is no longer delayed."""
         if message.task is not None or starts_with_row(message.recipient, message.deliver_at):
             self.tasks.of(message.task or message.id).queued -= 1
             return
@@ -353,8 +353,8 @@ class UnitOfWork:
             if read_budget_question(self._db, task) == question:
                 self.tasks.of(task).close_question()
                 if envelope.option is None:
-                    # A text closes the question. It is let through itself; at the next request, also of other agents,
-                    # the person is asked again.
+                    # A text closes the question, and the agent may answer it. The next request of any agent of the
+                    # task asks the person again.
                     task_control.retry_blocked(self._db, self, task)
                     continue
                 if envelope.option == STOP:
@@ -384,7 +384,7 @@ class UnitOfWork:
         self.record_event("delayed.withdrawn" if row.state == "delayed" else "message.updated", row.id)
 
     def _joining_until(self, mailbox: Mailbox) -> int | None:
-        """How long an answer may wait for those of other agents that the same plan asked. None: not at all."""
+        """Return until when an answer waits for other answers to the same plan. None: it does not wait."""
         if mailbox.is_joining(self.now):
             return mailbox.runnable_at
         return self.now + JOIN_MS if mailbox.kind == "agent" and mailbox.state == "idle" else None
@@ -497,7 +497,7 @@ class UnitOfWork:
         self._events.append((self.timestamp, kind, subject, None if data is None else _encode(data).decode()))
 
     def interruption_list(self) -> list[Interruption]:
-        """What workers that execute an action of these agents should know at once."""
+        """Return the interruptions for the workers that run actions of these agents."""
         messages = [Interruption(agent_id, position) for agent_id, position in self.interruptions.items()]
         return messages + [Interruption(agent_id, 0, epoch) for agent_id, epoch in self.ended_epochs.items()]
 
@@ -630,7 +630,7 @@ class UnitOfWork:
             raise Refused(
                 "hop_limit",
                 f"this chain of messages is {hops - 1} long, the most is {self._limits.max_hops}: answer the person,"
-                " or start afresh with a message delayed by a minute or more",
+                " or start a new chain with a message delayed by a minute or more",
             )
 
     def _check_artifact(self, ref: str, sender: str) -> None:

@@ -94,7 +94,7 @@ DATABASE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
 def to_store_error(error: sqlite3.Error | UnicodeDecodeError, folder: Path | None = None) -> StoreError:
-    """Translate an SQLite error. `folder` of the database is needed to tell a reached quota from a broken disk."""
+    """Translate an SQLite error. `folder` of the database: needed to distinguish a reached quota from a broken disk."""
     if isinstance(error, UnicodeDecodeError):
         return StoreBroken("the database is damaged: restore a backup with coterie restore FILE")
     extended_code = getattr(error, "sqlite_errorcode", 0)

@@ -311,7 +311,7 @@ class SqliteStore(SqlStore):
 
         result = await asyncio.get_running_loop().run_in_executor(self._readers, work)
         if self._writer and (flushed := self._writer.flush(all_commits=False)):
-            await flushed  # a commit that must be durable before somebody sees it
+            await flushed  # a commit that must be durable before its rows are shown
         return result
 
     async def _flush_commits(self) -> None:

@@ -100,8 +100,9 @@ def search(db: sqlite3.Connection, words: str, page: Page, agent_id: str | None)
 def _without_frequent(db: sqlite3.Connection, query: Query) -> Query:
     """Leave out the grams that a great part of all messages has, if there are others.
 
-    FTS5 reads the lists of all grams side by side: without this, 600 ms for one hit among two million messages. A few
-    messages from all times tell which grams are frequent. A wrong guess costs time only, because texts are compared.
+    FTS5 reads the lists of all grams side by side: without this, 600 ms for one hit among two million messages. A
+    sample of old and new messages shows which grams are frequent. A wrong guess costs only time, because texts are
+    compared.
     """
     first, last = db.execute(_FIRST_AND_LAST).fetchone()
     if first is None or len(query.grams) < 2:

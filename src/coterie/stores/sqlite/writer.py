@@ -1,13 +1,13 @@
 """The writer thread with group commit, and the flushes of the write-ahead log.
 
-SQLite itself never flushes a commit here (`synchronous=NORMAL`). A commit on which somebody outside depends is
-flushed with `fdatasync` of the write-ahead log before its caller gets the result. The log is written in the order of
-commits, so this flush makes every earlier commit durable too. Other commits are flushed with the next one that needs
-it, when a reader of the event log asks for it, or after `FLUSH_DELAY_SECONDS`.
+SQLite itself never flushes a commit here (`synchronous=NORMAL`). If a person or another program depends on a commit,
+`fdatasync` flushes the write-ahead log before the caller gets the result. The log is written in the order of commits,
+so this flush makes every earlier commit durable too. Other commits are flushed with the next one that needs it, when a
+reader of the event log asks for it, or after `FLUSH_DELAY_SECONDS`.
 
-The thread runs all jobs queued during the last flush in one transaction, and flushes once. A small job on which nobody
-outside depends runs directly on the event loop while the thread has no job to run: a thread switch costs more than a
-small transaction. Checkpoints always flush, so the thread runs them.
+The thread runs all jobs queued during the last flush in one transaction, and flushes once. A small job that needs no
+flush runs directly on the event loop while the thread has no job to run: a thread switch costs more than a small
+transaction. Checkpoints always flush, so the thread runs them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Writer:
         self._visible = 0
         """The newest commit that a reader may have seen. It is set before the commit."""
         self._needs_flush = 0
-        """The newest of them on which somebody outside depends."""
+        """The newest of them that must be flushed before it is shown."""
         self._flushed = 0
         """The newest commit that is durable."""
         self._unflushed_since: float | None = None
@@ -175,7 +175,7 @@ class Writer:
             try:
                 for part in split_batch(batch):
                     self._process(part)
-            except RuntimeError:  # the loop is closed: nobody waits
+            except RuntimeError:  # the loop is closed: no caller waits
                 return
         if self._flush_delay() is not None:
             self._flush()

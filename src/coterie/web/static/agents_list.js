@@ -4,7 +4,7 @@ import { post } from './api.js';
 import { avatar, fill, h, icon, iconButton, reveal, setAttr, setText } from './dom.js';
 import { t } from './i18n.js';
 import { oops } from './notices.js';
-import { agentPath, go, place } from './router.js';
+import { agentPath, go, route } from './router.js';
 import { addressed, called, plainText, on, openQuestions, openTasks, PERSON, progressOf, state, touch, unreadTotal, untilNext, upTo99, watchers } from './state.js';
 
 const TAIL_MS = 250;
@@ -122,7 +122,7 @@ export function mountAgents(root) {
     tree.classList.toggle('is-flat', !shown.some((one) => one.kids.length));
     empty.hidden = shown.length > 0;
     setText(empty, all.length ? t('noMatch') : state.booted ? t('noAgents') : '');
-    rove(document.activeElement.closest('.tree [data-agent]')?.dataset.agent ?? place().args[0]);
+    rove(document.activeElement.closest('.tree [data-agent]')?.dataset.agent ?? route().args[0]);
   }
 
   function row(node) {
@@ -212,7 +212,7 @@ export function mountAgents(root) {
   function paintLinks() {
     const asks = openQuestions().filter((one) => state.agents.get(one.from)?.state !== 'terminated').length;
     const link = (name, sign, count, where, part = '', label = t(name)) =>
-      h('li', { class: where }, h('a', { class: 'side-link', href: `#/${name}${part}`, 'aria-current': place().name === name && !part ? 'page' : null, 'data-testid': `link-${name}${part && '-asks'}` },
+      h('li', { class: where }, h('a', { class: 'side-link', href: `#/${name}${part}`, 'aria-current': route().name === name && !part ? 'page' : null, 'data-testid': `link-${name}${part && '-asks'}` },
         icon(sign), h('span', { class: 'row-name' }, label), count > 0 && h('span', { class: `badge num ${name === 'inbox' && !part ? '' : 'badge-soft'}` }, upTo99(count))));
     fill(links,
       link('inbox', 'star', asks, null, '?only=questions', t('waitingForYou')), // always there, so that nothing moves
@@ -243,7 +243,7 @@ export function mountAgents(root) {
     paintAll();
     paintLinks();
     toCurrent();
-    rove(place().args[0]);
+    rove(route().args[0]);
   };
   document.addEventListener('screen', onScreen);
   build();

@@ -14,9 +14,9 @@ class Problem extends Error {
 
 let onLocked = () => {};
 
-/** Calls `tell` when the server answers 401. */
-export const whenLocked = (tell) => {
-  onLocked = tell;
+/** Calls `locked` when the server answers 401. */
+export const whenLocked = (locked) => {
+  onLocked = locked;
 };
 
 /** A random unique id. Works on plain http too, where randomUUID is missing. */
@@ -39,9 +39,9 @@ async function call(method, path, body, timeout = 30_000) {
 
 async function read(response) {
   if (response.ok) return response.status === 204 ? null : response.json();
-  const told = await response.json().catch(() => ({}));
+  const problem = await response.json().catch(() => ({}));
   if (response.status === 401) onLocked();
-  throw new Problem(response.status, told.code ?? 'error', told.detail ?? response.statusText, told);
+  throw new Problem(response.status, problem.code ?? 'error', problem.detail ?? response.statusText, problem);
 }
 
 export const get = (path) => call('GET', path);

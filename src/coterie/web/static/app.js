@@ -4,7 +4,7 @@ import { whenLocked } from './api.js';
 import { flag } from './dom.js';
 import { t } from './i18n.js';
 import * as notices from './notices.js';
-import { place, screen, show, start } from './router.js';
+import { route, screen, show, start } from './router.js';
 import { resync, state } from './state.js';
 import { applyTheme, buildShell, followKeyboard, frame, locked } from './shell.js';
 import * as thread from './thread.js';
@@ -32,7 +32,7 @@ async function boot() {
     await resync().catch(() => new Promise((resolve) => setTimeout(resolve, RETRY_MS)));
   }
   if (isLocked) return;
-  if (place().name === '') await show();
+  if (route().name === '') await show();
   const [stream, ...rest] = await Promise.all([
     import('./stream.js'),
     import('./keyboard.js'),

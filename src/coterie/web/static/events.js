@@ -61,7 +61,7 @@ function created(data) {
     one.firstUnread ??= message.id;
     touch('unread', `agent:${threadOf(message)}`);
   }
-  if (message.payload?.approval && known(message.from)) loadPlans(message.from); // no other event tells that its call waits
+  if (message.payload?.approval && known(message.from)) loadPlans(message.from); // no other event says that its call waits for approval
   touch(`message:${message.id}`);
 }
 

@@ -83,7 +83,7 @@ export class Feed {
     }
     this.scrollTo(anchor);
     this.put();
-    this.tell();
+    this.reportMove();
     this.later();
   }
 
@@ -256,7 +256,7 @@ export class Feed {
     const missing = this.missing(AT_ONCE);
     if (this.shift && Math.min(this.y, top) < 2 * this.high || this.mount(missing)) return this.settle(anchor);
     if (missing.length) this.put();
-    this.tell();
+    this.reportMove();
     this.later();
   }
 
@@ -277,7 +277,7 @@ export class Feed {
     return this.total + END - this.high - this.y;
   }
 
-  tell() {
+  reportMove() {
     this.moved({ left: this.left, top: this.y, follow: this.follow });
   }
 

@@ -3,7 +3,7 @@
 import { avatar, fill, h } from './dom.js';
 import { t } from './i18n.js';
 import { doing } from './agents_list.js';
-import { agentPath, missed, place, screenNamed } from './router.js';
+import { agentPath, missed, route, screenNamed } from './router.js';
 import { addressed, nameOf, on, state, takes } from './state.js';
 import { region, small } from './shell.js';
 
@@ -32,7 +32,7 @@ function mount() {
     root.classList.toggle('is-empty', !one);
     if (!one) return;
     fill(about, avatar(one, { size: 'large' }), h('h2', { dir: 'auto' }, one.name || one.id), one.role && h('p', { class: 'meta', dir: 'auto' }, one.role), one.description && h('p', { dir: 'auto' }, one.description));
-    const kinds = takes(one).map((kind) => t(`cap_${kind}`)).join(t('comma'));
+    const kinds = takes(one).map((kind) => t(`can_${kind}`)).join(t('comma'));
     const rows = [[t('tasksState'), doing(one)], [t('model'), one.service], [t('takesIn'), kinds], [t('createdBy'), one.parent && h('a', { href: agentPath(one.parent) }, nameOf(one.parent))]];
     fill(facts, rows.filter(([, value]) => value).map(([name, value]) => [h('dt', {}, name), h('dd', { dir: 'auto' }, value)]));
     fill(links, h('a', { href: `#/agents/${encodeURIComponent(one.id)}` }, t('details')), h('a', { href: `#/timeline?agent=${encodeURIComponent(one.id)}` }, t('timeline')), h('a', { href: '#/artifacts' }, t('artifacts')), h('a', { href: '#/org' }, t('org')));
@@ -52,7 +52,7 @@ function mount() {
     }
   }
 
-  const onScreen = () => ['a', ''].includes(place().name) && paint();
+  const onScreen = () => ['a', ''].includes(route().name) && paint();
   document.addEventListener('screen', onScreen);
   small.addEventListener('change', onScreen);
   paint();

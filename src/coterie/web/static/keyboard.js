@@ -2,7 +2,7 @@
 
 import { flag, h } from './dom.js';
 import { onMac, t } from './i18n.js';
-import { agentPath, go, place, show } from './router.js';
+import { agentPath, go, route, show } from './router.js';
 import { missed } from './notices.js';
 import { addressed, isOpen, openQuestions, state } from './state.js';
 import { closeSlides, nextTheme, region, switchLanguage } from './shell.js';
@@ -71,7 +71,7 @@ function handle(event) {
 
 /** Moves the focus to the composer of the agent in the address, before the browser inserts the typed character. */
 function write() {
-  if (!['a', ''].includes(place().name)) return;
+  if (!['a', ''].includes(route().name)) return;
   if (openAgent() !== addressed()) show(); // the address has changed just now
   openComposer()?.focus();
 }
@@ -110,7 +110,7 @@ let foundAt = -10_000;
 
 /** Opens our search, because most of the thread is not in the document. Pressed again: the browser's search. */
 function find() {
-  if (place().name !== 'a' || performance.now() - foundAt < 2_000) return false;
+  if (route().name !== 'a' || performance.now() - foundAt < 2_000) return false;
   foundAt = performance.now();
   typeInto(t('findHere'), () => import('./screens/find.js'), (bar, words) => bar.openFind(openAgent(), words));
   return true;

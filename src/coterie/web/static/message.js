@@ -150,7 +150,7 @@ function content(message) {
 const WEIGHTY = [/amount|sum|total|price|cost|value|quantity|金额|数量/i, /currency|币/i, /^to$|recipient|payee|receiver|beneficiary|account|iban|e-?mail|address|customer|user|收款|收件/i, /command|code|query|sql|url|path|file|name|subject|id$/i];
 const weight = (key) => (WEIGHTY.findIndex((one) => one.test(key)) + WEIGHTY.length + 1) % (WEIGHTY.length + 1);
 
-/** What a tool call that waits for approval would do: its arguments, the weightiest first. */
+/** What a tool call that waits for approval would do: its arguments, the most important first. */
 export function approvalFacts(message) {
   const { given } = approvalOf(message);
   const sorted = Object.fromEntries(Object.entries(given).sort(([a], [b]) => weight(a) - weight(b)));

@@ -36,10 +36,10 @@ function heard(kind, data) {
   } else if (kind === 'draft.ended') {
     clearTimeout(started.get(data.draftId));
     started.delete(data.draftId);
-  } else if ((kind === 'message.created' || kind === 'delayed.delivered') && data.message?.to === PERSON) told(data.message);
+  } else if ((kind === 'message.created' || kind === 'delayed.delivered') && data.message?.to === PERSON) announceMessage(data.message);
 }
 
-function told(message) {
+function announceMessage(message) {
   const agent = threadOf(message);
   const name = message.from === SYSTEM ? t('system') : nameOf(agent);
   if (addressed() === agent) {

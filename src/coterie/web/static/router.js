@@ -11,14 +11,15 @@ import { button, empty, fill } from './dom.js';
 import { t } from './i18n.js';
 
 const screens = new Map();
-let shown = (_place, _screen) => null;
+let shown = (_route, _screen) => null;
 let leave = null;
 let turn = 0;
 
 export const screen = (name, what) => screens.set(name, what);
 export const screenNamed = (name) => screens.get(name);
 
-export function place(hash = location.hash) {
+/** The part of the address after `#/`: the name of a screen, its arguments and its query. */
+export function route(hash = location.hash) {
   const [path, search = ''] = hash.replace(/^#\/?/, '').split('?');
   const [name = '', ...args] = path.split('/').map(decode);
   return { name, args, query: new URLSearchParams(search) };
@@ -38,7 +39,7 @@ export function go(path) {
 /** The path of a conversation, optionally at one message. */
 export const agentPath = (id, message) => `#/a/${encodeURIComponent(id)}` + (message ? `?m=${encodeURIComponent(message)}` : '');
 
-/** `frame(place, what)` returns the element to show the screen in. */
+/** `frame(route, screen)` returns the element to show the screen in. */
 export function start(frame) {
   shown = frame;
   addEventListener('hashchange', () => {
@@ -50,7 +51,7 @@ export function start(frame) {
 
 export async function show() {
   const mine = (turn += 1);
-  const at = place();
+  const at = route();
   const what = screens.get(at.name) ?? screens.get('');
   const module = what.render ? what : await what.load().catch(() => ({ render: (root) => missed(root, what, show) }));
   if (mine !== turn) return;

@@ -2,7 +2,7 @@
 
 import { get, query } from './api.js';
 import { count, duration, lang, many, money, t } from './i18n.js';
-import { place } from './router.js';
+import { route } from './router.js';
 
 export const PERSON = 'user';
 export const SYSTEM = 'system';
@@ -78,7 +78,7 @@ function flush() {
 
 export const now = () => Date.now() + state.skew;
 /** The agent whose conversation the address names. */
-export const addressed = () => ({ a: place().args[0], '': state.home })[place().name];
+export const addressed = () => ({ a: route().args[0], '': state.home })[route().name];
 export const nameOf = (id) => state.agents.get(id)?.name || id;
 
 /** How far the running tool call of an agent is, as in "40%, copying"; empty if its tool does not report it. */
@@ -353,8 +353,8 @@ async function readSnapshot() {
   const seen = await get('/snapshot');
   Object.assign(state, { epoch: seen.epoch, seq: seen.seq, allPaused: seen.paused, skew: Date.parse(seen.serverTime) - Date.now() });
   state.agents = new Map(seen.agents.map((one) => [one.id, one]));
-  for (const told of seen.threads) {
-    Object.assign(thread(told.agent), { last: keep(told.last), unread: told.unread, firstUnread: told.firstUnread });
+  for (const each of seen.threads) {
+    Object.assign(thread(each.agent), { last: keep(each.last), unread: each.unread, firstUnread: each.firstUnread });
   }
   state.queues = new Map();
   for (const message of seen.queues) queue(message.to).push(keep(message).id);

@@ -11,7 +11,7 @@ const DEAD_MS = 35_000;
 const RELAY_MS = 40_000;
 const AWAY_MS = 30_000;
 const QUICK_MS = [50, 150, 250, 400, 600]; // first pauses between attempts
-const SEEN_MS = 1_000; // later pauses while somebody may look at the page
+const SEEN_MS = 1_000; // later pauses while the page may be visible
 const HIDDEN_MS = 15_000;
 const ANSWER_MS = 5_000; // until the answer to an attempt begins
 const SHOW_MS = 2_000;
@@ -209,8 +209,7 @@ function trouble() {
 function fine() {
   clearTimeout(showing);
   showing = null;
-  const told = state.connection !== 'ok' && state.connection !== 'restored';
-  if (told) show('restored');
+  if (state.connection !== 'ok' && state.connection !== 'restored') show('restored');
 }
 
 function show(what) {

@@ -29,7 +29,7 @@ export function taskWords(task, since = task.createdAt) {
 }
 
 /** Stops everything of a task, after a confirmation. */
-export async function stopTask({ id, text }) {
+async function stopTask({ id, text }) {
   const { confirm } = await import('./screens/parts.js');
   const opener = document.activeElement;
   const sure = await confirm(t('taskStopSure', { text: (state.tasks.get(id)?.text ?? text) || t('noText') }), t('stop'));

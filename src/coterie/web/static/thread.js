@@ -55,7 +55,7 @@ function waitForAgents(root) {
 /** An answer that a message of the person ended. */
 const isCutAnswer = (plan) => plan.outcome === 'withdrawn' && !plan.calls.length && plan.text;
 
-/** When a message happened to the agent: its own when it sent them, the person's when it read them. */
+/** The time of a message in the agent's history: its own count when sent, the person's when the agent read them. */
 const happened = (message) => (message.from === PERSON ? message.takenAt ?? message.deliveredAt : message.deliveredAt);
 
 /** In one transaction an answer is sent before the agent reads on, unless it is the answer to what it reads. */
@@ -130,17 +130,17 @@ function conversation(root, id, wanted) {
 
   function items() {
     const all = [];
-    const told = hasProblem() && state.messages.get(one.ids.at(-1));
-    const said = told?.from === SYSTEM && told.payload.problem ? told.id : null; // the card says the same
+    const newest = hasProblem() && state.messages.get(one.ids.at(-1));
+    const notice = newest?.from === SYSTEM && newest.payload.problem ? newest.id : null; // the problem card has the same text
     for (const message of one.ids.map((each) => state.messages.get(each))) {
-      if (isWaiting(message, id) || message.id === said) continue;
+      if (isWaiting(message, id) || message.id === notice) continue;
       const at = happened(message);
       if (message.day?.at !== at) message.day = { at, key: dayKey(at) };
       all.push({ key: `m:${message.id}`, kind: 'message', id: message.id, at, from: message.from, dayKey: message.day.key, answers: message.inReplyTo, n: all.length });
     }
     all.sort(byTime);
     const oldest = one.older ? all[0]?.at ?? '' : '';
-    return finish(groups(all, oldest), said);
+    return finish(groups(all, oldest), notice);
   }
 
   function hasProblem() {
@@ -265,7 +265,7 @@ function conversation(root, id, wanted) {
       await loadOlder(id);
       older.hidden = true;
       busy = false;
-      feed.tell(); // the viewport may still be near the top, without another scroll event
+      feed.reportMove(); // the viewport may still be near the top, without another scroll event
     } catch {
       // Retried by a button only, to avoid endless requests on a broken connection.
       fill(older, h('span', {}, t('olderFailed')), button({ class: 'text-btn', onclick: () => {
@@ -362,9 +362,9 @@ function walk(event, feed, scroller) {
   if (!item) return;
   const view = feed.views.get(item.key);
   const box = scroller.getBoundingClientRect();
-  const place = view?.el.getBoundingClientRect();
-  const whole = place && place.top >= box.top && place.bottom <= box.bottom;
-  const el = whole ? view.el : feed.show(item.key, event.key === 'ArrowDown' || event.key === 'End' ? Math.max(24, box.height - (place?.height ?? 120) - 24) : 24);
+  const shown = view?.el.getBoundingClientRect();
+  const whole = shown && shown.top >= box.top && shown.bottom <= box.bottom;
+  const el = whole ? view.el : feed.show(item.key, event.key === 'ArrowDown' || event.key === 'End' ? Math.max(24, box.height - (shown?.height ?? 120) - 24) : 24);
   el?.focus({ preventScroll: true });
 }
 
@@ -379,6 +379,6 @@ function emptyThread(id, composer) {
   } }));
   return h('div', { class: 'empty', 'data-testid': 'empty-thread' }, h('p', { class: 'empty-name', dir: 'auto' }, nameOf(id)),
     role && h('p', { class: 'empty-role', dir: 'auto' }, role),
-    kinds.length > 0 && h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`cap_${kind}`)))),
+    kinds.length > 0 && h('p', { class: 'empty-caps meta' }, t('takesIn'), kinds.map((kind) => h('span', { class: 'cap' }, icon(kind), t(`can_${kind}`)))),
     one?.state !== 'terminated' && [h('p', { class: 'meta' }, t('firstWords')), h('div', { class: 'starters' }, starters)]);
 }

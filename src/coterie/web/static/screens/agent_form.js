@@ -32,7 +32,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
   const now = { ...before, ...typed };
   let version = known.version;
 
-  const told = h('p', { class: 'inline-error', role: 'alert', hidden: true });
+  const problem = h('p', { class: 'inline-error', role: 'alert', hidden: true });
   const preview = h('span', { class: 'avatar-preview' });
   const changed = () => {
     const different = Object.fromEntries(FIELDS.filter((name) => !same(now[name], before[name])).map((name) => [name, now[name]]));
@@ -68,7 +68,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
     go(path);
   };
   const write = async () => {
-    told.hidden = true;
+    problem.hidden = true;
     try {
       if (id) {
         await patch(`/definitions/${encodeURIComponent(id)}`, { ...changed(), version });
@@ -88,10 +88,10 @@ export function agentForm(root, { from, id, known, tools, services, templates })
   const refused = async (error) => {
     const conflict = error.code === 'definitions_changed';
     if (!conflict && error.code !== 'agent_invalid' && error.code !== 'config_invalid') return oops(error);
-    told.hidden = false;
-    told.textContent = conflict ? t('definitionsChanged') : error.detail;
+    problem.hidden = false;
+    problem.textContent = conflict ? t('definitionsChanged') : error.detail;
     if (conflict) ({ known: { version } } = await choices()); // a second save is meant for the newer version
-    told.scrollIntoView?.({ block: 'nearest' });
+    problem.scrollIntoView?.({ block: 'nearest' });
   };
 
   const form = h('form', { class: 'agent-form', 'aria-label': t(id ? 'agentEdit' : 'agentsNew'), onsubmit: (event) => {
@@ -112,7 +112,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
   h('div', { class: 'form-pair' }, field(t('agentField_service'), model), field(t('agentField_parent'), parent, t('parentHint'))),
   toolPicker(tools, now, from.given, changed),
   look(now, changed, text),
-  told,
+  problem,
   h('div', { class: 'modal-foot form-foot' },
     id && button({ class: 'text-btn danger', text: t('retire'), onclick: () => retireAgent({ id, name: before.name }, version, () => leave('#/agents')) }),
     button({ class: 'plain-btn', text: t('cancel'), onclick: () => leave(id ? pagePath(id) : '#/agents') }), save));

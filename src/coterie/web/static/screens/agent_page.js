@@ -37,7 +37,7 @@ export async function agentPage(root, id) {
     const facts = [
       [t('agentField_role'), one.role],
       [t('agentField_service'), one.remote ? t('agentRemote') : one.service ? modelOf(one.service, services) : t('modelNone')],
-      [t('takesIn'), takes(one).map((kind) => t(`cap_${kind}`)).join(' · ')],
+      [t('takesIn'), takes(one).map((kind) => t(`can_${kind}`)).join(' · ')],
       [t('agentField_parent'), parent?.name ?? one.parent],
       [t('pageWaiting'), one.waiting > 0 && count(one.waiting)],
     ].filter(([, value]) => value);

@@ -13,12 +13,12 @@ import { stateTag } from './tasks.js';
 import './parts.js';
 
 const SEEN = 'coterie.seenAt'; // server time at which a tab was last visible
-const SINCE = 'coterie.awaySince'; // the card tells what happened since then
+const SINCE = 'coterie.awaySince'; // the card shows what happened since then
 const AWAY_MS = 600_000;
 const BEAT_MS = 20_000;
 const SHOWN = 6; // tasks and conversations each
 const LENGTH = 80; // of a task's text
-let told = null;
+let summary = null;
 
 export function start() {
   come();
@@ -41,7 +41,7 @@ function come() {
   if (document.hidden) return;
   const last = localStorage.getItem(SEEN);
   if (last && now() - Date.parse(last) >= AWAY_MS && !localStorage.getItem(SINCE)) localStorage.setItem(SINCE, last);
-  const first = !told;
+  const first = !summary;
   note();
   if (first) show();
 }
@@ -50,43 +50,43 @@ function come() {
 async function show() {
   const since = localStorage.getItem(SINCE);
   if (!since) {
-    told = null;
+    summary = null;
     draw();
     return;
   }
-  if (told?.since === since) return;
+  if (summary?.since === since) return;
   const seen = await query('/away', { since }).catch(() => null);
   if (localStorage.getItem(SINCE) !== since || !seen) return;
   const nothing = !seen.finished.length && !seen.failed.length && !seen.waiting.length && !seen.messages;
   if (nothing) return close();
-  told = { ...seen, since };
+  summary = { ...seen, since };
   draw();
 }
 
 function close() {
   localStorage.removeItem(SINCE);
   if (region('away').contains(document.activeElement)) document.getElementById('composer')?.focus();
-  told = null;
+  summary = null;
   draw();
 }
 
 function draw() {
   const shown = region('away').querySelector('.away'); // the region has other cards too
-  if (!told) {
+  if (!summary) {
     shown?.remove();
     return;
   }
   const wasOpen = shown?.querySelector('details')?.open ?? !small.matches;
-  const { counts = {} } = told;
-  const sums = ['waiting', 'failed', 'finished'].map((name) => [name, counts[name] ?? told[name].length]).filter(([, n]) => n).map(([name, n]) => t(`away_${name}`, { n }));
-  if (told.messages) sums.push(many('messages', told.messages));
-  const tasks = [...told.waiting, ...told.failed, ...told.finished];
+  const { counts = {} } = summary;
+  const sums = ['waiting', 'failed', 'finished'].map((name) => [name, counts[name] ?? summary[name].length]).filter(([, n]) => n).map(([name, n]) => t(`away_${name}`, { n }));
+  if (summary.messages) sums.push(many('messages', summary.messages));
+  const tasks = [...summary.waiting, ...summary.failed, ...summary.finished];
   const more = h('details', { class: 'away-more' }, h('summary', { text: sums.join(' · ') }),
-    h('ul', { class: 'away-list' }, tasks.slice(0, SHOWN).map(taskItem), told.threads.filter((one) => one.unread).slice(0, SHOWN).map(threadItem),
+    h('ul', { class: 'away-list' }, tasks.slice(0, SHOWN).map(taskItem), summary.threads.filter((one) => one.unread).slice(0, SHOWN).map(threadItem),
       h('li', {}, h('a', { href: '#/tasks', text: t('tasksAll') }))));
   more.open = wasOpen;
   const card = h('section', { class: 'banner away', 'aria-label': t('away'), 'data-testid': 'away' },
-    h('div', { class: 'banner-text' }, h('h2', {}, t('away'), ' ', h('span', { class: 'meta', text: t('awaySince', { time: dayAndTime(told.since) }) })), more),
+    h('div', { class: 'banner-text' }, h('h2', {}, t('away'), ' ', h('span', { class: 'meta', text: t('awaySince', { time: dayAndTime(summary.since) }) })), more),
     iconButton('close', t('awayClose'), { 'data-testid': 'away-close', onclick: close }));
   if (shown) shown.replaceWith(card);
   else region('away').prepend(card);

@@ -49,14 +49,14 @@ export function openMenu(anchor, label, items) {
   addEventListener('pointerdown', (event) => !menu.contains(event.target) && !anchor.contains(event.target) && close(false), { signal: off.signal, capture: true });
   for (const type of ['resize', 'hashchange', 'blur']) addEventListener(type, () => close(false), off);
   (anchor.closest('main, header, nav, aside') ?? document.body).append(menu);
-  place(menu, anchor);
+  position(menu, anchor);
   anchor.setAttribute('aria-expanded', 'true');
   rows()[0]?.focus({ preventScroll: true });
   return close;
 }
 
-/** Below the button if there is room, else above it; within the window. */
-function place(menu, anchor) {
+/** Below the button if there is enough space, else above it; within the window. */
+function position(menu, anchor) {
   const at = anchor.getBoundingClientRect();
   const { width, height } = menu.getBoundingClientRect();
   const below = at.bottom + 4 + height <= innerHeight - 8;

@@ -11,7 +11,7 @@ import { busy, choice, field } from './parts.js';
  */
 export function modelField(value, request) {
   const input = h('input', { type: 'text', autocomplete: 'off', spellcheck: 'false', required: true, value: value ?? '', 'data-testid': 'model' });
-  const told = h('p', { class: 'meta', role: 'status', 'data-testid': 'models-told' });
+  const status = h('p', { class: 'meta', role: 'status', 'data-testid': 'models-status' });
   const list = h('div');
   let turn = 0;
 
@@ -19,11 +19,11 @@ export function modelField(value, request) {
     const wanted = request();
     if (!wanted) return;
     const mine = (turn += 1);
-    told.textContent = t('modelsLoading');
+    status.textContent = t('modelsLoading');
     const found = await post(`/services/${encodeURIComponent(wanted.id)}/models`, wanted.fields).catch((error) => ({ code: 'error', models: [], detail: error.status === 0 ? t('noAnswer') : error.detail }));
     if (mine !== turn) return;
     const { code, models, detail } = found;
-    told.textContent = code === 'ok' ? t('modelsFound', { n: models.length }) : [code === 'error' ? '' : t(`trial_${code}`), detail, t('modelsByHand')].filter(Boolean).join(' ');
+    status.textContent = code === 'ok' ? t('modelsFound', { n: models.length }) : [code === 'error' ? '' : t(`test_${code}`), detail, t('modelsByHand')].filter(Boolean).join(' ');
     if (!models.length) return void fill(list);
     if (!input.value) input.value = models[0];
     const select = choice([...(models.includes(input.value) ? [] : [['', t('modelsChoose')]]), ...models.map((name) => [name, name])], models.includes(input.value) ? input.value : '', (name) => {
@@ -34,5 +34,5 @@ export function modelField(value, request) {
     fill(list, field(t('modelsOffered'), select));
   }
   const ask = button({ class: 'text-btn', 'data-testid': 'models-load', text: t('modelsLoad'), onclick: () => busy(ask, load) });
-  return { el: h('div', { class: 'model-field' }, field(t('model'), input), list, h('p', { class: 'item-foot' }, told, ask)), input, load };
+  return { el: h('div', { class: 'model-field' }, field(t('model'), input), list, h('p', { class: 'item-foot' }, status, ask)), input, load };
 }

@@ -85,7 +85,7 @@ export function render(root, { compact }) {
 
 function capabilities(agent) {
   const reads = takes(agent);
-  const label = [t('takesIn'), reads.map((name) => t(`cap_${name}`)).join(t('comma'))].join(' ');
+  const label = [t('takesIn'), reads.map((name) => t(`can_${name}`)).join(t('comma'))].join(' ');
   return h('span', { class: 'org-caps', role: 'img', 'aria-label': label, title: label }, reads.map(icon));
 }
 
@@ -100,14 +100,14 @@ const CLOSEST = 2.5; // zoom
 function placeAll(nodes, x, y, out) {
   const leaves = nodes.filter((one) => !one.kids.length);
   let right = x;
-  for (const node of nodes.filter((one) => one.kids.length)) right += place(node, right, y, out);
+  for (const node of nodes.filter((one) => one.kids.length)) right += placeNode(node, right, y, out);
   const columns = Math.max(1, Math.min(leaves.length, Math.max(4, Math.ceil(Math.sqrt(leaves.length * 1.8)))));
   leaves.forEach((node, n) => out.boxes.set(node.agent.id, { node, x: right + (n % columns) * STEP_X, y: y + Math.floor(n / columns) * STEP_Y }));
   if (leaves.length) right += columns * STEP_X;
   return right - x;
 }
 
-function place(node, x, y, out) {
+function placeNode(node, x, y, out) {
   const width = placeAll(node.kids, x, y + STEP_Y, out);
   const box = { node, x: x + (width - STEP_X) / 2, y };
   out.boxes.set(node.agent.id, box);

@@ -36,9 +36,9 @@ export function toggle(label, checked, changed) {
 export function field(label, input, hint) {
   input.id ||= newName('field');
   input.classList.add('field');
-  const told = hint && h('span', { class: 'hint', id: `${input.id}-hint`, text: hint });
-  if (told) input.setAttribute('aria-describedby', told.id);
-  return h('div', { class: 'form-field' }, h('label', { for: input.id, text: label }), input, told);
+  const hintLine = hint && h('span', { class: 'hint', id: `${input.id}-hint`, text: hint });
+  if (hintLine) input.setAttribute('aria-describedby', hintLine.id);
+  return h('div', { class: 'form-field' }, h('label', { for: input.id, text: label }), input, hintLine);
 }
 
 export function choice(options, value, changed) {

@@ -19,25 +19,25 @@ const clients = (origin, token, model) => [
   ['mcp', 'Codex', `# ~/.codex/config.toml, with COTERIE_KEY=${token}\n[mcp_servers.coterie]\nurl = "${origin}/mcp"\nbearer_token_env_var = "COTERIE_KEY"`],
 ];
 
-export async function showPrograms(place) {
+export async function showPrograms(root) {
   try {
     const { items } = await get('/keys');
-    draw(place, items);
+    draw(root, items);
   } catch {
-    fill(place, failed(t('notLoaded'), () => showPrograms(place)));
+    fill(root, failed(t('notLoaded'), () => showPrograms(root)));
   }
 }
 
-function draw(place, items, made) {
+function draw(root, items, made) {
   const form = h('div');
-  const add = button({ class: 'plain-btn', 'data-testid': 'add-key', text: t('keyAdd'), onclick: () => ask(place, form) });
+  const add = button({ class: 'plain-btn', 'data-testid': 'add-key', text: t('keyAdd'), onclick: () => ask(root, form) });
   fill(
-    place,
+    root,
     section(
       'setup-programs',
       t('programs'),
       h('p', { class: 'meta', text: t('programsAbout') }),
-      items.length ? list(place, items) : null,
+      items.length ? list(root, items) : null,
       made ? settingsOf(made) : null,
       h('div', { class: 'item-foot' }, add),
       form,
@@ -45,7 +45,7 @@ function draw(place, items, made) {
   );
 }
 
-function list(place, items) {
+function list(root, items) {
   const rows = items.map((key) => [
     key.name,
     key.agents?.join(', ') ?? t('keyAllAgents'),
@@ -54,24 +54,24 @@ function list(place, items) {
     key.revokedAt ? t('keyRevoked', { time: dayAndTime(key.revokedAt) }) : t('keyActive'),
   ]);
   const revokes = items.filter((key) => !key.revokedAt).map((key) =>
-    button({ class: 'text-btn danger', text: t('keyRevoke', { name: key.name }), onclick: () => revoke(place, key.name) }));
+    button({ class: 'text-btn danger', text: t('keyRevoke', { name: key.name }), onclick: () => revoke(root, key.name) }));
   return [
     table('setup-programs', [t('keyName'), t('keyReaches'), t('keyDoors'), t('keyUsed'), t('keyState')], rows),
     h('div', { class: 'item-foot' }, revokes),
   ];
 }
 
-async function revoke(place, name) {
+async function revoke(root, name) {
   if (!(await confirm(t('keyRevokeAsk', { name }), t('keyRevokeYes'), t('keyRevokeMeans')))) return;
   try {
     await del(`/keys/${encodeURIComponent(name)}`);
   } catch (error) {
     oops(error);
   }
-  await showPrograms(place);
+  await showPrograms(root);
 }
 
-function ask(place, form) {
+function ask(root, form) {
   const name = h('input', { type: 'text', autocomplete: 'off', maxlength: '64', required: '' });
   const agents = h('input', { type: 'text', autocomplete: 'off' });
   const doors = new Set(DOORS);
@@ -80,8 +80,8 @@ function ask(place, form) {
     busy(make, async () => {
       const ids = agents.value.split(',').map((id) => id.trim()).filter(Boolean);
       const made = await post('/keys', { name: name.value.trim(), agents: ids.length ? ids : null, doors: [...doors] });
-      draw(place, (await get('/keys')).items, made);
-      place.querySelector('[data-testid=key-token]')?.focus();
+      draw(root, (await get('/keys')).items, made);
+      root.querySelector('[data-testid=key-token]')?.focus();
     }));
   fill(
     form,

@@ -52,7 +52,7 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
     if (words) words.value = text;
     const custom = h('input', { type: 'text', dir: 'ltr', spellcheck: 'false', value: from.every ?? '', placeholder: 'mon,thu 18:30', 'data-testid': 'when-custom' });
     const customField = field(t('repeatCustom'), custom, t('repeatHint'));
-    const told = h('p', { class: 'inline-error', role: 'alert', hidden: true });
+    const problem = h('p', { class: 'inline-error', role: 'alert', hidden: true });
     const summary = h('p', { class: 'meta', role: 'status' });
     const repeatBox = h('div');
     let every = from.every ? 'custom' : '';
@@ -77,10 +77,10 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
       summary.textContent = Number.isNaN(date().getTime()) ? '' : every ? t('whenRepeats', { time: clockTime(date()) }) : t('whenAt', { time: dayAndTime(date()) });
     };
     const finish = async (when) => {
-      told.hidden = true;
+      problem.hidden = true;
       const plan = { at: when.toISOString(), every: (every === 'custom' ? custom.value.trim() : every) || null, timeZone: timeZone(), text: words ? words.value : text };
       if (!plan.every && when.getTime() <= now()) return refuse(t('whenPast'));
-      // A recurrence knows its own times: the date only says from when on it holds.
+      // A recurrence has its own times: the date is only its start.
       if (plan.every && when.getTime() <= now()) plan.at = null;
       else if (plan.every) plan.at = new Date(when.getTime() - 60_000).toISOString();
       try {
@@ -92,8 +92,8 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
       close();
     };
     const refuse = (why) => {
-      told.textContent = why;
-      told.hidden = false;
+      problem.textContent = why;
+      problem.hidden = false;
     };
     input.addEventListener('input', () => input.value && drawRepeat());
     const form = h('form', { class: 'when', onsubmit: (event) => {
@@ -106,7 +106,7 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
         every = '';
         finish(when);
       } }, h('span', {}, t(name)), h('span', { class: 'meta' }, dayAndTime(when))))),
-    field(t('whenDate'), input), repeatBox, customField, summary, told,
+    field(t('whenDate'), input), repeatBox, customField, summary, problem,
     h('div', { class: 'modal-foot' }, button({ class: 'plain-btn', text: t('cancel'), onclick: () => close() }), h('button', { type: 'submit', class: 'primary', 'data-testid': 'when-save', text: t(from.at ? 'save' : 'whenSchedule') })));
     drawRepeat();
     const { close, el } = openDialog(title, form, { closed: () => resolve(said) });

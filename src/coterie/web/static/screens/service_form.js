@@ -26,7 +26,7 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
   const moved = () => known && from.apiKey && base.value.trim() !== from.baseURL;
   let apiKey = known ? undefined : from.apiKey;
   const can = { input: new Set(), output: new Set() };
-  // Only capabilities that somebody declared are sent. The server writes the others as the test finds them.
+  // Only capabilities that the person declared are sent. The server writes those that the test finds.
   let declared = known ? from.capabilities?.source === 'declared' : Boolean(from.capabilities);
 
   const tick = (capabilities) => {
@@ -54,23 +54,23 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
     if (offer?.models?.length && !model.value) model.value = offer.models[0];
   };
   const fields = () => {
-    const told = { name: name.value || id.value, provider: from.provider ?? 'openai', baseURL: base.value.trim(), model: model.value.trim() };
-    if (declared) told.capabilities = { input: [...can.input], output: [...can.output] };
-    if (key.value || moved()) told.key = key.value;
-    else if (apiKey) told.apiKey = apiKey;
-    return told;
+    const entered = { name: name.value || id.value, provider: from.provider ?? 'openai', baseURL: base.value.trim(), model: model.value.trim() };
+    if (declared) entered.capabilities = { input: [...can.input], output: [...can.output] };
+    if (key.value || moved()) entered.key = key.value;
+    else if (apiKey) entered.apiKey = apiKey;
+    return entered;
   };
   const hint = () => moved() ? t('keyAgain') : known && from.apiKey ? t('keyKept', { key: from.apiKey }) : apiKey ? t('keyFromEnvironment', { name: apiKey.slice(2, -1) }) : t('keyWriteOnly');
   const keyField = field(t('key'), key, hint());
   base.oninput = () => (keyField.lastChild.textContent = hint());
   const path = () => `/services/${encodeURIComponent(id.value.trim())}`;
-  const trial = async () => {
+  const runTest = async () => {
     const result = await post(`${path()}/test`, fields(), TEST_MS);
     fill(outcome, outcomeOf(result));
     const { tool_calling: tools, vision } = result.capabilities;
     if (!declared && (tools ?? vision) !== undefined) tick({ input: vision ? ['text', 'vision'] : ['text'], output: tools ?? true ? ['text', 'tool_calling'] : ['text'] });
   };
-  const test = button({ class: 'plain-btn', text: t('test'), onclick: () => form.reportValidity() && busy(test, trial) });
+  const test = button({ class: 'plain-btn', text: t('test'), onclick: () => form.reportValidity() && busy(test, runTest) });
   const save = h('button', { type: 'submit', class: 'primary', text: t('save') });
   const form = h(
     'form',
@@ -96,14 +96,14 @@ export function serviceForm(from, { known, offers, presets, saved, closed }) {
 const foundOf = ({ capabilities = {} }) => Object.entries(capabilities).map(([name, works]) => t(`found_${name}_${works}`));
 
 /** The result of a service test in the page's language: the server sends a code and English text. `answered`: real requests. */
-export function outcomeOf(trial, answered = 0) {
-  if (!trial && answered) return [h('span', { class: 'tag ok', text: t('trialOk') }), ' ', h('span', { text: t('serviceAnswers', { n: count(answered) }) })];
-  if (!trial) return [h('span', { class: 'tag', text: t('untested') })];
-  const told = trial.ok ? t('trial_ok', { s: (trial.ms / 1000).toFixed(1) }) : t(`trial_${trial.code}`);
+export function outcomeOf(result, answered = 0) {
+  if (!result && answered) return [h('span', { class: 'tag ok', text: t('testOk') }), ' ', h('span', { text: t('serviceAnswers', { n: count(answered) }) })];
+  if (!result) return [h('span', { class: 'tag', text: t('untested') })];
+  const text = result.ok ? t('test_ok', { s: (result.ms / 1000).toFixed(1) }) : t(`test_${result.code}`);
   return [
-    h('span', { class: trial.ok ? 'tag ok' : 'tag bad', text: t(trial.ok ? 'trialOk' : 'trialBad') }),
+    h('span', { class: result.ok ? 'tag ok' : 'tag bad', text: t(result.ok ? 'testOk' : 'testBad') }),
     ' ',
-    h('span', { text: [told, ...foundOf(trial)].join(' '), title: dayAndTime(trial.at) }),
-    trial.detail && h('span', { class: 'meta block', dir: 'auto', text: trial.detail }),
+    h('span', { text: [text, ...foundOf(result)].join(' '), title: dayAndTime(result.at) }),
+    result.detail && h('span', { class: 'meta block', dir: 'auto', text: result.detail }),
   ].filter(Boolean);
 }

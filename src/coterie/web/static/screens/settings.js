@@ -8,10 +8,10 @@ import { PERSON, plainText, threadOf, watchers } from '../state.js';
 import { section, toggle } from './parts.js';
 
 export function settings() {
-  const told = h('p', { class: 'meta', role: 'status' });
+  const status = h('p', { class: 'meta', role: 'status' });
   const notify = toggle(t('notifyOn'), flag('notify') && allowed(), async (on) => {
     const may = await ask(on);
-    told.textContent = on && !may ? t('notifyRefused') : '';
+    status.textContent = on && !may ? t('notifyRefused') : '';
     notify.querySelector('input').checked = on && may;
   });
   return section(
@@ -19,7 +19,7 @@ export function settings() {
     t('settings'),
     toggle(t('ctrlEnterSends'), flag('ctrlEnterSends'), (on) => flag('ctrlEnterSends', on)),
     notify,
-    told,
+    status,
   );
 }
 
@@ -44,9 +44,9 @@ function heard(kind, { message }) {
   if (!document.hidden || !flag('notify') || !allowed()) return;
   // All tabs use the same tag, so that the browser shows one notification.
   const path = agentPath(threadOf(message), message.id);
-  const told = { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id, icon: '/static/icon-192.png', data: { path: `/${path}` } };
+  const content = { body: plainText(message).slice(0, LENGTH) || t('noText'), tag: message.id, icon: '/static/icon-192.png', data: { path: `/${path}` } };
   try {
-    const note = new Notification(who(message.from), told);
+    const note = new Notification(who(message.from), content);
     note.onclick = () => {
       window.focus();
       go(path);
@@ -54,6 +54,6 @@ function heard(kind, { message }) {
     };
   } catch {
     // On phones only the service worker may show one; it also handles the click.
-    navigator.serviceWorker?.ready.then((worker) => worker.showNotification(who(message.from), told));
+    navigator.serviceWorker?.ready.then((worker) => worker.showNotification(who(message.from), content));
   }
 }

@@ -86,11 +86,11 @@ function services({ items, problems }, doing) {
 
 function card(one, { edit, changed }) {
   const outcome = h('p', { class: 'outcome', role: 'status' });
-  const tell = (trial) => fill(outcome, outcomeOf(trial, one.answered));
-  tell(one.trial);
+  const showResult = (result) => fill(outcome, outcomeOf(result, one.answered));
+  showResult(one.trial);
   const path = `/services/${encodeURIComponent(one.id)}`;
-  const trial = async () => tell((one.trial = await post(`${path}/test`, undefined, TEST_MS)));
-  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }), onclick: () => busy(test, trial) });
+  const runTest = async () => showResult((one.trial = await post(`${path}/test`, undefined, TEST_MS)));
+  const test = button({ class: 'plain-btn', text: t('test'), 'aria-label': t('testThis', { name: one.name }), onclick: () => busy(test, runTest) });
   const remove = button({ class: 'text-btn danger', text: t('remove'), 'aria-label': t('removeThis', { name: one.name }), onclick: async () => {
     if (await confirm(t('setupRemoveSure', { name: one.name }), t('remove'))) await busy(remove, () => del(path).then(changed));
   } });
@@ -179,11 +179,11 @@ function tour(items, changed) {
 
 // What is stored, and how long
 
-async function showStorage(place) {
+async function showStorage(root) {
   try {
-    fill(place, storage(await get('/storage')));
+    fill(root, storage(await get('/storage')));
   } catch {
-    fill(place, failed(t('notLoaded'), () => showStorage(place)));
+    fill(root, failed(t('notLoaded'), () => showStorage(root)));
   }
 }
 

@@ -14,7 +14,7 @@ const KEYS = [
     ['Alt+.', 'keyStop'],
     ['Esc', 'keyEsc'],
   ]],
-  ['keysPlaces', [
+  ['keysNavigation', [
     ['Ctrl+K', 'keyPalette'],
     ['Ctrl+F', 'keyFind'],
     ['Alt+↑ / Alt+↓', 'keyAgents'],

@@ -16,7 +16,7 @@ await styled('/static/screens/agents.css');
 const LATER = 'coterie.startLater';
 const living = () => [...state.agents.values()].filter((one) => one.kind !== 'person' && one.state !== 'terminated' && !one.retired);
 /** True if no agent has a real model. */
-export const isUnconnected = () => living().length > 0 && living().every((one) => ['tour', 'tour-sees'].includes(one.service) || !one.service);
+const isUnconnected = () => living().length > 0 && living().every((one) => ['tour', 'tour-sees'].includes(one.service) || !one.service);
 
 /** The card above the conversation, until a model is connected or the person puts it off. */
 export function start() {
@@ -97,17 +97,17 @@ function connect(body, { presets, offers }, done) {
   base.addEventListener('change', model.load);
 
   const path = () => `/services/${encodeURIComponent(id())}`;
-  const trial = async () => {
+  const runTest = async () => {
     const result = await post(`${path()}/test`, fields(), TEST_MS);
     fill(outcome, outcomeOf(result));
     return result.ok;
   };
-  const test = button({ class: 'plain-btn', text: t('test'), 'data-testid': 'start-test', onclick: () => form.reportValidity() && busy(test, trial) });
+  const test = button({ class: 'plain-btn', text: t('test'), 'data-testid': 'start-test', onclick: () => form.reportValidity() && busy(test, runTest) });
   const save = h('button', { type: 'submit', class: 'primary', 'data-testid': 'start-save', text: t('startSave') });
   const form = h('form', { class: 'card start-form', 'aria-label': t('startConnect'), onsubmit: (event) => {
     event.preventDefault();
     busy(save, async () => {
-      if (!(await trial())) return;
+      if (!(await runTest())) return;
       const saved = await put(path(), fields());
       await resync();
       await done(saved);

@@ -195,7 +195,7 @@ function inOrder(nodes) {
   return all;
 }
 
-const place = (level) => ({ 'aria-level': String(level), data: { level: String(level) } });
+const levelAttributes = (level) => ({ 'aria-level': String(level), data: { level: String(level) } });
 
 function messageRow(node, level) {
   const waits = node.state !== 'taken' && node.to !== PERSON;
@@ -203,7 +203,7 @@ function messageRow(node, level) {
   const text = known && budgetOf(known) ? textOf(known) : node.text; // in the page's language
   return h(
     'li',
-    { class: `item level-${Math.min(level, DEEPEST)}`, ...place(level), 'data-testid': 'task-message' },
+    { class: `item level-${Math.min(level, DEEPEST)}`, ...levelAttributes(level), 'data-testid': 'task-message' },
     h('p', { class: 'item-head' }, h('span', { dir: 'auto', text: `${who(node.from)} → ${who(node.to)}` }),
       node.question && h('span', { class: 'tag', text: t(!node.answer ? 'questionOpen' : node.answer.closed ? 'questionClosed' : 'questionAnswered') }),
       waits && h('span', { class: `tag ${node.state}`, text: t(`state_${node.state}`) }),
@@ -219,7 +219,7 @@ function turnRow(turn, level, currency) {
   const cost = costWords({ cost: turn.cost, currency, unpricedRequests: turn.requests.filter((one) => one.cost === null).length });
   const words = [t(`turn_${turn.state}`, { time: duration(ms) }), turn.requests.length > 0 && many('requests', turn.requests.length), tokens > 0 && many('tokens', tokens), cost,
     turn.calls.map((call) => [call.name, t(`run_${call.state}`)].join(' ')).join(', ')].filter(Boolean);
-  const el = h('li', { class: `meta turn level-${Math.min(level, DEEPEST)}`, ...place(level), 'data-testid': 'task-turn' }, h('b', { dir: 'auto', text: who(turn.agent) }), h('span'));
+  const el = h('li', { class: `meta turn level-${Math.min(level, DEEPEST)}`, ...levelAttributes(level), 'data-testid': 'task-turn' }, h('b', { dir: 'auto', text: who(turn.agent) }), h('span'));
   setText(el.lastChild, ` ${words.join(' · ')}`);
   return el;
 }

@@ -48,9 +48,9 @@ function listing(root, asked) {
   let turn = 0;
 
   const agent = choice([], '', (value) => change({ agent: value }));
-  const everybody = () => {
+  const listAgents = () => {
     const all = [...state.agents.values()].filter((one) => one.kind !== 'person').map((one) => [one.id, one.name]);
-    fill(agent, [['', t('timelineEverybody')], ...all].map(([value, text]) => h('option', { value, text })));
+    fill(agent, [['', t('allAgents')], ...all].map(([value, text]) => h('option', { value, text })));
     agent.value = filters.agent;
   };
   const kind = choice([['', t('tasksAny')], ...STATES.map((name) => [name, t(`taskState_${name}`)])], filters.state, (value) => change({ state: value }));
@@ -102,7 +102,7 @@ function listing(root, asked) {
   };
 
   fill(root, views('list'), h('div', { class: 'filters' }, field(t('tasksState'), kind), field(t('timelineAgent'), agent)), body, foot);
-  everybody();
+  listAgents();
   again();
   let timer = null;
   const soon = () => {
@@ -112,7 +112,7 @@ function listing(root, asked) {
     }, REDRAW_MS);
   };
   const stops = [on(['tasks', 'snapshot'], soon), on(['agents', 'snapshot'], () => {
-    everybody();
+    listAgents();
     draw();
   })];
   return () => {

@@ -21,9 +21,9 @@ export function render(root, { query: asked }) {
   let turn = 0;
 
   const agent = choice([], '', (value) => change({ agent: value }));
-  const everybody = () => {
+  const listAgents = () => {
     const names = [...state.agents.values()].map((one) => [one.id, one.name]);
-    fill(agent, [['', t('timelineEverybody')], ...names].map(([value, text]) => h('option', { value, text })));
+    fill(agent, [['', t('allAgents')], ...names].map(([value, text]) => h('option', { value, text })));
     agent.value = filters.agent;
   };
   const kind = choice([['', t('timelineAnyKind')], ['message', t('timelineMessages')], ['tool', t('timelineTools')]], filters.kind, (value) => change({ kind: value }));
@@ -91,10 +91,10 @@ export function render(root, { query: asked }) {
     list,
     foot,
   );
-  everybody();
+  listAgents();
   again();
   const stop = on(['agents', 'snapshot'], () => {
-    everybody();
+    listAgents();
     draw();
   });
   let soon = null;

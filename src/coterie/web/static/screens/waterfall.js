@@ -50,7 +50,7 @@ function barsOf({ nodes, state: taskState }) {
     put(node.agent, 'wait', from, to, t(`turn_${node.state}`, { time: duration(to - from) }));
     for (const one of node.requests) put(node.agent, 'model', Math.max(from, at(one.at) - one.ms), at(one.at), [one.service, many('tokens', one.inputTokens + one.outputTokens), one.outcome !== 'ok' && one.outcome].filter(Boolean).join(' · '));
     for (const call of node.calls) if (call.startedAt) put(node.agent, 'tool', at(call.startedAt), at(call.endedAt, to), [call.name, t(`run_${call.state}`)].join(' · '));
-    // A request is stored when it ends: until then the agent's state tells that one runs.
+    // A request is stored when it ends: until then only the agent's state shows that one runs.
     const agent = state.agents.get(node.agent);
     if (!node.endedAt && agent?.state === 'active' && agent.phase === 'thinking') {
       const known = [...node.requests.map((one) => at(one.at)), ...node.calls.map((one) => at(one.endedAt, from))];
@@ -74,19 +74,19 @@ function scaleOf(bars, width) {
     if (parts.length && span.from - parts.at(-1).to <= longest) parts.at(-1).to = span.to;
     else parts.push({ ...span });
   }
-  const room = width - 2 * SIDE - CUT * (parts.length - 1);
+  const plotWidth = width - 2 * SIDE - CUT * (parts.length - 1);
   const total = Math.max(1, parts.reduce((sum, one) => sum + one.to - one.from, 0));
   let x = SIDE;
   for (const part of /** @type {any[]} */ (parts)) {
     part.x = x;
-    part.width = Math.max(LEAST, ((part.to - part.from) / total) * room);
+    part.width = Math.max(LEAST, ((part.to - part.from) / total) * plotWidth);
     x += part.width + CUT;
   }
-  const place = (time) => {
+  const xOf = (time) => {
     const part = parts.findLast((one) => one.from <= time) ?? parts[0];
     return part.x + Math.min(1, (time - part.from) / Math.max(1, part.to - part.from)) * part.width;
   };
-  return { parts, place, perMs: room / total };
+  return { parts, xOf, perMs: plotWidth / total };
 }
 
 function picture(bars, used, width) {
@@ -103,8 +103,8 @@ function picture(bars, used, width) {
     name.append(s('tspan', { fill: 'var(--ink2)', dx: 8 }, used.get(agent) ?? ''));
     svg.append(name);
     for (const bar of mine) {
-      const x = scale.place(bar.from);
-      const el = mark(bar.kind, x, y + 20, Math.max(LEAST, scale.place(bar.to) - x), BAR);
+      const x = scale.xOf(bar.from);
+      const el = mark(bar.kind, x, y + 20, Math.max(LEAST, scale.xOf(bar.to) - x), BAR);
       const title = s('title', {});
       title.textContent = [who(agent), t(`bar_${bar.kind}`), duration(bar.to - bar.from), bar.text].join(' · ');
       el.append(title);
@@ -128,13 +128,13 @@ function words(text, x, y, anchor = 'start', ink = 'var(--ink2)') {
   return el;
 }
 
-function axis({ parts, place, perMs }, height) {
+function axis({ parts, xOf, perMs }, height) {
   const step = STEPS.find((one) => one * perMs >= 72) ?? STEPS.at(-1);
   const all = [words(clockTime(parts[0].from), SIDE, 12)];
   parts.forEach((part, index) => {
     if (index) all.push(words(`⋯ ${duration(part.from - parts[index - 1].to)}`, part.x - CUT / 2, 12, 'middle'));
     for (let time = part.from; time <= part.to; time += step) {
-      const x = place(time);
+      const x = xOf(time);
       all.push(s('path', { d: `M${x} ${TOP - 6}V${height}`, stroke: 'var(--line)' }));
       const near = x > part.x + part.width - 30; // of the label of a cut, or of the margin
       if (time > part.from && !(near && index < parts.length - 1)) all.push(words(`+${duration(time - parts[0].from)}`, x, 12, near ? 'end' : 'middle'));
