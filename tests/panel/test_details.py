@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from coterie.errors import HTTP_STATUS
 from coterie.testing import Status
 from tests.agent.stage import Bell
 from tests.panel import ui
 from tests.panel.harness import PHONE, Panel, fail_requests, open_panel
 from tests.panel.test_conversation import at_work
+from tests.panel.test_whole import STATIC
 from tests.panel.words import Words
 from tests.test_setup import able
 
@@ -114,6 +117,27 @@ async def test_an_unreachable_server_is_reported_in_the_language_of_the_page(
     await page.locator(f'[data-message-id="{sent.message_id}"]').get_by_role("button").first.click()
     await expect(page.locator(ui.TOAST)).to_contain_text(said)
     await expect(page.locator(ui.TOAST)).not_to_contain_text("fetch")
+
+
+@pytest.mark.parametrize(
+    ("locale", "reason"), [("en-US", "every cannot be read"), ("zh-CN", "重复规则无效（")], ids=["en-US", "zh-CN"]
+)
+async def test_a_refused_request_is_reported_in_the_language_of_the_page(
+    panel: Panel, locale: str, reason: str
+) -> None:
+    page = await panel.open(locale=locale)
+    panel.allow("422")
+    await page.locator(ui.COMPOSER).fill("Water the plants")
+    await page.get_by_test_id("send-later").click()
+    await page.get_by_test_id("when-repeat").select_option("custom")
+    await page.get_by_test_id("when-custom").fill("whenever")
+    await page.get_by_test_id("when-save").click()
+    await expect(page.locator(ui.TOAST)).to_contain_text(reason)
+
+
+def test_every_refusal_has_a_chinese_sentence() -> None:
+    words = json.loads((STATIC / "words" / "zh.json").read_text())
+    assert [code for code in HTTP_STATUS if f"refused_{code}" not in words] == []
 
 
 def wide_family(count: int) -> str:

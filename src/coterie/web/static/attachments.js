@@ -2,7 +2,7 @@
 
 import { button, fileIcon, fill, h, iconButton, toComposer } from './dom.js';
 import { upload } from './api.js';
-import { bytes, t } from './i18n.js';
+import { bytes, reasonOf, t } from './i18n.js';
 import { on, state } from './state.js';
 
 const NEEDS = { image: 'vision', audio: 'audio', file: 'file' };
@@ -36,7 +36,7 @@ export function mountTray(root, agent, changed, moveTo) {
     chip.cancel = cancel;
     done.then(
       (artifact) => Object.assign(chip, { status: 'ready', artifact, size: artifact.size, kind: artifact.type }),
-      (problem) => Object.assign(chip, { status: problem.status === 413 ? 'big' : 'failed', why: problem.detail }),
+      (problem) => Object.assign(chip, { status: problem.status === 413 ? 'big' : 'failed', why: reasonOf(problem) }),
     ).then(() => chip.paint());
   }
 

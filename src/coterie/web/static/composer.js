@@ -3,7 +3,7 @@
 import { button, fill, flag, h, icon, iconButton, setAttr, setText } from './dom.js';
 import { stop, stopping } from './agents_list.js';
 import { newId, send } from './api.js';
-import { dayAndTime, t } from './i18n.js';
+import { dayAndTime, reasonOf, t } from './i18n.js';
 import { toast } from './notices.js';
 import { approvalOf, confirmLocal, dropLocal, isOpen, now, on, openQuestions, plainText, putLocal, state, touch } from './state.js';
 import { agentPath, go } from './router.js';
@@ -316,7 +316,7 @@ function notSent(local, again, error) {
     touch(`thread:${again.agent}`);
   }
   const short = again.text.length > 80 ? `${again.text.slice(0, 80)}…` : again.text || again.files.map((one) => one.filename).join(', ');
-  const why = error.status ? ` (${error.detail})` : '';
+  const why = error.status ? ` (${reasonOf(error)})` : '';
   toast({ kind: 'error', text: t('notSent', { text: short }) + why });
 }
 

@@ -1,7 +1,7 @@
 // Notices, and announcements for screen readers: one line per finished message, never streamed text.
 
 import { button, h, iconButton, toComposer } from './dom.js';
-import { t } from './i18n.js';
+import { reasonOf, t } from './i18n.js';
 import { addressed, nameOf, plainText, optionsOf, PERSON, SYSTEM, threadOf, watchers } from './state.js';
 import { region } from './shell.js';
 
@@ -115,4 +115,4 @@ export const missed = () => void toast({ kind: 'error', text: t('scriptMissed'),
 addEventListener('unhandledrejection', ({ reason }) => /import|module/i.test(reason?.message) && missed());
 
 /** Shows an error of an action. */
-export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: error.status === 0 ? t('noAnswer') : error.detail ?? String(error) }), retry });
+export const oops = (error, retry) => toast({ kind: 'error', text: t('actionFailed', { detail: reasonOf(error) ?? String(error) }), retry });

@@ -2,7 +2,7 @@
 
 import { patch, post } from '../api.js';
 import { avatar, button, fill, h, TINTS } from '../dom.js';
-import { t } from '../i18n.js';
+import { reasonOf, t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { agentPath, go } from '../router.js';
 import { nameOf, resync } from '../state.js';
@@ -89,7 +89,7 @@ export function agentForm(root, { from, id, known, tools, services, templates })
     const conflict = error.code === 'definitions_changed';
     if (!conflict && error.code !== 'agent_invalid' && error.code !== 'config_invalid') return oops(error);
     problem.hidden = false;
-    problem.textContent = conflict ? t('definitionsChanged') : error.detail;
+    problem.textContent = conflict ? t('definitionsChanged') : reasonOf(error);
     if (conflict) ({ known: { version } } = await choices()); // a second save is meant for the newer version
     problem.scrollIntoView?.({ block: 'nearest' });
   };

@@ -3,7 +3,7 @@
 
 import { del, get, post, query } from '../api.js';
 import { avatar, button, empty, fill, h } from '../dom.js';
-import { dayAndTime, lang, t } from '../i18n.js';
+import { dayAndTime, lang, reasonOf, t } from '../i18n.js';
 import { oops, toast } from '../notices.js';
 import { agentPath, go } from '../router.js';
 import { on, resync, state } from '../state.js';
@@ -29,7 +29,7 @@ function later(root, loading, draw) {
   loading.then(async (module) => {
     if (!gone) leave = (await draw(module)) ?? null;
     if (gone) leave?.();
-  }).catch((error) => !gone && fill(root, failed(error.detail ?? t('notLoaded'), () => go(location.hash))));
+  }).catch((error) => !gone && fill(root, failed(reasonOf(error) ?? t('notLoaded'), () => go(location.hash))));
   return () => {
     gone = true;
     leave?.();
@@ -70,7 +70,7 @@ function list(root) {
       const [offered, changes] = await Promise.all([choices(), get('/definitions/changes')]);
       if (!gone) draw(offered, changes.items);
     } catch (error) {
-      if (!gone) fill(body, failed(error.status ? error.detail : t('notLoaded'), load));
+      if (!gone) fill(body, failed(error.status ? reasonOf(error) : t('notLoaded'), load));
     }
   };
   const draw = ({ known, services, templates }, changes) => fill(

@@ -2,7 +2,7 @@
 
 import { post } from '../api.js';
 import { button, fill, h } from '../dom.js';
-import { t } from '../i18n.js';
+import { reasonOf, t } from '../i18n.js';
 import { busy, choice, field } from './parts.js';
 
 /**
@@ -20,7 +20,7 @@ export function modelField(value, request) {
     if (!wanted) return;
     const mine = (turn += 1);
     status.textContent = t('modelsLoading');
-    const found = await post(`/services/${encodeURIComponent(wanted.id)}/models`, wanted.fields).catch((error) => ({ code: 'error', models: [], detail: error.status === 0 ? t('noAnswer') : error.detail }));
+    const found = await post(`/services/${encodeURIComponent(wanted.id)}/models`, wanted.fields).catch((error) => ({ code: 'error', models: [], detail: reasonOf(error) }));
     if (mine !== turn) return;
     const { code, models, detail } = found;
     status.textContent = code === 'ok' ? t('modelsFound', { n: models.length }) : [code === 'error' ? '' : t(`test_${code}`), detail, t('modelsByHand')].filter(Boolean).join(' ');

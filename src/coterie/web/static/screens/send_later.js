@@ -1,7 +1,7 @@
 // The dialog that asks when a message is to be delivered: presets, a date, a recurrence. Also edits a scheduled message.
 
 import { button, fill, h } from '../dom.js';
-import { clockTime, dayAndTime, t } from '../i18n.js';
+import { clockTime, dayAndTime, reasonOf, t } from '../i18n.js';
 import { now } from '../state.js';
 import { choice, field, openDialog, styled } from './parts.js';
 
@@ -86,7 +86,7 @@ export function askWhen({ title, text, edits = false, from = { at: null, every: 
       try {
         await save?.(plan);
       } catch (error) {
-        return refuse(error.status === 0 ? t('noAnswer') : error.detail ?? String(error));
+        return refuse(reasonOf(error) ?? String(error));
       }
       said = plan;
       close();
