@@ -47,6 +47,23 @@ async def test_chat_and_responses(shared: Postgres, tmp_path: Path) -> None:
         assert found.output_text == "The answer begins and ends."
 
 
+async def test_ids_that_postgresql_cannot_store_are_unknown(shared: Postgres, tmp_path: Path) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here,
+        httpx.AsyncClient(base_url=here.base, headers=headers) as client,
+    ):
+        for path in ("/api/v1/messages/%00", "/api/v1/agents/a%00", "/api/v1/tasks/%00", "/v1/responses/resp_%00"):
+            assert (await client.get(path)).status_code == 404, path
+        assert (await client.get("/api/v1/messages?agent=%00")).json()["items"] == []
+        asked = await client.post(
+            "/v1/responses", json={"model": "ada", "input": "x", "previous_response_id": "resp_\0"}
+        )
+        assert asked.status_code == 404
+        read = await client.post("/api/v1/read", content=r'{"thread": "\ud83d", "upto": "\u0000"}')
+        assert read.status_code in (404, 415, 422)
+
+
 async def test_mcp(shared: Postgres, tmp_path: Path) -> None:
     async with mcp_stage(tmp_path, agents=agents(shared, tmp_path)) as here, asyncio.timeout(300):
         here.stage.server.default = each(ada=["It is 42.", Says(calls=(ASKS,)), ""])

@@ -142,6 +142,56 @@ async def test_a_retry_asks_once_and_a_later_request_asks_again(tmp_path: Path) 
             assert await sent_to(door) == ["hello"] * 3
 
 
+async def test_an_idempotency_key_is_for_one_request_and_conversations_with_keys_go_on(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        door.here.server.default = lambda request: "Yes."
+        async with httpx.AsyncClient(base_url=door.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+
+            async def ask(key: str, *messages: Any, model: str = "ada") -> httpx.Response:
+                body = {"model": model, "messages": messages}
+                headers = {"Idempotency-Key": key}
+                return await client.post("/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+            first = await ask("k1", user("Pay 5"))
+            for messages, model in (((user("Pay 15"),), "ada"), ((user("Pay 5 "),), "ada"), ((user("Pay 5"),), "bob")):
+                reused = await ask("k1", *messages, model=model)
+                assert (reused.status_code, reused.json()["error"]["code"]) == (400, "idempotency_key_reused")
+            assert (await ask("k1", user("Pay 5"))).json()["id"] == first.json()["id"]
+            talk = [user("Pay 5"), said("Yes."), user("And 6")]
+            again = await ask("k2", *talk)
+            assert again.status_code == 200 and (await ask("k2", *talk)).json()["id"] == again.json()["id"]
+        assert (await sent_to(door), await sent_to(door, "bob")) == (["Pay 5", "And 6"], [])
+
+
+async def test_the_same_question_with_other_instructions_is_asked_again(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        door.here.server.default = lambda request: "4"
+        async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=TOKEN, max_retries=0) as client:
+            french, german = ({"role": "system", "content": f"Answer in {name}."} for name in ("French", "German"))
+            for instructions in ([], [french], [french], [german], []):
+                await client.chat.completions.create(model="ada", messages=[*instructions, user("2+2?")])
+        assert await sent_to(door) == [
+            "2+2?",
+            "Instructions from the program:\nAnswer in French.\n\n2+2?",
+            "Instructions from the program:\nAnswer in German.\n\n2+2?",
+            "2+2?",
+        ]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+async def test_a_text_that_was_cut_inside_a_character_is_sent(tmp_path: Path, path: str) -> None:
+    async with open_door(tmp_path) as door:
+        door.here.server.default = lambda request: "Yes."
+        async with httpx.AsyncClient(base_url=door.url, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+            given = r'[{"role": "user", "content": "cut \ud83d and \u0000"}]'
+            name = "input" if path == "responses" else "messages"
+            body = rf'{{"model": "ada", "{name}": {given}, "metadata": {{"a": "\ud83d"}}, "user": "\udc00"}}'
+            headers = {"Content-Type": "application/json"}
+            answer = await client.post(f"/v1/{path}", content=body, headers=headers, timeout=60)
+            assert answer.status_code == 200
+        assert await sent_to(door) == ["cut \ufffd and \ufffd"]
+
+
 async def test_the_stream_shows_other_agents_at_work_and_the_answer_after_theirs(tmp_path: Path) -> None:
     async with open_door(tmp_path) as door:
         ask_bob = Says("Let me ask.", calls=(Calls("send_message", {"to": "bob", "payload": {"text": "?"}}),))

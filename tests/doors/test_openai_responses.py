@@ -121,7 +121,10 @@ async def test_a_wrong_request_is_refused_with_its_field(tmp_path: Path) -> None
                 ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].type"),
                 ({"input": "x", "conversation": 7}, "conversation"),
                 ({"input": []}, "messages"),
+                ({"input": [{"type": ["message"], "role": "user", "content": "x"}]}, "input[0].type"),
+                ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role"),
                 ({"input": "x", "previous_response_id": "resp_x"}, "previous_response_id"),
+                ({"input": "x", "previous_response_id": "resp_\0"}, "previous_response_id"),
             ):
                 answer = await client.post("/v1/responses", json={"model": "ada"} | body)
                 assert answer.status_code == (404 if param.startswith("prev") else 400)
@@ -129,6 +132,16 @@ async def test_a_wrong_request_is_refused_with_its_field(tmp_path: Path) -> None
             answer = await client.get("/v1/responses/resp_x?starting_after=3")
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "starting_after")
         assert await sent_to(door) == []
+
+
+async def test_a_response_of_one_agent_cannot_be_continued_with_another(tmp_path: Path) -> None:
+    async with open_door(tmp_path) as door:
+        door.here.server.default = lambda request: "A long story."
+        async with AsyncOpenAI(base_url=f"{door.url}/v1", api_key=TOKEN, max_retries=0) as client:
+            first = await client.responses.create(model="ada", input="Tell a story")
+            with pytest.raises(openai.BadRequestError, match="another model"):
+                await client.responses.create(model="bob", input="Shorten it", previous_response_id=first.id)
+        assert await sent_to(door, "bob") == []
 
 
 async def test_the_llm_program_asks_and_continues_a_conversation(tmp_path: Path) -> None:

@@ -170,6 +170,46 @@ async def test_files_and_data_go_both_ways(tmp_path: Path, binding: str) -> None
             ))))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": NaN}', '{"a": 1e999}', f'{{"a": {"9" * 400}}}', '{"a":' * 120 + "1" + "}" * 120, '{"a":' * 100_000],
+    ids=["not a number", "infinite", "huge", "deep", "very deep"],
+)
+async def test_a_text_that_is_no_data_of_the_protocol_is_sent_as_text(tmp_path: Path, text: str) -> None:
+    async with mcp_stage(tmp_path) as here, client_of(here, streaming=False) as client:
+        here.stage.server.default = text
+        (answer,) = await sent(client, text, "m1")
+        assert texts(await task_of(client, answer.task.id)) == [text]
+        assert len((await client.list_tasks(a2a.ListTasksRequest())).tasks) == 1
+
+
+async def test_equal_message_ids_do_not_share_files(tmp_path: Path) -> None:
+    async with mcp_stage(tmp_path) as here:
+        here.stage.server.default = "Seen."
+        for agent, data in (("ada", b"one"), ("bob", b"two")):
+            async with client_of(here, agent=agent, streaming=False) as client:
+                (answer,) = await sent(client, "Look", "m1", a2a.Part(raw=data, filename="a.txt"))
+                (message,) = [one for one in answer.task.history if one.role == a2a.ROLE_USER]
+                assert [part.raw for part in message.parts if part.raw] == [data]
+
+
+async def test_an_answer_of_a_program_does_not_go_to_an_approval(tmp_path: Path) -> None:
+    async with mcp_stage(tmp_path) as here, asyncio.timeout(120):
+        here.stage.server.default = each(ada=[Says(calls=(ASKS, Calls("dangerous", {"name": "a"}))), "", ""])
+        token = await here.make_key("one", agents=["ada", "bob"], doors=["a2a"])
+        async with client_of(here, token=token) as client:
+            task = (await sent(client, "Paint and ring", "m1"))[0].task.id
+            questions = await here.stage.society.store.open_questions("ada")
+            assert sorted("approval" in one.payload for one in questions) == [False, True]
+            async with client_of(here, agent="bob", token=token) as other:
+                with pytest.raises(TaskNotFoundError):
+                    await sent(other, "red", "m2", task=task)
+            await sent(client, "red", "m3", task=task)
+            said = [one for one in await here.stage.society.store.thread("ada") if one.sender == "user"]
+            (question,) = [one.id for one in questions if "approval" not in one.payload]
+            assert (said[-1].in_reply_to, said[-1].option) == (question, 0)
+
+
 async def test_cards_say_what_agents_are_for(tmp_path: Path) -> None:
     agents = '[agents.ada]\nname = "Ada"\ndescription = "Draws maps"\n[agents.bob]\n'
     async with mcp_stage(tmp_path, agents=agents) as here, client_of(here) as client:

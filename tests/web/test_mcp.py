@@ -188,6 +188,33 @@ async def test_a_cancelled_call_stops_the_task(tmp_path: Path, mode: str) -> Non
         assert (await here.stage.society.task(task.id)).task.state == "stopped"
 
 
+@both
+async def test_a_call_that_is_cancelled_while_it_sends_stops_the_task(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mcp_stage(tmp_path) as here, here.client(mode) as client, asyncio.timeout(180):
+        held = HeldAnswer("The answer", " is 42.")
+        here.stage.server.default = held
+        bus, sent, may_return = here.stage.society.bus, asyncio.Event(), asyncio.Event()
+        send = bus.send
+
+        async def send_slowly(*args: Any, **more: Any) -> Any:
+            receipt = await send(*args, **more)
+            sent.set()
+            await may_return.wait()
+            return receipt
+
+        monkeypatch.setattr(bus, "send", send_slowly)
+        calling = asyncio.create_task(client.call_tool("send", {"agent": "ada", "text": "Tell"}))
+        await sent.wait()
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
+        may_return.set()
+        (task,) = await here.stage.society.tasks()
+        await here.stage.ended(task.id)
+        assert (await here.stage.society.task(task.id)).task.state == "stopped"
+
+
 async def test_a_client_that_goes_away_stops_nothing_and_may_come_back(tmp_path: Path) -> None:
     held = HeldAnswer("The answer", " is 42.")
     async with mcp_stage(tmp_path) as here:

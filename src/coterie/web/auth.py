@@ -69,6 +69,10 @@ class Caller(Struct, frozen=True):
         """True if it may see the task that begins with `first`: the owner sees all, a program its own."""
         return self.is_owner or (first.via == self.key and self.may_reach(first.to))
 
+    def may_answer(self, question: Message) -> bool:
+        """A program decides neither about approvals nor about budgets."""
+        return self.is_owner or not ("approval" in question.payload or "budget" in question.payload)
+
 
 OWNER = Caller()
 

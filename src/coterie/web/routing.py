@@ -24,6 +24,7 @@ from starlette.routing import Route
 from coterie.clock import Clock
 from coterie.errors import Refused
 from coterie.society import Society
+from coterie.text import to_storable
 from coterie.web.openapi import JSON, Handler, Operation, Parameter, Responses, described_body, reference
 from coterie.web.schemas import ErrorPlace, Schema
 
@@ -234,7 +235,7 @@ def _read_parameter(parameter: Parameter, request: Request) -> Any:
         values = request.query_params if parameter.source == "query" else request.headers
         value = values.get(parameter.name)
     if value is not None:
-        return msgspec.convert(value, parameter.type, strict=False)
+        return msgspec.convert(to_storable(value), parameter.type, strict=False)
     if parameter.is_required:
         raise msgspec.ValidationError("missing")
     return parameter.default
@@ -248,24 +249,40 @@ def json_response(value: Schema, status: int = 200) -> Response:
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    if rb"\u0000" in data:  # NUL, which PostgreSQL cannot store
+        return _decode_leniently(decoder.type, data)
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         raise _invalid_body(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return _decode_surrogates(decoder.type, data)
+        return _decode_leniently(decoder.type, data)
     except RecursionError as error:
         raise Refused("payload_invalid", "the body is nested too deep") from error
 
 
-def _decode_surrogates(kind: Any, data: bytes) -> Any:
-    """Decode JSON with half a character, as JavaScript writes it; msgspec refuses such text."""
+def _decode_leniently(kind: Any, data: bytes) -> Any:
+    """Decode JSON whose texts have characters that cannot be stored, and replace these.
+
+    JavaScript writes half a character where it cuts a text; msgspec refuses that.
+    """
     try:
-        return msgspec.convert(json.loads(data, parse_constant=_refuse_constant), kind)
+        return msgspec.convert(_storable(json.loads(data, parse_constant=_refuse_constant)), kind)
     except msgspec.ValidationError as error:
         raise _invalid_body(error) from error
     except (ValueError, RecursionError) as error:
         raise InvalidJson(str(error)) from error
+
+
+def _storable(value: Any) -> Any:
+    match value:
+        case str():
+            return to_storable(value)
+        case list():
+            return [_storable(item) for item in value]
+        case dict():
+            return {to_storable(key): _storable(item) for key, item in value.items()}
+    return value
 
 
 def _refuse_constant(name: str) -> Any:

@@ -5,11 +5,13 @@ The states of both are the same: working, waiting (input required), done (comple
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from a2a.server.context import ServerCallContext
 from a2a.server.request_handlers.request_handler import RequestHandler, validate_request_params
 from a2a.types import a2a_pb2 as a2a
@@ -20,7 +22,7 @@ from a2a.utils.errors import (
     TaskNotFoundError,
     UnsupportedOperationError,
 )
-from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Value
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -123,7 +125,7 @@ class SocietyRequestHandler(RequestHandler):
             client_id = f"a2a {scope.caller.key or ''} {agent.id} {given.message_id}"
             message = await self._sent_before(client_id)
             if message is None:
-                payload = await self._payload(scope, given)
+                payload = await self._payload(given, client_id)
                 receipt = await self._deliver(scope, agent.id, given, payload, client_id)
                 message = await self._society.store.message(receipt.message_id)
         except Refused as refused:
@@ -145,7 +147,9 @@ class SocietyRequestHandler(RequestHandler):
         question: Message | None = None
         if given.task_id:
             tree = await scope.task(given.task_id)
-            question = await self._open_question(tree)
+            if not _is_of(tree.task, agent_id):
+                raise TaskNotFoundError(f"{agent_id} has no such task")
+            question = await self._open_question(scope, tree)
             if question is None and tree.task.state in TERMINAL:
                 ended = f"the task has ended ({tree.task.state}): send the message without taskId"
                 raise UnsupportedOperationError(ended)
@@ -161,22 +165,22 @@ class SocietyRequestHandler(RequestHandler):
             via=caller,
         )
 
-    async def _open_question(self, tree: TaskTree) -> Message | None:
+    async def _open_question(self, scope: CallerScope, tree: TaskTree) -> Message | None:
         """The newest question of the task that the client may answer."""
         found = await self._society.store.messages_by_id(
             [node.id for node in tree.nodes if isinstance(node, MessageNode) and node.to == PERSON and node.question]
         )
-        open_ones = [message for message in found.values() if is_open_question(message)]
+        open_ones = [one for one in found.values() if is_open_question(one) and scope.caller.may_answer(one)]
         return max(open_ones, key=lambda message: message.seq, default=None)
 
-    async def _payload(self, scope: CallerScope, given: a2a.Message) -> dict[str, Any]:
+    async def _payload(self, given: a2a.Message, client_id: str) -> dict[str, Any]:
         texts, refs = [], []
         for number, part in enumerate(given.parts):
             match part.WhichOneof("content"):
                 case "text":
                     texts.append(part.text)
                 case "raw":
-                    key = f"a2a {scope.caller.key or ''} {given.message_id} {number}"
+                    key = f"{client_id} {number} {hashlib.sha256(part.raw).hexdigest()}"
                     stored = await self._society.artifacts.put(part.raw, part.filename or None, key)
                     refs.append(stored.ref)
                 case "url":
@@ -310,8 +314,8 @@ class SocietyRequestHandler(RequestHandler):
         """The text, as data too if it is a JSON object, and the files."""
         text = str(message.payload.get("text", ""))
         parts = [a2a.Part(text=text, media_type="text/plain")] if text else []
-        if (data := _json_object(text)) is not None:
-            parts.append(a2a.Part(data=ParseDict(data, Value()), media_type="application/json"))
+        if (data := _read_data(text)) is not None:
+            parts.append(a2a.Part(data=data, media_type="application/json"))
         for file in message.payload.get("attachments") or ():
             part = a2a.Part(filename=str(file.get("filename", "")), media_type=str(file.get("mimeType", "")))
             if file.get("size", 0) > MAX_RAW_BYTES:
@@ -443,11 +447,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _json_object(text: str) -> dict[str, Any] | None:
+def _read_data(text: str) -> Value | None:
+    """The text as data, if it is a JSON object that A2A can transmit: no huge number, no deep nesting."""
     if not text.startswith("{"):
         return None
     try:
-        found = json.loads(text)
-    except ValueError:
+        return ParseDict(msgspec.json.decode(text), Value())
+    except (msgspec.MsgspecError, ParseError, ValueError, OverflowError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None

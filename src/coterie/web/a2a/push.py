@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from coterie.clock import Clock
-from coterie.errors import Lagged
+from coterie.errors import Lagged, StoreError
 from coterie.push_configs import OpenPushConfig, is_allowed
 from coterie.society import Society
 from coterie.supervision import supervise
@@ -89,7 +89,9 @@ class PushSender:
         self._has_open = bool(found)
         changed = [one for one in found if one.change != one.notified]
         due = [one for one in changed if one.next_at <= now][:MAX_AT_ONCE]
-        await asyncio.gather(*(self._notify_once(http, one) for one in due))
+        results = await asyncio.gather(*(self._notify_once(http, one) for one in due), return_exceptions=True)
+        if failed := [result for result in results if isinstance(result, BaseException)]:
+            raise failed[0]  # after the others have been sent
         later = [one.next_at - now for one in changed if one.next_at > now]
         return timedelta(0) if due else min([CHECK_INTERVAL, *later])
 
@@ -114,7 +116,13 @@ class PushSender:
         if not is_allowed(url, self._society.config.doors.push):
             log.warning("a push notification about task %s is not sent: doors.push does not allow its address", task_id)
             return None
-        body = await self._render(task_id)
+        try:
+            body = await self._render(task_id)
+        except StoreError:
+            raise
+        except Exception:  # it must not be tried for ever: each try counts
+            log.exception("the push notification about task %s cannot be rendered", task_id)
+            return "the task cannot be rendered"
         if body is None:
             return None
         headers = {"X-A2A-Notification-Token": str(config["token"])} if config.get("token") else {}

@@ -53,6 +53,8 @@ class Call:
         self.is_modern = context.protocol_version in MODERN_PROTOCOL_VERSIONS
         self.message: Message | None = None
         """The message that the call sent or waits for. A cancellation stops its task."""
+        self.is_cancelled = False
+        """The client has cancelled the call by a notification."""
         wanted = types.ClientCapabilities(elicitation=types.ElicitationCapability())
         self.can_ask = context.session.check_client_capability(wanted)
         self._reports = 0
@@ -266,12 +268,8 @@ class WaitingCalls:
 
 
 def answerable(call: Call, outcome: TaskOutcome) -> Sequence[Message]:
-    """Open questions that the caller may answer: a program decides neither about approvals nor about budgets."""
-    return [
-        question
-        for question in outcome.questions
-        if call.scope.caller.is_owner or not ("approval" in question.payload or "budget" in question.payload)
-    ]
+    """Open questions that the caller may answer."""
+    return [question for question in outcome.questions if call.scope.caller.may_answer(question)]
 
 
 def elicitation(question: Message) -> types.ElicitRequest:

@@ -198,16 +198,25 @@ class McpHandlers:
         return tools.structured(tools.AgentList(agents=agents))
 
     async def _send(self, call: Call, args: tools.Send, params: types.CallToolRequestParams) -> Any:
-        message = await self._calls.resumed(call, params) or await self._calls.send(call, args)
+        message = await self._calls.resumed(call, params) or await self._sent(call, self._calls.send(call, args))
         call.message = message
         if args.wait_seconds != 0 and message.state != "delayed" and wants_handle(call):
             return self._tasks.handle(message)
         return await self._calls.wait(call, message, args.wait_seconds, params)
 
+    async def _sent(self, call: Call, sending: Awaitable[Message]) -> Message:
+        """Send a message to the end, even if the call is cancelled meanwhile: only then its task can be stopped."""
+        with anyio.CancelScope(shield=True):
+            message = call.message = await sending
+            if call.is_cancelled:
+                await self._stop_cancelled(call)
+        await anyio.lowlevel.checkpoint()  # raises here if the call was cancelled
+        return message
+
     async def _answer_question(
         self, call: Call, args: tools.AnswerQuestion, params: types.CallToolRequestParams
     ) -> Any:  # fmt: skip
-        message = await self._calls.resumed(call, params) or await self._calls.answer(call, args)
+        message = await self._calls.resumed(call, params) or await self._sent(call, self._calls.answer(call, args))
         call.message = message
         if args.wait_seconds != 0 and wants_handle(call):
             return self._tasks.handle(message)
@@ -376,6 +385,7 @@ class McpHandlers:
             call_id = _call_id(ctx, ctx.params.get("requestId"))
             call = self._running.get(call_id) or self._cancelled.pop(call_id, None)
             if call:
+                call.is_cancelled = True
                 await self._stop_cancelled(call)
         return await call_next(ctx)
 

@@ -6,7 +6,7 @@ sent without a read of the store before: the store refuses what was sent already
 
 * The *base* id is a hash of key, agent, conversation and the client's own messages, up to some point of its list. If a
   message has the base id of a beginning of the list, that beginning is known.
-* A request with an `Idempotency-Key` has the id of that key.
+* A request with an `Idempotency-Key` has the id of that key, whatever its body. Another body is refused.
 * A request whose base id is used is a retry while its task works, and for a minute after its answer. Later, or after a
   failure, it is asked again, under an id with the minute in it.
 """
@@ -26,6 +26,7 @@ from coterie.ids import id_for, keyed_id
 from coterie.messages import PERSON, Message, Receipt, make_envelope
 from coterie.society import Society
 from coterie.task_stream import TaskStream
+from coterie.text import to_storable
 from coterie.web.auth import Caller
 from coterie.web.errors import RequestRejected
 from coterie.web.openai.answering import NO_RETRY
@@ -106,7 +107,10 @@ class Asking:
         self, caller: Caller, ask: Ask, own: Sequence[ClientMessage], stream: TaskStream | None
     ) -> Asked:
         bases = self._bases(caller, ask, own)
-        client_id = f"{bases[-1]}/key/{ask.idempotency_key}" if ask.idempotency_key else bases[-1]
+        client_id = bases[-1]
+        if ask.idempotency_key:
+            named = f"{caller.key or ''}\0{ask.idempotency_key}"
+            client_id = f"openai/key/{hashlib.sha256(named.encode()).hexdigest()}"
         if any(one.files for one in own):
             await self._require_agent(ask)  # files are stored before the message
         else:
@@ -117,8 +121,11 @@ class Asking:
             except Refused as refused:
                 if refused.code != "already_sent":
                     raise
-        client_id, earlier = await self._choose_id(client_id, ask)
+        client_id, earlier = await self._choose_id(caller, client_id, ask)
         if earlier:
+            if ask.idempotency_key and not _has_content(earlier, ask.agent_id, own[-1]):
+                reused = "this Idempotency-Key was used for another request: use a new one for each request"
+                raise RequestRejected(422, "idempotency_key_reused", reused, headers=NO_RETRY)
             return Asked(Receipt(message_id=earlier.id, state="pending", task=earlier.task))
         return Asked(await self._send(caller, ask, own, bases, client_id))
 
@@ -140,7 +147,7 @@ class Asking:
         only_new: bool = False,
     ) -> Receipt:
         """Send what is new. `only_new`: `Refused("already_sent")` if there is a message with this client id."""
-        known, recent = await self._known_count(bases[:-1], ask)
+        known, recent = await self._known_count(caller, bases[:-1], ask)
         new = [one for one in ask.messages[known:] if one.role not in SYSTEM_ROLES]
         if not any(one.role != "assistant" for one in new):
             new = [own[-1]]  # nothing is new: the last message is asked again
@@ -184,7 +191,7 @@ class Asking:
             bases.append(f"openai/{digest.hexdigest()}")
         return bases
 
-    async def _choose_id(self, base: str, ask: Ask) -> tuple[str, Message | None]:
+    async def _choose_id(self, caller: Caller, base: str, ask: Ask) -> tuple[str, Message | None]:
         """The client id to send with; or that of an earlier attempt, with its message."""
         minute = to_ms(self._clock.now()) // 60_000
         repeats = [f"{base}/{minute - age}/{number}" for age in (1, 0) for number in range(MAX_REPEATS)]
@@ -192,10 +199,21 @@ class Asking:
         if base not in found:
             return base, None
         client_id, last = [*found.items()][-1]
-        if ask.idempotency_key or (_same_instructions(last, ask.instructions) and await self._is_retry(last)):
+        if ask.idempotency_key or (await self._has_instructions(caller, last, ask) and await self._is_retry(last)):
             return client_id, last
         free = [repeat for repeat in repeats[MAX_REPEATS:] if repeat not in found]
         return (free[0], None) if free else (client_id, last)
+
+    async def _has_instructions(self, caller: Caller, asked: Message, ask: Ask) -> bool:
+        """Whether the message was sent with the instructions of this request, or after them."""
+        carried = instructions_of(asked)
+        if carried is not None or not ask.instructions:
+            return carried is None or (bool(ask.instructions) and carried.startswith(_head(ask.instructions)))
+        thread = await self._recent(ask.agent_id)
+        before = [one for one in thread if one.seq < asked.seq]
+        if not before and len(thread) == RECENT_MESSAGES:
+            return True  # the message is older than what was read: a retry must not ask twice
+        return _knows(before, ask.instructions, caller.key)
 
     async def _is_retry(self, asked: Message) -> bool:
         """Whether the same request means this message: it has no answer yet, or one of the last minute."""
@@ -217,7 +235,9 @@ class Asking:
 
     # What is new
 
-    async def _known_count(self, bases: Sequence[str], ask: Ask) -> tuple[int, Sequence[Message] | None]:
+    async def _known_count(
+        self, caller: Caller, bases: Sequence[str], ask: Ask
+    ) -> tuple[int, Sequence[Message] | None]:
         """How many messages of the list the agent knows; and the newest messages of its thread, if they were read."""
         answers = [index for index, one in enumerate(ask.messages) if one.role == "assistant"]
         if ask.previous or not answers:
@@ -234,12 +254,17 @@ class Asking:
                 while count < len(ask.messages) and ask.messages[count].role == "assistant":
                     count += 1
                 return count, None
-        # A client may have dropped the beginning of a long conversation: the last answer is recognised by its text.
+        # The last answer is recognised by its text: a client may have dropped the beginning of a long conversation.
+        # A short answer is one if the client's message before it is recognised too, as after requests with a key.
         recent = await self._recent(ask.agent_id)
-        said = " ".join(ask.messages[answers[-1]].text.split())
-        texts = [" ".join(answer_text(one, ask.agent_id).split()) for one in recent if one.sender == ask.agent_id]
-        if any(len(text) >= MIN_MATCH and text in said for text in texts):
-            return answers[-1] + 1, recent
+        said = _squeezed(ask.messages[answers[-1]].text)
+        before = next((one for one in reversed(ask.messages[: answers[-1]]) if _is_own(one)), None)
+        mine = [one for one in recent if one.via == caller.key]
+        asked = {one.id for one in mine if before and _has_content(one, ask.agent_id, before)}
+        for one in recent:
+            text = _squeezed(answer_text(one, ask.agent_id)) if one.sender == ask.agent_id else ""
+            if text and ((len(text) >= MIN_MATCH and text in said) or (one.in_reply_to in asked and text == said)):
+                return answers[-1] + 1, recent
         return 0, recent
 
     async def _recent(self, agent_id: str) -> Sequence[Message]:
@@ -283,10 +308,19 @@ def _agent_resting(detail: str) -> RequestRejected:
     return RequestRejected(503, "agent_resting", detail, headers=NO_RETRY)
 
 
-def _same_instructions(asked: Message, instructions: str) -> bool:
-    """False if the message carries other instructions than these. A message without any was sent after the same."""
-    carried = instructions_of(asked)
-    return carried is None or carried.startswith(_head(instructions))
+def _has_content(asked: Message, agent_id: str, given: ClientMessage) -> bool:
+    """Whether the message was sent for a request that ends with `given`."""
+    if asked.sender != PERSON or asked.to != agent_id:
+        return False
+    if asked.option is not None or not given.text:
+        return True  # its text is that of the chosen option; or only files were sent
+    last = render_new((given,), "") if given.role == "user" else f"{given.role}: {given.text}"
+    text, last = str(asked.payload.get("text", "")), to_storable(last)
+    return text == last or text.endswith(f"\n\n{last}")
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _knows(thread: Sequence[Message], instructions: str, key: str | None) -> bool:

@@ -44,7 +44,7 @@ def read_message(value: Any, path: str) -> ClientMessage:
     if not isinstance(value, dict):
         raise _invalid(path, "expected an object with role and content")
     role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise _invalid(f"{path}.role", f"expected one of {', '.join(sorted(ROLES))}")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if parts is None and role == "assistant":

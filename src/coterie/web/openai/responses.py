@@ -176,8 +176,12 @@ async def create_response(
     previous = None
     if body.previous_response_id:
         previous = await _find_asked(streams, caller, body.previous_response_id, "previous_response_id")
+    agent_id = find_model(body.model)
+    if previous and previous.to != agent_id:
+        other = "previous_response_id: a response of another model. An agent knows only its own conversation"
+        raise Refused("payload_invalid", other, param="previous_response_id")
     ask = Ask(
-        agent_id=find_model(body.model),
+        agent_id=agent_id,
         messages=_read_input(body.input, body.instructions),
         conversation=_conversation(body),
         user=body.user or "",
@@ -265,7 +269,7 @@ def _read_input(value: Any, instructions: str | None) -> list[ClientMessage]:
     messages = [read_message({"role": "system", "content": instructions}, "instructions")] if instructions else []
     for index, item in enumerate(items):
         kind = item.get("type", "message") if isinstance(item, dict) else "message"
-        if kind in SKIPPED_ITEMS:
+        if isinstance(kind, str) and kind in SKIPPED_ITEMS:
             continue
         if kind != "message":
             raise Refused("payload_invalid", f"input[{index}].type: expected a message", param=f"input[{index}].type")
