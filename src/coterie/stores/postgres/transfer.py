@@ -21,6 +21,10 @@ _BLOCK_WRITES = (
 )
 # The planner has no statistics of the new tables. ANALYZE without names would also lock tables of other schemas.
 _ANALYZE = f"ANALYZE {', '.join(TABLES)}"
+_SELECT_COLUMNS = """
+SELECT attname FROM pg_attribute
+ WHERE attrelid = :table::regclass AND attnum > 0 AND NOT attisdropped AND attgenerated = '' ORDER BY attnum
+"""
 _COUNT_PROCESSES = f"SELECT count(*) FROM processes WHERE seen_at > {CLOCK} - :lease_ms"
 _READ_CHUNK = "SELECT bytes FROM pieces WHERE sha256 = :sha256 AND start >= :start ORDER BY start LIMIT 1"
 _INSERT_BLOB = f"INSERT INTO blobs (sha256, size, at) VALUES (:sha256, :size, {CLOCK})"
@@ -145,9 +149,8 @@ def _require_empty(db: PgConnection, message: str) -> None:
 
 
 def _columns(db: PgConnection, table: str) -> list[str]:
-    return [
-        column.name for column in db.raw.execute(("SELECT * FROM " + table + " LIMIT 0").encode()).description or ()
-    ]
+    """Columns that can be written: no generated ones."""
+    return [name for (name,) in db.execute(_SELECT_COLUMNS, {"table": table})]
 
 
 def _fetch_int(db: PgConnection, sql: str, **values: Any) -> int:

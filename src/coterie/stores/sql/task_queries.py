@@ -206,7 +206,7 @@ class BusyAgent(NamedTuple):
 
 
 def read_busy_agents(db: Connection) -> list[BusyAgent]:
-    """Return all agents with mail or a turn. Call it once per snapshot: PostgreSQL reads the whole table for it."""
+    """Return all agents with mail or a turn."""
     return [BusyAgent._make(row) for row in db.execute(_SELECT_BUSY_AGENTS)]
 
 

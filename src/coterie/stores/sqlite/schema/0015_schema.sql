@@ -69,7 +69,7 @@ CREATE TABLE agents (
 
 CREATE INDEX agents_runnable ON agents (runnable_at) WHERE runnable_at IS NOT NULL;
 CREATE INDEX agents_kind ON agents (kind);
--- The agents with mail or a turn. PostgreSQL reads the whole table instead: there the index would slow down every update.
+-- The agents with mail or a turn.
 CREATE INDEX agents_busy ON agents (id) WHERE waiting > 0 OR delayed > 0 OR task IS NOT NULL;
 
 CREATE TABLE messages (

@@ -45,11 +45,15 @@ CREATE TABLE agents (
     other_tasks   TEXT COLLATE "C",
     over_budget   BIGINT NOT NULL DEFAULT 0,
     problem       TEXT COLLATE "C",
-    reminders     BIGINT NOT NULL DEFAULT 0
+    reminders     BIGINT NOT NULL DEFAULT 0,
+    -- The agents with mail or a turn. An index on the three columns themselves would have to change with every update;
+    -- this one changes when an agent begins or ends its work.
+    is_busy       BOOLEAN GENERATED ALWAYS AS (waiting > 0 OR delayed > 0 OR task IS NOT NULL) STORED
 ) WITH (fillfactor = 70);  -- room for the next version of a row on its page: then its indexes need no change
 
 CREATE INDEX agents_runnable ON agents (runnable_at) WHERE runnable_at IS NOT NULL;
 CREATE INDEX agents_kind ON agents (kind);
+CREATE INDEX agents_busy ON agents (id) WHERE is_busy;
 CREATE INDEX agents_worker ON agents (worker) WHERE worker IS NOT NULL;
 
 CREATE TABLE messages (
